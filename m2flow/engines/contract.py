@@ -1,0 +1,228 @@
+"""What an engine is: the contract of each kind, and what an engine can do, as data.
+
+An engine executes a role's calls inside one worker process. Constructors only assign; `start` loads, `stop` frees. The
+planner reads `Capabilities` and never asks for what an engine can't do. `m2flow.testing.engines` holds the suites that prove
+an engine to be one; the built-in ones pass them too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.recipe import AdamW, Loss, Model, Sampling
+from m2flow.samples import Batch, Finish
+
+EngineKind = Literal["rollout", "train", "function"]
+
+Tensor = Any
+"""A torch.Tensor, or a NumPy array from a fake. Torch is not imported here: the CLI reads this file."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do."""
+
+    kind: EngineKind
+    streaming: bool = True
+    """Samples leave one by one, as they finish."""
+    abort: bool = True
+    """A request can be taken out between two steps, with its tokens so far."""
+    keyed_seeds: bool = True
+    """The random number of a token is a function of the sample's seed and the token's position."""
+    resume_with_prefix: bool = True
+    """A request may bring tokens that were generated elsewhere."""
+    deterministic: bool = True
+    """With `deterministic=True`, results are a function of identity: bitwise, whatever else runs."""
+    devices: tuple[str, ...] = ("cpu",)
+    parallel_layouts: tuple[str, ...] = ("dp1",)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the plan says to an engine. Time only; nothing here changes the mathematics."""
+
+    device: str = "cpu"
+    threads: int = 1
+    deterministic: bool = False
+    max_running: int = 256
+    """Rollout: most requests that decode together."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The engine's own, from the cluster spec."""
+
+
+class Engine(ABC):
+    """What all kinds share."""
+
+    capabilities: Capabilities
+    name: str
+
+    @abstractmethod
+    def start(self) -> None:
+        """Load the model. Raises `ModelError` for a path that is missing or broken, `EngineError` for anything else."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Free everything. May be called twice."""
+
+    def onload(self) -> None:
+        """Take the device: bring back what `offload` put away."""
+
+    def offload(self) -> None:
+        """Leave the device to another engine, and free what can be rebuilt."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate."""
+
+    id: int
+    """A packed `SampleId`."""
+    prompt: str | tuple[int, ...]
+    """A text, which the engine tokenises, or token ids."""
+    seed: int
+    """64 bits; with the position of a token it decides that token's random number."""
+    sampling: Sampling
+    prefix: tuple[int, ...] = ()
+    """Tokens generated before, to continue from."""
+    prefix_logprobs: tuple[float, ...] = ()
+    prefix_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sample that left a rollout engine, finished or aborted."""
+
+    id: int
+    prompt_tokens: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    """Generated tokens, the prefix and a final end-of-sequence token included."""
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    kv_stale: npt.NDArray[np.bool_]
+    finish: Finish
+    text: str
+    """The generated tokens as text, without special tokens."""
+
+
+class RolloutEngine(Engine):
+    """Generates, with continuous batching: requests come and go between any two steps."""
+
+    @abstractmethod
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises `PromptTooLong` if a prompt and its `max_new_tokens` do not fit the context: none is queued then."""
+
+    @abstractmethod
+    def step(self) -> list[Generated]:
+        """Admit what fits, decode one token for all that run, and return those that finished. Nothing to do: an empty list."""
+
+    @abstractmethod
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        """Take these out now; their tokens so far, with `Finish.ABORT`. Ids that are not here are passed over."""
+
+    @property
+    @abstractmethod
+    def num_unfinished(self) -> int:
+        """Requests queued or running."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights held."""
+
+    @abstractmethod
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy these weights in, by Hugging Face name. All must be there. No request may be running."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights held, by Hugging Face name, for checksums."""
+
+
+Advantage = Callable[[npt.NDArray[np.float32], Batch], npt.NDArray[np.float32]]
+"""Rewards [N] and the whole groups they belong to -> one advantage a sample [N]."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a train engine minimises on a batch."""
+
+    loss: Loss
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a micro-batch added up to. Sums over micro-batches, so that no number depends on how a mini-batch was cut."""
+
+    num_sequences: int
+    num_tokens: int
+    """Tokens under the loss mask."""
+    num_context_tokens: int
+    """All tokens that went through the model."""
+    metrics: Mapping[str, float]
+    """Each a sum over the tokens under the mask: `loss`, and what the loss reports."""
+
+
+class TrainEngine(Engine):
+    """Updates weights, and computes log-probabilities of given tokens."""
+
+    @abstractmethod
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        """Forward and backward over one micro-batch; the gradient of the *sum* of the loss terms is added up.
+
+        The batch has the token columns of `m2flow.samples` (`tokens`, `loss_mask`, `logprobs` as behaviour) and a column for
+        each further need of the loss (`advantages` float32 [N], `reference_logprobs` ragged float32). A batch with `prompt` and
+        `target` texts instead of `tokens` is a set of demonstrations, tokenised here, its loss mask on the target and the
+        end-of-sequence token."""
+
+    @abstractmethod
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        """Divide the gradient by the denominator, clip, step, and clear it.
+
+        Returns `grad_norm` (2-norm after the division, before the clipping) and `lr`. Raises `EngineError` if the gradient is
+        not finite; the weights are then left as they were. The caller counts versions: see `m2flow.engines.contract`."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop the gradient accumulated so far."""
+
+    @abstractmethod
+    def logprobs(self, batch: Batch) -> Batch:
+        """The batch's identities with `reference_logprobs`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask)."""
+
+    @abstractmethod
+    def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Tokens that each sample will put through the model, int64 [N], for packing. Demonstrations are tokenised and remembered."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, by Hugging Face name, without a copy."""
+
+    @abstractmethod
+    def save(self, path: str) -> None:
+        """Write model and tokenizer in Hugging Face format, and the optimisers' state beside them, to a directory."""
+
+    @abstractmethod
+    def load(self, path: str) -> None:
+        """Read back what `save` wrote."""
+
+
+class FunctionEngine(Engine):
+    """Runs users' Python functions on whole units of their granularity."""
+
+    @abstractmethod
+    def call(
+        self, function: Callable[..., object], batch: Batch, *, granularity: str, timeout_s: float | None
+    ) -> Sequence[object]:
+        """One result a unit (sample, group or batch), in order of identity.
+
+        Raises `OpError` that names the sample if the function raises or takes longer than `timeout_s` for one unit."""
+
+
+RolloutFactory = Callable[[Model, EngineSettings], RolloutEngine]
+TrainFactory = Callable[[Model, EngineSettings], TrainEngine]

@@ -1,0 +1,177 @@
+"""Every error that m2flow raises on purpose, split by whose fault it is.
+
+    M2FlowError
+    ├── FlowError                the flow's
+    │   ├── FlowLoadError        no such file, a syntax error, no flow in it, or two
+    │   ├── OptionError          an option that the flow does not have, or a value it can't take
+    │   ├── TraceError           a call or a handle used in a way that can't be recorded
+    │   ├── DatasetError         no rows, rows of different shape
+    │   ├── OpError              the user's function raised, or returned what it may not
+    │   │   └── RewardError      the same of a reward
+    │   └── PromptTooLong        a prompt (and its answer) that the model's context can't hold
+    ├── SpecError                the cluster spec's or the run settings'
+    │   └── PortInUse            an address that the spec asks for and something else holds
+    ├── PlanError                no legal plan, or one that was edited into an illegal one
+    ├── ModelError               a model path that is missing or broken
+    ├── EngineError              an engine's: it can't start, or failed at work
+    │   └── MissingExtra         a package that is not installed, and how to get it
+    ├── ShapeError               a tensor handed to an algorithm with the wrong shape
+    ├── ChannelError             a channel's
+    │   ├── ChannelClosed        we closed it and used it
+    │   ├── BrokenChannel        the peer went away
+    │   ├── EndOfStream          the peer ended it in order
+    │   └── DecodeError          bytes that are not a message
+    ├── WorkerError              a process that died, hangs or never came up
+    ├── RunInterrupted           the user pressed Ctrl-C
+    └── InternalError            ours: please report
+
+An error says what happened, where, and what to do now. It survives pickling and the wire (`to_record`, `from_record`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """An error on a wire: the class by name, and its four parts."""
+
+    kind: str
+    what: str
+    where: str = ""
+    now: str = ""
+    remote: str = ""
+
+
+class M2FlowError(Exception):
+    """The root. `what` happened, `where` in the flow or the files, what to do `now`, and the `remote` traceback if there is one."""
+
+    def __init__(self, what: str, *, where: str = "", now: str = "", remote: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.now = now
+        self.remote = remote
+
+    def __str__(self) -> str:
+        lines = [self.where] if self.where else []
+        lines += [self.what if not lines else f"  {self.what}"]
+        if self.now:
+            lines += [f"  {line}" for line in self.now.splitlines()]
+        if self.remote:
+            lines += ["  the worker's traceback:"] + [f"    {line}" for line in self.remote.rstrip().splitlines()]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self).__name__, self.what, self.where, self.now, self.remote))
+
+    def located(self, where: str) -> M2FlowError:
+        """The same error with a place, if it has none yet."""
+        return self if self.where else _rebuild(type(self).__name__, self.what, where, self.now, self.remote)
+
+    def to_record(self) -> ErrorRecord:
+        return ErrorRecord(type(self).__name__, self.what, self.where, self.now, self.remote)
+
+
+class FlowError(M2FlowError):
+    """What the flow says can't be done."""
+
+
+class FlowLoadError(FlowError, ValueError):
+    """The file of the flow can't be used."""
+
+
+class OptionError(FlowError, ValueError):
+    """An option of the flow that does not exist, or a value that it can't take."""
+
+
+class TraceError(FlowError, TypeError):
+    """A call or handle used in a way that can't be recorded."""
+
+
+class DatasetError(FlowError, ValueError):
+    """A dataset without rows, or with rows that do not fit together."""
+
+
+class OpError(FlowError, RuntimeError):
+    """A user's function raised, hung, or returned what it may not."""
+
+
+class RewardError(OpError):
+    """A reward raised, hung, or returned what is not a finite number for each sample."""
+
+
+class PromptTooLong(FlowError, ValueError):
+    """The prompt and its answer do not fit the model's context."""
+
+
+class SpecError(M2FlowError, ValueError):
+    """The cluster spec or the run settings are wrong."""
+
+
+class PortInUse(SpecError, OSError):
+    """Something else listens where the spec wants to."""
+
+
+class PlanError(M2FlowError, ValueError):
+    """There is no legal plan, or the one given is not legal."""
+
+
+class ModelError(M2FlowError, ValueError):
+    """A model path that is missing or broken."""
+
+
+class EngineError(M2FlowError, RuntimeError):
+    """An engine can't start, or failed at work."""
+
+
+class MissingExtra(EngineError, ImportError):
+    """A package is needed that is not installed."""
+
+
+class ShapeError(M2FlowError, ValueError):
+    """A tensor has the wrong shape."""
+
+
+class ChannelError(M2FlowError, RuntimeError):
+    """A channel can't carry what it was given."""
+
+
+class ChannelClosed(ChannelError):
+    """This side closed the channel and used it afterwards."""
+
+
+class BrokenChannel(ChannelError, ConnectionError):
+    """The peer went away in the middle."""
+
+
+class EndOfStream(ChannelError, EOFError):
+    """The peer ended the stream in order."""
+
+
+class DecodeError(ChannelError, ValueError):
+    """Bytes that are not a message of ours."""
+
+
+class WorkerError(M2FlowError, RuntimeError):
+    """A worker process died, hangs, or never came up."""
+
+
+class RunInterrupted(M2FlowError, KeyboardInterrupt):
+    """The user asked the run to stop."""
+
+
+class InternalError(M2FlowError, AssertionError):
+    """A fault of m2flow's own; please report it with the run directory."""
+
+
+def error_from_record(record: ErrorRecord) -> M2FlowError:
+    """The error that `to_record` wrote; an unknown kind becomes an `InternalError` that names it."""
+    return _rebuild(record.kind, record.what, record.where, record.now, record.remote)
+
+
+def _rebuild(kind: str, what: str, where: str, now: str, remote: str) -> M2FlowError:
+    found = globals().get(kind)
+    if not (isinstance(found, type) and issubclass(found, M2FlowError)):
+        found, what = InternalError, f"{kind}: {what}"
+    return found(what, where=where, now=now, remote=remote)

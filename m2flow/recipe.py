@@ -1,0 +1,102 @@
+"""What a flow says about sampling, optimisation and losses: values, understood by macro code and engines alike.
+
+They are part of the program (they change the mathematics), so they live in the flow and never in a cluster spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from m2flow.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Model:
+    """Where a model comes from."""
+
+    path: str
+    """A Hugging Face model directory (config.json, tokenizer.json, *.safetensors), or a .gguf file, which is dequantised."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` needs only config.json and the tokenizer; the weights are drawn from `seed`."""
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    chat: bool = False
+    """Put each prompt through the tokenizer's chat template, as a user's message."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is drawn."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_new_tokens: int = 0
+    """The end-of-sequence token can't be drawn before."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the tokenizer's end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise OptionError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise OptionError(
+                f"min_new_tokens is {self.min_new_tokens}; it must lie in 0..max_new_tokens ({self.max_new_tokens})"
+            )
+        if self.temperature < 0:
+            raise OptionError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        if self.top_k < 0:
+            raise OptionError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay, a warm-up, and a schedule. Each distinct value that a flow uses has state of its own.
+
+    Source:
+        Loshchilov and Hutter 2019, arXiv:1711.05101.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """The gradient's global 2-norm is scaled down to this. 0 is off."""
+    warmup_steps: int = 0
+    """Optimiser steps over which the rate rises linearly to `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
+    total_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise OptionError(
+                f"schedule={self.schedule!r} needs total_steps above warmup_steps, got {self.total_steps} and {self.warmup_steps}"
+            )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, as declared: what it needs, and what its sum is divided by.
+
+    The function gets each of `needs` as a keyword: a flat tensor [T] over the tokens that the loss mask selects, samples one
+    after the other in a micro-batch, and returns per-token terms [T], or those and a dict of per-token metrics [T]. Sums over
+    tokens are gradients' sums; the division by the denominator of the whole mini-batch comes at its end.
+    """
+
+    name: str
+    function: str | object
+    """`module:name`, or a callable."""
+    needs: tuple[str, ...]
+    """Of `logprobs` (with gradient), `entropy` (with gradient), `behaviour_logprobs`, `reference_logprobs`, `advantages`,
+    `sequence_lengths` (of the sample that the token belongs to), and the names of per-token or per-sample columns."""
+    denominator: Literal["tokens", "sequences"] = "tokens"
+    options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())
+    """Further keywords."""

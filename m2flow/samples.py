@@ -1,0 +1,327 @@
+"""The sample, and the columnar batch that everything carries.
+
+A sample is a sequence of segments (prompt, generated, text of a tool or an environment) with per-token columns. A batch holds
+N samples as columns: dense arrays of N rows, and ragged ones, which are one flat array and N + 1 offsets. Batches are cheap to
+slice by identity, to concatenate, and to put on a wire (`m2flow.channels.codec`). NumPy only: torch stays in the engines.
+
+Token columns of a generated batch (all ragged, T_i tokens in sample i, prompt included):
+
+    tokens      int32    ids, as sampled; never re-tokenised
+    loss_mask   bool     True where a loss may look: generated tokens, or the answer of a demonstration
+    logprobs    float32  log-probability under the weights that sampled the token; 0 where the token was not sampled
+    versions    int32    version of those weights; -1 where the token was not sampled
+    kv_stale    bool     the KV cache it attended to was older than `versions`
+
+with `segment_kinds` (uint8, a `Segment`) and `segment_lengths` (int32) ragged over segments, and the dense `seed` (uint64),
+`finish` (uint8, a `Finish`), and the texts `prompt` and `text`. Any other column is metadata of the dataset's row.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import DatasetError, InternalError
+
+IdArray = npt.NDArray[np.int64]
+
+_INDEX_BITS, _PROMPT_BITS, _CALL_BITS = 12, 30, 21
+
+
+class Segment(enum.IntEnum):
+    """Where a stretch of tokens came from."""
+
+    PROMPT = 0
+    GENERATED = 1
+    TOOL = 2
+
+
+class Finish(enum.IntEnum):
+    """Why a sample stopped growing."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+class SampleId(NamedTuple):
+    """Who a sample is: the call that made it (in program order), its prompt's position there, its index in the group."""
+
+    call: int
+    prompt: int
+    index: int
+
+    def pack(self) -> int:
+        """The identity as one int64, ordered as the tuple is.
+
+        >>> SampleId.unpack(SampleId(3, 17, 2).pack())
+        SampleId(call=3, prompt=17, index=2)
+        """
+        if not (0 <= self.call < 1 << _CALL_BITS and 0 <= self.prompt < 1 << _PROMPT_BITS and 0 <= self.index < 1 << _INDEX_BITS):
+            raise InternalError(f"sample identity out of range: {tuple(self)}")
+        return (self.call << _PROMPT_BITS | self.prompt) << _INDEX_BITS | self.index
+
+    @classmethod
+    def unpack(cls, packed: int) -> SampleId:
+        packed = int(packed)
+        prompt = packed >> _INDEX_BITS & (1 << _PROMPT_BITS) - 1
+        return cls(packed >> _INDEX_BITS + _PROMPT_BITS, prompt, packed & (1 << _INDEX_BITS) - 1)
+
+    def __str__(self) -> str:
+        return f"p{self.prompt}/{self.index}"
+
+
+def make_ids(call: int, num_prompts: int, num_per_prompt: int = 1) -> IdArray:
+    """The identities of a call's samples, in order: int64 [num_prompts * num_per_prompt]."""
+    first = SampleId(call, 0, 0).pack()
+    prompts = np.arange(num_prompts, dtype=np.int64)[:, None] << _INDEX_BITS
+    return (first + prompts + np.arange(num_per_prompt, dtype=np.int64)).reshape(-1)
+
+
+def group_keys(ids: IdArray) -> IdArray:
+    """What the samples of one group share: their identity without the index, int64 [N]."""
+    return ids >> _INDEX_BITS
+
+
+def prompt_positions(ids: IdArray) -> IdArray:
+    """The position of each sample's prompt in its call, int64 [N]."""
+    return ids >> _INDEX_BITS & (1 << _PROMPT_BITS) - 1
+
+
+def group_indices(ids: IdArray) -> IdArray:
+    """The index of each sample in its group, int64 [N]."""
+    return ids & (1 << _INDEX_BITS) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """N rows of different length: `values` [total, ...] and `offsets` int64 [N + 1]; row i is values[offsets[i]:offsets[i + 1]]."""
+
+    values: npt.NDArray[np.generic]
+    offsets: IdArray
+    kind: Literal["numbers", "text", "json"] = "numbers"
+    """`text` and `json` rows are UTF-8 bytes (uint8)."""
+
+    @classmethod
+    def of(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Ragged:
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        values = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+        return cls(values, _offsets([len(row) for row in arrays]))
+
+    @classmethod
+    def texts(cls, rows: Sequence[str]) -> Ragged:
+        return cls._bytes([row.encode("utf-8", "surrogatepass") for row in rows], "text")
+
+    @classmethod
+    def json(cls, rows: Sequence[object]) -> Ragged:
+        return cls._bytes([json.dumps(row).encode() for row in rows], "json")
+
+    @classmethod
+    def _bytes(cls, rows: list[bytes], kind: Literal["text", "json"]) -> Ragged:
+        return cls(np.frombuffer(b"".join(rows), np.uint8), _offsets([len(row) for row in rows]), kind)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> IdArray:
+        return np.diff(self.offsets)
+
+    def row(self, i: int) -> npt.NDArray[np.generic]:
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def item(self, i: int) -> object:
+        """Row i as Python sees it: an array, a `str`, or what the JSON says."""
+        if self.kind == "numbers":
+            return self.row(i)
+        text = self.row(i).tobytes().decode("utf-8", "surrogatepass")
+        return text if self.kind == "text" else json.loads(text)
+
+    def take(self, rows: npt.NDArray[np.integer]) -> Ragged:
+        lengths = self.lengths[rows]
+        offsets = _offsets(lengths)
+        if len(rows) and bool(np.all(np.diff(rows) == 1)):
+            return Ragged(self.values[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]], offsets, self.kind)
+        index = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
+        return Ragged(self.values[index], offsets, self.kind)
+
+
+Column = npt.NDArray[np.generic] | Ragged
+
+
+def column_of(rows: Sequence[object], name: str = "") -> Column:
+    """The column that holds these Python values: numbers dense, texts as text, sequences of numbers ragged, the rest as JSON."""
+    if all(isinstance(row, str) for row in rows):
+        return Ragged.texts([str(row) for row in rows])
+    if all(isinstance(row, bool | np.bool_) for row in rows):
+        return np.asarray(rows, bool)
+    if all(isinstance(row, int | np.integer) for row in rows):
+        return np.asarray(rows, np.int64)
+    if all(isinstance(row, int | float | np.number) for row in rows):
+        return np.asarray(rows, np.float64)
+    try:
+        return Ragged.json(rows)
+    except TypeError as error:
+        raise DatasetError(f"column {name!r} has values that are neither numbers, texts nor JSON: {error}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """N samples as columns, with who they are. Immutable by convention: every method returns a new one, sharing memory if it can."""
+
+    ids: IdArray
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if len(column) != len(self.ids):
+                raise InternalError(f"column {name!r} has {len(column)} rows in a batch of {len(self.ids)}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def dense(self, name: str) -> npt.NDArray[np.generic]:
+        column = self.columns[name]
+        if isinstance(column, Ragged):
+            raise InternalError(f"column {name!r} is ragged")
+        return column
+
+    def ragged(self, name: str) -> Ragged:
+        column = self.columns[name]
+        if not isinstance(column, Ragged):
+            raise InternalError(f"column {name!r} is dense")
+        return column
+
+    @property
+    def num_bytes(self) -> int:
+        columns = self.columns.values()
+        return self.ids.nbytes + sum(c.values.nbytes + c.offsets.nbytes if isinstance(c, Ragged) else c.nbytes for c in columns)
+
+    def take(self, rows: npt.ArrayLike) -> Batch:
+        """These rows, by position, in this order."""
+        index = np.asarray(rows, np.int64)
+        columns = {name: c.take(index) if isinstance(c, Ragged) else c[index] for name, c in self.columns.items()}
+        return Batch(self.ids[index], columns)
+
+    def select(self, ids: IdArray) -> Batch:
+        """The samples of these identities, in this order. A missing one is an error of ours."""
+        order = np.argsort(self.ids, kind="stable")
+        rows = order[np.minimum(np.searchsorted(self.ids, ids, sorter=order), max(len(order) - 1, 0))] if len(order) else order
+        if len(ids) and (not len(order) or not np.array_equal(self.ids[rows], ids)):
+            missing = [str(SampleId.unpack(i)) for i in np.setdiff1d(ids, self.ids)[:5]]
+            raise InternalError(f"samples {', '.join(missing)} are not in this batch of {len(self)}")
+        return self.take(rows)
+
+    def in_order(self) -> Batch:
+        """The same samples, in the order of their identity."""
+        return self if bool(np.all(np.diff(self.ids) > 0)) else self.take(np.argsort(self.ids, kind="stable"))
+
+    def only(self, names: Iterable[str]) -> Batch:
+        return Batch(self.ids, {name: self.columns[name] for name in names})
+
+    def without(self, names: Iterable[str]) -> Batch:
+        dropped = set(names)
+        return Batch(self.ids, {name: column for name, column in self.columns.items() if name not in dropped})
+
+    def with_columns(self, **columns: Column) -> Batch:
+        return Batch(self.ids, {**self.columns, **columns})
+
+    def join(self, other: Batch) -> Batch:
+        """This batch with the other's columns for the same samples; the other's win where both have one."""
+        return Batch(self.ids, {**self.columns, **other.select(self.ids).columns})
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """One batch after the other. All must have the same columns."""
+        if len(batches) == 1:
+            return batches[0]
+        if not batches:
+            return Batch(np.zeros(0, np.int64))
+        names = set(batches[0].columns)
+        if any(set(batch.columns) != names for batch in batches):
+            raise InternalError(f"batches of different columns: {[sorted(batch.columns) for batch in batches]}")
+        ids = np.concatenate([batch.ids for batch in batches])
+        return Batch(ids, {name: _concat([batch.columns[name] for batch in batches]) for name in batches[0].columns})
+
+    def group_bounds(self) -> list[tuple[int, int]]:
+        """Row ranges [start, end) of the groups. The batch must be in order."""
+        cuts = np.flatnonzero(np.diff(group_keys(self.ids))) + 1
+        edges = [0, *cuts.tolist(), len(self)]
+        return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+
+    def rows(self) -> Iterator[Sample]:
+        """The samples one by one, as a user's function sees them."""
+        return (Sample(self, row) for row in range(len(self)))
+
+
+class Sample:
+    """One row of a batch, as a user's function sees it: `sample.text`, `sample.prompt`, and each metadata column by its name."""
+
+    __slots__ = ("_batch", "_row")
+
+    def __init__(self, batch: Batch, row: int) -> None:
+        self._batch = batch
+        self._row = row
+
+    @property
+    def id(self) -> SampleId:
+        return SampleId.unpack(int(self._batch.ids[self._row]))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens."""
+        return int(np.count_nonzero(self._batch.ragged("loss_mask").row(self._row)))
+
+    @property
+    def finish(self) -> Finish:
+        return Finish(int(self._batch.dense("finish")[self._row]))
+
+    def __getitem__(self, name: str) -> object:
+        column = self._batch.columns[name]
+        if isinstance(column, Ragged):
+            return column.item(self._row)
+        value = column[self._row]
+        return value.item() if isinstance(value, np.generic) else value
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError:
+            known = ", ".join(sorted(self._batch.columns))
+            raise AttributeError(f"the sample has no {name!r}; it has {known}, id, num_tokens, finish") from None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})"
+            if "text" in self._batch
+            else f"Sample({self.id})"
+        )
+
+
+def _offsets(lengths: npt.ArrayLike) -> IdArray:
+    offsets = np.zeros(len(np.asarray(lengths)) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _concat(columns: list[Column]) -> Column:
+    first = columns[0]
+    if isinstance(first, Ragged):
+        ragged = [column for column in columns if isinstance(column, Ragged)]
+        lengths = np.concatenate([column.lengths for column in ragged])
+        return Ragged(np.concatenate([column.values for column in ragged]), _offsets(lengths), first.kind)
+    return np.concatenate([column for column in columns if not isinstance(column, Ragged)])
