@@ -44,9 +44,7 @@ class Sampling:
         if self.max_new_tokens < 1:
             raise OptionError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise OptionError(
-                f"min_new_tokens is {self.min_new_tokens}; it must lie in 0..max_new_tokens ({self.max_new_tokens})"
-            )
+            raise OptionError(f"min_new_tokens is {self.min_new_tokens}; it must lie in 0..max_new_tokens ({self.max_new_tokens})")
         if self.temperature < 0:
             raise OptionError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
         if not 0 < self.top_p <= 1:

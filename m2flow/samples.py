@@ -19,6 +19,7 @@ with `segment_kinds` (uint8, a `Segment`) and `segment_lengths` (int32) ragged o
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -259,7 +260,7 @@ class Batch:
         """Row ranges [start, end) of the groups. The batch must be in order."""
         cuts = np.flatnonzero(np.diff(group_keys(self.ids))) + 1
         edges = [0, *cuts.tolist(), len(self)]
-        return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+        return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
     def rows(self) -> Iterator[Sample]:
         """The samples one by one, as a user's function sees them."""
@@ -305,11 +306,7 @@ class Sample:
             raise AttributeError(f"the sample has no {name!r}; it has {known}, id, num_tokens, finish") from None
 
     def __repr__(self) -> str:
-        return (
-            f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})"
-            if "text" in self._batch
-            else f"Sample({self.id})"
-        )
+        return f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})" if "text" in self._batch else f"Sample({self.id})"
 
 
 def _offsets(lengths: npt.ArrayLike) -> IdArray:

@@ -216,9 +216,7 @@ class FunctionEngine(Engine):
     """Runs users' Python functions on whole units of their granularity."""
 
     @abstractmethod
-    def call(
-        self, function: Callable[..., object], batch: Batch, *, granularity: str, timeout_s: float | None
-    ) -> Sequence[object]:
+    def call(self, function: Callable[..., object], batch: Batch, *, granularity: str, timeout_s: float | None) -> Sequence[object]:
         """One result a unit (sample, group or batch), in order of identity.
 
         Raises `OpError` that names the sample if the function raises or takes longer than `timeout_s` for one unit."""
