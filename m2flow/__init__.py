@@ -1,0 +1,47 @@
+"""m2flow: RL post-training of language models as a plain Python loop, traced, planned and scheduled sample by sample.
+
+from m2flow import Dataset, Policy, Reward, flow, steps
+
+@flow
+def grpo(num_steps: int = 80):
+    policy, verifier = Policy("model"), Reward(is_right)
+    prompts = Dataset(rows)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(32), n=8, max_new_tokens=64)
+        rewards = verifier.score(responses)
+        policy.update(responses, rewards)
+"""
+
+from m2flow.macro.datasets import Dataset
+from m2flow.macro.flow import Flow, flow, load_flow
+from m2flow.macro.losses import loss, nll, ppo_clip, reinforce
+from m2flow.macro.ops import log, op, steps
+from m2flow.macro.roles import Policy, Reference, Reward
+from m2flow.recipe import AdamW, Loss, Sampling
+from m2flow.samples import Batch, Finish, Sample, SampleId
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "Batch",
+    "Dataset",
+    "Finish",
+    "Flow",
+    "Loss",
+    "Policy",
+    "Reference",
+    "Reward",
+    "Sample",
+    "SampleId",
+    "Sampling",
+    "flow",
+    "load_flow",
+    "log",
+    "loss",
+    "nll",
+    "op",
+    "ppo_clip",
+    "reinforce",
+    "steps",
+]

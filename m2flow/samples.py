@@ -23,7 +23,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,8 @@ class Finish(enum.IntEnum):
     ABORT = 2
 
 
-class SampleId(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class SampleId:
     """Who a sample is: the call that made it (in program order), its prompt's position there, its index in the group."""
 
     call: int
@@ -65,7 +66,7 @@ class SampleId(NamedTuple):
         SampleId(call=3, prompt=17, index=2)
         """
         if not (0 <= self.call < 1 << _CALL_BITS and 0 <= self.prompt < 1 << _PROMPT_BITS and 0 <= self.index < 1 << _INDEX_BITS):
-            raise InternalError(f"sample identity out of range: {tuple(self)}")
+            raise InternalError(f"sample identity out of range: {self!r}")
         return (self.call << _PROMPT_BITS | self.prompt) << _INDEX_BITS | self.index
 
     @classmethod
@@ -76,6 +77,9 @@ class SampleId(NamedTuple):
 
     def __str__(self) -> str:
         return f"p{self.prompt}/{self.index}"
+
+    def __repr__(self) -> str:
+        return f"SampleId(call={self.call}, prompt={self.prompt}, index={self.index})"
 
 
 def make_ids(call: int, num_prompts: int, num_per_prompt: int = 1) -> IdArray:

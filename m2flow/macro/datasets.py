@@ -1,0 +1,118 @@
+"""Datasets: where prompts come from, with a cursor that the run records.
+
+A dataset is a resource of the flow: each `take` reads it at the cursor and moves that on, in program order. What it gives is a
+call like any other (`data()` in the printed graph), so that a replay can answer it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from m2flow.errors import DatasetError
+from m2flow.macro.graph import Granularity
+from m2flow.macro.handles import Rows
+from m2flow.macro.session import Session, current_session
+from m2flow.samples import Batch, Column, column_of, make_ids
+
+Row = Mapping[str, object]
+
+
+class Dataset:
+    """Rows with a `prompt`, any other columns being metadata (a `target` makes a row a demonstration).
+
+    Args:
+        rows: mappings of the same keys, each with a text under `prompt`.
+        shuffle: draw in an order of its own in each epoch, decided by the run's seed.
+        name: for plans and errors.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, name: str = "dataset", shuffle: bool = True) -> None:
+        rows = list(rows)
+        if not rows:
+            raise DatasetError(f"the dataset {name!r} has no rows", now="A flow needs at least one prompt; check its path or its filter.")
+        keys = set(rows[0])
+        for i, row in enumerate(rows):
+            if set(row) != keys:
+                raise DatasetError(f"row {i} of the dataset {name!r} has the columns {sorted(row)}, row 0 has {sorted(keys)}")
+            if not isinstance(row.get("prompt"), str):
+                raise DatasetError(f"row {i} of the dataset {name!r} has no text under 'prompt': {row.get('prompt')!r:.60}")
+        self.name = name
+        self._columns: dict[str, Column] = {key: column_of([row[key] for row in rows], key) for key in sorted(keys)}
+        self._num_rows = len(rows)
+        self._shuffle = shuffle
+        self._cursor = 0
+        self._session: Session | None = None
+        self._number = 0
+        self._order: tuple[int, list[int]] | None = None
+
+    @classmethod
+    def generate(
+        cls, make: Callable[[random.Random], Row], size: int, *, seed: int = 0, name: str = "dataset", shuffle: bool = False
+    ) -> Dataset:
+        """`size` rows from a function of a random generator; row i depends on (seed, i) alone."""
+        return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def cursor(self) -> int:
+        """Rows drawn so far, over all epochs."""
+        return self._cursor
+
+    def take(self, count: int) -> Rows:
+        """The next `count` rows; past the end it begins anew."""
+        if count < 1:
+            raise DatasetError(f"take({count}) of the dataset {self.name!r}: at least one row must be taken")
+        session = self._join()
+        positions = [self._position(self._cursor + i) for i in range(count)]
+        return self._record(session, "take", positions, {"count": count}, moves_by=count)
+
+    def all(self) -> Rows:
+        """Every row, in the dataset's order; the cursor stays."""
+        return self._record(self._join(), "all", list(range(self._num_rows)), {}, moves_by=0)
+
+    def batches(self, size: int, *, epochs: int = 1) -> Iterator[Rows]:
+        """Batches of `size` rows, a step each; a last smaller one is left out, as `m2flow plan` says."""
+        if size > self._num_rows:
+            raise DatasetError(f"a batch of {size} rows from the dataset {self.name!r}, which has {self._num_rows}")
+        session = self._join()
+        for _ in session.iterate(epochs * self._num_rows // size):
+            yield self.take(size)
+
+    def _join(self) -> Session:
+        session = current_session(f"the dataset {self.name!r}")
+        if self._session is not session:
+            self._session, self._number, self._cursor, self._order = session, session.number_dataset(), 0, None
+        return session
+
+    def _position(self, drawn: int) -> int:
+        assert self._session is not None
+        epoch, place = divmod(drawn, self._num_rows)
+        if not self._shuffle:
+            return place
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(self._num_rows))
+            random.Random(f"{self._session.seed}/{self._number}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1][place]
+
+    def _record(self, session: Session, method: str, positions: list[int], shown: dict[str, object], *, moves_by: int) -> Rows:
+        ids = make_ids(session.next_ordinal, len(positions))
+        whole = Batch(make_ids(0, self._num_rows), self._columns)
+        rows = Batch(ids, whole.take(positions).columns)
+        resource = f"{self.name}.cursor"
+        call = session.record(
+            role=self.name,
+            method=method,
+            engine="source",
+            granularity=Granularity.SAMPLE,
+            inputs={},
+            options={"rows": rows, "cursor": self._cursor},
+            shown=shown,
+            reads=(resource,),
+            writes=(resource,) if moves_by else (),
+        )
+        self._cursor += moves_by
+        return Rows(session, call)

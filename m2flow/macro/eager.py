@@ -1,0 +1,102 @@
+"""The reference interpreter: each call is done when the program makes it, whole, one after the other.
+
+It is the oracle that every plan is compared with, so it shares nothing with the lowering, and is small enough to be read in one
+sitting. What a call *means* on given inputs comes from a `Performer`; when to do it is the program's order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from m2flow.errors import M2FlowError
+from m2flow.macro.graph import Call, Observation
+from m2flow.macro.session import Backend
+from m2flow.samples import Batch
+
+
+class Performer(Protocol):
+    """Does one whole call on whole inputs."""
+
+    def perform(self, call: Call, inputs: Mapping[str, object]) -> object: ...
+
+
+class Journal(Protocol):
+    """Is told what was done, to write it down."""
+
+    def call_done(self, call: Call, value: object) -> None: ...
+
+    def logged(self, step: int, name: str, value: float) -> None: ...
+
+    def step_done(self, step: int) -> None: ...
+
+
+class EagerBackend(Backend):
+    """Does each call as it is made."""
+
+    def __init__(self, performer: Performer, journal: Journal) -> None:
+        self._performer = performer
+        self._journal = journal
+        self._values: dict[int, object] = {}
+        self._errors: dict[int, M2FlowError] = {}
+        self._broken: dict[str, M2FlowError] = {}
+        self._raised: set[int] = set()
+
+    def submit(self, call: Call) -> None:
+        error = self._inherited(call)
+        if error is None:
+            try:
+                value = self._performer.perform(call, {name: self._values[ref.call] for name, ref in call.inputs})
+            except M2FlowError as raised:
+                error = raised.located(call.site.describe())
+            else:
+                self._values[call.ordinal] = value
+                self._journal.call_done(call, value)
+        if error is not None:
+            self._errors[call.ordinal] = error
+            self._broken.update({effect.resource: error for effect in call.writes})
+
+    def _inherited(self, call: Call) -> M2FlowError | None:
+        """The error of something that this call depends on, by data or by effect."""
+        for _, ref in call.inputs:
+            if ref.call in self._errors:
+                return self._errors[ref.call]
+        return next((self._broken[e.resource] for e in call.reads if e.resource in self._broken), None)
+
+    def value(self, ordinal: int) -> object:
+        if ordinal in self._errors:
+            raise self._errors[ordinal]
+        return self._values[ordinal]
+
+    def observed(self, observation: Observation) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
+        for name, source in values.items():
+            if isinstance(source, float):
+                self._journal.logged(step, name, source)
+            elif source[0] not in self._errors:
+                self._journal.logged(step, name, number_of(self._values[source[0]], source[1]))
+
+    def release(self, ordinal: int) -> None:
+        if isinstance(self._values.get(ordinal), Batch):
+            del self._values[ordinal]
+
+    def end_step(self, step: int) -> None:
+        self._raise_first()
+        self._journal.step_done(step)
+
+    def finish(self) -> None:
+        self._raise_first()
+
+    def _raise_first(self) -> None:
+        if self._errors:
+            raise self._errors[min(self._errors)]
+
+
+def number_of(value: object, name: str | None) -> float:
+    """The number that a log entry names in a call's value; NaN if the value has no such number."""
+    if name is not None and isinstance(value, dict):
+        value = value.get(name)
+    return float(value) if isinstance(value, int | float) else math.nan

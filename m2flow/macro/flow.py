@@ -1,0 +1,131 @@
+"""`@flow`, the flow's parameters, and finding the flow in a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import random
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2flow.errors import FlowLoadError, OptionError
+from m2flow.macro.session import Backend, Session, recording
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An option of a flow, as its signature says."""
+
+    name: str
+    type: object
+    default: object
+    """`inspect.Parameter.empty` if it must be given."""
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """A user's function that is an RL loop."""
+
+    function: Callable[..., object]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def doc(self) -> str:
+        module = sys.modules.get(self.function.__module__)
+        return inspect.getdoc(self.function) or (inspect.getdoc(module) if module else None) or ""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        hints = typing.get_type_hints(self.function)
+        found = []
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise FlowLoadError(f"the flow {self.name} has *{name}; its options must be named parameters")
+            default = parameter.default
+            guess = str if default in (parameter.empty, None) else type(default)
+            found.append(Parameter(name, hints.get(name, guess), default))
+        return tuple(found)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.function(*args, **kwargs)
+
+    def run(self, backend: Backend, options: Mapping[str, object], *, seed: int = 0, max_steps: int | None = None) -> object:
+        """Run the function with its calls recorded into the backend, and wait for all of them."""
+        known = {parameter.name for parameter in self.parameters}
+        for name in options:
+            if name not in known:
+                raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
+        seed_everything(seed)
+        session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps)
+        with recording(session):
+            result = self.function(**options)
+            backend.finish()
+        return result
+
+
+def flow(function: Callable[..., object]) -> Flow:
+    """Make a function a flow. Its parameters become the options of `m2flow run`."""
+    return Flow(function)
+
+
+def load_flow(target: str) -> Flow:
+    """The flow in a file, or `file.py:name` where it has several.
+
+    Raises:
+        FlowLoadError: no such file, it can't be imported, or it has no flow or more than one.
+    """
+    path_text, _, name = target.partition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise FlowLoadError(f"there is no file {path_text}", now="Give the path of a Python file with a function decorated with @flow.")
+    module = _import(path)
+    flows = {key: value for key, value in vars(module).items() if isinstance(value, Flow) and value.function.__module__ == module.__name__}
+    if not flows:
+        raise FlowLoadError(f"{path_text} has no flow", now="Decorate its loop with @flow (from m2flow import flow).")
+    if name and name not in flows:
+        raise FlowLoadError(f"{path_text} has no flow {name!r}; it has {', '.join(flows)}")
+    if not name and len(flows) > 1:
+        raise FlowLoadError(f"{path_text} has {len(flows)} flows: {', '.join(flows)}", now=f"Choose one: {path_text}:{next(iter(flows))}")
+    return flows[name] if name else next(iter(flows.values()))
+
+
+def _import(path: Path) -> types.ModuleType:
+    name = f"m2flow_flow_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise FlowLoadError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        shown = (error.text or "").rstrip()
+        raise FlowLoadError(f"syntax error: {error.msg}", where=f"{path}:{error.lineno}  {shown.strip()}") from error
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{path}:{frames[-1].lineno}  {frames[-1].line}" if frames else str(path)
+        raise FlowLoadError(f"importing the flow raised {type(error).__name__}: {error}", where=place) from error
+    return module
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that a flow's Python may use. Torch only if the flow has loaded it."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(seed)

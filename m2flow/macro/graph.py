@@ -1,0 +1,221 @@
+"""The macro graph: the calls of a flow, what each needs, and what it reads and writes.
+
+    flow --(run under a recording session)--> MacroGraph --(m2flow.micro)--> Plan
+
+A call is a node; edges are data (one call's result is another's input) or effects (a write of a versioned resource must follow
+or precede another call on it). The graph is frozen data with a checker (`verify`) and a printed form; what executes it is elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import networkx as nx
+
+from m2flow.errors import TraceError
+
+
+class Granularity(StrEnum):
+    """The smallest unit that a call may be run on."""
+
+    SAMPLE = "sample"
+    GROUP = "group"
+    MINIBATCH = "minibatch"
+    BATCH = "batch"
+
+
+EngineKind = Literal["source", "rollout", "train", "function"]
+"""What kind of engine performs a call; a `source` is a dataset, which the controller reads itself."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the user's program a call was made."""
+
+    file: str
+    line: int
+    text: str
+    """The source line, stripped."""
+    path: tuple[str, ...] = ()
+    """The user's functions on the way there, outermost first: `flows/grpo.py:31 in evaluate`."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    def describe(self) -> str:
+        """Place and line, for an error's first line."""
+        return f"{self}  {self.text}" + "".join(f"\n  called from {step}" for step in reversed(self.path))
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An input of a call: another call's result."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A resource at a version: read there, or written to it."""
+
+    resource: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.resource}@{self.version}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One invocation of a role's method or of an op."""
+
+    ordinal: int
+    """Position in program order, over the whole run."""
+    role: str
+    method: str
+    engine: EngineKind
+    granularity: Granularity
+    inputs: tuple[tuple[str, Ref], ...]
+    options: Mapping[str, object]
+    """What the call was given besides handles: sampling, loss, optimiser, function, rows."""
+    reads: tuple[Effect, ...]
+    writes: tuple[Effect, ...]
+    site: Site
+    step: int
+    """-1 before the first step of the flow's outermost iterator."""
+    is_aligned: bool
+    """The result has a row for each sample; otherwise it is one value."""
+    shown: Mapping[str, object] = field(default_factory=dict)
+    """The options as the user wrote them, for the printed form."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.method}" if self.method else self.role
+
+    def input(self, name: str) -> Ref | None:
+        return next((ref for key, ref in self.inputs if key == name), None)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A point where Python waits for a value."""
+
+    call: int
+    site: Site
+    why: str
+    """What the program did with the handle: `float()`, `len()`, a loop."""
+
+
+@dataclass(frozen=True)
+class MacroGraph:
+    """Calls in program order, and the observations among them."""
+
+    flow: str
+    calls: tuple[Call, ...]
+    observations: tuple[Observation, ...] = ()
+
+    def verify(self) -> MacroGraph:
+        """The graph itself, checked: inputs exist and come earlier, versions of a resource grow one by one."""
+        seen: set[int] = set()
+        written: dict[str, int] = {}
+        for call in self.calls:
+            for name, ref in call.inputs:
+                if ref.call not in seen:
+                    raise TraceError(
+                        f"{call.name} uses call {ref.call} as {name!r}, which this graph does not have before it",
+                        where=call.site.describe(),
+                        now="Most likely the handle comes from another flow or an earlier run.",
+                    )
+            for effect in call.writes:
+                if effect.resource in written and effect.version != written[effect.resource] + 1:
+                    raise TraceError(f"{call.name} writes {effect} after {written[effect.resource]}", where=call.site.describe())
+                written[effect.resource] = effect.version
+            seen.add(call.ordinal)
+        return self
+
+    def digraph(self) -> nx.DiGraph:
+        """Nodes are ordinals; each edge has `kind`, `data` or `effect`, and a `label`."""
+        graph = nx.DiGraph()
+        readers: dict[Effect, list[int]] = {}
+        writers: dict[Effect, int] = {}
+        for call in self.calls:
+            graph.add_node(call.ordinal, call=call)
+            for effect in call.reads:
+                if effect in writers:
+                    graph.add_edge(writers[effect], call.ordinal, kind="effect", label=str(effect))
+                readers.setdefault(effect, []).append(call.ordinal)
+            for effect in call.writes:
+                before = Effect(effect.resource, effect.version - 1)
+                for reader in readers.get(before, []):
+                    if reader != call.ordinal:
+                        graph.add_edge(reader, call.ordinal, kind="effect", label=str(before))
+                if before in writers:
+                    graph.add_edge(writers[before], call.ordinal, kind="effect", label=str(before))
+                writers[effect] = call.ordinal
+            for name, ref in call.inputs:
+                graph.add_edge(ref.call, call.ordinal, kind="data", label=name)
+        return graph
+
+    def consumers(self, ordinal: int) -> list[Call]:
+        return [call for call in self.calls if any(ref.call == ordinal for _, ref in call.inputs)]
+
+    def structure_hash(self) -> str:
+        """Equal for segments that may share a lowering: the calls' shape and relative wiring, not their values or versions."""
+        base = self.calls[0].ordinal if self.calls else 0
+        text = ";".join(
+            f"{c.name}/{c.engine}/{c.granularity}/{c.site}/"
+            + ",".join(f"{name}={ref.call - base if ref.call >= base else 'earlier'}" for name, ref in c.inputs)
+            + "/"
+            + ",".join(f"{key}={value!r}" for key, value in sorted(c.shown.items()))
+            for c in self.calls
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        names = self.names()
+        rows = []
+        for call in self.calls:
+            arguments = [f"%{names.get(ref.call, ref.call)}" for _, ref in call.inputs]
+            arguments += [f"{key}={_brief(value)}" for key, value in call.shown.items()]
+            granularity = "" if call.engine == "source" else f"@{call.granularity}"
+            effects = [f"reads {e}" for e in call.reads] + [f"writes {e}" for e in call.writes]
+            left = f"%{names[call.ordinal]}"
+            rows.append((left, f"{call.name}({', '.join(arguments)})", granularity, str(call.site), "  ".join(effects)))
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+        lines = [f"{a:{widths[0]}} = {b:{widths[1]}}  {c:{widths[2]}}  {d:{widths[3]}}  {e}".rstrip() for a, b, c, d, e in rows]
+        for seen in self.observations:
+            lines.append(f"-- Python waits for %{names.get(seen.call, seen.call)}: {seen.why}  {seen.site}")
+        return "\n".join(lines)
+
+    def names(self) -> dict[int, str]:
+        """A name for each call: the variable that the program assigns it to, or its ordinal; made unique."""
+        names: dict[int, str] = {}
+        used: set[str] = set()
+        for call in self.calls:
+            name = _assigned_name(call.site.text) or str(call.ordinal)
+            if name in used:
+                name = f"{name}.{call.ordinal}"
+            used.add(name)
+            names[call.ordinal] = name
+        return names
+
+
+def _assigned_name(line: str) -> str | None:
+    try:
+        tree = ast.parse(line.rstrip(": "))
+    except SyntaxError:
+        return None
+    first = tree.body[0] if tree.body else None
+    if isinstance(first, ast.Assign) and isinstance(first.targets[0], ast.Name) and isinstance(first.value, ast.Call):
+        return first.targets[0].id
+    return None
+
+
+def _brief(value: object) -> str:
+    text = getattr(value, "__name__", None) or repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

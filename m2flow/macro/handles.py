@@ -1,0 +1,166 @@
+"""Handles: the lazy results of calls.
+
+A handle stands for what a call will give. Passing it to another call draws an edge; looking at it (`float`, `len`, a loop, an
+index) makes Python wait for it, and for nothing else. `log`, `lagged` and `mean` do not wait.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from m2flow.errors import TraceError
+from m2flow.macro.graph import Call, Granularity, Ref
+from m2flow.macro.session import Session, current_session
+from m2flow.samples import Batch, Ragged
+
+
+class Handle:
+    """The result of one call."""
+
+    def __init__(self, session: Session, call: Call) -> None:
+        self._session = session
+        self._call = call
+        session.remember(call)
+        weakref.finalize(self, _release, session, call.ordinal).atexit = False
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self._call.ordinal)
+
+    def check(self, session: Session, what: str) -> Ref:
+        """This handle as an input of a call in that session."""
+        if self._session is not session:
+            raise TraceError(f"{what} got a handle of another flow: {self!r}")
+        return self.ref
+
+    def __repr__(self) -> str:
+        call = self._call
+        rows = f"one row a {'sample' if call.is_aligned else call.granularity}" if call.is_aligned else "one value"
+        return f"<{call.name}: {rows}, from {call.site}; not computed by looking at it like this>"
+
+    def __bool__(self) -> bool:
+        return bool(self._observe("bool()"))
+
+    def _observe(self, why: str) -> object:
+        return self._session.observe(self._call.ordinal, why)
+
+
+class Metrics(Handle):
+    """What an update reports: numbers by name."""
+
+    def __getitem__(self, name: str) -> Number:
+        return Number(self, name)
+
+    def lagged(self, steps: int) -> dict[str, float] | None:
+        """The numbers of `steps` steps ago, at the same place of the program; `None` in the first ones."""
+        ordinal = self._session.recall(self._call, steps)
+        if ordinal is None:
+            return None
+        value = self._session.observe(ordinal, f"lagged({steps})")
+        assert isinstance(value, dict)
+        return value
+
+    def items(self) -> dict[str, float]:
+        value = self._observe("items()")
+        assert isinstance(value, dict)
+        return value
+
+
+class Number:
+    """One number of a call's result, not looked at yet."""
+
+    def __init__(self, handle: Handle, name: str | None = None) -> None:
+        self._handle = handle
+        self._name = name
+
+    @property
+    def source(self) -> tuple[int, str | None]:
+        """The call, and the field of its value."""
+        return self._handle.ref.call, self._name
+
+    def __float__(self) -> float:
+        value = self._handle._observe("float()")
+        if self._name is not None:
+            assert isinstance(value, dict)
+            if self._name not in value:
+                raise TraceError(f"there is no metric {self._name!r}; there are {', '.join(sorted(value))}")
+            value = value[self._name]
+        assert isinstance(value, int | float)
+        return float(value)
+
+    def __repr__(self) -> str:
+        return f"<{self._name or 'number'} of {self._handle!r}>"
+
+    def __bool__(self) -> bool:
+        raise TraceError("a number that is not computed yet can't decide a branch by itself", now="Wait for it: float(number) > 0.9.")
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+
+class Rows(Handle):
+    """A result with a row for each sample."""
+
+    column: str | None = None
+    """The column that the rows stand for when looked at; None: whole samples."""
+
+    def batch(self) -> Batch:
+        """The rows, as a batch in the order of identity. Python waits for it."""
+        value = self._observe("batch()")
+        assert isinstance(value, Batch)
+        return value.in_order()
+
+    def __len__(self) -> int:
+        return len(self.batch())
+
+    def __iter__(self) -> Iterator[object]:
+        batch = self.batch()
+        if self.column is None:
+            return iter(list(batch.rows()))
+        column = batch[self.column]
+        return iter([column.item(i) for i in range(len(column))] if isinstance(column, Ragged) else column.tolist())
+
+    def __getitem__(self, index: int) -> object:
+        return list(self)[index]
+
+    def __bool__(self) -> bool:
+        raise TraceError(f"{self!r} has many rows; its truth is not defined", now="Reduce it first: float(rewards.mean()) > 0.9.")
+
+
+class Scores(Rows):
+    """One number a sample."""
+
+    column = "reward"
+
+    def mean(self) -> Number:
+        """The mean over all samples, as a call of its own. Does not wait."""
+        session = current_session("mean()")
+        call = session.record(
+            role="mean",
+            method="",
+            engine="function",
+            granularity=Granularity.BATCH,
+            inputs={"samples": self.check(session, "mean")},
+            options={"function": _Mean(self.column), "timeout_s": None, "column": "value"},
+            shown={},
+            is_aligned=False,
+        )
+        return Number(Handle(session, call))
+
+
+class _Mean:
+    """The mean of a column, as an op on a whole batch."""
+
+    __name__ = "mean"
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+
+    def __call__(self, samples: list[dict[str, float]]) -> float:
+        return sum(float(sample[self.column]) for sample in samples) / max(len(samples), 1)
+
+
+def _release(session: Session, ordinal: int) -> None:
+    if session.is_open:
+        session.backend.release(ordinal)

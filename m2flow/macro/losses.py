@@ -1,0 +1,72 @@
+"""Losses as a flow names them: the built-in ones, and `@loss` for the user's own.
+
+Here is only the declaration (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses`, which the
+engine imports. So a flow that names a loss loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from m2flow.errors import OptionError
+from m2flow.recipe import Loss
+
+Denominator = Literal["tokens", "sequences"]
+
+
+def ppo_clip(
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    kl_coef: float = 0.0,
+    kl: Literal["k1", "k2", "k3"] = "k3",
+    denominator: Denominator = "tokens",
+) -> Loss:
+    """The clipped surrogate of PPO on group or any other advantages; with `kl_coef` a penalty against a reference.
+
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clipping after DAPO, arXiv:2503.14476, eq. 10.
+    """
+    if kl not in ("k1", "k2", "k3"):
+        raise OptionError(f"kl={kl!r}; known are k1, k2, k3")
+    needs = ["logprobs", "behaviour_logprobs", "advantages"]
+    options: list[tuple[str, float | int | str | bool]] = [("eps_low", eps_low), ("eps_high", eps_high)]
+    if kl_coef:
+        needs.append("reference_logprobs")
+        options += [("kl_coef", kl_coef), ("kl", kl)]
+    return _built_in("ppo_clip", needs, denominator, options)
+
+
+def nll(*, denominator: Denominator = "tokens") -> Loss:
+    """Negative log-likelihood of the tokens under the loss mask: supervised fine-tuning."""
+    return _built_in("nll", ["logprobs"], denominator, [])
+
+
+def reinforce(*, denominator: Denominator = "tokens") -> Loss:
+    """Advantage times negative log-likelihood. Right only for samples of the current weights.
+
+    Source:
+        Williams 1992, doi:10.1007/BF00992696.
+    """
+    return _built_in("reinforce", ["logprobs", "advantages"], denominator, [])
+
+
+def loss(*, needs: Sequence[str], denominator: Denominator = "tokens") -> Callable[[Callable[..., object]], Loss]:
+    """Declare a function of the user's as a loss: it gets each of `needs` as a flat tensor [T] and returns per-token terms [T].
+
+    See `m2flow.recipe.Loss` for what can be needed.
+    """
+
+    def declare(function: Callable[..., object]) -> Loss:
+        return Loss(getattr(function, "__name__", "loss"), function, tuple(needs), denominator)
+
+    return declare
+
+
+def _built_in(name: str, needs: list[str], denominator: Denominator, options: list[tuple[str, float | int | str | bool]]) -> Loss:
+    if denominator not in ("tokens", "sequences"):
+        raise OptionError(f"denominator={denominator!r}; known are tokens, sequences")
+    if denominator == "sequences":
+        needs.append("sequence_lengths")
+    return Loss(name, f"m2flow.algorithms.losses:{name}", tuple(needs), denominator, tuple(options))

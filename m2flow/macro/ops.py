@@ -1,0 +1,71 @@
+"""The user's own functions as calls of the graph: `@op`, and what a flow logs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from m2flow.errors import TraceError
+from m2flow.macro.graph import Granularity
+from m2flow.macro.handles import Handle, Number, Rows
+from m2flow.macro.session import current_session
+
+
+class OpRows(Rows):
+    """What an op on samples gives: one value a sample."""
+
+    column = "value"
+
+
+def op(
+    *, granularity: Literal["sample", "group", "batch"] = "sample", timeout_s: float | None = None
+) -> Callable[[Callable[..., object]], Callable[[Handle], Handle]]:
+    """Make a function a call of the graph, run on a worker, on units of this size.
+
+    A function on a `sample` gets a `Sample` and returns one value; on a `group`, a list of the samples of one prompt, and
+    returns a list of as many values; on a `batch`, the list of all samples, and returns one value.
+    """
+
+    def decorate(function: Callable[..., object]) -> Callable[[Handle], Handle]:
+        @functools.wraps(function)
+        def call_it(samples: Handle) -> Handle:
+            name = getattr(function, "__name__", "op")
+            session = current_session(f"the op {name}")
+            if not isinstance(samples, Handle):
+                raise TraceError(f"the op {name} got {type(samples).__name__} instead of a handle")
+            unit = Granularity(granularity)
+            call = session.record(
+                role=name,
+                method="",
+                engine="function",
+                granularity=unit,
+                inputs={"samples": samples.check(session, name)},
+                options={"function": function, "timeout_s": timeout_s, "column": "value"},
+                shown={},
+                is_aligned=unit is not Granularity.BATCH,
+            )
+            return OpRows(session, call) if call.is_aligned else Handle(session, call)
+
+        return call_it
+
+    return decorate
+
+
+def log(**values: Number | Handle | float) -> None:
+    """Record numbers under these names in the run's metrics, when they are known. Does not wait."""
+    session = current_session("log()")
+    sources: dict[str, tuple[int, str | None] | float] = {}
+    for name, value in values.items():
+        if isinstance(value, Number):
+            sources[name] = value.source
+        elif isinstance(value, Handle):
+            sources[name] = (value.ref.call, None)
+        else:
+            sources[name] = float(value)
+    session.backend.log(session.step, sources)
+
+
+def steps(count: int) -> Iterator[int]:
+    """Count the steps of a loop: `for step in steps(80)`. The outermost of them are the steps of the run."""
+    return current_session("steps()").iterate(count)
