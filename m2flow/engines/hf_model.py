@@ -1,0 +1,237 @@
+"""Load a Hugging Face causal language model and its tokenizer from the local disk, quietly, and say plainly what is wrong with it.
+
+    Model(path, init, seed, dtype) --load_tokenizer--> TextCodec
+                                   --load_model-----> PreTrainedModel in eval mode
+
+Never a network look-up, never unpickled weights, never code from the model's directory. `.gguf` files go through
+`m2flow.engines.gguf_cache`. Random weights come from a generator of their own, seeded by `model.seed`: every process draws
+the same ones, and nobody else's random state moves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from m2flow.errors import EngineError, ModelError
+from m2flow.recipe import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+
+
+@final
+class TextCodec:
+    """Text to token ids and back, by the model's own tokenizer."""
+
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], *, chat: bool) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self.eos_ids = eos_ids
+        """Ids that end a sequence: the tokenizer's, and those of generation_config.json."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id that a demonstration ends with. Raises `ModelError` if the tokenizer has none."""
+        if self._tokenizer.eos_token_id is not None:
+            return int(self._tokenizer.eos_token_id)
+        if not self.eos_ids:
+            raise ModelError("the tokenizer has no end-of-sequence token", now="Set `eos_token` in its tokenizer_config.json.")
+        return min(self.eos_ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt: with the tokenizer's own special tokens, or as a user's message in the chat template."""
+        if self._chat:
+            message = [{"role": "user", "content": text}]
+            return list(self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        ids = list(self._tokenizer(text).input_ids)
+        # A tokenizer that closes its texts with the end token would leave the model nothing to continue.
+        return ids[:-1] if ids and ids[-1] in self.eos_ids else ids
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of a text that follows a prompt: no special tokens are added."""
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of generated tokens, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def save(self, path: str) -> None:
+        self._tokenizer.save_pretrained(path)
+
+
+def load_tokenizer(model: Model) -> TextCodec:
+    """The tokenizer of the model's directory. Raises `ModelError`."""
+    _silence_transformers()
+    directory = _model_directory(model)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{directory} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}",
+            now="Save one into it with `tokenizer.save_pretrained(path)`.",
+        )
+    try:
+        tokenizer = _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"the tokenizer in {directory} can't be read: {_brief(error)}", now="Save it again, or restore the file."
+        ) from error
+    if model.chat and not tokenizer.chat_template:
+        raise ModelError(
+            f"chat=True, but the tokenizer in {directory} has no chat template",
+            now="Drop chat=True, or add chat_template.jinja to the directory.",
+        )
+    eos = {tokenizer.eos_token_id, *_generation_eos(directory)} - {None}
+    return TextCodec(tokenizer, frozenset(int(token) for token in eos), chat=model.chat)
+
+
+def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
+    """The model in eval mode on `device`.
+
+    Args:
+        attention: the name of an attention function that transformers knows, or that was registered with it.
+    Raises:
+        ModelError: the directory is missing, broken, incomplete, or of an architecture that transformers does not know.
+        EngineError: there is no such device.
+    """
+    _silence_transformers()
+    _check_device(device)
+    directory = _model_directory(model)
+    config = _read_config(directory)
+    dtype = getattr(torch, model.dtype)
+    try:
+        if model.init == "random":
+            with torch.random.fork_rng(devices=[]):
+                # Not torch.manual_seed: it would also reseed every accelerator, which fork_rng does not bring back here.
+                torch.default_generator.manual_seed(model.seed)
+                loaded = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                )
+        else:
+            loaded = _load_weights(directory, config, dtype, attention)
+    except ModelError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the weights in {directory} can't be read: {_brief(error)}",
+            now="Copy *.safetensors again, or pass init='random' to draw new ones.",
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"{directory} is not a causal language model that this installation can build: {_brief(error)}",
+            now=f"Check config.json; transformers here is {transformers.__version__}.",
+        ) from error
+    return loaded.to(device).eval()
+
+
+def use_threads(threads: int, deterministic: bool) -> None:
+    """Set this process's number of torch threads and, if asked, refuse operations whose result may vary from run to run."""
+    torch.set_num_threads(max(1, threads))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _load_weights(directory: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    if not list(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{directory} has no weights: no *.safetensors in it",
+            now="Copy them there, convert with `model.save_pretrained(path)`, or pass init='random'.",
+        )
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        str(directory),
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    # transformers draws what a checkpoint lacks at random and only warns.
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights in {directory} lack {len(missing)} tensors of the model: {', '.join(missing[:4])}",
+            now="The checkpoint is incomplete, or belongs to another config.json.",
+        )
+    return loaded
+
+
+def _model_directory(model: Model) -> Path:
+    path = Path(model.path).expanduser()
+    if not path.exists():
+        raise ModelError(f"there is no model at {model.path}", now="Give the directory of a Hugging Face model, or a .gguf file.")
+    if path.is_file() and path.suffix == ".gguf":
+        from m2flow.engines.gguf_cache import converted_directory
+
+        return converted_directory(path)
+    if not path.is_dir():
+        raise ModelError(f"{model.path} is neither a directory nor a .gguf file", now="Give the directory that config.json is in.")
+    return path
+
+
+def _read_config(directory: Path) -> Any:
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{directory} has no config.json", now="Is it the directory of a Hugging Face model?")
+    try:
+        described = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} is not JSON: {error}", now="Restore the file.") from error
+    if not isinstance(described, dict) or "model_type" not in described:
+        raise ModelError(f"{file} does not say its `model_type`", now="Restore the file.")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"{file} describes a {described['model_type']!r} model that this installation can't read: {_brief(error)}",
+            now=f"transformers here is {transformers.__version__}; a newer one may know it.",
+        ) from error
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    # AutoTokenizer goes by the model's type first: for a qwen2 it would build a Qwen2 tokenizer around any tokenizer.json.
+    # One that was saved as a generic tokenizer is read as it stands.
+    try:
+        described = json.loads((directory / "tokenizer_config.json").read_text())
+    except FileNotFoundError:
+        return transformers.AutoTokenizer
+    is_generic = described.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return transformers.PreTrainedTokenizerFast if is_generic else transformers.AutoTokenizer
+
+
+def _generation_eos(directory: Path) -> list[int]:
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        eos = json.loads(file.read_text()).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ModelError(f"{file} is not JSON: {error}", now="Restore or delete the file.") from error
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineError(f"device {device!r} can't be used: {_brief(error)}", now="Change the device in the cluster spec.") from error
+
+
+def _silence_transformers() -> None:
+    # A worker's output belongs to the progress display; what matters is raised as an error instead.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
