@@ -7,7 +7,7 @@ two habits, and the reinforcement learning picks one and sharpens it.
 import random
 from pathlib import Path
 
-from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, nll, ppo_clip, steps
+from m2flow import AdamW, Dataset, Number, Policy, Reward, Sample, flow, log, nll, ppo_clip, steps
 
 DIGITS = Path(__file__).parent / "models" / "digits"
 
@@ -39,13 +39,13 @@ def grpo(num_steps: int = 80, warm_steps: int = 350, batch: int = 32, n: int = 8
     tuning = AdamW(lr, betas=(0.9, 0.99), warmup_steps=5)
     for step in steps(num_steps):
         if step % eval_every == 0:
-            log(**{"eval/accuracy": accuracy(policy, verifier, heldout)})
+            log(accuracy=accuracy(policy, verifier, heldout))
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=8)
         rewards = verifier.score(responses)
         policy.update(responses, rewards, loss=ppo_clip(eps_high=0.28), optimizer=tuning)
-    log(**{"eval/accuracy": accuracy(policy, verifier, heldout)})
+    log(accuracy=accuracy(policy, verifier, heldout))
 
 
-def accuracy(policy: Policy, verifier: Reward, heldout: Dataset):  # noqa: ANN201
+def accuracy(policy: Policy, verifier: Reward, heldout: Dataset) -> Number:
     """The share of held-out prompts that the greedy answer gets right."""
     return verifier.score(policy.generate(heldout.all(), max_new_tokens=8, temperature=0)).mean()

@@ -14,6 +14,7 @@ def grpo(num_steps: int = 80):
 
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.flow import Flow, flow, load_flow
+from m2flow.macro.handles import Metrics, Number, Rows, Scores
 from m2flow.macro.losses import loss, nll, ppo_clip, reinforce
 from m2flow.macro.ops import log, op, steps
 from m2flow.macro.roles import Policy, Reference, Reward
@@ -29,12 +30,16 @@ __all__ = [
     "Finish",
     "Flow",
     "Loss",
+    "Metrics",
+    "Number",
     "Policy",
     "Reference",
     "Reward",
+    "Rows",
     "Sample",
     "SampleId",
     "Sampling",
+    "Scores",
     "flow",
     "load_flow",
     "log",

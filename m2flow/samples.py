@@ -94,6 +94,11 @@ def group_keys(ids: IdArray) -> IdArray:
     return ids >> _INDEX_BITS
 
 
+def group_key(packed: int) -> int:
+    """`group_keys` of one identity."""
+    return packed >> _INDEX_BITS
+
+
 def prompt_positions(ids: IdArray) -> IdArray:
     """The position of each sample's prompt in its call, int64 [N]."""
     return ids >> _INDEX_BITS & (1 << _PROMPT_BITS) - 1

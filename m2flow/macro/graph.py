@@ -196,8 +196,10 @@ class MacroGraph:
         """A name for each call: the variable that the program assigns it to, or its ordinal; made unique."""
         names: dict[int, str] = {}
         used: set[str] = set()
+        last_of_line = {(call.step, str(call.site)): call.ordinal for call in self.calls}
         for call in self.calls:
-            name = _assigned_name(call.site.text) or str(call.ordinal)
+            is_last = last_of_line[call.step, str(call.site)] == call.ordinal
+            name = (_assigned_name(call.site.text) if is_last else None) or str(call.ordinal)
             if name in used:
                 name = f"{name}.{call.ordinal}"
             used.add(name)

@@ -95,7 +95,7 @@ class Policy(_Role):
             engine="rollout",
             granularity=Granularity.SAMPLE,
             inputs={"prompts": self._check(prompts, "generate")},
-            options={"n": n, "sampling": sampling},
+            options={"n": n, "sampling": sampling, "stream": self._session.next_stream()},
             shown=shown,
             reads=(self._weights,),
         )
@@ -127,7 +127,7 @@ class Policy(_Role):
         """
         if advantages not in ADVANTAGES:
             raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}")
-        if minibatch_size is not None and minibatch_size < 1 or epochs < 1:
+        if (minibatch_size is not None and minibatch_size < 1) or epochs < 1:
             raise OptionError(f"minibatch_size is {minibatch_size} and epochs is {epochs}; both must be at least 1")
         loss = loss or (ppo_clip() if rewards is not None else nll())
         if "advantages" in loss.needs and rewards is None:
@@ -222,7 +222,7 @@ class Reward(_Role):
     ) -> None:
         if not callable(function):
             raise TraceError(f"Reward needs a function, got {type(function).__name__}")
-        super().__init__(name or getattr(function, "__name__", "reward"), "Reward")
+        super().__init__(name or str(getattr(function, "__name__", "reward")), "Reward")
         self.function = function
         self.timeout_s = timeout_s
         self.concurrency = concurrency

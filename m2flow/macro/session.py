@@ -70,6 +70,7 @@ class Session:
         self.models: dict[str, Model] = {}
         self._num_calls = 0
         self._num_datasets = 0
+        self._num_streams = 0
         self._versions: dict[str, int] = {}
         self._in_steps = False
         self._history: dict[str, dict[int, int]] = {}
@@ -128,6 +129,11 @@ class Session:
     def number_dataset(self) -> int:
         self._num_datasets += 1
         return self._num_datasets - 1
+
+    def next_stream(self) -> int:
+        """The ordinal of a generate call among the generate calls: what its random numbers are keyed by."""
+        self._num_streams += 1
+        return self._num_streams - 1
 
     def observe(self, ordinal: int, why: str) -> object:
         if not self.is_open:

@@ -6,6 +6,7 @@ might depend on it, and the graph says at which line that is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from m2flow.errors import TraceError
@@ -82,10 +83,8 @@ def trace(
     seed_everything(seed)
     session = Session(backend, flow=flow.name, seed=seed, max_steps=steps)
     with recording(session):
-        try:
+        with contextlib.suppress(_Observed):
             flow.function(**options)
-        except _Observed:
-            pass
     if not backend.calls:
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
     return MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify(), dict(session.models)

@@ -1,0 +1,247 @@
+"""What the scheduler knows: the calls under way, the workers, the tasks they have, and where each row is.
+
+The desks (`rollout_desk`, `train_desk`, `function_desk`) read it to decide, and change it only through its methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from m2flow.errors import InternalError, M2FlowError
+from m2flow.macro.graph import Call
+from m2flow.micro import messages as m
+from m2flow.micro.events import CONTROLLER, Command, Reject, Resolve, Send
+from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.tracking import CallState
+from m2flow.micro.updating import Group, UpdateProgress
+from m2flow.samples import group_key, make_ids
+
+
+@dataclass
+class TaskState:
+    """A task that a worker has."""
+
+    worker: str
+    engine: str
+    message: m.Task
+    rows_left: int = 0
+    """Of a generation: samples that run or wait there."""
+
+
+@dataclass
+class WorkerState:
+    """A worker, as far as the scheduler cares."""
+
+    name: str
+    lease: str
+    roles: dict[str, tuple[str, ...]]
+    """Kind of engine -> roles whose engine is here."""
+    owner: str = "rollout"
+    """The kind of engine that holds the lease."""
+    num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
+    num_running: dict[str, int] = field(default_factory=dict)
+    """Role -> samples that generate here."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Role -> version of the weights in its rollout engine here."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.num_tasks.values())
+
+
+class Board:
+    """The state, and the commands that the event in hand has led to so far."""
+
+    def __init__(self, plan: Plan, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self.calls: dict[int, CallState] = {}
+        self.active: dict[str, list[CallState]] = {"source": [], "rollout": [], "train": [], "function": []}
+        """Kind of engine -> calls that are not over, in program order."""
+        self.tasks: dict[int, TaskState] = {}
+        self.workers = {
+            w.name: WorkerState(
+                w.name, w.lease, {kind: tuple(s.role for s in w.engines if s.kind == kind) for kind in ("rollout", "train", "function")}
+            )
+            for w in plan.workers
+        }
+        self.commands: list[Command] = []
+        self._num_tasks = 0
+        self._writers: dict[tuple[str, int], int] = {}
+        self._consumers: dict[int, list[int]] = {}
+        self._places: dict[int, dict[str, set[int]]] = {}
+        self._owners: dict[int, dict[int, str]] = {}
+        self._errors: dict[int, M2FlowError] = {}
+        self._wanted: set[int] = set()
+
+    # Calls
+
+    def add_call(self, call: Call, stage: Stage) -> CallState:
+        """Take a call in: find what it waits for, and count what is there already."""
+        inputs = [ref.call for _, ref in call.inputs]
+        before = {*inputs, *(self._writers[e.resource, e.version] for e in call.reads if (e.resource, e.version) in self._writers)}
+        rows_of = self.calls[inputs[0]].ids if inputs else []
+        n = call.options.get("n", 1)
+        assert isinstance(n, int)
+        ids = make_ids(call.ordinal, len(rows_of), n).tolist() if call.engine == "rollout" else list(rows_of)
+        aligned = tuple(c for c in inputs if self.calls[c].call.is_aligned)
+        waits_for = {c for c in before if c not in aligned and not self._is_done(c)}
+        state = CallState(call, stage, ids, waits_for, aligned)
+        self.calls[call.ordinal] = state
+        self.active[call.engine].append(state)
+        for needed in inputs:
+            self._consumers.setdefault(needed, []).append(call.ordinal)
+        for effect in call.writes:
+            self._writers[effect.resource, effect.version] = call.ordinal
+        failed = min((c for c in before if c in self._errors), default=None)
+        if failed is not None:
+            self.fail(state, self._errors[failed])
+            return state
+        if call.method == "update":
+            state.update = self._progress(call, stage, ids)
+        state.prepare(rows_of)
+        for needed in aligned:
+            source = self.calls[needed]
+            state.arrived([row for row in source.ids if row in source.done], source.num_tokens)
+        if call.engine != "source" and call.is_aligned and not ids:
+            self.complete(state, None)
+        return state
+
+    def _progress(self, call: Call, stage: Stage, ids: Iterable[int]) -> UpdateProgress:
+        groups: dict[int, list[int]] = {}
+        for row in ids:
+            groups.setdefault(group_key(row), []).append(row)
+        size, epochs = call.options["minibatch_size"], call.options["epochs"]
+        assert size is None or isinstance(size, int)
+        assert isinstance(epochs, int)
+        return UpdateProgress(
+            [Group(key, tuple(rows)) for key, rows in groups.items()],
+            minibatch_size=size,
+            epochs=epochs,
+            token_budget=stage.token_budget,
+            by_identity=self.deterministic,
+        )
+
+    def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int]) -> None:
+        """These rows of a call's result are done; they are at `worker` and wherever it forwarded them."""
+        fresh = [(row, tokens) for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done]
+        if state.is_over:
+            return
+        rows = [row for row, _ in fresh]
+        state.done.update(rows)
+        state.num_tokens.update(fresh)
+        owners = self._owners.setdefault(state.call.ordinal, {})
+        owners.update(dict.fromkeys(rows, worker))
+        for place in {worker, *(() if worker == CONTROLLER else state.stage.forward_to)}:
+            self._at(state.call.ordinal, place).update(rows)
+        for consumer in self._consumers.get(state.call.ordinal, []):
+            other = self.calls.get(consumer)
+            if other is not None and not other.is_over:
+                other.arrived(rows, state.num_tokens)
+        if state.call.is_aligned and len(state.done) == len(state.ids):
+            self.complete(state, None)
+
+    def complete(self, state: CallState, value: object) -> None:
+        """A call is done."""
+        state.is_done = True
+        self._leave(state)
+        for other in self._unfinished():
+            other.waits_for.discard(state.call.ordinal)
+        self.commands.append(Resolve(state.call.ordinal, value))
+        if state.call.ordinal in self._wanted:
+            self.want(state)
+
+    def fail(self, state: CallState, error: M2FlowError) -> None:
+        """A call failed, and with it whatever depends on it, by data or by effect."""
+        if state.is_over:
+            return
+        state.is_failed = True
+        self._errors[state.call.ordinal] = error
+        self._leave(state)
+        self.commands.append(Reject(state.call.ordinal, error))
+        for worker in {task.worker for task in self.tasks.values() if task.message.call == state.call.ordinal}:
+            self.send(worker, m.Abort(state.call.ordinal))
+        for other in list(self._unfinished()):
+            if state.call.ordinal in other.waits_for or state.call.ordinal in other.aligned_inputs:
+                self.fail(other, error)
+
+    def want(self, state: CallState) -> None:
+        """Bring a call's rows to the controller, as soon as it is done."""
+        if state.is_done:
+            self.bring(state.call.ordinal, state.ids, CONTROLLER)
+        else:
+            self._wanted.add(state.call.ordinal)
+
+    def forget_unreachable(self) -> None:
+        """Drop the rows of calls that neither the program nor another call can ask for."""
+        for ordinal, state in list(self.calls.items()):
+            if (
+                state.is_released
+                and state.is_over
+                and not any(not self.calls[c].is_over for c in self._consumers.get(ordinal, []) if c in self.calls)
+            ):
+                for place in self._places.pop(ordinal, {}):
+                    self.send(place, m.Forget(ordinal))
+                self._owners.pop(ordinal, None)
+                self._consumers.pop(ordinal, None)
+                del self.calls[ordinal]
+
+    def reads_before(self, call: Call) -> Iterator[CallState]:
+        """Earlier calls, not over, that read a version which this call replaces."""
+        replaced = {(e.resource, e.version - 1) for e in call.writes}
+        for state in self._unfinished():
+            if state.call.ordinal < call.ordinal and any((e.resource, e.version) in replaced for e in state.call.reads):
+                yield state
+
+    def _unfinished(self) -> Iterator[CallState]:
+        for states in self.active.values():
+            yield from states
+
+    def _is_done(self, ordinal: int) -> bool:
+        return ordinal not in self._errors and (ordinal not in self.calls or self.calls[ordinal].is_done)
+
+    def _leave(self, state: CallState) -> None:
+        self.active[state.call.engine].remove(state)
+
+    # Tasks and rows
+
+    def send(self, worker: str, message: m.ToWorker) -> None:
+        self.commands.append(Send(worker, message))
+
+    def next_task(self) -> int:
+        self._num_tasks += 1
+        return self._num_tasks
+
+    def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int = 0) -> None:
+        """Give a worker a task."""
+        worker.num_tasks[engine] += 1
+        self.tasks[task.number] = TaskState(worker.name, engine, task, rows)
+        self.send(worker.name, task)  # type: ignore[arg-type]
+
+    def end_task(self, number: int) -> TaskState:
+        task = self.tasks.pop(number, None)
+        if task is None:
+            raise InternalError(f"a worker ended task {number}, which nobody has")
+        self.workers[task.worker].num_tasks[task.engine] -= 1
+        return task
+
+    def bring(self, call: int, ids: Iterable[int], to: str) -> None:
+        """See to it that these rows of a call's result come to a worker."""
+        there = self._at(call, to)
+        owners = self._owners.get(call, {})
+        by_owner: dict[str, list[int]] = {}
+        for row in ids:
+            if row not in there:
+                by_owner.setdefault(owners[row], []).append(row)
+        for owner, rows in by_owner.items():
+            self.send(owner, m.Push(call, rows, to))
+            there.update(rows)
+
+    def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:
+        """The same for every aligned input of a call on these rows."""
+        rows = list(ids)
+        for needed in state.aligned_inputs:
+            self.bring(needed, rows, to)
+
+    def _at(self, call: int, place: str) -> set[int]:
+        return self._places.setdefault(call, {}).setdefault(place, set())

@@ -1,0 +1,83 @@
+"""The scheduler's contract: the events it takes and the commands it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m2flow.errors import M2FlowError
+from m2flow.macro.graph import Call
+from m2flow.micro import messages as m
+from m2flow.micro.plan import Stage
+
+CONTROLLER = "controller"
+"""The controller as a place where rows are: it reads datasets, and collects what the program observes."""
+
+
+@dataclass(frozen=True)
+class CallAdded:
+    """The program made a call."""
+
+    call: Call
+    stage: Stage
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """The controller has read a dataset call's rows."""
+
+    call: int
+    ids: list[int]
+    num_tokens: list[int]
+    """Predicted from the texts."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The program observes a call's rows: bring them to the controller, now or when they are there."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class Released:
+    """The program can't reach a call's result any more."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class FromWorker:
+    """A worker said something about a task."""
+
+    worker: str
+    message: m.Finished | m.TaskDone | m.TaskFailed
+
+
+Event = CallAdded | Sourced | Wanted | Released | FromWorker
+
+
+@dataclass(frozen=True)
+class Send:
+    """Tell a worker. For `CONTROLLER` the only message is a `Push` of dataset rows."""
+
+    worker: str
+    message: m.ToWorker
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """A call is done; `value` is None for one with rows."""
+
+    call: int
+    value: object
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A call failed, itself or through what it depends on."""
+
+    call: int
+    error: M2FlowError
+
+
+Command = Send | Resolve | Reject

@@ -1,0 +1,54 @@
+"""Functions: rewards and ops, on whatever is ready, as soon as a process is free.
+
+A task takes what is ready up to the stage's chunk, and does not wait for more: while it runs, the next rows gather.
+"""
+
+from __future__ import annotations
+
+from m2flow.micro import messages as m
+from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.rollout_desk import Offer
+from m2flow.micro.tracking import CallState
+from m2flow.samples import group_key
+
+_MAX_QUEUED = 2
+"""Tasks that a process has at a time: one in hand, and one to begin with at once."""
+
+
+class FunctionDesk:
+    """Feeds the processes that run users' functions."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def offer(self, worker: WorkerState) -> Offer | None:
+        """The next task that this worker could have."""
+        num_tasks = worker.num_tasks["function"]
+        least = min(w.num_tasks["function"] for w in self._board.workers.values() if w.roles["function"])
+        if num_tasks >= _MAX_QUEUED or num_tasks > least:
+            return None
+        for state in self._board.active["function"]:
+            if not state.waits_for and self._is_ready(state):
+                return lambda state=state: self._start(worker, state)  # type: ignore[misc]
+        return None
+
+    def _is_ready(self, state: CallState) -> bool:
+        if not state.ids and not state.call.is_aligned:
+            return not any(t.message.call == state.call.ordinal for t in self._board.tasks.values())
+        return bool(state.ready)
+
+    def _start(self, worker: WorkerState, state: CallState) -> None:
+        rows = list(state.ready) if state.stage.is_barrier else self._next_rows(state)
+        del state.ready[: len(rows)]
+        self._board.bring_inputs(state, rows, worker.name)
+        task = m.Perform(self._board.next_task(), state.call.ordinal, sorted(rows), list(state.stage.forward_to))
+        self._board.start(worker, "function", task)
+
+    def _next_rows(self, state: CallState) -> list[int]:
+        """Up to a chunk of ready rows, and the rest of the last one's group where groups belong together."""
+        rows = state.ready[: state.stage.chunk]
+        if state.stage.unit == "group":
+            rest = state.ready[state.stage.chunk :]
+            while rest and group_key(rest[0]) == group_key(rows[-1]):
+                rows.append(rest.pop(0))
+        return rows

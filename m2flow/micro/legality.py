@@ -1,0 +1,35 @@
+"""First pass: on what unit may each call be run, and which calls are barriers?
+
+    MacroGraph --legality--> Stages without a place
+
+A call may be chunked down to its declared granularity and no further. An update adds up gradients group by group (advantages
+need whole groups) and steps at the end of its mini-batch, so it is no barrier although it is declared on a batch. A function
+on a batch is one.
+"""
+
+from __future__ import annotations
+
+from m2flow.errors import PlanError
+from m2flow.macro.graph import Call, Granularity, MacroGraph
+from m2flow.micro.plan import Stage
+
+
+def legal_stages(graph: MacroGraph) -> tuple[Stage, ...]:
+    """One stage a call, in program order."""
+    return tuple(_stage(call) for call in graph.calls)
+
+
+def _stage(call: Call) -> Stage:
+    unit = call.granularity
+    if call.engine == "train" and call.method == "update":
+        if not call.writes:
+            raise PlanError(f"{call.name} declares no write, so nothing would order what comes after it", where=call.site.describe())
+        return Stage(call.name, call.engine, unit.value, is_barrier=False)
+    if unit is Granularity.MINIBATCH:
+        raise PlanError(f"{call.name}: only an update can be run on mini-batches", where=call.site.describe())
+    return Stage(call.name, call.engine, unit.value, is_barrier=unit is Granularity.BATCH)
+
+
+def accumulation_unit(call: Call) -> Granularity:
+    """The unit on which an update may add up gradients: groups where advantages compare siblings, else samples."""
+    return Granularity.GROUP if call.options.get("advantages") else Granularity.SAMPLE

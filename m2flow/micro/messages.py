@@ -1,0 +1,215 @@
+"""What the controller and its workers say to each other on the control link: msgpack, each kind tagged by name.
+
+Samples never travel here; they go from worker to worker (`m2flow.channels`). Tasks say which samples of which call, and a worker
+waits until it has their inputs. What a call *is* (its sampling, loss or function) comes once, as `Define`, whose body is
+cloudpickle: a worker accepts it because only the controller that started it can speak on this link.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from m2flow.channels.weights import Manifest
+from m2flow.errors import ErrorRecord
+from m2flow.observe.recorder import SpanBlock
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """The root of all of them."""
+
+
+# From the controller to a worker.
+
+
+class Define(Message, frozen=True):
+    """What a call is, before its first task."""
+
+    call: int
+    body: bytes
+    """cloudpickle of a `m2flow.macro.graph.Call`."""
+
+
+class Peers(Message, frozen=True):
+    """Where the other workers' inboxes are."""
+
+    addresses: dict[str, str]
+
+
+class Task(Message, frozen=True):
+    """Some work, numbered. A worker does its tasks in the order in which they came, except that generation goes on beside them."""
+
+    number: int
+    call: int
+
+
+class Generate(Task, frozen=True):
+    """Generate these samples; finished ones are reported and forwarded one by one."""
+
+    ids: list[int]
+    prompts: list[int]
+    """Identity of each sample's prompt, in the call's `prompts` input."""
+    forward_to: list[str]
+
+
+class Perform(Task, frozen=True):
+    """Run the call's function, or its log-probabilities, on these samples."""
+
+    ids: list[int]
+    forward_to: list[str]
+
+
+class Accumulate(Task, frozen=True):
+    """One micro-batch of an update."""
+
+    ids: list[int]
+    epoch: int
+    minibatch: int
+
+
+class Apply(Task, frozen=True):
+    """The end of a mini-batch: one optimiser step. The last one of a call gives its metrics."""
+
+    is_last: bool
+    version: int
+    """Version of the weights when the call is done."""
+
+
+class CopyWeights(Task, frozen=True):
+    """Copy one role's trained weights to another's, in this worker."""
+
+
+class PublishWeights(Task, frozen=True):
+    """Lay a role's trained weights into shared memory."""
+
+    role: str
+    version: int
+
+
+class LoadWeights(Task, frozen=True):
+    """Take a role's weights into the rollout engine: from shared memory, or, without a manifest, from this worker's trainer."""
+
+    role: str
+    version: int
+    manifest: Manifest | None
+
+
+class Switch(Task, frozen=True):
+    """A lease changes hands: one kind of engine leaves the device, the other takes it."""
+
+    to: str
+    """`rollout` or `train`."""
+
+
+class Save(Task, frozen=True):
+    """Write a role's model to a directory, and report the digest of its weights."""
+
+    role: str
+    path: str
+
+
+class Push(Message, frozen=True):
+    """Send these samples' rows of a call's result to a peer."""
+
+    call: int
+    ids: list[int]
+    to: str
+
+
+class Abort(Message, frozen=True):
+    """Give up what runs or waits for a call."""
+
+    call: int
+
+
+class Forget(Message, frozen=True):
+    """Nobody needs this call's rows any more."""
+
+    call: int
+
+
+class Stop(Message, frozen=True):
+    """Finish: flush, close, exit."""
+
+
+# From a worker to the controller.
+
+
+class Ready(Message, frozen=True):
+    """The worker is up, its engines have loaded."""
+
+    address: str
+    pid: int
+
+
+class Finished(Message, frozen=True):
+    """Samples of a call are done, and were forwarded."""
+
+    task: int
+    call: int
+    ids: list[int]
+    num_tokens: list[int]
+    """All tokens of each sample; 0 where a call has none."""
+    num_generated: list[int]
+    values: list[float]
+    """The reward of each sample; empty where a call gives none."""
+    finish: list[int]
+    texts: list[str]
+    """Of the first sample only, for the display."""
+    segment: tuple[str, int, int, int] | None
+    """File, offset, size and CRC-32 of the record that holds them."""
+
+
+class TaskDone(Message, frozen=True):
+    """A task is done. Its samples were reported before."""
+
+    task: int
+    result: dict[str, float] | float | str | None = None
+    manifest: Manifest | None = None
+
+
+class TaskFailed(Message, frozen=True):
+    """A task raised."""
+
+    task: int
+    call: int
+    error: ErrorRecord
+
+
+class Spans(Message, frozen=True):
+    """What the worker recorded since the last time."""
+
+    block: SpanBlock
+
+
+class Fatal(Message, frozen=True):
+    """The worker can't go on."""
+
+    error: ErrorRecord
+
+
+class Goodbye(Message, frozen=True):
+    """The worker's last word."""
+
+
+ToWorker = (
+    Define
+    | Peers
+    | Generate
+    | Perform
+    | Accumulate
+    | Apply
+    | CopyWeights
+    | PublishWeights
+    | LoadWeights
+    | Switch
+    | Save
+    | Push
+    | Abort
+    | Forget
+    | Stop
+)
+ToController = Ready | Finished | TaskDone | TaskFailed | Spans | Fatal | Goodbye
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_controller = msgspec.msgpack.Decoder(ToController).decode

@@ -1,0 +1,184 @@
+"""The micro execution plan: who runs what, on how much at a time, and how data and weights move.
+
+    MacroGraph --(m2flow.micro.lowering)--> Plan --(controller, scheduler, workers)--> a run
+
+A plan is frozen data with a checker and a printed form; it serialises to JSON. It decides time only, never the result.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from m2flow.errors import PlanError
+
+
+class EngineSlot(msgspec.Struct, frozen=True):
+    """An engine that a worker hosts."""
+
+    role: str
+    """The role whose model it holds; `*` for functions."""
+    kind: Literal["rollout", "train", "function"]
+    engine: str
+    """Its name in the registry."""
+
+
+class WorkerPlan(msgspec.Struct, frozen=True):
+    """A process."""
+
+    name: str
+    device: str
+    threads: int
+    engines: tuple[EngineSlot, ...]
+    lease: str = ""
+    """The lease that its rollout and train engines take turns with; empty if it has only one of them."""
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """How one call is run."""
+
+    call: str
+    engine: str
+    unit: Literal["sample", "group", "minibatch", "batch"]
+    """The smallest set of samples that a task may have."""
+    is_barrier: bool
+    """It starts only when all of its input is there."""
+    workers: tuple[str, ...] = ()
+    chunk: int = 0
+    """Most samples in a task. 0: as many as the packing takes."""
+    token_budget: int = 0
+    """Train: tokens that a micro-batch is filled up to. 0 elsewhere."""
+    forward_to: tuple[str, ...] = ()
+    """Workers that get each row as soon as it is there."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A channel for the rows of one call's result."""
+
+    producer: str
+    consumer: str
+    source: str
+    target: str
+    transport: Literal["same process", "zmq ipc", "zmq tcp"]
+    capacity: int
+    """Most samples under way; enough for all that a step produces, so that nothing waits for room across a lease."""
+
+
+class WeightSync(msgspec.Struct, frozen=True):
+    """How new weights reach a rollout engine."""
+
+    role: str
+    source: str
+    target: str
+    transport: Literal["same process", "shared memory"]
+
+
+class SwitchPlan(msgspec.Struct, frozen=True):
+    """A device that rollout and training take turns with."""
+
+    lease: str
+    worker: str
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One number that people get wrong, with how it comes about."""
+
+    name: str
+    value: str
+    formula: str
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The whole of it."""
+
+    flow: str
+    cluster: str
+    mode: Literal["time-shared", "split"]
+    structure: str
+    """Hash of the graph it was lowered from."""
+    workers: tuple[WorkerPlan, ...]
+    stages: tuple[Stage, ...]
+    routes: tuple[Route, ...]
+    syncs: tuple[WeightSync, ...]
+    switches: tuple[SwitchPlan, ...]
+    arithmetic: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
+
+    def worker(self, name: str) -> WorkerPlan:
+        return next(worker for worker in self.workers if worker.name == name)
+
+    def verify(self) -> Plan:
+        """The plan itself, checked: every stage has a worker that hosts its kind of engine, every route and sync two ends."""
+        hosts = {w.name: {slot.kind for slot in w.engines} for w in self.workers}
+        if len(hosts) != len(self.workers):
+            raise PlanError("two workers of this plan have the same name")
+        for stage in self.stages:
+            if stage.engine != "source" and not stage.workers:
+                raise PlanError(f"no worker runs {stage.call}", now="The cluster spec gives it no place.")
+            for worker in stage.workers:
+                if stage.engine not in hosts.get(worker, set()):
+                    raise PlanError(f"{stage.call} is placed on {worker}, which hosts no {stage.engine} engine")
+            if stage.engine == "train" and stage.token_budget < 1:
+                raise PlanError(f"{stage.call} has no token budget for its micro-batches")
+        ends = [(r.source, r.target) for r in self.routes] + [(s.source, s.target) for s in self.syncs]
+        for source, target in ends:
+            for end in (source, target):
+                if end not in hosts and end != "controller":
+                    raise PlanError(f"a route names the worker {end!r}, which the plan does not have")
+        return self
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self))
+
+    def __str__(self) -> str:
+        lines = [f"plan of {self.flow} on {self.cluster}: {self.mode}, {len(self.workers)} workers"]
+        lines += _table(
+            (w.name, f"{w.device}, {_count(w.threads, 'thread')}", _slots(w), f"lease {w.lease}" if w.lease else "") for w in self.workers
+        )
+        lines += ["calls"]
+        lines += _table((s.call, f"@{s.unit}", ", ".join(s.workers) or "controller", _how(s)) for s in self.stages)
+        lines += ["routes"]
+        lines += _table(
+            (f"{r.producer} -> {r.consumer}", f"{r.source} -> {r.target}", r.transport, f"{r.capacity} samples") for r in self.routes
+        )
+        if self.syncs:
+            lines += ["weights"]
+            lines += _table(
+                (s.role, f"{s.source} -> {s.target}", s.transport, "checksum of each tensor after each sync") for s in self.syncs
+            )
+        if self.switches:
+            lines += ["switches"]
+            lines += _table(
+                (s.lease, "rollout <-> train", s.worker, "when the one has nothing left to run and the other has") for s in self.switches
+            )
+        lines += ["arithmetic"]
+        lines += _table((line.name, line.value, line.formula) for line in self.arithmetic)
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _table(rows: object) -> list[str]:
+    cells = [tuple(map(str, row)) for row in rows]  # type: ignore[attr-defined]
+    if not cells:
+        return ["  none"]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return ["  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _slots(worker: WorkerPlan) -> str:
+    return ", ".join("functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine})" for s in worker.engines)
+
+
+def _how(stage: Stage) -> str:
+    if stage.engine == "source":
+        return "read by the controller"
+    if stage.engine == "rollout":
+        return f"up to {stage.chunk} decode together; each sample leaves when it is done"
+    if stage.engine == "train" and stage.unit in ("minibatch", "batch"):
+        return f"micro-batches of up to {stage.token_budget} tokens, as groups come in; one optimiser step a mini-batch"
+    return "waits for all of its input" if stage.is_barrier else f"up to {stage.chunk} samples a task, as they come in"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

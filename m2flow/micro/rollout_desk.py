@@ -1,0 +1,135 @@
+"""Rollout: which samples go to which worker, and when an engine takes new weights.
+
+An engine has one set of weights. A generate call that reads version v runs only where v is held; an engine takes v when nothing of
+its role runs on it and no earlier call of the role has samples left to hand out. Samples of a call are shared out evenly over its
+workers, whole groups together where there is room, so that a prompt is prefilled once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from m2flow.channels.weights import Manifest
+from m2flow.micro import messages as m
+from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.tracking import CallState
+from m2flow.samples import group_key
+
+Offer = Callable[[], None]
+"""Something that could be done now; calling it does it."""
+
+
+class RolloutDesk:
+    """Hands out samples, and asks for weights."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._published: dict[str, tuple[int, Manifest]] = {}
+        self._publishing: set[str] = set()
+        self._num_loads: dict[str, int] = {}
+
+    def offer(self, worker: WorkerState) -> Offer | None:
+        """The next thing that this worker's rollout engines could do."""
+        for role in worker.roles["rollout"]:
+            found = self._offer_role(worker, role)
+            if found is not None:
+                return found
+        return None
+
+    def needs_loading(self, call_version: int, role: str) -> bool:
+        """Whether some rollout engine of the role still has to take this version."""
+        return any(worker.held.get(role, 0) < call_version for worker in self._board.workers.values() if role in worker.roles["rollout"])
+
+    def publish_offer(self, worker: WorkerState) -> Offer | None:
+        """What this worker's trainer could lay into shared memory for others that wait for it."""
+        for role in worker.roles["train"]:
+            version = self._awaited(role)
+            is_current = role in self._published and self._published[role][0] == version
+            others = [w for w in self._board.workers.values() if role in w.roles["rollout"] and w is not worker]
+            if version is None or is_current or not others or role in self._publishing or self._num_loads.get(role):
+                continue
+            if all(w.held.get(role, 0) >= version for w in others):
+                continue
+            return lambda role=role, version=version: self._publish(worker, role, version)  # type: ignore[misc]
+        return None
+
+    def published(self, role: str, version: int, manifest: Manifest) -> None:
+        self._publishing.discard(role)
+        self._published[role] = (version, manifest)
+
+    def loaded(self, worker: WorkerState, message: m.LoadWeights) -> None:
+        worker.held[message.role] = message.version
+        if message.manifest is not None:
+            self._num_loads[message.role] -= 1
+
+    def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
+        calls = [state for state in self._board.active["rollout"] if state.call.role == role]
+        held = worker.held.get(role, 0)
+        oldest = next((s for s in calls if len(s.done) + self._num_out(s) < len(s.ids)), None)
+        if oldest is None:
+            return None
+        version = _version(oldest)
+        if version != held:
+            return None if oldest.waits_for else self._load_offer(worker, role, version)
+        for state in calls:
+            if _version(state) == held and state.ready and not state.waits_for:
+                quota = self._quota(worker, state)
+                if quota > 0:
+                    return lambda state=state, quota=quota: self._hand_out(worker, state, quota)  # type: ignore[misc]
+        return None
+
+    def _load_offer(self, worker: WorkerState, role: str, version: int) -> Offer | None:
+        if worker.num_tasks["rollout"]:
+            return None
+        if role in worker.roles["train"]:
+            return lambda: self._load(worker, role, version, None)
+        if role in self._published and self._published[role][0] == version:
+            manifest = self._published[role][1]
+            return lambda: self._load(worker, role, version, manifest)
+        return None
+
+    def _load(self, worker: WorkerState, role: str, version: int, manifest: Manifest | None) -> None:
+        if manifest is not None:
+            self._num_loads[role] = self._num_loads.get(role, 0) + 1
+        self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest))
+
+    def _publish(self, worker: WorkerState, role: str, version: int) -> None:
+        self._publishing.add(role)
+        self._board.start(worker, "train", m.PublishWeights(self._board.next_task(), -1, role, version))
+
+    def _awaited(self, role: str) -> int | None:
+        """The version that the oldest generate call with samples left reads, if it exists already."""
+        for state in self._board.active["rollout"]:
+            if state.call.role == role and len(state.done) + self._num_out(state) < len(state.ids):
+                return None if state.waits_for or _version(state) == 0 else _version(state)
+        return None
+
+    def _num_out(self, state: CallState) -> int:
+        """Samples of a call that workers have."""
+        return sum(t.rows_left for t in self._board.tasks.values() if t.message.call == state.call.ordinal)
+
+    def _quota(self, worker: WorkerState, state: CallState) -> int:
+        """How many samples of a call this worker may take now: its even share of what is left, if there is room."""
+        workers = [self._board.workers[name] for name in state.stage.workers]
+        left = len(state.ids) - len(state.done)
+        here = sum(t.rows_left for t in self._board.tasks.values() if t.worker == worker.name and t.message.call == state.call.ordinal)
+        room = state.stage.chunk - sum(worker.num_running.values())
+        return min(room, math.ceil(left / len(workers)) - here)
+
+    def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
+        rows = state.ready[:quota]
+        for row in state.ready[quota:]:
+            if group_key(row) != group_key(rows[-1]) or len(rows) >= state.stage.chunk:
+                break
+            rows.append(row)
+        del state.ready[: len(rows)]
+        prompts = state.prompts_of(rows)
+        self._board.bring(state.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
+        task = m.Generate(self._board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to))
+        worker.num_running[state.call.role] = worker.num_running.get(state.call.role, 0) + len(rows)
+        self._board.start(worker, "rollout", task, rows=len(rows))
+
+
+def _version(state: CallState) -> int:
+    return state.call.reads[0].version

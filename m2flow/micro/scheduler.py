@@ -1,0 +1,152 @@
+"""The scheduler: events in, commands out. A pure state machine, without I/O, clock or threads.
+
+    CallAdded, Sourced, Finished, TaskDone, ... --Scheduler.handle--> Send, Resolve, Reject
+
+The controller feeds it what happened; a simulator or a test feeds it what might have. It decides order, place and time and
+nothing else, within what each call's stage allows (`m2flow.micro.plan`). Each kind of work has a desk that says what could be done
+next; this file turns events into state, and lets the desks speak, lease by lease.
+"""
+
+from __future__ import annotations
+
+from m2flow.errors import error_from_record
+from m2flow.micro import messages as m
+from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.events import CONTROLLER, CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
+from m2flow.micro.function_desk import FunctionDesk
+from m2flow.micro.plan import Plan
+from m2flow.micro.rollout_desk import Offer, RolloutDesk
+from m2flow.micro.train_desk import TrainDesk
+
+
+class Scheduler:
+    """Decides what each worker does next."""
+
+    def __init__(self, plan: Plan, *, deterministic: bool = False) -> None:
+        self._board = Board(plan, deterministic=deterministic)
+        self._rollout = RolloutDesk(self._board)
+        self._train = TrainDesk(self._board, self._rollout)
+        self._functions = FunctionDesk(self._board)
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take one event; answer what to do now."""
+        board = self._board
+        board.commands = []
+        match event:
+            case CallAdded(call, stage):
+                board.add_call(call, stage)
+            case Sourced(ordinal, ids, num_tokens):
+                state = board.calls[ordinal]
+                state.ids = ids
+                board.rows_done(state, CONTROLLER, ids, num_tokens)
+            case Wanted(ordinal):
+                board.want(board.calls[ordinal])
+            case Released(ordinal):
+                if ordinal in board.calls:
+                    board.calls[ordinal].is_released = True
+            case FromWorker(worker, message):
+                self._from_worker(worker, message)
+        for worker_state in board.workers.values():
+            self._dispatch(worker_state)
+        board.forget_unreachable()
+        return board.commands
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(self._board.active.values()) and not self._board.tasks
+
+    def running(self) -> dict[str, str]:
+        """What each worker does now, in words."""
+        doing: dict[str, list[str]] = {}
+        for task in self._board.tasks.values():
+            state = self._board.calls.get(task.message.call)
+            doing.setdefault(task.worker, []).append(state.call.name if state else type(task.message).__name__)
+        return {worker: ", ".join(dict.fromkeys(names)) for worker, names in doing.items()}
+
+    def waiting(self) -> list[str]:
+        """What each unfinished call waits for, in words."""
+        lines = []
+        for states in self._board.active.values():
+            for state in states:
+                names = [self._board.calls[c].call.name for c in sorted(state.waits_for) if c in self._board.calls]
+                after = f", after {', '.join(names)}" if names else ""
+                lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
+        return lines
+
+    def _from_worker(self, name: str, message: m.Finished | m.TaskDone | m.TaskFailed) -> None:
+        board = self._board
+        worker = board.workers[name]
+        state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
+        if isinstance(message, m.Finished):
+            task = board.tasks.get(message.task)
+            if task is not None and isinstance(task.message, m.Generate) and state is not None:
+                task.rows_left -= len(message.ids)
+                worker.num_running[state.call.role] -= len(message.ids)
+            if state is not None:
+                board.rows_done(state, name, message.ids, message.num_tokens)
+            return
+        ended = board.end_task(message.task)
+        if isinstance(message, m.TaskFailed):
+            self._settle(worker, ended.message, ended.rows_left)
+            if state is not None:
+                board.fail(state, error_from_record(message.error).located(state.call.site.describe()))
+            return
+        self._settle(worker, ended.message, ended.rows_left)
+        self._task_done(worker, ended.message, message)
+
+    def _settle(self, worker: WorkerState, task: m.Task, rows_left: int) -> None:
+        """Samples of an aborted generation do not run any more."""
+        if isinstance(task, m.Generate) and rows_left:
+            state = self._board.calls.get(task.call)
+            if state is not None:
+                worker.num_running[state.call.role] -= rows_left
+
+    def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
+        board = self._board
+        state = board.calls.get(task.call)
+        match task:
+            case m.Apply(is_last=True) | m.CopyWeights():
+                if state is not None and not state.is_over:
+                    board.complete(state, done.result)
+            case m.Perform():
+                if state is not None and not state.is_over and not state.call.is_aligned:
+                    board.complete(state, done.result)
+            case m.PublishWeights(role=role, version=version):
+                assert done.manifest is not None
+                self._rollout.published(role, version, done.manifest)
+            case m.LoadWeights():
+                self._rollout.loaded(worker, task)
+            case m.Switch(to=owner):
+                worker.owner = owner
+            case _:
+                pass
+
+    def _dispatch(self, worker: WorkerState) -> None:
+        """Give a worker all that it can take now."""
+        while True:
+            offer = self._leased_offer(worker) if worker.lease else self._free_offer(worker)
+            if offer is None:
+                return
+            offer()
+
+    def _free_offer(self, worker: WorkerState) -> Offer | None:
+        for kind, desk in (("rollout", self._rollout), ("train", self._train), ("function", self._functions)):
+            if worker.roles[kind]:
+                offer = desk.offer(worker)
+                if offer is not None:
+                    return offer
+        return None
+
+    def _leased_offer(self, worker: WorkerState) -> Offer | None:
+        """The owner's next task; or, when it has none in hand and none to begin, the lease to the other kind if that has."""
+        if any(isinstance(task.message, m.Switch) for task in self._board.tasks.values() if task.worker == worker.name):
+            return None
+        desks = {"rollout": self._rollout, "train": self._train}
+        offer = desks[worker.owner].offer(worker)
+        if offer is not None or not worker.is_idle:
+            return offer
+        other = "train" if worker.owner == "rollout" else "rollout"
+        if desks[other].offer(worker) is None:
+            return None
+        return lambda: self._board.start(worker, "train", m.Switch(self._board.next_task(), -1, other))

@@ -1,0 +1,164 @@
+"""The cluster spec and the run settings: what is there, and how a run is to be made. Never what it means (that is the flow's).
+
+clusters/laptop.yaml --load_cluster--> ClusterSpec --(m2flow.micro.lowering)--> Plan
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from m2flow.errors import SpecError
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RolloutSpec(_Strict):
+    """How responses are generated."""
+
+    engine: str = "embedded"
+    """A rollout engine's name; `m2flow engines` lists them."""
+    workers: int = Field(1, ge=1)
+    """Instances, each a process with the whole model. Time-shared, there is one for each trainer: 1."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of an instance; by default its share of the machine."""
+    max_running: int = Field(256, ge=1)
+    """Most samples that decode together in an instance."""
+    chunk: int | None = Field(None, ge=1)
+    """Most samples in one task; by default as many as fit `max_running`."""
+    options: dict[str, str | int | float | bool] = {}
+    """The engine's own."""
+
+
+class TrainSpec(_Strict):
+    """How weights are trained."""
+
+    engine: str = "embedded"
+    """A train engine's name; `m2flow engines` lists them."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads; by default its share of the machine."""
+    token_budget: int = Field(8192, ge=1)
+    """Tokens that a micro-batch is filled up to."""
+    options: dict[str, str | int | float | bool] = {}
+    """The engine's own."""
+
+
+class FunctionSpec(_Strict):
+    """Where rewards and ops run."""
+
+    workers: int = Field(1, ge=1)
+    """Processes."""
+    chunk: int = Field(64, ge=1)
+    """Most samples in one task."""
+
+
+class ChannelSpec(_Strict):
+    """How workers talk on one host."""
+
+    transport: Literal["ipc", "tcp"] = "ipc"
+    """Unix sockets in a private directory, or TCP on loopback."""
+    port: int | None = Field(None, ge=1024, le=65535)
+    """The controller's port with `tcp`; by default one that is free."""
+
+
+class ClusterSpec(_Strict):
+    """The machines, and what runs on them."""
+
+    name: str = "cluster"
+    launcher: Literal["local"] = "local"
+    """What starts the workers: child processes of the controller."""
+    device: str = "auto"
+    """`cpu`, `cuda:0`, or `auto`: the first GPU if there is one."""
+    cores: int | None = Field(None, ge=1)
+    """CPU cores to share out; by default those that this process may use."""
+    placement: Literal["time-shared", "split"] = "time-shared"
+    """Rollout and training take turns on the same device, or each has its own."""
+    rollout: RolloutSpec = RolloutSpec()
+    train: TrainSpec = TrainSpec()
+    functions: FunctionSpec = FunctionSpec()
+    channels: ChannelSpec = ChannelSpec()
+
+    @property
+    def num_cores(self) -> int:
+        return self.cores or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else self.cores or os.cpu_count() or 1
+
+
+class RunSettings(_Strict):
+    """How one run is made."""
+
+    seed: int = 0
+    """Decides every random number of the run."""
+    eager: bool = False
+    """Run the flow call by call in this process: the reference that plans are compared with."""
+    deterministic: bool = False
+    """Results are a function of identity, bit by bit, on a CPU; at a cost in speed."""
+    runs_dir: str = "runs"
+    """Where run directories go."""
+    heartbeat_s: float = 0.5
+    """Seconds between a worker's signs of life."""
+    hung_after_s: float = 60.0
+    """Seconds without one after which a worker counts as hung."""
+    start_timeout_s: float = 180.0
+    """Seconds that a worker may take to come up."""
+
+
+LAPTOP = ClusterSpec(name="laptop")
+"""What runs when no spec is given: `clusters/laptop.yaml` says the same."""
+
+
+def load_cluster(path: str | Path) -> ClusterSpec:
+    """Read and check a YAML spec.
+
+    Raises:
+        SpecError: no such file, no YAML, or a field that does not exist or can't have its value, with its line.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise SpecError(f"the cluster spec {path} can't be read: {error.strerror}", now="`ls clusters/` shows the examples.") from None
+    try:
+        data = yaml.safe_load(text)
+        root = yaml.compose(text)
+    except yaml.YAMLError as error:
+        raise SpecError(f"not YAML: {error}", where=str(path)) from None
+    if not isinstance(data, dict):
+        raise SpecError("a cluster spec is a mapping, like `placement: split`", where=str(path))
+    try:
+        return ClusterSpec.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = [str(part) for part in first["loc"]]
+        line = _line_of(root, names)
+        now = _nearest(names) if first["type"] == "extra_forbidden" else ""
+        what = f"{'.'.join(names)}: {'no such field' if now or first['type'] == 'extra_forbidden' else first['msg']}"
+        raise SpecError(what, where=f"{path}:{line}", now=now) from None
+
+
+def _line_of(node: yaml.Node | None, names: list[str]) -> int:
+    line = 1
+    for name in names:
+        if not isinstance(node, yaml.MappingNode):
+            break
+        for key, value in node.value:
+            if key.value == name:
+                line, node = key.start_mark.line + 1, value
+                break
+    return line
+
+
+def _nearest(names: list[str]) -> str:
+    model: type[BaseModel] = ClusterSpec
+    for name in names[:-1]:
+        inner = model.model_fields[name].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+    close = difflib.get_close_matches(names[-1], model.model_fields, 1)
+    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(model.model_fields)}."
