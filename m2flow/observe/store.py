@@ -1,0 +1,218 @@
+"""The trace on disk: `trace/spans.msgpack` during a run, `trace/otel.jsonl` after it.
+
+The first is a sequence of records [length uint32 LE][crc32 uint32 LE][msgpack of a SpanBlock], each written at once. A run that is
+killed loses at most its last record: readers stop at the first one that is cut or damaged and say how many bytes that left unread,
+and a writer that opens the file again cuts such a tail off.
+
+The second is made by the OpenTelemetry SDK, one line of JSON a span. It costs tens of microseconds a span (`benchmarks/recording.py`
+measures it), so it is made once, at the end, and bounded: of more spans than that, an evenly spaced part is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, final
+
+import msgspec
+
+from m2flow.errors import InternalError
+from m2flow.observe.spans import Count, Span, SpanBlock, SpanName, counts_of, spans_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+_HEADER = struct.Struct("<II")
+_THINNED_FIRST = (SpanName.ROLLOUT_STEP, SpanName.SAMPLE)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All that a run recorded, in order of start."""
+
+    spans: list[Span] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)
+    num_lost_bytes: int = 0
+    """Bytes at the end of the file that are not whole records: what a killed writer left."""
+
+
+@dataclass(frozen=True)
+class OtelExport:
+    """What `to_otel` wrote."""
+
+    num_spans: int
+    """Spans written, without the root span that stands for the run."""
+    left_out: Mapping[str, int]
+    """Spans left out, by name."""
+
+
+@final
+class TraceStore:
+    """Appends the blocks of all workers to the trace of a run. A context manager; one writer a run."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = _spans_path(run_dir)
+        self.num_cut_bytes = 0
+        """Bytes of a torn tail that `open` cut off."""
+        self._file: BinaryIO | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def open(self) -> TraceStore:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            good = sum(_HEADER.size + len(payload) for payload in _payloads(self.path.read_bytes()))
+            self.num_cut_bytes = self.path.stat().st_size - good
+            if self.num_cut_bytes:
+                with self.path.open("r+b") as file:
+                    file.truncate(good)
+        self._file = self.path.open("ab", buffering=0)
+        return self
+
+    def append(self, block: SpanBlock) -> None:
+        """Write a block; an empty one is passed over. Not synced to the disk: a killed process loses nothing, a power cut may."""
+        if self._file is None:
+            raise InternalError("the trace store is not open")
+        if block:
+            payload = self._encoder.encode(block)
+            self._file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> TraceStore:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_trace(run_dir: str | Path) -> Trace:
+    """The spans and counts of a run, also of one that is still running. A run without a trace has an empty one."""
+    path = _spans_path(run_dir)
+    if not path.exists():
+        return Trace()
+    content = path.read_bytes()
+    decoder = msgspec.msgpack.Decoder(SpanBlock)
+    spans: list[Span] = []
+    counts: list[Count] = []
+    num_read = 0
+    for payload in _payloads(content):
+        block = decoder.decode(payload)
+        spans += spans_of(block)
+        counts += counts_of(block)
+        num_read += _HEADER.size + len(payload)
+    spans.sort(key=lambda span: (span.start_ns, -span.end_ns))
+    counts.sort(key=lambda count: count.at_ns)
+    return Trace(spans, counts, len(content) - num_read)
+
+
+def read_spans(run_dir: str | Path) -> list[Span]:
+    """The spans of a run, in order of start."""
+    return read_trace(run_dir).spans
+
+
+def to_otel(run_dir: str | Path, *, max_spans: int = 50_000) -> OtelExport:
+    """Write `trace/otel.jsonl`: OpenTelemetry spans under one root span, the run.
+
+    Attributes are named `m2flow.*`; the resource is `service.name=m2flow` with the worker as `service.instance.id`. Of more than
+    `max_spans` spans, decode steps and samples' lives are thinned first and evenly, then the rest; the root span's attributes
+    `m2flow.left_out.<name>` and the result say how many.
+    """
+    run_dir = Path(run_dir)
+    spans, left_out = _thin(read_spans(run_dir), max_spans)
+    path = run_dir / "trace" / "otel.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for otel_span in _otel_spans(run_dir.resolve().name, spans, left_out):
+            file.write(otel_span.to_json(indent=None) + "\n")
+    partial.replace(path)
+    return OtelExport(len(spans), left_out)
+
+
+def _otel_spans(run: str, spans: Sequence[Span], left_out: Mapping[str, int]) -> Iterator[ReadableSpan]:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    trace_id = int.from_bytes(hashlib.sha256(run.encode()).digest()[:16], "big")
+    scope, sampled = InstrumentationScope("m2flow"), TraceFlags(TraceFlags.SAMPLED)
+
+    def context(span_id: int) -> SpanContext:
+        return SpanContext(trace_id, span_id, is_remote=False, trace_flags=sampled)
+
+    def resource(worker: str) -> Resource:
+        return Resource({"service.name": "m2flow", "service.instance.id": worker, "m2flow.run": run})
+
+    if not spans:
+        return
+    root = context(1)
+    yield ReadableSpan(
+        "run",
+        root,
+        None,
+        resource("controller"),
+        {f"m2flow.left_out.{name}": number for name, number in left_out.items()},
+        kind=SpanKind.INTERNAL,
+        start_time=min(span.start_ns for span in spans),
+        end_time=max(span.end_ns for span in spans),
+        instrumentation_scope=scope,
+    )
+    resources = {worker: resource(worker) for worker in {span.lane[0] for span in spans}}
+    for span_id, span in enumerate(spans, start=2):
+        error = span.attributes.get("error")
+        yield ReadableSpan(
+            span.name,
+            context(span_id),
+            root,
+            resources[span.lane[0]],
+            {"m2flow.track": span.track} | {f"m2flow.{key}": value for key, value in span.attributes.items() if value is not None},
+            kind=SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, str(error)) if error else Status(StatusCode.UNSET),
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=scope,
+        )
+
+
+def _thin(spans: Sequence[Span], max_spans: int) -> tuple[list[Span], dict[str, int]]:
+    """At most `max_spans` of the spans, in their order, and how many of each name were left out."""
+    positions: defaultdict[bool, list[int]] = defaultdict(list)
+    for position, span in enumerate(spans):
+        positions[span.name in _THINNED_FIRST].append(position)
+    kept = _evenly(positions[False], max_spans)
+    kept += _evenly(positions[True], max_spans - len(kept))
+    result = [spans[position] for position in sorted(kept)]
+    left_out = Counter(span.name for span in spans)
+    left_out.subtract(Counter(span.name for span in result))
+    return result, {name: number for name, number in sorted(left_out.items()) if number}
+
+
+def _evenly(positions: list[int], number: int) -> list[int]:
+    if len(positions) <= number:
+        return positions
+    return [positions[i * len(positions) // number] for i in range(number)]
+
+
+def _payloads(content: bytes) -> Iterator[bytes]:
+    """The whole records from the start, up to the first that is cut or damaged."""
+    at = 0
+    while at + _HEADER.size <= len(content):
+        length, checksum = _HEADER.unpack_from(content, at)
+        payload = content[at + _HEADER.size : at + _HEADER.size + length]
+        if len(payload) < length or zlib.crc32(payload) != checksum:
+            return
+        yield payload
+        at += _HEADER.size + length
+
+
+def _spans_path(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "trace" / "spans.msgpack"

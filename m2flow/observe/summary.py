@@ -1,0 +1,97 @@
+"""Numbers from spans: who was busy, and what ran at the same time as what.
+
+All are lengths of unions of intervals, so nested or doubled spans count once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from m2flow.observe.spans import Span
+
+_Key = TypeVar("_Key", bound=Hashable)
+Predicate = Callable[[Span], bool]
+Interval = tuple[int, int]
+"""[start, end) in ns."""
+
+
+def busy_seconds(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds in which each track worked. Waiting, sending and samples' lives are not work; a track without work has 0."""
+    return {track: _length(found) / 1e9 for track, found in _work_by(spans, lambda span: span.track).items()}
+
+
+def busy_seconds_by_lane(spans: Iterable[Span]) -> dict[tuple[str, str], float]:
+    """The same for each lane (worker, engine)."""
+    return {lane: _length(found) / 1e9 for lane, found in _work_by(spans, lambda span: span.lane).items()}
+
+
+def overlap_seconds(spans: Iterable[Span], a: Predicate, b: Predicate) -> float:
+    """Seconds in which a span that fits `a` and a span that fits `b` both ran.
+
+    A span that fits both overlaps with itself: predicates are meant to be disjoint.
+    """
+    spans = list(spans)
+    return _length(_intersection(_union(map(_interval, filter(a, spans))), _union(map(_interval, filter(b, spans))))) / 1e9
+
+
+def concurrent_seconds(spans: Iterable[Span]) -> float:
+    """Seconds in which at least two lanes worked."""
+    events: list[tuple[int, int]] = []
+    for found in _work_by(spans, lambda span: span.lane).values():
+        for start, end in found:
+            events += [(start, 1), (end, -1)]
+    total = running = since = 0
+    for at_ns, change in sorted(events):
+        if running >= 2:
+            total += at_ns - since
+        running, since = running + change, at_ns
+    return total / 1e9
+
+
+def wall_seconds(spans: Iterable[Span]) -> float:
+    """Seconds from the first start to the last end."""
+    spans = list(spans)
+    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9 if spans else 0.0
+
+
+def _work_by(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Interval]]:
+    found: defaultdict[_Key, list[Interval]] = defaultdict(list)
+    for span in spans:
+        work = found[key(span)]
+        if span.is_work:
+            work.append(_interval(span))
+    return {name: _union(intervals) for name, intervals in found.items()}
+
+
+def _interval(span: Span) -> Interval:
+    return span.start_ns, span.end_ns
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals in order, covering the same time."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in intervals)
