@@ -1,0 +1,113 @@
+"""From rewards to advantages: how much better each sample did than the others of its group.
+
+    rewards [N] + group sizes --> advantages [N]
+
+Pure functions on tensors. Groups may differ in size; samples of a group lie next to each other. Nothing here looks beyond a
+group, so a group's advantages depend neither on chunks nor on placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from m2flow.errors import RewardError, ShapeError
+
+# Shapes: N samples, P groups (prompts), G samples of a group.
+
+
+def grpo(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Centre and scale rewards inside each group.
+
+        A[p, g] = (r[p, g] - mean_g r[p]) / (std_g r[p] + eps)
+
+    Args:
+        rewards: float [N] with `group_sizes`, or [P, G] without.
+        group_sizes: P positive integers that add up to N.
+        eps: added to the standard deviation; same unit as the reward.
+    Returns:
+        Like `rewards`, dimensionless. A group of equal rewards, and so a group of one, gives exact zeros.
+    Raises:
+        ShapeError: the sizes do not fit the rewards.
+        RewardError: a reward is not finite.
+    Source:
+        Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The standard deviation is the population's (divided by G).
+
+    >>> grpo(torch.tensor([[1.0, 0.0], [1.0, 1.0]])).round(decimals=3).tolist()
+    [[1.0, -1.0], [0.0, 0.0]]
+    >>> grpo(torch.tensor([1.0, 0.0, 5.0]), [2, 1]).round(decimals=3).tolist()
+    [1.0, -1.0, 0.0]
+    """
+    centred, sizes = _centre(rewards, group_sizes)
+    deviation = (_group_sums(centred.square(), sizes) / sizes).sqrt()
+    return (centred / (_spread(deviation, sizes) + eps)).to(rewards.dtype).view_as(rewards)
+
+
+def dr_grpo(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
+    """Centre rewards inside each group, without scaling: easy and hard prompts weigh the same.
+
+        A[p, g] = r[p, g] - mean_g r[p]
+
+    Args, Returns, Raises: as `grpo`; the unit is the reward's.
+    Source:
+        Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783, section 3.2.
+
+    >>> dr_grpo(torch.tensor([[3.0, 1.0]])).tolist()
+    [[1.0, -1.0]]
+    """
+    return _centre(rewards, group_sizes)[0].to(rewards.dtype).view_as(rewards)
+
+
+def rloo(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
+    """Compare each reward with the mean of the others of its group.
+
+        A[p, g] = r[p, g] - sum_{h != g} r[p, h] / (G - 1)
+
+    Args, Returns: as `grpo`; the unit is the reward's.
+    Raises:
+        ShapeError: also if a group has a single sample, which has nothing to be compared with.
+        RewardError: a reward is not finite.
+    Source:
+        Ahmadian et al. 2024, arXiv:2402.14740, eq. 6; computed as (r - mean) * G / (G - 1), which is the same.
+
+    >>> rloo(torch.tensor([1.0, 0.0, 0.5]), [3]).tolist()
+    [0.75, -0.75, 0.0]
+    """
+    centred, sizes = _centre(rewards, group_sizes)
+    if len(sizes) and int(sizes.min()) < 2:
+        raise ShapeError(f"rloo: group {int(sizes.argmin())} has one sample; leave-one-out needs two", now="Generate with n=2 or more.")
+    return (centred * _spread(sizes / (sizes - 1), sizes)).to(rewards.dtype).view_as(rewards)
+
+
+def _centre(rewards: Tensor, group_sizes: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """Rewards minus their group's mean, float64 [N], and the sizes, int64 [P]. Equal rewards give exact zeros."""
+    if group_sizes is None:
+        if rewards.ndim != 2:
+            raise ShapeError(f"rewards without group_sizes must be [P, G], got {list(rewards.shape)}")
+        sizes = torch.full((rewards.shape[0],), rewards.shape[1], device=rewards.device)
+    else:
+        if rewards.ndim != 1:
+            raise ShapeError(f"rewards with group_sizes must be [N], got {list(rewards.shape)}")
+        sizes = torch.as_tensor(list(group_sizes), dtype=torch.int64, device=rewards.device)
+    if int(sizes.sum()) != rewards.numel() or bool((sizes < 1).any()):
+        raise ShapeError(
+            f"group sizes {sizes.tolist()[:8]} must be positive and add up to {rewards.numel()} rewards, not {int(sizes.sum())}"
+        )
+    flat = rewards.detach().flatten().double()
+    bad = torch.nonzero(~flat.isfinite())
+    if len(bad):
+        raise RewardError(f"reward {int(bad[0])} of {len(flat)} is {float(flat[bad[0]])}; rewards must be finite")
+    # Subtracting a group's first reward before its mean makes equal rewards exact zeros, which a rounded mean does not.
+    first = flat[sizes.cumsum(0) - sizes]
+    shifted = flat - _spread(first, sizes)
+    return shifted - _spread(_group_sums(shifted, sizes) / sizes, sizes), sizes
+
+
+def _group_sums(values: Tensor, sizes: Tensor) -> Tensor:
+    return torch.segment_reduce(values, "sum", lengths=sizes) if len(values) else values.new_zeros(len(sizes))
+
+
+def _spread(per_group: Tensor, sizes: Tensor) -> Tensor:
+    return per_group.repeat_interleave(sizes)

@@ -1,0 +1,124 @@
+"""Losses as per-token terms: a train engine adds them up, and divides by the mini-batch's denominator at its end.
+
+    logprobs [T], advantages [T], ... --> terms [T], {metric: [T]}
+
+Every function follows `m2flow.recipe.Loss`: flat tensors over the tokens that the loss mask selects, by keyword. Terms are to be
+minimised. No function here averages: how sums are normalised is the recipe's `denominator`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from m2flow.algorithms.kl import Estimator, kl
+from m2flow.errors import OptionError, ShapeError
+
+# Shapes: T tokens under the loss mask, samples one after the other.
+
+Terms = tuple[Tensor, dict[str, Tensor]]
+
+
+def ppo_clip(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    reference_logprobs: Tensor | None = None,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_estimator: Estimator = "k3",
+) -> Terms:
+    """The clipped surrogate of PPO, per token, with an optional penalty for leaving a reference.
+
+        rho     = exp(logprobs - behaviour_logprobs)
+        term    = -min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)
+        if A < 0 and dual_clip > 0:  term = min(term, -dual_clip * A)
+        term   += kl_coef * KL(logprobs, reference_logprobs)
+
+    Args:
+        logprobs: float [T], with gradient. behaviour_logprobs: float [T], of the weights that sampled the tokens.
+        advantages: float [T]. reference_logprobs: float [T], needed if `kl_coef` is not 0.
+        eps_low, eps_high: how far the ratio may fall and rise before its gradient stops; dimensionless.
+        dual_clip: bound on the ratio where the advantage is negative; 0 is off, else above 1.
+        kl_coef: weight of the penalty, in units of advantage a nat.
+    Returns:
+        Terms [T], and `ratio`, `clipped` (1 where clipping stops the gradient), and `kl` if there is a reference.
+    Raises:
+        ShapeError: the tensors differ in shape. OptionError: an option out of range, or a penalty without a reference.
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, eq. 7; eps_high apart from eps_low: Yu et al. 2025 (DAPO), arXiv:2503.14476,
+        eq. 10; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; the penalty inside the loss: Shao et al. 2024, arXiv:2402.03300.
+
+    >>> old = torch.zeros(2)
+    >>> terms, metrics = ppo_clip(logprobs=torch.tensor([1.5, 1.0]).log(), behaviour_logprobs=old, advantages=torch.ones(2))
+    >>> [round(term, 4) for term in terms.tolist()], metrics["clipped"].tolist()
+    ([-1.2, -1.0], [1.0, 0.0])
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, advantages=advantages)
+    if not (0 <= eps_low <= 1 and eps_high >= 0):
+        raise OptionError(f"eps_low is {eps_low} and eps_high {eps_high}; they must lie in 0..1 and 0..")
+    if dual_clip and not dual_clip > 1:
+        raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
+    ratio = (logprobs - behaviour_logprobs).exp()
+    terms = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    clipped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
+    if dual_clip:
+        bounded = (advantages < 0) & (ratio > dual_clip)
+        terms = torch.where(bounded, -dual_clip * advantages, terms)
+        clipped = clipped | bounded
+    metrics = {"ratio": ratio.detach(), "clipped": clipped.to(terms.dtype)}
+    if reference_logprobs is not None:
+        divergence = kl(logprobs, reference_logprobs, kl_estimator)
+        metrics["kl"] = divergence.detach()
+        if kl_coef:
+            terms = terms + kl_coef * divergence
+    elif kl_coef:
+        raise OptionError(f"kl_coef is {kl_coef}, but there are no reference_logprobs", now="Pass reference=... to the update.")
+    return terms, metrics
+
+
+def reinforce(*, logprobs: Tensor, advantages: Tensor) -> Terms:
+    """The policy gradient of tokens sampled by these very weights.
+
+        term = -A * logprobs
+
+    Args:
+        logprobs: float [T], with gradient. advantages: float [T].
+    Returns:
+        Terms [T], no metrics.
+    Raises:
+        ShapeError: the tensors differ in shape.
+    Source:
+        Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning". Off-policy
+        (staleness above 0, or a second epoch) it is biased: use `ppo_clip`.
+
+    >>> reinforce(logprobs=torch.tensor([-0.5]), advantages=torch.tensor([2.0]))[0].tolist()
+    [1.0]
+    """
+    _check_shapes(logprobs=logprobs, advantages=advantages)
+    return -advantages * logprobs, {}
+
+
+def nll(*, logprobs: Tensor) -> Terms:
+    """Negative log-likelihood: supervised learning on the masked tokens.
+
+        term = -logprobs
+
+    Args:
+        logprobs: float [T], with gradient.
+    Returns:
+        Terms [T], in nats, and no metrics.
+
+    >>> nll(logprobs=torch.tensor([-0.75]))[0].tolist()
+    [0.75]
+    """
+    return -logprobs, {}
+
+
+def _check_shapes(**tensors: Tensor) -> None:
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if len({tuple(shape) for shape in shapes.values()}) > 1:
+        raise ShapeError("per-token tensors differ in shape: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))

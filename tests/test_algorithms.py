@@ -1,0 +1,205 @@
+"""Advantages, KL estimators and losses against numbers worked out by hand, and against their definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from m2flow.algorithms import advantages, losses
+from m2flow.algorithms.kl import Estimator, kl
+from m2flow.errors import OptionError, RewardError, ShapeError
+
+ALL = [advantages.grpo, advantages.dr_grpo, advantages.rloo]
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
+
+reward_groups = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=6), min_size=1, max_size=5)
+
+
+def flatten(groups: list[list[float]]) -> tuple[Tensor, list[int]]:
+    return torch.tensor([r for group in groups for r in group]), [len(group) for group in groups]
+
+
+def test_grpo_scales_by_the_population_standard_deviation() -> None:
+    # Rewards 0, 0, 0, 4: mean 1, population variance (1 + 1 + 1 + 9) / 4 = 3.
+    result = advantages.grpo(torch.tensor([[0.0, 0.0, 0.0, 4.0]]), eps=0.0)
+    torch.testing.assert_close(result, torch.tensor([[-1.0, -1.0, -1.0, 3.0]]) / math.sqrt(3))
+
+
+def test_dr_grpo_only_centres() -> None:
+    assert advantages.dr_grpo(torch.tensor([0.0, 4.0, 7.0]), [2, 1]).tolist() == [-2.0, 2.0, 0.0]
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    result = advantages.rloo(torch.tensor([1.0, 2.0, 6.0, 5.0, 1.0]), [3, 2])
+    torch.testing.assert_close(result, torch.tensor([1 - 4.0, 2 - 3.5, 6 - 1.5, 4.0, -4.0]))
+
+
+@given(reward_groups)
+def test_rloo_is_its_definition_in_groups_of_any_size(groups: list[list[float]]) -> None:
+    expected = [r - (sum(group) - r) / (len(group) - 1) for group in groups for r in group]
+    torch.testing.assert_close(advantages.rloo(*flatten(groups)), torch.tensor(expected), rtol=1e-4, atol=1e-3)
+
+
+@given(reward_groups)
+def test_advantages_of_a_group_do_not_depend_on_other_groups(groups: list[list[float]]) -> None:
+    for function in ALL:
+        alone = torch.cat([function(torch.tensor(group), [len(group)]) for group in groups])
+        assert torch.equal(function(*flatten(groups)), alone)
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.integers(2, 9))
+def test_equal_rewards_give_exact_zeros(reward: float, size: int) -> None:
+    for function in ALL:
+        assert function(torch.full((size,), reward), [size]).tolist() == [0.0] * size
+
+
+@given(reward_groups)
+def test_advantages_of_a_group_add_up_to_zero(groups: list[list[float]]) -> None:
+    rewards, sizes = flatten(groups)
+    for function in ALL:
+        for part in function(rewards.double(), sizes).split(sizes):
+            assert abs(float(part.sum())) < 1e-6
+
+
+def test_a_matrix_of_rewards_is_as_good_as_flat_ones_with_sizes() -> None:
+    rewards = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    for function in ALL:
+        assert torch.equal(function(rewards).flatten(), function(rewards.flatten(), [4] * 5))
+
+
+@pytest.mark.parametrize("function", ALL)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_refused(function: Callable[..., Tensor], bad: float) -> None:
+    with pytest.raises(RewardError, match="reward 1 of 2"):
+        function(torch.tensor([1.0, bad]), [2])
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_sizes_that_do_not_fit_are_refused(function: Callable[..., Tensor]) -> None:
+    for rewards, sizes in [(torch.ones(3), [2]), (torch.ones(3), [3, 0]), (torch.ones(2, 2), [2, 2]), (torch.ones(3), None)]:
+        with pytest.raises(ShapeError):
+            function(rewards, sizes)
+
+
+def test_leave_one_out_refuses_a_group_of_one() -> None:
+    with pytest.raises(ShapeError, match="group 1 has one sample"):
+        advantages.rloo(torch.ones(3), [2, 1])
+
+
+def test_estimators_agree_with_numbers_worked_out_by_hand() -> None:
+    policy, reference = torch.tensor([0.5]).log(), torch.tensor([1.0]).log()
+    values = [kl(policy, reference, estimator).item() for estimator in ESTIMATORS]
+    assert values == pytest.approx([-math.log(2), math.log(2) ** 2 / 2, 2 - 1 - math.log(2)])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_estimators_average_to_the_divergence(estimator: Estimator) -> None:
+    p, q = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
+    expected = (p * (p / q).log()).sum()
+    torch.testing.assert_close((p * kl(p.log(), q.log(), estimator)).sum(), expected)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradients_of_estimators_are_their_finite_differences(estimator: Estimator) -> None:
+    generator = torch.Generator().manual_seed(1)
+    policy = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
+    reference = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: kl(a, b, estimator), (policy, reference))
+
+
+def test_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
+    logits, q = torch.tensor([0.3, -0.2, 1.0]).double().requires_grad_(), torch.tensor([0.3, 0.3, 0.4]).double()
+    logp = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)
+    (estimated,) = torch.autograd.grad((logp.exp().detach() * kl(logp, q.log(), "k2")).sum(), logits)
+    torch.testing.assert_close(estimated, exact)
+
+
+def test_k3_keeps_the_digits_of_a_small_divergence() -> None:
+    small = torch.tensor([1e-4], dtype=torch.float32)
+    assert kl(torch.zeros(1), small, "k3").item() == pytest.approx(5e-9, rel=0.02)
+
+
+def test_an_unknown_estimator_is_refused() -> None:
+    with pytest.raises(OptionError, match="k4"):
+        kl(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+def surrogate(ratio: float, advantage: float, **options: float) -> tuple[float, float, float]:
+    """The term, its derivative by the log-probability, and whether it counts as clipped."""
+    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, dtype=torch.float64)
+    terms, metrics = losses.ppo_clip(logprobs=logprobs, behaviour_logprobs=zero, advantages=zero + advantage, **options)  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(terms.sum(), logprobs)
+    return terms.item(), gradient.item(), metrics["clipped"].item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [
+        (1.1, 2.0, (-2.2, -2.2, 0.0)),
+        (1.5, 2.0, (-2.6, 0.0, 1.0)),
+        (0.5, 2.0, (-1.0, -1.0, 0.0)),
+        (0.5, -2.0, (1.6, 0.0, 1.0)),
+        (1.5, -2.0, (3.0, 3.0, 0.0)),
+        (5.0, -2.0, (6.0, 0.0, 1.0)),
+    ],
+)
+def test_clipping_follows_the_table(ratio: float, advantage: float, expected: tuple[float, float, float]) -> None:
+    assert surrogate(ratio, advantage, eps_low=0.2, eps_high=0.3, dual_clip=3.0) == pytest.approx(expected)
+
+
+@settings(max_examples=50)
+@given(st.floats(0.05, 20), st.floats(-5, 5))
+def test_a_clipped_token_has_no_gradient_and_another_the_policy_gradient(ratio: float, advantage: float) -> None:
+    _, gradient, clipped = surrogate(ratio, advantage, dual_clip=4.0)
+    assert gradient == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def test_the_penalty_adds_the_weighted_divergence() -> None:
+    logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
+    terms, metrics = losses.ppo_clip(
+        logprobs=logprobs,
+        behaviour_logprobs=logprobs,
+        advantages=torch.zeros(1),
+        reference_logprobs=reference,
+        kl_coef=0.1,
+        kl_estimator="k1",
+    )
+    assert terms.item() == pytest.approx(0.05)
+    assert metrics["kl"].item() == pytest.approx(0.5)
+
+
+def test_a_penalty_without_a_reference_is_refused() -> None:
+    one = torch.zeros(1)
+    with pytest.raises(OptionError, match="reference"):
+        losses.ppo_clip(logprobs=one, behaviour_logprobs=one, advantages=one, kl_coef=0.1)
+
+
+@pytest.mark.parametrize("options", [{"eps_low": 1.5}, {"eps_high": -0.1}, {"dual_clip": 0.5}])
+def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(OptionError):
+        surrogate(1.0, 1.0, **options)
+
+
+def test_on_policy_the_surrogate_has_the_gradient_of_reinforce() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    weights = torch.tensor([0.5, -1.5])
+    clip, _ = losses.ppo_clip(logprobs=logprobs, behaviour_logprobs=logprobs.detach(), advantages=weights)
+    plain, _ = losses.reinforce(logprobs=logprobs, advantages=weights)
+    torch.testing.assert_close(torch.autograd.grad(clip.sum(), logprobs), torch.autograd.grad(plain.sum(), logprobs))
+
+
+def test_losses_refuse_tensors_of_different_shape() -> None:
+    with pytest.raises(ShapeError, match="advantages"):
+        losses.reinforce(logprobs=torch.zeros(3), advantages=torch.zeros(1))
+
+
+def test_nll_is_the_negative_log_probability() -> None:
+    assert losses.nll(logprobs=torch.tensor([-0.25]))[0].tolist() == [0.25]
