@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -170,7 +171,7 @@ def test_the_penalty_adds_the_weighted_divergence() -> None:
         advantages=torch.zeros(1),
         reference_logprobs=reference,
         kl_coef=0.1,
-        kl_estimator="k1",
+        kl="k1",
     )
     assert terms.item() == pytest.approx(0.05)
     assert metrics["kl"].item() == pytest.approx(0.5)
@@ -203,3 +204,19 @@ def test_losses_refuse_tensors_of_different_shape() -> None:
 
 def test_nll_is_the_negative_log_probability() -> None:
     assert losses.nll(logprobs=torch.tensor([-0.25]))[0].tolist() == [0.25]
+
+
+def test_terms_of_a_sample_add_up_to_its_mean_if_lengths_are_given() -> None:
+    lengths = torch.tensor([2.0, 2.0, 1.0])
+    logprobs, ones = torch.tensor([-1.0, -3.0, -5.0]), torch.ones(3)
+    assert losses.nll(logprobs=logprobs, sequence_lengths=lengths)[0].tolist() == [0.5, 1.5, 5.0]
+    assert losses.reinforce(logprobs=logprobs, advantages=ones, sequence_lengths=lengths)[0].tolist() == [0.5, 1.5, 5.0]
+    terms, _ = losses.ppo_clip(logprobs=logprobs, behaviour_logprobs=logprobs, advantages=ones, sequence_lengths=lengths)
+    assert terms.tolist() == [-0.5, -0.5, -1.0]
+
+
+def test_advantages_by_name_take_the_bounds_of_a_batch() -> None:
+    rewards = np.array([1.0, 0.0, 2.0, 4.0, 6.0])
+    result = advantages.BY_NAME["dr_grpo"](rewards, [(0, 2), (2, 5)])
+    assert result.dtype == np.float32
+    assert result.tolist() == [0.5, -0.5, -2.0, 0.0, 2.0]

@@ -8,8 +8,11 @@ group, so a group's advantages depend neither on chunks nor on placement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -111,3 +114,18 @@ def _group_sums(values: Tensor, sizes: Tensor) -> Tensor:
 
 def _spread(per_group: Tensor, sizes: Tensor) -> Tensor:
     return per_group.repeat_interleave(sizes)
+
+
+OnArrays = Callable[[npt.NDArray[np.floating], Sequence[tuple[int, int]]], npt.NDArray[np.float32]]
+
+
+def _on_arrays(function: Callable[[Tensor, Sequence[int]], Tensor]) -> OnArrays:
+    def advantages(rewards: npt.NDArray[np.floating], bounds: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
+        sizes = [end - start for start, end in bounds]
+        return function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes).numpy().astype(np.float32)
+
+    return advantages
+
+
+BY_NAME: Mapping[str, OnArrays] = MappingProxyType({function.__name__: _on_arrays(function) for function in (grpo, dr_grpo, rloo)})
+"""The same on a batch's columns: rewards [N] and `Batch.group_bounds()` to advantages float32 [N]."""

@@ -3,7 +3,9 @@
     logprobs [T], advantages [T], ... --> terms [T], {metric: [T]}
 
 Every function follows `m2flow.recipe.Loss`: flat tensors over the tokens that the loss mask selects, by keyword. Terms are to be
-minimised. No function here averages: how sums are normalised is the recipe's `denominator`.
+minimised. No function here averages over samples: sums are divided by the recipe's `denominator`. Given `sequence_lengths`
+(float [T], masked tokens of the sample that a token belongs to), each term is divided by its own, so that the terms of a
+sample add up to its mean and samples weigh the same however long they are (denominator `sequences`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.kl import Estimator, kl
+from m2flow.algorithms.kl import Estimator
+from m2flow.algorithms.kl import kl as estimate_kl
 from m2flow.errors import OptionError, ShapeError
 
 # Shapes: T tokens under the loss mask, samples one after the other.
@@ -29,14 +32,15 @@ def ppo_clip(
     eps_high: float = 0.2,
     dual_clip: float = 0.0,
     kl_coef: float = 0.0,
-    kl_estimator: Estimator = "k3",
+    kl: Estimator = "k3",
+    sequence_lengths: Tensor | None = None,
 ) -> Terms:
     """The clipped surrogate of PPO, per token, with an optional penalty for leaving a reference.
 
         rho     = exp(logprobs - behaviour_logprobs)
         term    = -min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)
         if A < 0 and dual_clip > 0:  term = min(term, -dual_clip * A)
-        term   += kl_coef * KL(logprobs, reference_logprobs)
+        term    = term + kl_coef * KL(logprobs, reference_logprobs)
 
     Args:
         logprobs: float [T], with gradient. behaviour_logprobs: float [T], of the weights that sampled the tokens.
@@ -71,16 +75,16 @@ def ppo_clip(
         clipped = clipped | bounded
     metrics = {"ratio": ratio.detach(), "clipped": clipped.to(terms.dtype)}
     if reference_logprobs is not None:
-        divergence = kl(logprobs, reference_logprobs, kl_estimator)
+        divergence = estimate_kl(logprobs, reference_logprobs, kl)
         metrics["kl"] = divergence.detach()
         if kl_coef:
             terms = terms + kl_coef * divergence
     elif kl_coef:
         raise OptionError(f"kl_coef is {kl_coef}, but there are no reference_logprobs", now="Pass reference=... to the update.")
-    return terms, metrics
+    return _per_sequence(terms, sequence_lengths), metrics
 
 
-def reinforce(*, logprobs: Tensor, advantages: Tensor) -> Terms:
+def reinforce(*, logprobs: Tensor, advantages: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
     """The policy gradient of tokens sampled by these very weights.
 
         term = -A * logprobs
@@ -99,10 +103,10 @@ def reinforce(*, logprobs: Tensor, advantages: Tensor) -> Terms:
     [1.0]
     """
     _check_shapes(logprobs=logprobs, advantages=advantages)
-    return -advantages * logprobs, {}
+    return _per_sequence(-advantages * logprobs, sequence_lengths), {}
 
 
-def nll(*, logprobs: Tensor) -> Terms:
+def nll(*, logprobs: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
     """Negative log-likelihood: supervised learning on the masked tokens.
 
         term = -logprobs
@@ -115,7 +119,11 @@ def nll(*, logprobs: Tensor) -> Terms:
     >>> nll(logprobs=torch.tensor([-0.75]))[0].tolist()
     [0.75]
     """
-    return -logprobs, {}
+    return _per_sequence(-logprobs, sequence_lengths), {}
+
+
+def _per_sequence(terms: Tensor, sequence_lengths: Tensor | None) -> Tensor:
+    return terms if sequence_lengths is None else terms / sequence_lengths
 
 
 def _check_shapes(**tensors: Tensor) -> None:
