@@ -1,0 +1,252 @@
+"""Continuous batching: which sequences run, in which slots, and what they have said so far.
+
+    queue of Jobs --admit--> slots 0..B-1 --one token a step--> finished Jobs
+
+All bookkeeping of a step is array work over the B rows; Python touches a row only when it comes or goes. When one leaves, the
+last rows fill its hole, so that the rows in use stay together. Jobs with the same tokens are prefilled once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from m2flow.engines.kv_slots import SlotCache
+from m2flow.engines.sampling import SamplingColumns, draw, uniforms
+from m2flow.engines.slot_model import SlotModel
+from m2flow.recipe import Sampling
+from m2flow.samples import Finish
+
+_LENGTH_STEP = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A request as a decoder sees it: its prompt in tokens, and what has been generated."""
+
+    id: int
+    seed: int
+    sampling: Sampling
+    prompt: npt.NDArray[np.int32]
+    stop_ids: npt.NDArray[np.int64]
+    """End-of-sequence tokens included."""
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+
+    @property
+    def reserved_length(self) -> int:
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+    def grown(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
+        """The same with all its tokens, of which those beyond the ones it had are of this version."""
+        versions = np.full(len(tokens), version, np.int32)
+        versions[: len(self.versions)] = self.versions
+        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions)
+
+
+class Decoder(Protocol):
+    """What advances jobs token by token."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
+        """Take jobs from the queue's front while there is room, add a token to each that runs, and return what finished."""
+        ...
+
+    def take(self, ids: Collection[int], version: int) -> list[Job]:
+        """Take these out, with their tokens so far."""
+        ...
+
+    def running_ids(self) -> list[int]: ...
+
+    def release(self) -> None:
+        """Free the memory of caches. Nothing may be running."""
+        ...
+
+
+_ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("length", np.int64),  # tokens in the slot's cache
+        ("count", np.int64),  # tokens generated
+        ("last", np.int64),  # the newest token, not yet in the cache
+        ("max_new", np.int64),
+        ("min_new", np.int64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+    ]
+)
+
+
+@final
+class ContinuousDecoder:
+    """Everything that runs decodes together, at whatever length it is."""
+
+    def __init__(self, model: SlotModel, *, max_running: int, max_prefill_tokens: int, kv_budget_bytes: int) -> None:
+        self._model = model
+        self._cache = SlotCache()
+        self._max_running = max_running
+        self._max_prefill_tokens = max_prefill_tokens
+        self._budget_tokens = kv_budget_bytes // max(model.kv_bytes_per_token, 1)
+        self._jobs: list[Job] = []
+        self._rows = np.zeros(0, _ROW)
+        self._tokens = np.zeros((0, 0), np.int32)
+        self._logprobs = np.zeros((0, 0), np.float32)
+        self._stops = np.zeros((0, 0), np.int64)  # -1 where a row has fewer
+
+    @property
+    def num_running(self) -> int:
+        return len(self._jobs)
+
+    def running_ids(self) -> list[int]:
+        return [job.id for job in self._jobs]
+
+    def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
+        num_old = len(self._jobs)
+        admitted = self._admissible(queue)
+        self._make_room(admitted)
+        logits = []
+        if num_old:
+            old = self._rows[:num_old]
+            self._cache.reserve(num_old, int(old["length"].max()) + 1)
+            logits.append(self._model.decode(self._cache, old["last"].copy(), old["length"].copy()))
+            old["length"] += 1
+        if admitted:
+            logits.append(self._prefill(admitted))
+        if not logits:
+            return []
+        self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
+        return self._finished(version)
+
+    def take(self, ids: Collection[int], version: int) -> list[Job]:
+        wanted = set(ids)
+        rows = [row for row, job in enumerate(self._jobs) if job.id in wanted]
+        jobs = [self._job(row, version) for row in rows]
+        self._leave(np.array(rows, np.int64))
+        return jobs
+
+    def release(self) -> None:
+        assert not self._jobs
+        self._cache.clear()
+
+    def _admissible(self, queue: deque[Job]) -> list[Job]:
+        admitted: list[Job] = []
+        longest = max((job.reserved_length for job in self._jobs), default=0)
+        sequences: set[bytes] = set()
+        num_padded = longest_new = 0
+        while queue and len(self._jobs) + len(admitted) < self._max_running:
+            job = queue[0]
+            length = len(job.prompt) + len(job.tokens)
+            key = job.prompt.tobytes() + job.tokens.tobytes()
+            longest = max(longest, -(-job.reserved_length // _LENGTH_STEP) * _LENGTH_STEP)
+            num_padded = (len(sequences) + (key not in sequences)) * max(longest_new, length)
+            is_first = not self._jobs and not admitted
+            # A job alone is always let in: what can't fit even then is the allocator's to say.
+            if not is_first and longest * (len(self._jobs) + len(admitted) + 1) > self._budget_tokens:
+                break
+            if admitted and num_padded > self._max_prefill_tokens:
+                break
+            sequences.add(key)
+            longest_new = max(longest_new, length)
+            admitted.append(queue.popleft())
+        return admitted
+
+    def _make_room(self, admitted: list[Job]) -> None:
+        if not admitted:
+            return
+        num_rows = len(self._jobs) + len(admitted)
+        capacity = min(max(num_rows, 2 * len(self._rows)), self._max_running) if num_rows > len(self._rows) else len(self._rows)
+        width = max(self._tokens.shape[1], *(job.sampling.max_new_tokens for job in admitted))
+        num_stops = max(self._stops.shape[1], *(len(job.stop_ids) for job in admitted))
+        self._rows = _resized(self._rows, (capacity,))
+        self._tokens = _resized(self._tokens, (capacity, width))
+        self._logprobs = _resized(self._logprobs, (capacity, width))
+        self._stops = _resized(self._stops, (capacity, num_stops), fill=-1)
+
+    def _prefill(self, admitted: list[Job]) -> torch.Tensor:
+        first = len(self._jobs)
+        sequences: dict[bytes, int] = {}
+        unique: list[npt.NDArray[np.int32]] = []
+        sequence_of_slot = []
+        for row, job in enumerate(admitted, first):
+            key = job.prompt.tobytes() + job.tokens.tobytes()
+            if key not in sequences:
+                sequences[key] = len(unique)
+                unique.append(np.concatenate([job.prompt, job.tokens]))
+            sequence_of_slot.append(sequences[key])
+            count, s = len(job.tokens), job.sampling
+            length = len(job.prompt) + count
+            self._rows[row] = (job.seed, length, count, 0, s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_k, s.top_p)
+            self._tokens[row, :count] = job.tokens
+            self._logprobs[row, :count] = job.logprobs
+            self._stops[row] = -1
+            self._stops[row, : len(job.stop_ids)] = job.stop_ids
+        self._jobs += admitted
+        self._cache.reserve(len(self._jobs), max(len(sequence) for sequence in unique) + 1)
+        logits = self._model.prefill(self._cache, unique, first, sequence_of_slot)
+        return logits.index_select(0, torch.tensor(sequence_of_slot, device=logits.device))
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        num_rows = len(self._jobs)
+        rows = self._rows[:num_rows]
+        columns = SamplingColumns(rows["temperature"].copy(), rows["top_k"].copy(), rows["top_p"].copy())
+        forbidden = forbidden_stops(rows["count"] < rows["min_new"], self._stops[:num_rows], logits)
+        tokens, logprobs = draw(logits, columns, uniforms(rows["seed"], rows["count"]), forbidden)
+        # One transfer; float64 holds any token id and any float32 exactly.
+        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
+        index = np.arange(num_rows)
+        self._tokens[index, rows["count"]] = rows["last"] = drawn[0]
+        self._logprobs[index, rows["count"]] = drawn[1]
+        rows["count"] += 1
+
+    def _finished(self, version: int) -> list[tuple[Job, Finish]]:
+        num_rows = len(self._jobs)
+        rows = self._rows[:num_rows]
+        is_stop = (rows["last"][:, None] == self._stops[:num_rows]).any(1)
+        done = np.flatnonzero(is_stop | (rows["count"] >= rows["max_new"]))
+        finished = [(self._job(row, version), Finish.STOP if is_stop[row] else Finish.LENGTH) for row in done.tolist()]
+        self._leave(done)
+        return finished
+
+    def _job(self, row: int, version: int) -> Job:
+        count = self._rows["count"][row]
+        return self._jobs[row].grown(self._tokens[row, :count], self._logprobs[row, :count], version)
+
+    def _leave(self, gone: npt.NDArray[np.int64]) -> None:
+        num_left = len(self._jobs) - len(gone)
+        holes = gone[gone < num_left]
+        if len(holes):
+            movers = np.setdiff1d(np.arange(num_left, len(self._jobs)), gone)
+            for array in (self._rows, self._tokens, self._logprobs, self._stops):
+                array[holes] = array[movers]
+            for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
+                self._jobs[hole] = self._jobs[mover]
+            self._cache.move(holes.tolist(), movers.tolist(), int(self._rows["length"][:num_left].max()))
+        del self._jobs[num_left:]
+
+
+def forbidden_stops(is_early: npt.NDArray[np.bool_], stops: npt.NDArray[np.int64], like: torch.Tensor) -> torch.Tensor | None:
+    """Which tokens rows that are too young to stop must not draw: bool [B, V] like the logits, or None if there are none."""
+    if not is_early.any() or not stops.shape[1]:
+        return None
+    row, column = np.nonzero(is_early[:, None] & (stops >= 0))
+    forbidden = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    forbidden[torch.from_numpy(row).to(like.device), torch.from_numpy(stops[row, column]).to(like.device)] = True
+    return forbidden
+
+
+def _resized(array: npt.NDArray[Any], shape: tuple[int, ...], fill: int = 0) -> npt.NDArray[Any]:
+    if array.shape == shape:
+        return array
+    resized = np.full(shape, fill, array.dtype) if fill else np.zeros(shape, array.dtype)
+    resized[tuple(slice(size) for size in array.shape)] = array
+    return resized

@@ -1,0 +1,243 @@
+"""The built-in rollout engine: continuous batching for Hugging Face causal language models, in this process.
+
+    add -> queue -> Decoder (continuous, or fixed rows if deterministic) -> Generated
+
+Options from the cluster spec: `max_context` (tokens; below the model's own), `max_prefill_tokens` (a step's prompts, padded;
+default 16384), `kv_budget_bytes` (default: half of a GPU's free memory, a quarter of a host's), `deterministic_rows` (default 8).
+
+With `deterministic`, results are a function of weights, prompt, seed, index in the group and sampling, bit by bit, on one kind of
+machine; torch then runs on one thread, so that the plan's number of threads does not matter either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import psutil
+import torch
+
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Request, RolloutEngine
+from m2flow.engines.decoding import ContinuousDecoder, Decoder, Job
+from m2flow.engines.fixed_rows import FixedRowsDecoder
+from m2flow.engines.hf_model import TextCodec, load_tokenizer, use_threads
+from m2flow.engines.slot_model import SlotModel
+from m2flow.errors import EngineError, PromptTooLong
+from m2flow.recipe import Model
+from m2flow.samples import Finish, SampleId
+
+_OPTIONS = ("max_context", "max_prefill_tokens", "kv_budget_bytes", "deterministic_rows")
+
+
+@final
+class EmbeddedRollout(RolloutEngine):
+    """Requests come and go between any two steps; a prompt that several samples share is read once."""
+
+    name = "embedded"
+    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"))
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._source = model
+        self._settings = settings
+        self._queue: deque[Job] = deque()
+        self._ended: list[tuple[Job, Finish]] = []
+        self._version = 0
+        self._mixture = ""
+        self._is_onloaded = False
+        self._model: SlotModel | None = None
+        self._codec: TextCodec | None = None
+        self._decoder: Decoder | None = None
+
+    def start(self) -> None:
+        unknown = sorted(set(self._settings.options) - set(_OPTIONS))
+        if unknown:
+            raise EngineError(f"the embedded rollout engine has no option {', '.join(unknown)}", now=f"It has {', '.join(_OPTIONS)}.")
+        self._use_threads()
+        self._codec = load_tokenizer(self._source)
+        options = _Options(self._settings.options)
+        self._model = SlotModel.load(self._source, self._settings.device, options.get("max_context", 0) or None)
+        if self._settings.deterministic:
+            rows = options.get("deterministic_rows", 8)
+            self._decoder = FixedRowsDecoder(self._model, num_rows=rows, max_running=self._settings.max_running)
+        else:
+            self._decoder = ContinuousDecoder(
+                self._model,
+                max_running=self._settings.max_running,
+                max_prefill_tokens=options.get("max_prefill_tokens", 16384),
+                kv_budget_bytes=options.get("kv_budget_bytes", 0) or _free_bytes(self._settings.device),
+            )
+        self._is_onloaded = True
+
+    def stop(self) -> None:
+        self._queue.clear()
+        self._ended.clear()
+        self._model = self._codec = self._decoder = None
+
+    def onload(self) -> None:
+        if not self._is_onloaded:
+            self._started()[0].to(self._settings.device)
+            self._is_onloaded = True
+
+    def offload(self) -> None:
+        """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        model, _, decoder = self._started()
+        self._queue.extendleft(reversed(decoder.take(decoder.running_ids(), self._version)))
+        decoder.release()
+        if self._settings.device != "cpu":
+            model.to("cpu")
+            torch.cuda.empty_cache()
+        self._is_onloaded = False
+
+    def add(self, requests: Sequence[Request]) -> None:
+        model, codec, decoder = self._started()
+        known = {job.id for job in self._queue} | set(decoder.running_ids())
+        encoded: dict[str, np.ndarray] = {}
+        jobs = []
+        for request in requests:
+            job = _job(request, codec, model, encoded)
+            if job.id in known:
+                raise EngineError(f"sample {SampleId.unpack(job.id)} is already being generated")
+            known.add(job.id)
+            jobs.append(job)
+        for job in jobs:
+            finish = _finish_of_prefix(job)
+            if finish is None:
+                self._queue.append(job)
+            else:
+                self._ended.append((job, finish))
+
+    def step(self) -> list[Generated]:
+        _, codec, decoder = self._started()
+        if self._mixture:
+            raise EngineError(f"the engine holds a mixture of weights: {self._mixture}", now="Load a whole set of weights.")
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
+        finished, self._ended = self._ended, []
+        if self._queue or decoder.num_running:
+            self._use_threads()
+            finished += decoder.step(self._queue, self._version)
+        return [_generated(job, finish, codec) for job, finish in finished]
+
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        _, codec, decoder = self._started()
+        wanted = set(ids)
+        taken = [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
+        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
+        self._queue = deque(job for job in self._queue if job.id not in wanted)
+        taken += decoder.take(wanted, self._version)
+        return [_generated(job, Finish.ABORT, codec) for job in taken]
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue) + len(self._ended) + (self._decoder.num_running if self._decoder else 0)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        model, _, decoder = self._started()
+        if decoder.num_running:
+            raise EngineError(f"{decoder.num_running} requests are running; weights can't change under them", now="Abort them first.")
+        self._mixture = "loading was cut short"
+        try:
+            model.load_weights(tensors)
+        except EngineError as error:
+            self._mixture = error.what
+            raise
+        self._mixture = ""
+        self._version = version
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        return self._started()[0].weights()
+
+    def _use_threads(self) -> None:
+        # Again at each step: another engine in this process may have set its own.
+        threads = 1 if self._settings.deterministic else self._settings.threads
+        if torch.get_num_threads() != threads or torch.are_deterministic_algorithms_enabled() != self._settings.deterministic:
+            use_threads(threads, self._settings.deterministic)
+
+    def _started(self) -> tuple[SlotModel, TextCodec, Decoder]:
+        if self._model is None or self._codec is None or self._decoder is None:
+            raise EngineError("the engine is not started", now="Call `start` first.")
+        return self._model, self._codec, self._decoder
+
+
+class _Options:
+    def __init__(self, given: Mapping[str, object]) -> None:
+        self._given = given
+
+    def get(self, name: str, default: int) -> int:
+        value = self._given.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and default):
+            raise EngineError(f"option {name} of the embedded rollout engine is {value!r}; it must be a positive number")
+        return value
+
+
+def _job(request: Request, codec: TextCodec, model: SlotModel, encoded: dict[str, np.ndarray]) -> Job:
+    who = SampleId.unpack(request.id)
+    if isinstance(request.prompt, str):
+        if request.prompt not in encoded:
+            encoded[request.prompt] = np.array(codec.encode_prompt(request.prompt), np.int32)
+        prompt = encoded[request.prompt]
+    else:
+        prompt = np.array(request.prompt, np.int32)
+    prefix = np.array(request.prefix, np.int32)
+    if not len(prompt):
+        raise EngineError(f"sample {who}: the prompt has no tokens", now="Give it a text, or the tokenizer's first token.")
+    for ids in (prompt, prefix):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
+            raise EngineError(
+                f"sample {who} has token ids outside of 0..{model.vocab_size - 1}", now="Do tokenizer and model belong together?"
+            )
+    num_new = request.sampling.max_new_tokens
+    if len(prompt) + num_new > model.max_context:
+        raise PromptTooLong(
+            f"sample {who}: a prompt of {len(prompt)} tokens and max_new_tokens={num_new} do not fit the context of {model.max_context}",
+            now="Shorten the prompt or lower max_new_tokens.",
+        )
+    if not len(prefix) == len(request.prefix_logprobs) == len(request.prefix_versions) or len(prefix) > num_new:
+        raise EngineError(
+            f"sample {who}: a prefix of {len(prefix)} tokens with {len(request.prefix_logprobs)} log-probabilities and "
+            f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
+        )
+    stops = sorted(codec.eos_ids | set(request.sampling.stop_token_ids))
+    return Job(
+        id=request.id,
+        seed=request.seed,
+        sampling=request.sampling,
+        prompt=prompt,
+        stop_ids=np.array([token for token in stops if token < model.vocab_size], np.int64),
+        tokens=prefix,
+        logprobs=np.array(request.prefix_logprobs, np.float32),
+        versions=np.array(request.prefix_versions, np.int32),
+    )
+
+
+def _finish_of_prefix(job: Job) -> Finish | None:
+    if len(job.tokens) and bool((job.stop_ids == job.tokens[-1]).any()):
+        return Finish.STOP
+    return Finish.LENGTH if len(job.tokens) == job.sampling.max_new_tokens else None
+
+
+def _generated(job: Job, finish: Finish, codec: TextCodec) -> Generated:
+    return Generated(
+        id=job.id,
+        prompt_tokens=job.prompt,
+        tokens=job.tokens,
+        logprobs=job.logprobs,
+        versions=job.versions,
+        # Weights can't change under a running request, and a prefix is read again: no token sees keys older than its weights.
+        kv_stale=np.zeros(len(job.tokens), np.bool_),
+        finish=finish,
+        text=codec.decode(job.tokens.tolist()),
+    )
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return int(psutil.virtual_memory().available) // 4
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) // 2

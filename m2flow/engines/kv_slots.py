@@ -1,0 +1,215 @@
+"""A key/value cache of slots, and the attention over it that transformers' models are made to call.
+
+    model(..., attn="m2flow_slots", slot_pass=PrefillPass | DecodePass) --attend--> SlotCache
+
+One sequence has one slot. Running sequences lie in slots 0..B-1 without a hole, so that decoding attends to a view of the cache
+and gathers nothing. Tokens of all sequences are packed into one row for the model's linear layers; only prefill attention
+pads, inside. There is no mask from transformers, so anything else that a model asks of its attention is refused by name.
+
+Legend: B sequences, P prompts, T packed tokens, H query heads, K key/value heads, R = H / K, L tokens in the cache, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from m2flow.errors import EngineError
+
+ATTENTION_NAME = "m2flow_slots"
+
+_LENGTH_STEP = 64
+_PLAIN_ARGUMENTS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "logits_to_keep"})
+
+
+@final
+class SlotCache:
+    """Keys and values of all layers, each [slots, K, length, D]. Made at the first write, which knows heads and sizes."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.num_slots = 0
+        self.length = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one sequence, in all layers. 0 before the first write."""
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._layers.values() for t in pair)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Grow to at least so many slots of at least this length; what is there stays."""
+        length = -(-max(length, self.length) // _LENGTH_STEP) * _LENGTH_STEP
+        num_slots = max(num_slots, self.num_slots)
+        if (num_slots, length) == (self.num_slots, self.length):
+            return
+        for layer, pair in self._layers.items():
+            self._layers[layer] = (_grown(pair[0], num_slots, length), _grown(pair[1], num_slots, length))
+        self.num_slots, self.length = num_slots, length
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._layers.clear()
+        self.num_slots = self.length = 0
+
+    def layer(self, index: int, key_TKD: Tensor, value_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [slots, K, length, D] each."""
+        pair = self._layers.get(index)
+        if pair is None:
+            pair = (self._empty(key_TKD), self._empty(value_TKD))
+            self._layers[index] = pair
+        return pair
+
+    def move(self, targets: Sequence[int], sources: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of some slots over others. No slot is both."""
+        for pair in self._layers.values():
+            for cached in pair:
+                used = cached[:, :, :length]
+                index = torch.tensor([targets, sources], device=cached.device)
+                used.index_copy_(0, index[0], used.index_select(0, index[1]))
+
+    def _empty(self, like_TKD: Tensor) -> Tensor:
+        # Zeros, because masked values are multiplied by 0, and what memory happens to hold may be NaN.
+        return like_TKD.new_zeros(self.num_slots, like_TKD.shape[1], self.length, like_TKD.shape[2])
+
+
+class SlotPass(Protocol):
+    """One pass through the model: where its keys and values go, and what its queries see."""
+
+    max_context: int
+
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+        """The attention's output, [T, H, D]."""
+        ...
+
+
+@final
+class PrefillPass:
+    """P prompts, packed one after the other. Each goes to one slot or more: those from `first_slot` on, in the order given."""
+
+    def __init__(
+        self, cache: SlotCache, lengths: Sequence[int], first_slot: int, prompt_of_slot: Sequence[int], max_context: int, device: str
+    ):
+        self.max_context = max_context
+        self._cache = cache
+        self._num_prompts, self._longest = len(lengths), max(lengths)
+        self._first, self._last = first_slot, first_slot + len(prompt_of_slot)
+        self._prompt_of_slot = torch.tensor(prompt_of_slot, device=device)
+        ends = np.cumsum(lengths)
+        column = np.arange(self._longest)
+        is_token_PL = column < np.asarray(lengths)[:, None]
+        packed_PL = np.where(is_token_PL, (ends - lengths)[:, None] + column, 0)
+        is_ragged = not bool(is_token_PL.all())
+        self._pad = torch.from_numpy(packed_PL.reshape(-1)).to(device) if is_ragged else None
+        self._unpad = torch.from_numpy(np.flatnonzero(is_token_PL)).to(device) if is_ragged else None
+
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+        cached_key, cached_value = self._cache.layer(layer, key_TKD, value_TKD)
+        query, key, value = self._padded(query_THD), self._padded(key_TKD), self._padded(value_TKD)
+        for cached, new in ((cached_key, key), (cached_value, value)):
+            cached[self._first : self._last, :, : self._longest] = new.index_select(0, self._prompt_of_slot)
+        # Padding is on the right, where a causal query never looks.
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+        packed = seen.transpose(1, 2).reshape(self._num_prompts * self._longest, seen.shape[1], seen.shape[3])
+        return packed if self._unpad is None else packed.index_select(0, self._unpad)
+
+    def _padded(self, packed_TXD: Tensor) -> Tensor:
+        rows = packed_TXD if self._pad is None else packed_TXD.index_select(0, self._pad)
+        return rows.view(self._num_prompts, self._longest, *rows.shape[1:]).transpose(1, 2)
+
+
+@final
+class DecodePass:
+    """One new token for each of the slots 0..B-1; `positions` [B] says how many tokens a slot already holds."""
+
+    def __init__(self, cache: SlotCache, positions: np.ndarray, max_context: int, device: str) -> None:
+        self.max_context = max_context
+        self._cache = cache
+        self._positions = positions
+        self._num_slots = len(positions)
+        self._seen = int(positions.max()) + 1
+        self._device = device
+        self._index: dict[int, Tensor] = {}
+        self._visible: Tensor | None = None
+        if (positions != positions[0]).any():
+            self._visible = torch.from_numpy(np.arange(self._seen) <= positions[:, None]).to(device)
+            if device == "cpu":
+                self._visible = torch.zeros(self._visible.shape).masked_fill_(~self._visible, float("-inf"))
+
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+        B, L, K = self._num_slots, self._seen, key_TKD.shape[1]
+        cached_key, cached_value = self._cache.layer(layer, key_TKD, value_TKD)
+        index = self._flat_index(K)
+        for cached, new in ((cached_key, key_TKD), (cached_value, value_TKD)):
+            cached.view(-1, cached.shape[3]).index_copy_(0, index, new.reshape(B * K, -1))
+        if query_THD.device.type != "cpu":
+            mask = None if self._visible is None else self._visible[:, None, None]
+            return scaled_dot_product_attention(
+                query_THD[:, :, None],
+                cached_key[:B, :, :L],
+                cached_value[:B, :, :L],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=query_THD.shape[1] != K,
+            ).squeeze(2)
+        # On a CPU two batched products beat the fused kernel several times over, which is tiled for long queries.
+        query = (query_THD * scaling).reshape(B * K, -1, query_THD.shape[2])
+        scores = torch.bmm(query, cached_key.view(-1, self._cache.length, cached_key.shape[3])[: B * K, :L].transpose(1, 2))
+        if self._visible is not None:
+            scores.view(B, -1, L).add_(self._visible[:, None])
+        weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        return torch.bmm(weights, cached_value.view(-1, self._cache.length, cached_value.shape[3])[: B * K, :L]).view(
+            B, query_THD.shape[1], -1
+        )
+
+    def _flat_index(self, num_heads: int) -> Tensor:
+        if num_heads not in self._index:
+            head = np.arange(self._num_slots * num_heads) * self._cache.length
+            self._index[num_heads] = torch.from_numpy(head + np.repeat(self._positions, num_heads)).to(self._device)
+        return self._index[num_heads]
+
+
+def slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    slot_pass: SlotPass | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """What a model calls in the place of its attention. query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    Raises `EngineError` for anything that this attention would compute wrongly.
+    """
+    if slot_pass is None:
+        raise EngineError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
+    if attention_mask is not None:
+        raise EngineError(f"{type(module).__name__} wants an attention mask of its own")
+    if sliding_window is not None and sliding_window < slot_pass.max_context:
+        raise EngineError(
+            f"{type(module).__name__} attends to a sliding window of {sliding_window} tokens, its context has {slot_pass.max_context}",
+            now=f"Set the engine's option `max_context` to {sliding_window} or less: there the window sees everything.",
+        )
+    asked = sorted(name for name, value in kwargs.items() if name not in _PLAIN_ARGUMENTS and value is not None and value is not False)
+    if asked:
+        raise EngineError(f"{type(module).__name__} asks its attention for {', '.join(asked)}, which the embedded engine does not compute")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    seen = slot_pass.attend(module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
+    return seen.unsqueeze(0), None
+
+
+def _grown(cached: Tensor, num_slots: int, length: int) -> Tensor:
+    grown = cached.new_zeros(num_slots, cached.shape[1], length, cached.shape[3])
+    grown[: cached.shape[0], :, : cached.shape[2]] = cached
+    return grown

@@ -1,0 +1,147 @@
+"""A Hugging Face causal language model that reads and writes a `SlotCache`: prefill, decode, and weights in and out.
+
+Built only if it computes the same as the model's own code: at the start a few random tokens go through both, and what the
+slots can't do (sliding windows shorter than the context, soft caps, recurrent layers, rotary tables that change with the
+batch) is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch import Tensor
+
+from m2flow.engines.hf_model import load_model
+from m2flow.engines.kv_slots import ATTENTION_NAME, DecodePass, PrefillPass, SlotCache, SlotPass, slot_attention
+from m2flow.errors import EngineError
+from m2flow.recipe import Model
+
+transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_PROBE_LENGTHS = (5, 3)
+_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.3}
+
+
+@final
+class SlotModel:
+    """The model, and passes through it."""
+
+    def __init__(self, module: Any, device: str, max_context: int | None) -> None:
+        self._module = module
+        self._device = device
+        text_config = module.config.get_text_config()
+        self.vocab_size: int = text_config.vocab_size
+        own_context = getattr(text_config, "max_position_embeddings", None) or 1 << 20
+        self.max_context: int = min(own_context, max_context or own_context)
+        self.is_mixture = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self.kv_bytes_per_token = 0
+
+    @classmethod
+    def load(cls, model: Model, device: str, max_context: int | None) -> SlotModel:
+        """Raises `ModelError` for what is wrong with the directory, `EngineError` for a model that slots can't serve."""
+        loaded = cls(load_model(model, device=device, attention="sdpa"), device, max_context)
+        loaded._check()
+        return loaded
+
+    def prefill(
+        self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]], first_slot: int, sequence_of_slot: Sequence[int]
+    ) -> Tensor:
+        """Fill slots from `first_slot` on; the logits after each sequence, [P, V]."""
+        lengths = [len(sequence) for sequence in sequences]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        last = np.cumsum(lengths) - 1
+        into = PrefillPass(cache, lengths, first_slot, sequence_of_slot, self.max_context, self._device)
+        return self._forward(np.concatenate(sequences).astype(np.int64), positions, into, torch.from_numpy(last).to(self._device))
+
+    def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
+        """One token for each of the slots 0..B-1, at its position; the logits after it, [B, V]."""
+        return self._forward(tokens, positions, DecodePass(cache, positions, self.max_context, self._device), 0)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers by name; tied ones once."""
+        seen: set[int] = set()
+        for name, tensor in self._module.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor.detach()
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy weights in. Raises `EngineError` that names what is missing, unknown or of another shape; the weights are a mixture then."""
+        held = {name: tensor.detach() for name, tensor in self._module.state_dict(keep_vars=True).items()}
+        missing = {name for name, _ in self.weights()}
+        unknown: list[str] = []
+        with torch.no_grad():
+            for name, given in tensors:
+                if name not in held:
+                    unknown.append(name)
+                    continue
+                tensor = given if isinstance(given, Tensor) else torch.tensor(given)
+                if tensor.shape != held[name].shape:
+                    raise EngineError(f"weight {name} is {list(tensor.shape)}; the model has {list(held[name].shape)}")
+                held[name].copy_(tensor)
+                missing.discard(name)
+        if unknown or missing:
+            raise EngineError(
+                f"the weights are not this model's: missing {_some(sorted(missing))}, unknown {_some(unknown)}",
+                now="Do trainer and rollout engine load the same model?",
+            )
+
+    def to(self, device: str) -> None:
+        self._module.to(device)
+
+    def _forward(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], into: SlotPass, keep: Tensor | int) -> Tensor:
+        with torch.inference_mode():
+            output = self._module(
+                input_ids=torch.from_numpy(tokens).to(self._device)[None],
+                position_ids=torch.from_numpy(positions).to(self._device)[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                slot_pass=into,
+            )
+            logits: Tensor = output.logits[0]
+        return logits
+
+    def _check(self) -> None:
+        config, kind = self._module.config, type(self._module).__name__
+        text_config = config.get_text_config()
+        if getattr(config, "is_encoder_decoder", False):
+            raise EngineError(f"{kind} is an encoder and a decoder; the embedded engine serves decoders only")
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None)
+        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and (not original or self.max_context > original):
+            raise EngineError(
+                f"{kind} has {rope['rope_type']} rotary embeddings, which change with the longest sequence of a batch",
+                now=f"Set the engine's option `max_context` to {original} or less." if original else "",
+            )
+        generator = np.random.default_rng(0)
+        probes = [generator.integers(0, self.vocab_size, length).astype(np.int32) for length in _PROBE_LENGTHS]
+        with torch.inference_mode():
+            wanted = [self._module(input_ids=torch.from_numpy(p.astype(np.int64)).to(self._device)[None]).logits[0, -1] for p in probes]
+        self._module.set_attn_implementation(ATTENTION_NAME)
+        cache = SlotCache()
+        cache.reserve(len(probes), max(_PROBE_LENGTHS))
+        try:
+            self.prefill(cache, [probe[:-1] for probe in probes], 0, range(len(probes)))
+            last = np.array([probe[-1] for probe in probes], np.int64)
+            computed = self.decode(cache, last, np.array(_PROBE_LENGTHS, np.int64) - 1)
+        except EngineError as error:
+            raise EngineError(f"the embedded engine can't serve {kind}: {error.what}", now=error.now) from error
+        except (TypeError, AttributeError, RuntimeError, ValueError, KeyError) as error:
+            raise EngineError(f"the embedded engine can't serve {kind}: {type(error).__name__}: {error}") from error
+        gap = max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(computed, wanted, strict=True))
+        if cache.num_layers != text_config.num_hidden_layers or not gap <= _PROBE_TOLERANCE[wanted[0].dtype]:
+            raise EngineError(
+                f"the embedded engine can't serve {kind}: its logits differ by {gap:.2g} from the model's own",
+                now="Layers that are not plain softmax attention need another engine.",
+            )
+        self.kv_bytes_per_token = cache.bytes_per_token
+
+
+def _some(names: Sequence[str]) -> str:
+    return "nothing" if not names else ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
