@@ -1,0 +1,199 @@
+"""A rollout engine without a model: every token is a hash, in exact integers, so that schedules can be compared bit by bit.
+
+A token is a function of (weights, prompt, seed, position), and of nothing else: not of what else runs, nor of when. The weights are
+one int64 array, `FAKE_WEIGHT`, which `m2flow.testing.fake_train.FakeTrain` changes. Text is its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Request, RolloutEngine
+from m2flow.errors import EngineError, PromptTooLong
+from m2flow.recipe import Model
+from m2flow.samples import Finish, SampleId
+
+FAKE_WEIGHT = "fake.weight"
+FAKE_EOS = 1
+FAKE_CONTEXT = 4096
+
+_FIRST_BYTE = 3  # ids below are <pad>, <eos>, <unk>
+_MASK = (1 << 64) - 1
+_PRINTABLE = (32, 95)  # the first, and how many
+_STOP_PERIODS = (4, 16, 64)  # mean lengths of the three kinds of sample: most short, some long
+
+
+def fake_hash(*parts: int) -> int:
+    """64 bits that depend on every bit of every part, and on their order.
+
+    Source:
+        The finaliser of SplitMix64: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195.
+
+    >>> fake_hash(1, 2) == fake_hash(2, 1)
+    False
+    """
+    state = len(parts)
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+def initial_fake_weights(model: Model) -> npt.NDArray[np.int64]:
+    """The weights that both fakes start from: int64 [8], by `model.seed`."""
+    return np.array([fake_hash(model.seed, i) >> 33 for i in range(8)], np.int64)
+
+
+def encode_fake(text: str) -> list[int]:
+    """The ids of a text: its bytes, after the special ids."""
+    return [byte + _FIRST_BYTE for byte in text.encode("utf-8", "surrogatepass")]
+
+
+def decode_fake(ids: Iterable[int]) -> str:
+    """The text of these ids, without special ones."""
+    return bytes(i - _FIRST_BYTE for i in ids if _FIRST_BYTE <= i < _FIRST_BYTE + 256).decode("utf-8", "replace")
+
+
+@dataclass(eq=False)
+class _Sequence:
+    request: Request
+    prompt: list[int]
+    stops: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def finish(self) -> Finish | None:
+        if self.tokens and self.tokens[-1] in self.stops:
+            return Finish.STOP
+        return Finish.LENGTH if len(self.tokens) >= self.request.sampling.max_new_tokens else None
+
+
+@final
+class FakeRollout(RolloutEngine):
+    """Requests come and go as in a real one; temperature 0 ignores the seed, other temperatures change nothing."""
+
+    name = "fake"
+    capabilities = Capabilities(kind="rollout")
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._weights: npt.NDArray[np.int64] | None = None
+        self._digest = 0
+        self._version = 0
+        self._queue: list[_Sequence] = []
+        self._running: list[_Sequence] = []
+
+    def start(self) -> None:
+        self._take_weights(initial_fake_weights(self._model))
+
+    def stop(self) -> None:
+        self._weights = None
+        self._queue.clear()
+        self._running.clear()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        known = {sequence.request.id for sequence in self._queue + self._running}
+        new = []
+        for request in requests:
+            who = SampleId.unpack(request.id)
+            prompt = encode_fake(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+            if len(prompt) + request.sampling.max_new_tokens > FAKE_CONTEXT:
+                raise PromptTooLong(
+                    f"sample {who}: a prompt of {len(prompt)} tokens and max_new_tokens={request.sampling.max_new_tokens} "
+                    f"do not fit the context of {FAKE_CONTEXT}",
+                    now="Shorten the prompt or lower max_new_tokens.",
+                )
+            if request.id in known:
+                raise EngineError(f"sample {who} is already being generated")
+            known.add(request.id)
+            stops = frozenset({FAKE_EOS, *request.sampling.stop_token_ids})
+            given = list(request.prefix), list(request.prefix_logprobs), list(request.prefix_versions)
+            new.append(_Sequence(request, prompt, stops, *given))
+        self._queue += new
+
+    def step(self) -> list[Generated]:
+        if self._weights is None:
+            raise EngineError("the engine is not started", now="Call `start` first.")
+        num_free = self._settings.max_running - len(self._running)
+        self._running += self._queue[:num_free]
+        del self._queue[:num_free]
+        for sequence in self._running:
+            if sequence.finish is None:
+                self._extend(sequence)
+        done = [sequence for sequence in self._running if sequence.finish is not None]
+        self._running = [sequence for sequence in self._running if sequence.finish is None]
+        return [_generated(sequence, sequence.finish) for sequence in done]
+
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        wanted = set(ids)
+        taken = [sequence for sequence in self._queue + self._running if sequence.request.id in wanted]
+        self._queue = [sequence for sequence in self._queue if sequence.request.id not in wanted]
+        self._running = [sequence for sequence in self._running if sequence.request.id not in wanted]
+        return [_generated(sequence, Finish.ABORT) for sequence in taken]
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue) + len(self._running)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        if self._running:
+            raise EngineError(f"{len(self._running)} requests are running; weights can't change under them", now="Abort them first.")
+        given = {name: np.array(tensor) for name, tensor in tensors}
+        held = initial_fake_weights(self._model)
+        if set(given) != {FAKE_WEIGHT} or given[FAKE_WEIGHT].shape != held.shape or given[FAKE_WEIGHT].dtype != held.dtype:
+            described = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in given.items()) or "nothing"
+            raise EngineError(f"the fake's weights are {FAKE_WEIGHT} {held.dtype}{list(held.shape)}, not {described}")
+        self._take_weights(given[FAKE_WEIGHT])
+        self._version = version
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        assert self._weights is not None
+        yield FAKE_WEIGHT, self._weights
+
+    def _take_weights(self, weights: npt.NDArray[np.int64]) -> None:
+        self._weights = weights
+        self._digest = fake_hash(*(value & _MASK for value in weights.tolist()))
+
+    def _extend(self, sequence: _Sequence) -> None:
+        sampling, position = sequence.request.sampling, len(sequence.tokens)
+        seed = sequence.request.seed if sampling.temperature > 0 else 0
+        bits = fake_hash(self._digest, seed, position, *sequence.prompt)
+        period = _STOP_PERIODS[fake_hash(seed, 0) % len(_STOP_PERIODS)]
+        if position >= sampling.min_new_tokens and bits % period == 0:
+            token = FAKE_EOS
+        else:
+            first, count = _PRINTABLE
+            barred = sequence.stops if position < sampling.min_new_tokens else frozenset()
+            printable = [i for i in range(first + _FIRST_BYTE, first + _FIRST_BYTE + count) if i not in barred]
+            token = printable[(bits >> 16) % len(printable)]
+        sequence.tokens.append(token)
+        sequence.logprobs.append(-((bits >> 8) % 1024) / 1024)
+        sequence.versions.append(self._version)
+
+
+def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
+    assert finish is not None
+    return Generated(
+        id=sequence.request.id,
+        prompt_tokens=np.array(sequence.prompt, np.int32),
+        tokens=np.array(sequence.tokens, np.int32),
+        logprobs=np.array(sequence.logprobs, np.float32),
+        versions=np.array(sequence.versions, np.int32),
+        kv_stale=np.zeros(len(sequence.tokens), np.bool_),
+        finish=finish,
+        text=decode_fake(sequence.tokens),
+    )
