@@ -1,0 +1,251 @@
+"""Parcels and batches as bytes, without pickle.
+
+    Parcel --encode--> [head frame, large column, ...] --decode--> Parcel
+
+    head frame   magic "m2f", format version u8, header length u32 (little-endian), header (msgpack), small columns
+    large column one array of more than `INLINE_BYTES`, as it lies in memory
+
+Every array starts on a multiple of 8 bytes. Where each one lies is not written: it follows from the shapes in the header, in
+their order (identities first; of a ragged column the offsets, then the values), so there are no positions to forge.
+Small columns share one frame, because many small frames cost more than one copy; large ones are not copied on either side.
+
+Checked: every size before anything is viewed or allocated, ragged offsets, booleans. Not checked: what the numbers and
+texts say. Little-endian machines only.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Literal, cast, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.channels.contract import Parcel
+from m2flow.errors import ChannelError, DecodeError
+from m2flow.samples import Batch, Column, Ragged
+
+FORMAT = 1
+"""Counted up with every change of the layout; a peer of another format is refused by name."""
+
+INLINE_BYTES = 256 * 1024
+"""Columns up to this size are copied into the head frame."""
+
+MAX_HEADER_BYTES = 16 << 20
+MAX_DIMENSIONS = 8
+
+Buffer = bytes | bytearray | memoryview
+Dtype = Literal["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+DTYPES: dict[str, np.dtype[np.generic]] = {name: np.dtype(name) for name in get_args(Dtype)}
+"""The closed list of what may travel."""
+
+_PREFIX = struct.Struct("<3sBI")
+_MAGIC = b"m2f"
+_ALIGNMENT = 8
+_ONE_FRAME = (1 << 63) - 1
+_RAGGED_KINDS = ("numbers", "text", "json")
+
+assert sys.byteorder == "little", "the wire format is little-endian, and arrays are viewed in place"
+
+
+class _ColumnHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    name: str
+    kind: Literal["dense", "numbers", "text", "json"]
+    dtype: Dtype
+    shape: tuple[int, ...]
+    """Of the values."""
+
+
+class _Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    call: int
+    sender: str
+    num_rows: int
+    inline_bytes: int
+    columns: tuple[_ColumnHeader, ...]
+
+
+_header_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def encode(parcel: Parcel) -> list[bytes | memoryview]:
+    """The frames of a parcel. Large columns are views of the batch: it must not change until they have left.
+
+    Raises:
+        ChannelError: a column of a type that does not travel; it is named.
+    """
+    return _encode(parcel, INLINE_BYTES)
+
+
+def decode(frames: Sequence[Buffer]) -> Parcel:
+    """The parcel of these frames, its arrays read-only views of them. (A frame that starts off an 8-byte boundary is copied once.)
+
+    Raises:
+        DecodeError: these are not the frames of a parcel.
+
+    >>> batch = Batch(np.array([4, 5]), {"text": Ragged.texts(["up", "down"])})
+    >>> parcel = decode(encode(Parcel(7, batch, "rollout-0")))
+    >>> parcel.call, parcel.sender, parcel.batch.ids.tolist(), parcel.batch.ragged("text").item(1)
+    (7, 'rollout-0', [4, 5], 'down')
+    """
+    if not frames:
+        raise DecodeError("a message without frames")
+    views = [_aligned(frame) for frame in frames]
+    header, start = _read_header(views[0])
+    reader = _ArrayReader(views, start, header.inline_bytes)
+    ids = reader.take(DTYPES["int64"], (header.num_rows,), "the identities")
+    columns: dict[str, Column] = {}
+    for column in header.columns:
+        if column.name in columns:
+            raise DecodeError(f"column {column.name!r} comes twice")
+        columns[column.name] = _read_column(reader, column, header.num_rows)
+    reader.finish()
+    return Parcel(header.call, Batch(cast(npt.NDArray[np.int64], ids), columns), header.sender)
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """A batch as one contiguous piece, for segment files and control messages. Raises `ChannelError` as `encode` does."""
+    return bytes(_encode(Parcel(0, batch, ""), _ONE_FRAME)[0])
+
+
+def decode_batch(data: Buffer) -> Batch:
+    """The batch that `encode_batch` wrote, its arrays read-only views of `data`. Raises `DecodeError`."""
+    return decode([data]).batch
+
+
+def _encode(parcel: Parcel, inline_bytes: int) -> list[bytes | memoryview]:
+    batch = parcel.batch
+    arrays = [_travelling(batch.ids, "the identities")]
+    headers = []
+    for name, column in batch.columns.items():
+        if isinstance(column, Ragged):
+            if column.offsets.dtype != np.int64 or column.offsets[0] != 0 or column.offsets[-1] != len(column.values):
+                raise ChannelError(f"column {name!r} has offsets that do not fit its values")
+            arrays.append(_travelling(column.offsets, name))
+        values = _travelling(column.values if isinstance(column, Ragged) else column, name)
+        arrays.append(values)
+        kind = column.kind if isinstance(column, Ragged) else "dense"
+        headers.append(_ColumnHeader(name, kind, cast(Dtype, values.dtype.name), values.shape))
+    header = _header_encoder.encode(_Header(parcel.call, parcel.sender, len(batch), inline_bytes, tuple(headers)))
+    if len(header) > MAX_HEADER_BYTES:
+        raise ChannelError(f"{len(headers)} columns need a header of {len(header):,} bytes; at most {MAX_HEADER_BYTES:,} travel")
+    head: list[Buffer] = [_PREFIX.pack(_MAGIC, FORMAT, len(header)), header, bytes(-len(header) % _ALIGNMENT)]
+    large: list[bytes | memoryview] = []
+    for array in arrays:
+        if array.nbytes > inline_bytes:
+            large.append(array.data.cast("B"))
+        elif array.nbytes:
+            head += [array.data, bytes(-array.nbytes % _ALIGNMENT)]
+    return [b"".join(head), *large]
+
+
+def _travelling(array: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
+    if DTYPES.get(array.dtype.name) != array.dtype:
+        raise ChannelError(f"column {name!r} is of type {array.dtype}, which does not travel; these do: {', '.join(DTYPES)}")
+    if array.ndim > MAX_DIMENSIONS:
+        raise ChannelError(f"column {name!r} has {array.ndim} dimensions; at most {MAX_DIMENSIONS} travel")
+    return np.ascontiguousarray(array)
+
+
+def _read_header(frame: memoryview) -> tuple[_Header, int]:
+    if len(frame) < _PREFIX.size:
+        raise DecodeError(f"a message of {len(frame)} bytes is too short to be ours")
+    magic, version, num_header_bytes = _PREFIX.unpack_from(frame)
+    if magic != _MAGIC:
+        raise DecodeError(f"a message that starts with {bytes(frame[:4])!r} is not ours")
+    if version != FORMAT:
+        raise DecodeError(
+            f"a message in wire format {version}; this process speaks {FORMAT}", now="Run the same version of m2flow on every worker."
+        )
+    if num_header_bytes > min(MAX_HEADER_BYTES, len(frame) - _PREFIX.size):
+        raise DecodeError(f"a header of {num_header_bytes:,} bytes in a frame of {len(frame):,}")
+    end = _PREFIX.size + num_header_bytes
+    try:
+        header = _header_decoder.decode(frame[_PREFIX.size : end])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"the header of a message is broken: {error}") from None
+    if header.num_rows < 0 or header.inline_bytes < 0:
+        raise DecodeError(f"a header with {header.num_rows} rows, inlined up to {header.inline_bytes} bytes")
+    return header, end + -end % _ALIGNMENT
+
+
+class _ArrayReader:
+    """Cuts the arrays of a message out of its frames, in their order."""
+
+    def __init__(self, frames: list[memoryview], start: int, inline_bytes: int) -> None:
+        self._head = frames[0]
+        self._large = frames[1:]
+        self._next = start
+        self._next_large = 0
+        self._inline_bytes = inline_bytes
+
+    def take(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str) -> npt.NDArray[np.generic]:
+        if not 1 <= len(shape) <= MAX_DIMENSIONS or min(shape) < 0:
+            raise DecodeError(f"{name}: shape {shape}")
+        # Zeros are left out of this product: numpy refuses a shape whose other dimensions overflow, even if it is empty.
+        if math.prod(size or 1 for size in shape) * dtype.itemsize > 1 << 62:
+            raise DecodeError(f"{name}: shape {shape} is too large")
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            empty = np.zeros(shape, dtype)
+            empty.flags.writeable = False
+            return empty
+        if num_bytes > self._inline_bytes:
+            if self._next_large == len(self._large):
+                raise DecodeError(f"{name}: its frame is missing")
+            frame = self._large[self._next_large]
+            if len(frame) != num_bytes:
+                raise DecodeError(f"{name}: {num_bytes:,} bytes by its shape, {len(frame):,} in its frame")
+            self._next_large += 1
+            return np.ndarray(shape, dtype, frame)
+        start = self._next
+        if num_bytes > len(self._head) - start:
+            raise DecodeError(f"{name}: {num_bytes:,} bytes by its shape, {max(len(self._head) - start, 0):,} left in the frame")
+        self._next = start + num_bytes + -num_bytes % _ALIGNMENT
+        return np.ndarray(shape, dtype, self._head, start)
+
+    def finish(self) -> None:
+        if self._next != len(self._head) or self._next_large != len(self._large):
+            raise DecodeError("a message with bytes left over")
+
+
+def _read_column(reader: _ArrayReader, column: _ColumnHeader, num_rows: int) -> Column:
+    name = f"column {column.name!r}"
+    dtype = DTYPES[column.dtype]
+    if column.kind not in _RAGGED_KINDS:
+        if column.shape[:1] != (num_rows,):
+            raise DecodeError(f"{name}: shape {column.shape} in a batch of {num_rows} rows")
+        return _checked_values(reader.take(dtype, column.shape, name), name)
+    if column.kind != "numbers" and (column.dtype != "uint8" or len(column.shape) != 1):
+        raise DecodeError(f"{name}: {column.kind} of type {column.dtype} {column.shape}")
+    offsets = cast(npt.NDArray[np.int64], reader.take(DTYPES["int64"], (num_rows + 1,), f"the offsets of {name}"))
+    values = _checked_values(reader.take(dtype, column.shape, name), name)
+    if offsets[0] != 0 or offsets[-1] != len(values) or bool(np.any(offsets[1:] < offsets[:-1])):
+        raise DecodeError(f"{name}: offsets that do not rise from 0 to its {len(values)} values")
+    return Ragged(values, offsets, cast(Literal["numbers", "text", "json"], column.kind))
+
+
+def _checked_values(values: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
+    # A boolean byte above 1 makes numpy's logic disagree with itself (`a & b`, `a == True`, indexing).
+    if values.dtype == np.bool_ and values.size and int(values.view(np.uint8).max()) > 1:
+        raise DecodeError(f"{name}: bytes that are not booleans")
+    return values
+
+
+def _aligned(frame: Buffer) -> memoryview:
+    view = memoryview(frame)
+    if not view.c_contiguous:
+        raise DecodeError("a frame that is not contiguous")
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    if view.nbytes and np.frombuffer(view, np.uint8).ctypes.data % _ALIGNMENT:
+        view = memoryview(bytes(view))
+    return view.toreadonly()
+
+
+def num_frame_bytes(frames: Iterable[Buffer]) -> int:
+    """Bytes that these frames put on a wire."""
+    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
