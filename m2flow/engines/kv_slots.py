@@ -51,8 +51,9 @@ class SlotCache:
         num_slots = max(num_slots, self.num_slots)
         if (num_slots, length) == (self.num_slots, self.length):
             return
-        for layer, pair in self._layers.items():
-            self._layers[layer] = (_grown(pair[0], num_slots, length), _grown(pair[1], num_slots, length))
+        with torch.inference_mode():
+            for layer, pair in self._layers.items():
+                self._layers[layer] = (_grown(pair[0], num_slots, length), _grown(pair[1], num_slots, length))
         self.num_slots, self.length = num_slots, length
 
     def clear(self) -> None:
@@ -70,11 +71,12 @@ class SlotCache:
 
     def move(self, targets: Sequence[int], sources: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of some slots over others. No slot is both."""
-        for pair in self._layers.values():
-            for cached in pair:
-                used = cached[:, :, :length]
-                index = torch.tensor([targets, sources], device=cached.device)
-                used.index_copy_(0, index[0], used.index_select(0, index[1]))
+        with torch.inference_mode():
+            for pair in self._layers.values():
+                for cached in pair:
+                    used = cached[:, :, :length]
+                    index = torch.tensor([targets, sources], device=cached.device)
+                    used.index_copy_(0, index[0], used.index_select(0, index[1]))
 
     def _empty(self, like_TKD: Tensor) -> Tensor:
         # Zeros, because masked values are multiplied by 0, and what memory happens to hold may be NaN.

@@ -98,7 +98,7 @@ def _truncated(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
     has_k, has_p = bool((top_k < num_tokens).any()), bool((columns.top_p < 1).any())
     if not has_k and not has_p:
         return logprobs
-    ordered, ids = logprobs.sort(-1, descending=True, stable=True)
+    ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
     if has_k:
         rank = torch.arange(num_tokens, device=logprobs.device)
         ordered = ordered.masked_fill(rank >= torch.from_numpy(top_k).to(logprobs.device)[:, None], float("-inf"))

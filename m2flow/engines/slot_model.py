@@ -45,7 +45,7 @@ class SlotModel:
     @classmethod
     def load(cls, model: Model, device: str, max_context: int | None) -> SlotModel:
         """Raises `ModelError` for what is wrong with the directory, `EngineError` for a model that slots can't serve."""
-        loaded = cls(load_model(model, device=device, attention="sdpa"), device, max_context)
+        loaded = cls(load_model(model, device=device, attention="eager"), device, max_context)
         loaded._check()
         return loaded
 
@@ -123,10 +123,10 @@ class SlotModel:
         probes = [generator.integers(0, self.vocab_size, length).astype(np.int32) for length in _PROBE_LENGTHS]
         with torch.inference_mode():
             wanted = [self._module(input_ids=torch.from_numpy(p.astype(np.int64)).to(self._device)[None]).logits[0, -1] for p in probes]
-        self._module.set_attn_implementation(ATTENTION_NAME)
         cache = SlotCache()
         cache.reserve(len(probes), max(_PROBE_LENGTHS))
         try:
+            self._module.set_attn_implementation(ATTENTION_NAME)
             self.prefill(cache, [probe[:-1] for probe in probes], 0, range(len(probes)))
             last = np.array([probe[-1] for probe in probes], np.int64)
             computed = self.decode(cache, last, np.array(_PROBE_LENGTHS, np.int64) - 1)
@@ -135,11 +135,13 @@ class SlotModel:
         except (TypeError, AttributeError, RuntimeError, ValueError, KeyError) as error:
             raise EngineError(f"the embedded engine can't serve {kind}: {type(error).__name__}: {error}") from error
         gap = max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(computed, wanted, strict=True))
-        if cache.num_layers != text_config.num_hidden_layers or not gap <= _PROBE_TOLERANCE[wanted[0].dtype]:
+        if cache.num_layers != text_config.num_hidden_layers:
             raise EngineError(
-                f"the embedded engine can't serve {kind}: its logits differ by {gap:.2g} from the model's own",
-                now="Layers that are not plain softmax attention need another engine.",
+                f"the embedded engine can't serve {kind}: {cache.num_layers} of its {text_config.num_hidden_layers} layers are attention",
+                now="Layers with a state of their own need another engine.",
             )
+        if not gap <= _PROBE_TOLERANCE[wanted[0].dtype]:
+            raise EngineError(f"the embedded engine can't serve {kind}: its logits differ by {gap:.2g} from the model's own")
         self.kv_bytes_per_token = cache.bytes_per_token
 
 

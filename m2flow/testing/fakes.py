@@ -66,6 +66,7 @@ class _Sequence:
     request: Request
     prompt: list[int]
     stops: frozenset[int]
+    prompt_hash: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -118,7 +119,7 @@ class FakeRollout(RolloutEngine):
             known.add(request.id)
             stops = frozenset({FAKE_EOS, *request.sampling.stop_token_ids})
             given = list(request.prefix), list(request.prefix_logprobs), list(request.prefix_versions)
-            new.append(_Sequence(request, prompt, stops, *given))
+            new.append(_Sequence(request, prompt, stops, fake_hash(*prompt), *given))
         self._queue += new
 
     def step(self) -> list[Generated]:
@@ -171,7 +172,7 @@ class FakeRollout(RolloutEngine):
     def _extend(self, sequence: _Sequence) -> None:
         sampling, position = sequence.request.sampling, len(sequence.tokens)
         seed = sequence.request.seed if sampling.temperature > 0 else 0
-        bits = fake_hash(self._digest, seed, position, *sequence.prompt)
+        bits = fake_hash(self._digest, seed, position, sequence.prompt_hash)
         period = _STOP_PERIODS[fake_hash(seed, 0) % len(_STOP_PERIODS)]
         if position >= sampling.min_new_tokens and bits % period == 0:
             token = FAKE_EOS
