@@ -43,6 +43,8 @@ class SpanName(enum.StrEnum):
     """A reward or an op on one chunk."""
     TRAIN_ACCUMULATE = "train.accumulate"
     """Forward and backward of one micro-batch."""
+    TRAIN_LOGPROBS = "train.logprobs"
+    """Log-probabilities of given tokens, forward only."""
     TRAIN_APPLY = "train.apply"
     """One optimiser step."""
     WEIGHTS_PUBLISH = "weights.publish"
