@@ -66,6 +66,8 @@ class Session:
         self.seed = seed
         self.max_steps = max_steps
         self.step = -1
+        self.num_steps = 0
+        """Steps that the flow's outermost iterators ask for."""
         self.is_open = True
         self.models: dict[str, Model] = {}
         self._num_calls = 0
@@ -73,6 +75,7 @@ class Session:
         self._num_streams = 0
         self._versions: dict[str, int] = {}
         self._in_steps = False
+        self._next_step = 0
         self._history: dict[str, dict[int, int]] = {}
 
     def record(
@@ -154,13 +157,15 @@ class Session:
             yield from range(count)
             return
         self._in_steps = True
+        self.num_steps += count
         try:
             for index in range(count if self.max_steps is None else min(count, self.max_steps)):
-                self.step += 1
+                self.step, self._next_step = self._next_step, self._next_step + 1
                 yield index
                 self.backend.end_step(self.step)
         finally:
             self._in_steps = False
+            self.step = self._next_step  # What comes after the loop belongs to no step of it.
 
 
 def current_session(what: str) -> Session:

@@ -72,8 +72,8 @@ class _Assumed(dict[str, float]):
 
 def trace(
     flow: Flow, options: Mapping[str, object], *, steps: int = 1, seed: int = 0, assume: float | None = None
-) -> tuple[MacroGraph, dict[str, Model]]:
-    """The graph of a flow's first steps, and the models of its roles.
+) -> tuple[MacroGraph, dict[str, Model], int]:
+    """The graph of a flow's first steps, the models of its roles, and how many steps it would have in all.
 
     Raises:
         FlowError: what the flow itself does wrong. An observation is no error: the graph ends there.
@@ -87,4 +87,4 @@ def trace(
             flow.function(**options)
     if not backend.calls:
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
-    return MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify(), dict(session.models)
+    return MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify(), dict(session.models), session.num_steps

@@ -9,6 +9,8 @@ on a batch is one.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from m2flow.errors import PlanError
 from m2flow.macro.graph import Call, Granularity, MacroGraph
 from m2flow.micro.plan import Stage
@@ -21,13 +23,14 @@ def legal_stages(graph: MacroGraph) -> tuple[Stage, ...]:
 
 def _stage(call: Call) -> Stage:
     unit = call.granularity
+    name: Literal["sample", "group", "minibatch", "batch"] = unit.value
     if call.engine == "train" and call.method == "update":
         if not call.writes:
             raise PlanError(f"{call.name} declares no write, so nothing would order what comes after it", where=call.site.describe())
-        return Stage(call.name, call.engine, unit.value, is_barrier=False)
+        return Stage(call.name, call.engine, name, is_barrier=False)
     if unit is Granularity.MINIBATCH:
         raise PlanError(f"{call.name}: only an update can be run on mini-batches", where=call.site.describe())
-    return Stage(call.name, call.engine, unit.value, is_barrier=unit is Granularity.BATCH)
+    return Stage(call.name, call.engine, name, is_barrier=unit is Granularity.BATCH)
 
 
 def accumulation_unit(call: Call) -> Granularity:

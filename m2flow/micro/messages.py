@@ -11,7 +11,7 @@ import msgspec
 
 from m2flow.channels.weights import Manifest
 from m2flow.errors import ErrorRecord
-from m2flow.observe.recorder import SpanBlock
+from m2flow.observe.spans import SpanBlock
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,8 @@ next; this file turns events into state, and lets the desks speak, lease by leas
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from m2flow.errors import error_from_record
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board, WorkerState
@@ -19,14 +21,20 @@ from m2flow.micro.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.train_desk import TrainDesk
 
 
+class Desk(Protocol):
+    """Says what a worker could do next, of one kind of work."""
+
+    def offer(self, worker: WorkerState) -> Offer | None: ...
+
+
 class Scheduler:
     """Decides what each worker does next."""
 
     def __init__(self, plan: Plan, *, deterministic: bool = False) -> None:
         self._board = Board(plan, deterministic=deterministic)
         self._rollout = RolloutDesk(self._board)
-        self._train = TrainDesk(self._board, self._rollout)
-        self._functions = FunctionDesk(self._board)
+        train = TrainDesk(self._board, self._rollout)
+        self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": train, "function": FunctionDesk(self._board)}
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; answer what to do now."""
@@ -55,6 +63,10 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
         return not any(self._board.active.values()) and not self._board.tasks
+
+    def num_rows(self, ordinal: int) -> int:
+        """Rows of a call that is known here."""
+        return len(self._board.calls[ordinal].ids)
 
     def running(self) -> dict[str, str]:
         """What each worker does now, in words."""
@@ -131,7 +143,7 @@ class Scheduler:
             offer()
 
     def _free_offer(self, worker: WorkerState) -> Offer | None:
-        for kind, desk in (("rollout", self._rollout), ("train", self._train), ("function", self._functions)):
+        for kind, desk in self._desks.items():
             if worker.roles[kind]:
                 offer = desk.offer(worker)
                 if offer is not None:
@@ -142,11 +154,10 @@ class Scheduler:
         """The owner's next task; or, when it has none in hand and none to begin, the lease to the other kind if that has."""
         if any(isinstance(task.message, m.Switch) for task in self._board.tasks.values() if task.worker == worker.name):
             return None
-        desks = {"rollout": self._rollout, "train": self._train}
-        offer = desks[worker.owner].offer(worker)
+        offer = self._desks[worker.owner].offer(worker)
         if offer is not None or not worker.is_idle:
             return offer
         other = "train" if worker.owner == "rollout" else "rollout"
-        if desks[other].offer(worker) is None:
+        if self._desks[other].offer(worker) is None:
             return None
         return lambda: self._board.start(worker, "train", m.Switch(self._board.next_task(), -1, other))

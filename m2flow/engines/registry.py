@@ -1,0 +1,116 @@
+"""Which engines there are: by name and kind, without importing any of them.
+
+The built-in ones are listed here; others register an `EngineInfo` under the entry point group `m2flow.engines`:
+
+    [project.entry-points."m2flow.engines"]
+    mine = "mypackage.engine:INFO"
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import cast
+
+from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, RolloutEngine, TrainEngine
+from m2flow.errors import EngineError, MissingExtra
+from m2flow.recipe import Model
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """An engine as the registry knows it."""
+
+    name: str
+    factory: str
+    """`module:class`, called with (model, settings); a function engine with (settings)."""
+    capabilities: Capabilities
+    summary: str
+    requires: tuple[str, ...] = ()
+    """Modules that must be importable."""
+    extra: str = ""
+    """The extra that brings them."""
+
+    @property
+    def kind(self) -> EngineKind:
+        return self.capabilities.kind
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Required modules that are not installed."""
+        return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
+
+
+_DEVICES = ("cpu", "cuda")
+_BUILT_IN = (
+    EngineInfo(
+        "embedded",
+        "m2flow.engines.embedded_rollout:EmbeddedRollout",
+        Capabilities("rollout", devices=_DEVICES),
+        "Continuous batching for Hugging Face causal language models, in PyTorch.",
+        ("torch", "transformers"),
+    ),
+    EngineInfo(
+        "embedded",
+        "m2flow.engines.embedded_train:EmbeddedTrain",
+        Capabilities("train", devices=_DEVICES),
+        "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
+        ("torch", "transformers"),
+    ),
+    EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
+    EngineInfo(
+        "fake", "m2flow.testing.fakes:FakeRollout", Capabilities("rollout"), "Exact integers in place of a model: for tests of schedules."
+    ),
+    EngineInfo(
+        "fake",
+        "m2flow.testing.fake_train:FakeTrain",
+        Capabilities("train"),
+        "Exact integers in place of gradients: for tests of schedules.",
+    ),
+)
+
+
+def engines() -> list[EngineInfo]:
+    """Every engine known, built-in ones first."""
+    found = list(_BUILT_IN)
+    for entry in importlib.metadata.entry_points(group="m2flow.engines"):
+        info = entry.load()
+        if not isinstance(info, EngineInfo):
+            raise EngineError(f"the entry point {entry.value} is no EngineInfo", now="See m2flow.engines.registry.")
+        found.append(info)
+    return found
+
+
+def find_engine(name: str, kind: EngineKind) -> EngineInfo:
+    """The engine of that name and kind.
+
+    Raises:
+        EngineError: there is none. MissingExtra: it needs what is not installed.
+    """
+    known = [info for info in engines() if info.kind == kind]
+    info = next((info for info in known if info.name == name), None)
+    if info is None:
+        raise EngineError(f"there is no {kind} engine {name!r}", now=f"There are {', '.join(i.name for i in known)}; see `m2flow engines`.")
+    if info.missing:
+        how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
+        raise MissingExtra(f"the {kind} engine {name!r} needs {', '.join(info.missing)}", now=how)
+    return info
+
+
+def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:
+    return cast(RolloutEngine, _load(find_engine(name, "rollout"))(model, settings))
+
+
+def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine:
+    return cast(TrainEngine, _load(find_engine(name, "train"))(model, settings))
+
+
+def make_function(name: str, settings: EngineSettings) -> FunctionEngine:
+    return cast(FunctionEngine, _load(find_engine(name, "function"))(settings))
+
+
+def _load(info: EngineInfo):  # type: ignore[no-untyped-def]
+    module, _, name = info.factory.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,147 @@
+"""Whole calls in this process: what the eager interpreter does its calls with.
+
+The same engines and the same functions as in the workers, but no plan, no scheduler and no channels: a call's samples are generated
+together, scored together, and trained on in the order of their identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from m2flow.engines.contract import EngineSettings
+from m2flow.errors import InternalError
+from m2flow.macro.graph import Call
+from m2flow.micro import performing
+from m2flow.micro.journal import Journal
+from m2flow.micro.packing import cut
+from m2flow.micro.plan import Plan
+from m2flow.micro.segments import SegmentWriter
+from m2flow.micro.workbench import Workbench
+from m2flow.observe.recorder import Recorder
+from m2flow.recipe import Model
+from m2flow.samples import Batch, make_ids
+from m2flow.spec import ClusterSpec, RunSettings
+
+
+class InProcess:
+    """A `m2flow.macro.eager.Performer` on engines of this process."""
+
+    def __init__(
+        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, models: Mapping[str, Model], run_dir: Path, journal: Journal
+    ) -> None:
+        slots = tuple(dict.fromkeys(slot for worker in plan.workers for slot in worker.engines))
+        threads = 1 if settings.deterministic else spec.num_cores
+        device = next((w.device for w in plan.workers if any(s.kind != "function" for s in w.engines)), "cpu")
+        common = {
+            "device": device,
+            "threads": threads,
+            "deterministic": settings.deterministic,
+            "max_running": spec.rollout.max_running,
+        }
+        self._recorder = Recorder("eager")
+        self._bench = Workbench(
+            slots,
+            models,
+            {
+                "rollout": EngineSettings(**common, options=spec.rollout.options),  # type: ignore[arg-type]
+                "train": EngineSettings(**common, options=spec.train.options),  # type: ignore[arg-type]
+                "function": EngineSettings(),
+            },
+            run_seed=settings.seed,
+            recorder=self._recorder,
+            shared_prefix="",
+        )
+        self._trained = {slot.role for slot in slots if slot.kind == "train"}
+        self._roles = {slot.role for slot in slots if slot.kind != "function"}
+        self._held: dict[str, int] = {}
+        self._token_budget = spec.train.token_budget
+        self._segments = SegmentWriter(run_dir / "segments", "eager")
+        self._journal = journal
+
+    def open(self) -> None:
+        self._bench.open()
+
+    def close(self) -> None:
+        self._journal.spans(self._recorder.drain())
+        self._segments.close()
+        self._bench.close()
+
+    def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
+        """Do one whole call."""
+        self._journal.call_added(call)
+        match call.engine:
+            case "source":
+                return call.options["rows"]
+            case "rollout":
+                return self._generate(call, _batch(inputs["prompts"]))
+            case "function":
+                return self._function(call, _batch(inputs["samples"]))
+            case "train" if call.method == "update":
+                return self._update(call, {name: _batch(value) for name, value in inputs.items()})
+            case "train" if call.method == "copy_of":
+                self._bench.copy_weights(call)
+                return None
+            case "train":
+                return self._bench.perform(call, _batch(inputs["samples"]))
+        raise InternalError(f"no engine for {call.name}")
+
+    def save(self, path: Path) -> dict[str, str]:
+        """Write every role's model; the digest of its weights by role."""
+        return {role: self._bench.save(role, str(path / role)) for role in sorted(self._roles)}
+
+    def _generate(self, call: Call, prompts: Batch) -> Batch:
+        version = call.reads[0].version
+        if call.role in self._trained and version != self._held.get(call.role, 0):
+            self._bench.load_weights(call.role, version, None)
+            self._held[call.role] = version
+        n = call.options["n"]
+        assert isinstance(n, int)
+        rows = [row for row in range(len(prompts)) for _ in range(n)]
+        self._bench.generate(call, make_ids(call.ordinal, len(prompts), n).tolist(), prompts.take(rows))
+        parts = []
+        while self._bench.num_unfinished:
+            parts += [batch for _, batch in self._bench.step()]
+        result = Batch.concat(parts).in_order()
+        example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")] if len(result) else []
+        numbers = (performing.num_tokens_of(result), performing.num_generated_of(result), performing.finish_of(result))
+        self._journal.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
+        return result
+
+    def _function(self, call: Call, samples: Batch) -> object:
+        result = self._bench.perform(call, samples)
+        if isinstance(result, Batch) and call.method == "score":
+            self._journal.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")])
+        return result if isinstance(result, Batch) else performing.plain_value(call, result)
+
+    def _update(self, call: Call, inputs: Mapping[str, Batch]) -> dict[str, float]:
+        """Mini-batches of whole groups in the order of identity, each cut into micro-batches by the token budget."""
+        samples = inputs["samples"].in_order()
+        size, epochs = call.options["minibatch_size"], call.options["epochs"]
+        assert isinstance(epochs, int)
+        bounds = samples.group_bounds()
+        size = size if isinstance(size, int) else max(len(bounds), 1)
+        num_tokens = performing.num_tokens_of(samples)
+        metrics: dict[str, float] = {}
+        for epoch in range(epochs):
+            for start in range(0, len(bounds), size):
+                minibatch = bounds[start : start + size]
+                taken = 0
+                for count in cut([sum(num_tokens[a:b]) for a, b in minibatch], self._token_budget):
+                    rows = samples.take(range(minibatch[taken][0], minibatch[taken + count - 1][1]))
+                    taken += count
+                    prepared = performing.training_rows(call, rows, inputs.get("rewards"), _rows_of(inputs.get("reference"), rows))
+                    self._bench.accumulate(call, prepared, epoch=epoch)
+                    self._journal.consumed(call, epoch, rows.ids.tolist())
+                is_last = epoch == epochs - 1 and start + size >= len(bounds)
+                metrics = self._bench.apply(call, is_last=is_last)
+        return metrics
+
+
+def _batch(value: object) -> Batch:
+    assert isinstance(value, Batch)
+    return value
+
+
+def _rows_of(batch: Batch | None, rows: Batch) -> Batch | None:
+    return None if batch is None else batch.select(rows.ids)

@@ -1,0 +1,100 @@
+"""What a run writes down while it goes on: ledger, metrics and spans, from planned and eager runs alike; and its tally for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m2flow.macro.graph import Call
+from m2flow.micro.ledger import Ledger
+from m2flow.micro.segments import Place
+from m2flow.observe.metrics import MetricsWriter
+from m2flow.observe.spans import SpanBlock
+from m2flow.observe.store import TraceStore
+
+
+@dataclass
+class Tally:
+    """Counts of the run so far. Written by one thread, read by others."""
+
+    num_steps: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    """Generated tokens."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each update, in order."""
+    logs: dict[str, float] = field(default_factory=dict)
+    """The last value of each logged name."""
+    example: tuple[str, str] = ("", "")
+    """A recent prompt and its response."""
+
+
+class Journal:
+    """One run's records."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.tally = Tally()
+        self._ledger = Ledger(run_dir / "ledger.db")
+        self._metrics = MetricsWriter(run_dir)
+        self._trace = TraceStore(run_dir)
+
+    def open(self) -> None:
+        self._ledger.open()
+        self._metrics.open()
+        self._trace.open()
+
+    def close(self) -> None:
+        self._ledger.close()
+        self._metrics.close()
+        self._trace.close()
+
+    def call_added(self, call: Call) -> None:
+        self._ledger.call_added(call)
+
+    def samples_done(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        finish: Sequence[int],
+        place: Place,
+        example: Sequence[str],
+    ) -> None:
+        self._ledger.samples_done(call.step, ids, num_tokens, num_generated, finish, place)
+        self.tally.num_samples += len(ids)
+        self.tally.num_tokens += sum(num_generated)
+        if len(example) == 2:
+            self.tally.example = (example[0], example[1])
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
+        self._ledger.rewarded(call, ids, values)
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
+        self._ledger.consumed(call.ordinal, epoch, ids)
+
+    def call_done(self, call: Call, value: object) -> None:
+        """A call ended well. An update's numbers become metrics: of the policy by their own names, of others under theirs."""
+        self._ledger.call_ended(call.ordinal, "done")
+        if call.method == "update" and isinstance(value, dict):
+            prefix = "setup/" if call.step < 0 else ""
+            prefix += "" if call.role == "policy" else f"{call.role}/"
+            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()})
+            if call.step >= 0 and "reward" in value:
+                self.tally.rewards.append(value["reward"])
+
+    def call_failed(self, call: Call, error: Exception) -> None:
+        self._ledger.call_ended(call.ordinal, "failed", str(error))
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self._ledger.logged(step, name, value)
+        self._metrics.write(max(step, 0), {name: value})
+        self.tally.logs[name] = value
+
+    def step_done(self, step: int) -> None:
+        self.tally.num_steps = max(self.tally.num_steps, step + 1)
+        self._ledger.commit()
+
+    def spans(self, block: SpanBlock) -> None:
+        self._trace.append(block)

@@ -1,0 +1,136 @@
+"""The ledger: who every sample is, where its tokens lie, what it was worth, and what trained on it.
+
+SQLite in WAL mode, on a local disk; tokens are in segment files (`m2flow.micro.segments`), pointed to from here. Writes gather in
+a transaction that ends with each step, and at least every second, so a crash loses at most that. One thread uses a ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from m2flow.errors import EngineError, InternalError
+from m2flow.macro.graph import Call
+from m2flow.micro.segments import Place, read_segment
+from m2flow.samples import Batch, SampleId, Segment
+
+_SCHEMA = """
+CREATE TABLE calls (ordinal INTEGER PRIMARY KEY, step INTEGER, name TEXT, site TEXT, state TEXT, error TEXT);
+CREATE TABLE cursors (call INTEGER PRIMARY KEY, dataset TEXT, cursor INTEGER, num_rows INTEGER);
+CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, member INTEGER, step INTEGER, num_tokens INTEGER,
+    num_generated INTEGER, finish INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
+CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMARY KEY (call, sample)) WITHOUT ROWID;
+CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
+CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
+"""
+_COMMIT_EVERY_S = 1.0
+
+
+class Ledger:
+    """Writes one run's records."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_new = not path.exists()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._committed_s = time.monotonic()
+
+    def open(self) -> None:
+        self._run("PRAGMA journal_mode=WAL")
+        self._run("PRAGMA synchronous=NORMAL")
+        if self._is_new:
+            self._db.executescript(_SCHEMA)
+        self._run("BEGIN")
+
+    def close(self) -> None:
+        self._run("COMMIT")
+        self._db.close()
+
+    def commit(self) -> None:
+        self._run("COMMIT")
+        self._run("BEGIN")
+        self._committed_s = time.monotonic()
+
+    def call_added(self, call: Call) -> None:
+        self._run("INSERT INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
+        rows = call.options.get("rows")
+        if isinstance(rows, Batch):
+            self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
+
+    def call_ended(self, ordinal: int, state: str, error: str | None = None) -> None:
+        self._run("UPDATE calls SET state=?, error=? WHERE ordinal=?", (state, error, ordinal))
+
+    def samples_done(
+        self, step: int, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], finish: Sequence[int], place: Place
+    ) -> None:
+        """Generated samples, whose rows lie in a segment file. Told twice, it stays as it was."""
+        records = []
+        for packed, *numbers in zip(ids, num_tokens, num_generated, finish, strict=True):
+            who = SampleId.unpack(packed)
+            records.append((packed, who.call, who.prompt, who.index, step, *numbers, *place))
+        self._many("INSERT OR IGNORE INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", records)
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
+        self._many(
+            "INSERT OR IGNORE INTO rewards VALUES (?,?,?,?)", [(i, call.ordinal, call.role, v) for i, v in zip(ids, values, strict=True)]
+        )
+
+    def consumed(self, update_call: int, epoch: int, ids: Iterable[int]) -> None:
+        """These samples went into an update's gradient. The same once more in one epoch is an error of ours."""
+        try:
+            self._many("INSERT INTO consumption VALUES (?,?,?)", [(update_call, epoch, i) for i in ids])
+        except sqlite3.IntegrityError:
+            raise InternalError(f"a sample was trained on twice in epoch {epoch} of call {update_call}") from None
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
+
+    def _run(self, statement: str, values: Sequence[object] = ()) -> None:
+        try:
+            self._db.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
+
+    def _many(self, statement: str, records: Sequence[Sequence[object]]) -> None:
+        try:
+            self._db.executemany(statement, records)
+        except sqlite3.OperationalError as error:
+            raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
+        if time.monotonic() - self._committed_s > _COMMIT_EVERY_S:
+            self.commit()
+
+
+def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
+    """Each generated sample of a run (a batch of one) with its rewards in the order of their calls; in the order of identity."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        rewards: dict[int, list[float]] = {}
+        for sample, value in db.execute("SELECT sample, value FROM rewards ORDER BY call, sample"):
+            rewards.setdefault(sample, []).append(value)
+        records: dict[Place, tuple[Batch, dict[int, int]]] = {}
+        for packed, *place in db.execute("SELECT id, segment, offset, size, checksum FROM samples ORDER BY id"):
+            where: Place = (place[0], place[1], place[2], place[3])
+            if where not in records:
+                batch = read_segment(run_dir / "segments", where)
+                records[where] = (batch, {one: row for row, one in enumerate(batch.ids.tolist())})
+            batch, rows = records[where]
+            yield batch.take([rows[packed]]), rewards.get(packed, [])
+    finally:
+        db.close()
+
+
+def samples_digest(run_dir: Path) -> str:
+    """SHA-256 over every sample: identity, token ids, what was prompt and what generated, and rewards; in the order of identity."""
+    total = hashlib.sha256()
+    for sample, rewards in read_samples(run_dir):
+        total.update(sample.ids.astype("<i8").tobytes())
+        total.update(np.asarray(sample.ragged("tokens").values, "<i4").tobytes())
+        kinds = sample.ragged("segment_kinds").values == Segment.GENERATED
+        total.update(np.asarray(kinds, np.uint8).tobytes() + np.asarray(sample.ragged("segment_lengths").values, "<i4").tobytes())
+        total.update(np.asarray(rewards, "<f8").tobytes())
+    return total.hexdigest()

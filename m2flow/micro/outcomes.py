@@ -1,0 +1,129 @@
+"""Where results wait for the flow: filled by the controller's thread, read by the flow's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from m2flow.errors import InternalError, M2FlowError, WorkerError
+from m2flow.macro.eager import number_of
+from m2flow.macro.graph import Call
+from m2flow.samples import Batch
+
+
+class Outcomes:
+    """Values and errors of calls, and how far the steps are. Every method may be called from both threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[int, object] = {}
+        self._rows: dict[int, Batch] = {}
+        self._errors: dict[int, M2FlowError] = {}
+        self._num_open: dict[int, int] = {}
+        self._num_rows: dict[int, int] = {}
+        self._end: M2FlowError | None = None
+        self._is_ready = False
+        self._saved: Mapping[str, str] | None = None
+
+    # Filled by the controller's thread, except `submitted`.
+
+    def submitted(self, call: Call) -> None:
+        """A call is on its way; its step is not over before it is."""
+        with self._changed:
+            self._num_open[call.step] = self._num_open.get(call.step, 0) + 1
+
+    def resolve(self, call: Call, value: object) -> None:
+        with self._changed:
+            self._values[call.ordinal] = value
+            self._num_open[call.step] -= 1
+            self._changed.notify_all()
+
+    def reject(self, call: Call, error: M2FlowError) -> None:
+        with self._changed:
+            self._errors[call.ordinal] = error
+            self._num_open[call.step] -= 1
+            self._changed.notify_all()
+
+    def deliver(self, ordinal: int, rows: Batch) -> None:
+        """The rows of a call that the program waits for."""
+        with self._changed:
+            self._rows[ordinal] = rows
+            self._changed.notify_all()
+
+    def end(self, error: M2FlowError) -> None:
+        """The run can't go on: everybody who waits gets this."""
+        with self._changed:
+            self._end = self._end or error
+            self._changed.notify_all()
+
+    def ready(self) -> None:
+        with self._changed:
+            self._is_ready = True
+            self._changed.notify_all()
+
+    def saved(self, digests: Mapping[str, str]) -> None:
+        with self._changed:
+            self._saved = dict(digests)
+            self._changed.notify_all()
+
+    # Read.
+
+    def is_resolved(self, ordinal: int) -> bool:
+        with self._changed:
+            return ordinal in self._values
+
+    def number(self, ordinal: int, name: str | None) -> float:
+        with self._changed:
+            return number_of(self._values[ordinal], name)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        if not self._wait(lambda: self._is_ready, timeout_s):
+            raise WorkerError(f"the workers did not come up in {timeout_s:.0f} s", now="See the logs in the run directory.")
+
+    def wait_value(self, ordinal: int) -> object:
+        """The value of a call, or None for one with rows. Raises its error."""
+        self._wait(lambda: ordinal in self._values or ordinal in self._errors)
+        with self._changed:
+            if ordinal in self._errors:
+                raise self._errors[ordinal]
+            return self._values[ordinal]
+
+    def wait_rows(self, ordinal: int) -> Batch:
+        self._wait(lambda: ordinal in self._rows)
+        with self._changed:
+            return self._rows[ordinal]
+
+    def wait_step(self, step: int) -> None:
+        """Until every call up to this step is over. Raises the earliest error, if there is one."""
+        self._wait(lambda: bool(self._errors) or not any(n for s, n in self._num_open.items() if s <= step))
+        self.raise_first()
+
+    def wait_all(self) -> None:
+        """Until every call is over. Raises the earliest error, if there is one."""
+        self._wait(lambda: not any(self._num_open.values()))
+        self.raise_first()
+
+    def wait_saved(self) -> Mapping[str, str]:
+        self._wait(lambda: self._saved is not None)
+        if self._saved is None:
+            raise InternalError("nothing was saved")
+        return self._saved
+
+    def raise_first(self) -> None:
+        """The earliest error in program order."""
+        with self._changed:
+            if self._errors:
+                raise self._errors[min(self._errors)]
+
+    def _wait(self, is_met, timeout_s: float | None = None) -> bool:  # type: ignore[no-untyped-def]
+        """Wait until a condition holds; in slices, so that Ctrl-C reaches the flow's thread. Raises if the run has ended."""
+        with self._changed:
+            left_s = timeout_s
+            while not is_met():
+                if self._end is not None:
+                    raise self._end
+                if left_s is not None and left_s <= 0:
+                    return False
+                self._changed.wait(0.2)
+                left_s = None if left_s is None else left_s - 0.2
+            return True

@@ -1,0 +1,235 @@
+"""What a call means, in terms of engines: the one place where a macro call and an engine's contract meet.
+
+Workers do these things chunk by chunk, the eager interpreter call by call, with the same functions. So a plan can change when and
+where something is done, but not what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.engines.contract import Generated, Objective, Request, Sums
+from m2flow.errors import InternalError, OpError, RewardError
+from m2flow.macro.graph import Call
+from m2flow.recipe import AdamW, Loss, Sampling
+from m2flow.samples import Batch, Column, Finish, Ragged, SampleId, Segment, column_of
+
+
+def sample_seed(run_seed: int, role: str, stream: int, identity: SampleId) -> int:
+    """The 64 bits that decide a sample's random numbers: a function of who it is, never of when or where it runs."""
+    text = f"{run_seed}/{role}/{stream}/{identity.prompt}/{identity.index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> list[Request]:
+    """The requests of a generate call for these samples; row i of `prompts` is the prompt of sample i."""
+    sampling, stream = call.options["sampling"], call.options["stream"]
+    assert isinstance(sampling, Sampling)
+    assert isinstance(stream, int)
+    texts = prompts.ragged("prompt")
+    return [
+        Request(
+            id=packed,
+            prompt=str(texts.item(row)),
+            seed=sample_seed(run_seed, call.role, stream, SampleId.unpack(packed)),
+            sampling=sampling,
+        )
+        for row, packed in enumerate(ids)
+    ]
+
+
+def responses(call: Call, generated: Sequence[Generated], prompts: Batch, seeds: Mapping[int, int]) -> Batch:
+    """The rows of a generate call: token columns, and the columns of each sample's prompt (row i of `prompts` is that of sample i)."""
+    sampling = call.options["sampling"]
+    assert isinstance(sampling, Sampling)
+    ids = np.array([g.id for g in generated], np.int64)
+    num_prompt = [len(g.prompt_tokens) for g in generated]
+
+    def column(name: str, blank: float, dtype: type) -> Ragged:
+        return Ragged.of(
+            [np.concatenate([np.full(p, blank, dtype), getattr(g, name)]) for p, g in zip(num_prompt, generated, strict=True)], dtype
+        )
+
+    kinds = [[Segment.PROMPT, Segment.GENERATED]] * len(generated)
+    columns: dict[str, Column] = {
+        "tokens": Ragged.of([np.concatenate([g.prompt_tokens, g.tokens]) for g in generated], np.int32),
+        "loss_mask": Ragged.of([np.arange(p + len(g.tokens)) >= p for p, g in zip(num_prompt, generated, strict=True)], np.bool_),
+        "logprobs": column("logprobs", 0.0, np.float32),
+        "versions": column("versions", -1, np.int32),
+        "kv_stale": column("kv_stale", False, np.bool_),
+        "segment_kinds": Ragged.of(kinds, np.uint8),
+        "segment_lengths": Ragged.of([[p, len(g.tokens)] for p, g in zip(num_prompt, generated, strict=True)], np.int32),
+        "seed": np.array([seeds[g.id] for g in generated], np.uint64),
+        "finish": np.array([g.finish for g in generated], np.uint8),
+        "temperature": np.full(len(generated), sampling.temperature or 1.0, np.float64),
+        "text": Ragged.texts([g.text for g in generated]),
+    }
+    return Batch(ids, {**prompts.columns, **columns})
+
+
+def training_rows(call: Call, samples: Batch, rewards: Batch | None, reference: Batch | None) -> Batch:
+    """The rows of a micro-batch as a train engine takes them: whole groups, in the order of identity, with what the loss needs."""
+    samples = samples.in_order()
+    if rewards is not None:
+        reward = np.asarray(rewards.select(samples.ids).dense("reward"), np.float64)
+        samples = samples.with_columns(reward=reward)
+        name = call.options["advantages"]
+        if name is not None:
+            samples = samples.with_columns(advantages=_advantages(str(name), reward, samples))
+    return samples if reference is None else samples.join(reference)
+
+
+def _advantages(name: str, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
+    """Group by group, in float64: the same whatever other groups are there. Torch is loaded here, by who trains."""
+    import torch
+
+    from m2flow.algorithms import advantages
+
+    sizes = [end - start for start, end in samples.group_bounds()]
+    by_name = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}
+    values: npt.NDArray[np.float32] = by_name[name](torch.from_numpy(reward), sizes).numpy().astype(np.float32)
+    return values
+
+
+def objective(call: Call) -> Objective:
+    loss = call.options["loss"]
+    assert isinstance(loss, Loss)
+    return Objective(loss)
+
+
+class UpdateTally:
+    """What the micro-batches of an update have added up to: denominators for its steps, means for its metrics."""
+
+    def __init__(self) -> None:
+        self._minibatch: list[Sums] = []
+        self._sums: list[Sums] = []
+        self._rewards: list[np.ndarray] = []
+        self._steps: list[Mapping[str, float]] = []
+
+    def add(self, sums: Sums, batch: Batch, *, epoch: int) -> None:
+        self._minibatch.append(sums)
+        self._sums.append(sums)
+        if "reward" in batch and epoch == 0:
+            self._rewards.append(np.asarray(batch.dense("reward"), np.float64))
+
+    def denominator(self, loss: Loss) -> float:
+        """Of the mini-batch that ends now: a count over all of it, however it was cut."""
+        counted = [s.num_tokens if loss.denominator == "tokens" else s.num_sequences for s in self._minibatch]
+        return float(max(sum(counted), 1))
+
+    def stepped(self, applied: Mapping[str, float]) -> None:
+        self._minibatch = []
+        self._steps.append(applied)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the whole call."""
+        num_tokens = sum(s.num_tokens for s in self._sums)
+        num_sequences = sum(s.num_sequences for s in self._sums)
+        names = dict.fromkeys(name for s in self._sums for name in s.metrics)
+        result = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) / max(num_tokens, 1) for name in names}
+        result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
+        result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
+        result["response_length"] = num_tokens / max(num_sequences, 1)
+        if self._rewards:
+            rewards = np.concatenate(self._rewards)
+            result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+        return result
+
+
+def optimizer(call: Call) -> AdamW:
+    found = call.options["optimizer"]
+    assert isinstance(found, AdamW)
+    return found
+
+
+def function_of(call: Call) -> Callable[..., object]:
+    function = call.options["function"]
+    if not callable(function):
+        raise InternalError(f"{call.name} has no function")
+    return function
+
+
+def function_rows(call: Call, ids: Sequence[int], results: Sequence[object]) -> Batch:
+    """The rows of a function's results, checked: as many as there are samples, and for a reward finite numbers.
+
+    Raises:
+        RewardError, OpError: they are not; the sample is named.
+    """
+    column = str(call.options["column"])
+    error = RewardError if column == "reward" else OpError
+    if len(results) != len(ids):
+        raise error(f"{call.name} returned {len(results)} values for {len(ids)} samples", now="It must return one value for each sample.")
+    if column != "reward":
+        return Batch(np.array(ids, np.int64), {column: column_of(results, call.name)})
+    for packed, value in zip(ids, results, strict=True):
+        if isinstance(value, bool | np.bool_ | int | float | np.number) and math.isfinite(float(value)):
+            continue
+        shown = f"{value!r}" if isinstance(value, int | float | np.number) else f"{type(value).__name__}: {value!r:.80}"
+        raise error(
+            f"the reward {call.role} returned {shown} on sample {SampleId.unpack(packed)}",
+            now="A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted.",
+        )
+    return Batch(np.array(ids, np.int64), {column: np.array([float(v) for v in results], np.float64)})  # type: ignore[arg-type]
+
+
+def plain_value(call: Call, value: object) -> dict[str, float] | float | str | None:
+    """An op's one value, as it can travel to the controller.
+
+    Raises:
+        OpError: it is neither a number, a text, nor a mapping of numbers.
+    """
+    if isinstance(value, dict):
+        return {str(key): float(number) for key, number in value.items()}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise OpError(f"{call.name} returned a {type(value).__name__}", now="An op on a batch returns a number, a text, or a dict of numbers.")
+
+
+def flatten_groups(call: Call, samples: Batch, results: Sequence[object]) -> list[object]:
+    """One value a sample, from one list a group."""
+    flat: list[object] = []
+    for (start, end), values in zip(samples.group_bounds(), results, strict=True):
+        if not isinstance(values, Sequence) or len(values) != end - start:
+            first = SampleId.unpack(int(samples.ids[start]))
+            raise OpError(
+                f"{call.name} returned {values!r:.80} for the group of prompt {first.prompt}, which has {end - start} samples",
+                now="An op on groups returns a list with one value for each sample.",
+            )
+        flat += values
+    return flat
+
+
+def check_demonstrations(call: Call, batch: Batch) -> Batch:
+    """Samples that an update can train on: generated ones, or prompts with a target."""
+    if "tokens" not in batch and "target" not in batch:
+        raise OpError(
+            f"{call.name} got rows with neither tokens nor a target; they have {', '.join(batch.columns)}",
+            now="Give it responses of policy.generate, or a dataset whose rows have a 'target'.",
+        )
+    return batch
+
+
+def num_tokens_of(batch: Batch) -> list[int]:
+    """All tokens of each row; of rows without tokens a prediction from their texts: one a byte."""
+    if "tokens" in batch:
+        return [int(n) for n in batch.ragged("tokens").lengths]
+    lengths = sum((batch.ragged(name).lengths for name in ("prompt", "target") if name in batch), np.ones(len(batch), np.int64))
+    return [int(n) for n in lengths]
+
+
+def num_generated_of(batch: Batch) -> list[int]:
+    if "segment_lengths" not in batch:
+        return [0] * len(batch)
+    kinds, lengths = batch.ragged("segment_kinds"), batch.ragged("segment_lengths")
+    return [int(lengths.row(i)[kinds.row(i) == Segment.GENERATED].sum()) for i in range(len(batch))]
+
+
+def finish_of(batch: Batch) -> list[int]:
+    return [int(f) for f in batch.dense("finish")] if "finish" in batch else [int(Finish.STOP)] * len(batch)

@@ -1,0 +1,105 @@
+"""The planned backend: what a flow's calls become when a plan runs them.
+
+Calls gather until Python waits for something or the step ends; then they are lowered as one segment and handed to the controller.
+Python may be one step ahead of the work, so that the next step's calls are known before they can start.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import cloudpickle
+
+from m2flow.errors import TraceError
+from m2flow.macro.graph import Call, MacroGraph, Observation
+from m2flow.macro.session import Backend
+from m2flow.micro.controller import Controller, Logged, Post, SaveAll, Submitted
+from m2flow.micro.events import Released, Wanted
+from m2flow.micro.journal import Journal
+from m2flow.micro.lowering import Lowering
+from m2flow.micro.outcomes import Outcomes
+
+_STEPS_AHEAD = 1
+
+
+class PlannedBackend(Backend):
+    """Runs calls on the workers of a plan."""
+
+    def __init__(self, flow: str, lowering: Lowering, controller: Controller, outcomes: Outcomes, journal: Journal) -> None:
+        self._flow = flow
+        self._lowering = lowering
+        self._controller = controller
+        self._outcomes = outcomes
+        self._journal = journal
+        self._segment: list[Call] = []
+        self._bodies: dict[int, bytes] = {}
+        self._later: list[Post] = []
+        self._is_aligned: dict[int, bool] = {}
+
+    def submit(self, call: Call) -> None:
+        self._outcomes.submitted(call)
+        self._bodies[call.ordinal] = _body(call)
+        self._is_aligned[call.ordinal] = call.is_aligned
+        self._segment.append(call)
+
+    def value(self, ordinal: int) -> object:
+        self._flush()
+        value = self._outcomes.wait_value(ordinal)
+        if not self._is_aligned[ordinal]:
+            return value
+        self._controller.post(Wanted(ordinal))
+        return self._outcomes.wait_rows(ordinal)
+
+    def observed(self, observation: Observation) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
+        self._later += [Logged(step, name, source) for name, source in values.items()]
+
+    def release(self, ordinal: int) -> None:
+        self._later.append(Released(ordinal))
+
+    def end_step(self, step: int) -> None:
+        self._flush()
+        self._outcomes.wait_step(step - _STEPS_AHEAD)
+        self._journal.tally.num_steps = step + 1
+
+    def finish(self) -> None:
+        self._flush()
+        self._outcomes.wait_all()
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write every role's model; the digest of its weights by role."""
+        self._controller.post(SaveAll(path))
+        return self._outcomes.wait_saved()
+
+    def _flush(self) -> None:
+        """Lower what has gathered, and hand it over; then what may only come after it."""
+        calls, self._segment = self._segment, []
+        if calls:
+            stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls)))
+            for call, stage in zip(calls, stages, strict=True):
+                self._controller.post(Submitted(call, stage, self._bodies.pop(call.ordinal)))
+        later, self._later = self._later, []
+        for post in later:
+            self._controller.post(post)
+
+
+def _body(call: Call) -> bytes:
+    """The call as the workers get it: a snapshot, with what its function captures.
+
+    Raises:
+        TraceError: something in it can't be sent to another process.
+    """
+    options = {name: value for name, value in call.options.items() if name != "rows"}
+    try:
+        return bytes(cloudpickle.dumps(replace(call, options=options)))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TraceError(
+            f"{call.name} can't be sent to a worker: {error}",
+            where=call.site.describe(),
+            now="Its function captures a lock, a file, a generator or the like. Make that inside the function.",
+        ) from None

@@ -1,0 +1,168 @@
+"""One run from beginning to end: trace, lower, run, write down, sum up. What the command line calls, and a program may.
+
+Run(flow, options, spec, settings).prepare() -> plan;  .execute() -> Summary
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from m2flow.errors import M2FlowError
+from m2flow.macro.eager import EagerBackend
+from m2flow.macro.flow import Flow
+from m2flow.macro.tracing import trace
+from m2flow.micro.controller import Controller
+from m2flow.micro.inprocess import InProcess
+from m2flow.micro.journal import Journal, Tally
+from m2flow.micro.launcher import LocalLauncher
+from m2flow.micro.ledger import samples_digest
+from m2flow.micro.lowering import Lowering, lower
+from m2flow.micro.outcomes import Outcomes
+from m2flow.micro.plan import Plan
+from m2flow.micro.planned import PlannedBackend
+from m2flow.micro.rundir import create_run_dir, write_config, write_plan
+from m2flow.observe.curve import write_curve
+from m2flow.observe.perfetto import write_trace
+from m2flow.observe.store import read_spans, to_otel
+from m2flow.observe.summary import busy_seconds
+from m2flow.observe.timeline import write_timeline
+from m2flow.recipe import Model
+from m2flow.spec import ClusterSpec, RunSettings
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to."""
+
+    run_dir: str
+    steps: int
+    samples: int
+    """Generated, evaluations included."""
+    tokens: int
+    """Generated."""
+    reward_first: float | None
+    """Mean reward of the first update that had rewards."""
+    reward_last: float | None
+    wall_s: float
+    """From the first call to the last, without the workers' start."""
+    tokens_per_s: float
+    samples_per_s: float
+    busy_s: dict[str, float]
+    """Seconds that each worker was at work."""
+    samples_sha256: str
+    weights_sha256: str
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Run:
+    """One run of a flow."""
+
+    def __init__(self, flow: Flow, options: Mapping[str, object], spec: ClusterSpec, settings: RunSettings, *, flow_file: str = "") -> None:
+        self.flow = flow
+        self.options = dict(options)
+        self.spec = spec
+        self.settings = settings
+        self._flow_file = flow_file
+        self._plan: Plan | None = None
+        self._models: dict[str, Model] = {}
+        self._journal: Journal | None = None
+        self._controller: Controller | None = None
+        self.run_dir = Path()
+
+    def prepare(self) -> Plan:
+        """Trace the first step and lower it. Runs no engine; makes no directory."""
+        graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed)
+        self._plan = lower(graph, self._models, self.spec, num_steps=num_steps, deterministic=self.settings.deterministic)
+        return self._plan
+
+    @property
+    def tally(self) -> Tally:
+        """Counts so far; may be read while the run goes on."""
+        return self._journal.tally if self._journal else Tally()
+
+    @property
+    def running(self) -> Mapping[str, str]:
+        """What each worker does now, in words."""
+        return self._controller.running() if self._controller else {}
+
+    def execute(self) -> Summary:
+        """Run the flow to its end.
+
+        Raises:
+            M2FlowError: what went wrong; the samples up to there are in `run_dir`.
+        """
+        plan = self._plan or self.prepare()
+        self.run_dir = create_run_dir(self.settings.runs_dir, self.flow.name)
+        write_config(self.run_dir, flow_file=self._flow_file, options=self.options, settings=self.settings, spec=self.spec)
+        write_plan(self.run_dir, plan)
+        self._journal = Journal(self.run_dir)
+        self._journal.open()
+        try:
+            wall_s, digests = self._eager(plan) if self.settings.eager else self._planned(plan)
+        finally:
+            self._journal.close()
+            self._draw()
+        return self._sum_up(wall_s, digests)
+
+    def _planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+        assert self._journal is not None
+        outcomes = Outcomes()
+        launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir)
+        self._controller = Controller(plan, self.spec, self.settings, launcher, self._journal, outcomes)
+        backend = PlannedBackend(self.flow.name, Lowering(plan, self.spec), self._controller, outcomes, self._journal)
+        try:
+            self._controller.open()
+            start = time.monotonic()
+            self.flow.run(backend, self.options, seed=self.settings.seed)
+            wall_s = time.monotonic() - start
+            return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
+        finally:
+            self._controller.close()
+
+    def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+        assert self._journal is not None
+        performer = InProcess(plan, self.spec, self.settings, self._models, self.run_dir, self._journal)
+        try:
+            performer.open()
+            start = time.monotonic()
+            self.flow.run(EagerBackend(performer, self._journal), self.options, seed=self.settings.seed)
+            wall_s = time.monotonic() - start
+            return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
+        finally:
+            performer.close()
+
+    def _draw(self) -> None:
+        """The pictures and exports of the run, also of one that failed. What can't be drawn must not hide why it failed."""
+        try:
+            to_otel(self.run_dir)
+            write_trace(self.run_dir, self.run_dir / "trace.json.gz")
+            write_timeline(self.run_dir, self.run_dir / "timeline.html")
+            if self.tally.rewards:
+                write_curve(self.run_dir, self.run_dir / "curve.svg")
+        except (M2FlowError, OSError) as error:
+            (self.run_dir / "logs" / "pictures.log").write_text(f"{error}\n")
+
+    def _sum_up(self, wall_s: float, digests: Mapping[str, str]) -> Summary:
+        tally = self.tally
+        one = next(iter(digests.values())) if len(digests) == 1 else ""
+        weights = one or hashlib.sha256("\n".join(f"{role} {d}" for role, d in sorted(digests.items())).encode()).hexdigest()
+        return Summary(
+            run_dir=str(self.run_dir),
+            steps=tally.num_steps,
+            samples=tally.num_samples,
+            tokens=tally.num_tokens,
+            reward_first=tally.rewards[0] if tally.rewards else None,
+            reward_last=tally.rewards[-1] if tally.rewards else None,
+            wall_s=round(wall_s, 3),
+            tokens_per_s=round(tally.num_tokens / max(wall_s, 1e-9), 1),
+            samples_per_s=round(tally.num_samples / max(wall_s, 1e-9), 2),
+            busy_s={track: round(busy, 3) for track, busy in busy_seconds(read_spans(self.run_dir)).items()},
+            samples_sha256=samples_digest(self.run_dir),
+            weights_sha256=weights,
+        )

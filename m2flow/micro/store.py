@@ -1,0 +1,44 @@
+"""The rows that a worker has, of each call: its own results, and what others sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from m2flow.samples import Batch
+
+
+class RowStore:
+    """Rows by call and identity."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[Batch]] = {}
+        self._places: dict[int, dict[int, tuple[int, int]]] = {}
+
+    def put(self, call: int, batch: Batch) -> None:
+        """Keep these rows. A row that is here already is replaced."""
+        parts = self._parts.setdefault(call, [])
+        places = self._places.setdefault(call, {})
+        places.update((packed, (len(parts), row)) for row, packed in enumerate(batch.ids.tolist()))
+        parts.append(batch)
+
+    def has(self, call: int, ids: Iterable[int]) -> bool:
+        places = self._places.get(call, {})
+        return all(packed in places for packed in ids)
+
+    def get(self, call: int, ids: Sequence[int]) -> Batch:
+        """These rows, in this order. All must be here."""
+        parts = self._parts[call]
+        where = [self._places[call][packed] for packed in ids]
+        used = sorted({part for part, _ in where})
+        if len(used) == 1:
+            return parts[used[0]].take([row for _, row in where])
+        taken = [[row for p, row in where if p == part] for part in used]
+        joined = Batch.concat([parts[part].take(rows) for part, rows in zip(used, taken, strict=True)])
+        order = np.argsort(np.argsort([part for part, _ in where], kind="stable"), kind="stable")
+        return joined.take(order)
+
+    def forget(self, call: int) -> None:
+        self._parts.pop(call, None)
+        self._places.pop(call, None)

@@ -1,0 +1,254 @@
+"""The engines of one process, and what can be done with them, chunk by chunk.
+
+A worker does its tasks here; the eager interpreter does whole calls here. Inputs come as batches and results leave as batches:
+where they are from and where they go is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from m2flow.channels.weights import Manifest, SharedWeights, SharedWeightsReader, digest
+from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, RolloutEngine, Tensor, TrainEngine
+from m2flow.engines.registry import make_function, make_rollout, make_train
+from m2flow.errors import EngineError, InternalError
+from m2flow.macro.graph import Call, Granularity
+from m2flow.micro import performing
+from m2flow.micro.plan import EngineSlot
+from m2flow.observe.recorder import Recorder, now_ns
+from m2flow.observe.spans import SpanName
+from m2flow.recipe import Model
+from m2flow.samples import Batch, SampleId
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """A sample that an engine has."""
+
+    call: Call
+    prompts: Batch
+    row: int
+    """Of its prompt in `prompts`."""
+    seed: int
+    start_ns: int
+
+
+class Workbench:
+    """Engines by role and kind. Spans go to the recorder, weights for other processes to shared memory under `shared_prefix`."""
+
+    def __init__(
+        self,
+        slots: Sequence[EngineSlot],
+        models: Mapping[str, Model],
+        settings: Mapping[str, EngineSettings],
+        *,
+        run_seed: int,
+        recorder: Recorder,
+        shared_prefix: str,
+    ) -> None:
+        self._slots = tuple(slots)
+        self._models = models
+        self._settings = settings
+        self._run_seed = run_seed
+        self._recorder = recorder
+        self._shared_prefix = shared_prefix
+        self._rollout: dict[str, RolloutEngine] = {}
+        self._train: dict[str, TrainEngine] = {}
+        self._function: FunctionEngine | None = None
+        self._growing: dict[int, _Growing] = {}
+        self._tallies: dict[int, performing.UpdateTally] = {}
+        self._shared: dict[str, SharedWeights] = {}
+        self._readers: dict[str, SharedWeightsReader] = {}
+
+    def open(self) -> None:
+        """Load every engine."""
+        for slot in self._slots:
+            if slot.kind == "function":
+                self._function = make_function(slot.engine, self._settings["function"])
+                self._function.start()
+            elif slot.kind == "rollout":
+                self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], self._settings["rollout"])
+                self._rollout[slot.role].start()
+            else:
+                self._train[slot.role] = make_train(slot.engine, self._models[slot.role], self._settings["train"])
+                self._train[slot.role].start()
+
+    def close(self) -> None:
+        """Free every engine and every shared segment."""
+        for engine in self._engines():
+            engine.stop()
+        for shared in self._shared.values():
+            shared.close()
+        for reader in self._readers.values():
+            reader.close()
+
+    # Generation
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._growing)
+
+    def generate(self, call: Call, ids: Sequence[int], prompts: Batch) -> None:
+        """Queue samples; row i of `prompts` is the prompt of sample i."""
+        requests = performing.requests(call, ids, prompts, self._run_seed)
+        self._engine(self._rollout, call.role).add(requests)
+        start = now_ns()
+        self._growing.update((r.id, _Growing(call, prompts, row, r.seed, start)) for row, r in enumerate(requests))
+
+    def step(self) -> list[tuple[Call, Batch]]:
+        """Decode one token of everything that runs; the rows that are done, by call."""
+        done: list[tuple[Call, Batch]] = []
+        for engine in self._rollout.values():
+            if engine.num_unfinished:
+                start, num_running = now_ns(), engine.num_unfinished
+                finished = engine.step()
+                self._recorder.add(SpanName.ROLLOUT_STEP, start, now_ns(), num_samples=num_running, version=engine.version)
+                by_call: dict[int, list[Generated]] = {}
+                for generated in finished:
+                    by_call.setdefault(SampleId.unpack(generated.id).call, []).append(generated)
+                done += [self._rows(generated) for generated in by_call.values()]
+        return done
+
+    def abort(self, call: int) -> None:
+        """Give up what generates for a call."""
+        ids = [packed for packed, growing in self._growing.items() if growing.call.ordinal == call]
+        for engine in self._rollout.values():
+            engine.abort(ids)
+        for packed in ids:
+            del self._growing[packed]
+
+    def _rows(self, generated: list[Generated]) -> tuple[Call, Batch]:
+        growing = [self._growing.pop(g.id) for g in generated]
+        call = growing[0].call
+        prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
+        rows = performing.responses(call, generated, prompts, {g.id: s.seed for g, s in zip(generated, growing, strict=True)})
+        end = now_ns()
+        for g, s in zip(generated, growing, strict=True):
+            self._recorder.add(
+                SpanName.SAMPLE, s.start_ns, end, call=call.ordinal, sample=g.id, num_tokens=len(g.tokens), version=int(g.versions[-1])
+            )
+        return call, rows
+
+    # Functions
+
+    def perform(self, call: Call, samples: Batch) -> Batch | object:
+        """A function's rows, or its value if it gives one for all; a reference's log-probabilities."""
+        samples = samples.in_order()
+        ids = samples.ids.tolist()
+        if call.engine == "train":
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(ids)):
+                return self._engine(self._train, call.role).logprobs(samples)
+        if self._function is None:
+            raise InternalError(f"{call.name} came to a process without a function engine")
+        timeout_s = call.options["timeout_s"]
+        assert timeout_s is None or isinstance(timeout_s, int | float)
+        with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(ids), samples=ids):
+            results = self._function.call(performing.function_of(call), samples, granularity=call.granularity.value, timeout_s=timeout_s)
+        if not call.is_aligned:
+            return results[0]
+        if call.granularity is Granularity.GROUP:
+            results = performing.flatten_groups(call, samples, results)
+        return performing.function_rows(call, ids, results)
+
+    # Training
+
+    def num_training_tokens(self, call: Call, samples: Batch) -> list[int]:
+        return [int(n) for n in self._engine(self._train, call.role).num_training_tokens(samples)]
+
+    def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
+        """Add up the gradient of one micro-batch (`performing.training_rows`)."""
+        tally = self._tallies.setdefault(call.ordinal, performing.UpdateTally())
+        ids = rows.ids.tolist()
+        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **_about(call), num_samples=len(ids), samples=ids) as span:
+            sums = self._engine(self._train, call.role).accumulate(rows, performing.objective(call))
+            span.set(num_tokens=sums.num_context_tokens)
+        tally.add(sums, rows, epoch=epoch)
+
+    def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
+        """One optimiser step. After the last of a call: its metrics."""
+        tally = self._tallies.setdefault(call.ordinal, performing.UpdateTally())
+        with self._recorder.span(SpanName.TRAIN_APPLY, **_about(call), version=call.writes[0].version):
+            denominator = tally.denominator(performing.objective(call).loss)
+            tally.stepped(self._engine(self._train, call.role).apply(performing.optimizer(call), denominator))
+        return self._tallies.pop(call.ordinal).metrics() if is_last else {}
+
+    def give_up(self, call: Call) -> None:
+        """Drop an update's gradient."""
+        if self._tallies.pop(call.ordinal, None) is not None:
+            self._engine(self._train, call.role).discard()
+
+    # Weights
+
+    def copy_weights(self, call: Call) -> None:
+        """A reference takes the weights that its policy has now."""
+        source = self._engine(self._train, str(call.options["source"])).weights()
+        target = dict(self._engine(self._train, call.role).weights())
+        for name, tensor in source:
+            target[name][...] = tensor
+
+    def publish(self, role: str, version: int) -> Manifest:
+        """Lay a role's trained weights into shared memory."""
+        with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role):
+            shared = self._shared.get(role)
+            if shared is None:
+                shared = self._shared[role] = SharedWeights(f"{self._shared_prefix}-{role}")
+            return shared.write(_plain(self._engine(self._train, role).weights()))
+
+    def load_weights(self, role: str, version: int, manifest: Manifest | None) -> None:
+        """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor."""
+        engine = self._engine(self._rollout, role)
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role):
+            if manifest is None:
+                trained = list(self._engine(self._train, role).weights())
+                engine.load_weights(trained, version)
+                self._compare(role, digest(_plain(iter(trained))), digest(_plain(engine.weights())))
+            else:
+                reader = self._readers.setdefault(role, SharedWeightsReader())
+                engine.load_weights(reader.read(manifest), version)
+
+    def _compare(self, role: str, sent: str, received: str) -> None:
+        if sent != received:
+            raise EngineError(f"the weights of {role} differ between trainer and rollout after a sync", now="Please report this run.")
+
+    def switch(self, to: str) -> None:
+        """Hand the device to the engines of the other kind."""
+        leaving, coming = (self._train, self._rollout) if to == "rollout" else (self._rollout, self._train)
+        with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
+            for engine in leaving.values():
+                engine.offload()
+            for engine in coming.values():
+                engine.onload()
+
+    def save(self, role: str, path: str) -> str:
+        """Write a role's model, and give the digest of its weights."""
+        if role in self._train:
+            self._train[role].save(path)
+            return digest(_plain(self._train[role].weights()))
+        return digest(_plain(self._engine(self._rollout, role).weights()))
+
+    def _engines(self) -> Iterator[Engine]:
+        yield from self._rollout.values()
+        yield from self._train.values()
+        if self._function is not None:
+            yield self._function
+
+    def _engine(self, engines: Mapping[str, E], role: str) -> E:
+        if role not in engines:
+            raise InternalError(f"no engine of {role} is in this process; it has {', '.join(engines) or 'none'}")
+        return engines[role]
+
+
+def _plain(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors as NumPy arrays, without a copy where they are on a CPU."""
+    for name, tensor in tensors:
+        yield name, tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().numpy()
+
+
+def _about(call: Call) -> dict[str, object]:
+    return {"call": call.ordinal, "flow_line": str(call.site), "label": call.name, "step": call.step}

@@ -1,0 +1,339 @@
+"""A worker process: it does the tasks that the controller gives it, on rows that other workers send it.
+
+    controller --tasks--> Worker --rows--> other workers
+                          Worker --Finished, TaskDone--> controller
+
+One thread does everything, in turns: read what has come, decode one token of what generates, do the next task if its rows are here.
+So tasks and generation interleave, and an abort takes effect between two tokens. A second thread only sends heartbeats, and ends
+the process when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import cloudpickle
+import msgspec
+
+from m2flow.channels.contract import Parcel
+from m2flow.channels.zeromq import Beacon, LinkDialer, ZmqInbox, ZmqOutbox, wait
+from m2flow.engines.contract import EngineSettings
+from m2flow.errors import EngineError, InternalError, M2FlowError
+from m2flow.macro.graph import Call
+from m2flow.micro import messages as m
+from m2flow.micro import performing
+from m2flow.micro.plan import EngineSlot
+from m2flow.micro.segments import SegmentWriter
+from m2flow.micro.store import RowStore
+from m2flow.micro.workbench import Workbench
+from m2flow.observe.recorder import Recorder, now_ns
+from m2flow.observe.spans import SpanName
+from m2flow.recipe import Model
+from m2flow.samples import Batch
+
+TOKEN_VARIABLE = "M2FLOW_TOKEN"
+"""Environment variable with the run's secret."""
+_FLUSH_SPANS_NS = 250_000_000
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """All that a worker must know to start; it reads them as JSON from its standard input."""
+
+    name: str
+    controller: str
+    """The control link's address."""
+    inbox: str
+    """`ipc:DIRECTORY` or `tcp`."""
+    engines: tuple[EngineSlot, ...]
+    models: dict[str, Model]
+    device: str
+    threads: int
+    deterministic: bool
+    run_seed: int
+    run_dir: str
+    shared_prefix: str
+    rollout_options: dict[str, str | int | float | bool]
+    train_options: dict[str, str | int | float | bool]
+    max_running: int
+    heartbeat_s: float
+    parent: int
+    """Process id of who started it."""
+
+    def engine_settings(self) -> dict[str, EngineSettings]:
+        common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
+        return {
+            "rollout": EngineSettings(**common, options=self.rollout_options),  # type: ignore[arg-type]
+            "train": EngineSettings(**common, options=self.train_options),  # type: ignore[arg-type]
+            "function": EngineSettings(),
+        }
+
+
+class Worker:
+    """One process's loop."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._recorder = Recorder(settings.name)
+        self._bench = Workbench(
+            settings.engines,
+            settings.models,
+            settings.engine_settings(),
+            run_seed=settings.run_seed,
+            recorder=self._recorder,
+            shared_prefix=settings.shared_prefix,
+        )
+        self._link = LinkDialer()
+        self._inbox = ZmqInbox(settings.inbox)
+        self._outbox = ZmqOutbox(settings.name)
+        self._segments = SegmentWriter(f"{settings.run_dir}/segments", settings.name)
+        self._store = RowStore()
+        self._calls: dict[int, Call] = {}
+        self._peers: dict[str, str] = {}
+        self._queue: deque[m.Task] = deque()
+        self._generations: dict[int, _Generation] = {}
+        self._task_of: dict[int, int] = {}
+        self._is_stopping = False
+        self._flushed_ns = 0
+
+    def run(self) -> None:
+        """Until told to stop."""
+        settings = self._settings
+        token = os.environ.pop(TOKEN_VARIABLE, "")
+        self._link.open(settings.controller, settings.name, token)
+        beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s)
+        beacon.open()
+        try:
+            self._bench.open()
+            self._send(m.Ready(self._inbox.open(), os.getpid()))
+            while not self._is_stopping:
+                self._turn()
+            self._flush_spans(force=True)
+        except M2FlowError as error:
+            self._send(m.Fatal(error.to_record()))
+        except Exception as error:
+            self._send(m.Fatal(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()).to_record()))
+        finally:
+            self._bench.close()
+            self._segments.close()
+            self._send(m.Goodbye())
+            beacon.close()
+            self._outbox.close(drain_s=1.0)
+            self._inbox.close()
+            self._link.close(drain_s=1.0)
+
+    def _turn(self) -> None:
+        has_work = self._bench.num_unfinished > 0 or self._next_is_ready()
+        if not has_work:
+            self._flush_spans(force=True)
+            wait([self._link, self._inbox], 0.5)
+        for parcel in self._inbox.receive(0.0):
+            self._store.put(parcel.call, parcel.batch)
+        for message in self._link.receive(0.0):
+            self._take(m.decode_to_worker(message))
+        for call, rows in self._bench.step():
+            self._generated(call, rows)
+        if self._next_is_ready():
+            self._do(self._queue.popleft())
+        self._flush_spans(force=False)
+
+    def _take(self, message: m.ToWorker) -> None:
+        match message:
+            case m.Define(call=ordinal, body=body):
+                self._calls[ordinal] = cloudpickle.loads(body)
+            case m.Peers(addresses=addresses):
+                self._peers = addresses
+            case m.Push(call=ordinal, ids=ids, to=to):
+                self._forward(ordinal, self._store.get(ordinal, ids), [to])
+            case m.Abort(call=ordinal):
+                self._abort(ordinal)
+            case m.Forget(call=ordinal):
+                self._store.forget(ordinal)
+                self._calls.pop(ordinal, None)
+            case m.Stop():
+                self._is_stopping = True
+            case m.Task():
+                self._queue.append(message)
+
+    def _next_is_ready(self) -> bool:
+        """Whether the next task's rows are here. Tasks wait for each other: their order is the controller's decision."""
+        if not self._queue:
+            return False
+        task = self._queue[0]
+        if isinstance(task, m.Generate):
+            return self._store.has(self._input(task, "prompts"), task.prompts)
+        if isinstance(task, m.Perform | m.Accumulate):
+            return all(self._store.has(ref.call, task.ids) for _, ref in self._calls[task.call].inputs)
+        return True
+
+    def _input(self, task: m.Task, name: str) -> int:
+        ref = self._calls[task.call].input(name)
+        if ref is None:
+            raise InternalError(f"{self._calls[task.call].name} has no input {name!r}")
+        return ref.call
+
+    def _do(self, task: m.Task) -> None:
+        try:
+            done = self._perform(task)
+        except M2FlowError as error:
+            self._failed(task, error)
+        except MemoryError:
+            self._failed(task, EngineError("out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec."))
+        except Exception as error:
+            self._failed(task, InternalError(f"{type(task).__name__}: {error!r}", remote=traceback.format_exc()))
+        else:
+            if done is not None:
+                self._send(done)
+
+    def _failed(self, task: m.Task, error: M2FlowError) -> None:
+        where = f" (worker {self._settings.name}, pid {os.getpid()})"
+        named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
+        self._send(m.TaskFailed(task.number, task.call, named.to_record()))
+
+    def _perform(self, task: m.Task) -> m.TaskDone | None:
+        """Do a task. A generation only begins here; it is done when its last sample is."""
+        bench = self._bench
+        match task:
+            case m.Generate():
+                self._generate(task)
+                return None
+            case m.Perform(forward_to=forward_to):
+                call = self._calls[task.call]
+                result = bench.perform(call, self._inputs(task)["samples"])
+                if isinstance(result, Batch):
+                    self._deliver(task.number, call, result, forward_to)
+                    return m.TaskDone(task.number)
+                return m.TaskDone(task.number, performing.plain_value(call, result))
+            case m.Accumulate(epoch=epoch):
+                call = self._calls[task.call]
+                inputs = self._inputs(task)
+                rows = performing.training_rows(call, inputs["samples"], inputs.get("rewards"), inputs.get("reference"))
+                bench.accumulate(call, rows, epoch=epoch)
+                return m.TaskDone(task.number)
+            case m.Apply(is_last=is_last):
+                return m.TaskDone(task.number, bench.apply(self._calls[task.call], is_last=is_last))
+            case m.CopyWeights():
+                bench.copy_weights(self._calls[task.call])
+                return m.TaskDone(task.number)
+            case m.PublishWeights(role=role, version=version):
+                return m.TaskDone(task.number, manifest=bench.publish(role, version))
+            case m.LoadWeights(role=role, version=version, manifest=manifest):
+                bench.load_weights(role, version, manifest)
+                return m.TaskDone(task.number)
+            case m.Switch(to=to):
+                bench.switch(to)
+                return m.TaskDone(task.number)
+            case m.Save(role=role, path=path):
+                return m.TaskDone(task.number, bench.save(role, path))
+        raise InternalError(f"unknown task {type(task).__name__}")
+
+    def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:
+        return {name: self._store.get(ref.call, task.ids) for name, ref in self._calls[task.call].inputs}
+
+    def _generate(self, task: m.Generate) -> None:
+        prompts = self._store.get(self._input(task, "prompts"), task.prompts)
+        self._bench.generate(self._calls[task.call], task.ids, prompts)
+        self._generations[task.number] = _Generation(task, len(task.ids))
+        self._task_of.update(dict.fromkeys(task.ids, task.number))
+
+    def _generated(self, call: Call, rows: Batch) -> None:
+        """Samples are done: write them down, hand them on, and say so; end their tasks."""
+        place = self._segments.append(rows)
+        by_task: dict[int, list[int]] = {}
+        for row, packed in enumerate(rows.ids.tolist()):
+            by_task.setdefault(self._task_of.pop(packed), []).append(row)
+        for number, positions in by_task.items():
+            generation = self._generations[number]
+            self._deliver(number, call, rows.take(positions), generation.task.forward_to, place)
+            generation.num_left -= len(positions)
+            if generation.num_left == 0:
+                del self._generations[number]
+                self._send(m.TaskDone(number))
+
+    def _deliver(
+        self, task: int, call: Call, rows: Batch, forward_to: Iterable[str], place: tuple[str, int, int, int] | None = None
+    ) -> None:
+        """Keep rows of a call's result, send them where they are needed, and report them."""
+        self._store.put(call.ordinal, rows)
+        self._forward(call.ordinal, rows, forward_to)
+        texts = [str(rows.ragged(name).item(0)) for name in ("prompt", "text")] if "text" in rows else []
+        self._send(
+            m.Finished(
+                task,
+                call.ordinal,
+                rows.ids.tolist(),
+                performing.num_tokens_of(rows),
+                performing.num_generated_of(rows),
+                [float(v) for v in rows.dense("reward")] if call.method == "score" else [],
+                performing.finish_of(rows),
+                texts,
+                place,
+            )
+        )
+
+    def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
+        for peer in to:
+            if peer != self._settings.name:
+                start = now_ns()
+                self._outbox.send(self._peers[peer], Parcel(call, rows, self._settings.name))
+                self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), label=peer)
+
+    def _abort(self, ordinal: int) -> None:
+        """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
+        self._bench.abort(ordinal)
+        for number in [n for n, g in self._generations.items() if g.task.call == ordinal]:
+            for packed in self._generations.pop(number).task.ids:
+                self._task_of.pop(packed, None)
+            self._send(m.TaskDone(number))
+        for task in [task for task in self._queue if task.call == ordinal]:
+            self._queue.remove(task)
+            self._send(m.TaskDone(task.number))
+        if ordinal in self._calls and self._calls[ordinal].method == "update":
+            self._bench.give_up(self._calls[ordinal])
+
+    def _send(self, message: m.ToController) -> None:
+        self._link.send(m.encode(message))
+
+    def _flush_spans(self, *, force: bool) -> None:
+        """Send what was recorded; not more often than a few times a second while there is work."""
+        if len(self._recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
+            self._send(m.Spans(self._recorder.drain()))
+            self._flushed_ns = now_ns()
+
+
+@dataclass
+class _Generation:
+    """A generate task under way."""
+
+    task: m.Generate
+    num_left: int
+
+
+def _watch_parent(parent: int) -> None:
+    """End this process when the one that started it is gone, whatever the main thread is doing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def main() -> None:
+    """The entry point: settings on standard input, the run's secret in the environment."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
+    _watch_parent(settings.parent)
+    Worker(settings).run()
+
+
+if __name__ == "__main__":
+    main()
