@@ -122,7 +122,8 @@ OnArrays = Callable[[npt.NDArray[np.floating], Sequence[tuple[int, int]]], npt.N
 def _on_arrays(function: Callable[[Tensor, Sequence[int]], Tensor]) -> OnArrays:
     def advantages(rewards: npt.NDArray[np.floating], bounds: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         sizes = [end - start for start, end in bounds]
-        return function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes).numpy().astype(np.float32)
+        result = function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes)
+        return np.asarray(result.numpy(), np.float32)
 
     return advantages
 

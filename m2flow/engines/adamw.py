@@ -1,0 +1,112 @@
+"""The optimiser step of the embedded trainer: divide, clip, schedule, AdamW; one state for each recipe that a flow uses.
+
+The recipe's equations are torch.optim.AdamW's. Weight decay applies to every parameter. Gradients are divided by the
+mini-batch's denominator here, once, so no number depends on how the mini-batch was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m2flow.errors import EngineError
+from m2flow.recipe import AdamW
+
+
+def learning_rate(recipe: AdamW, num_steps: int) -> float:
+    """The rate of the step that follows `num_steps` earlier ones.
+
+        t < warmup_steps:  lr * (t + 1) / warmup_steps
+        else, with x = (t - warmup_steps) / (total_steps - warmup_steps):
+        constant lr, linear lr * (1 - x), cosine lr * (1 + cos(pi x)) / 2; zero from total_steps on
+
+    >>> [learning_rate(AdamW(lr=1.0, warmup_steps=2, schedule="linear", total_steps=6), t) for t in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if num_steps < recipe.warmup_steps:
+        return recipe.lr * (num_steps + 1) / recipe.warmup_steps
+    if recipe.schedule == "constant":
+        return recipe.lr
+    x = min(1.0, (num_steps - recipe.warmup_steps) / (recipe.total_steps - recipe.warmup_steps))
+    return recipe.lr * (1 - x if recipe.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2)
+
+
+class Optimizers:
+    """Steps on one set of parameters, under any number of recipes."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
+
+    def step(self, recipe: AdamW, denominator: float) -> dict[str, float]:
+        """Divide the gradients, clip, step and clear them.
+
+        Returns:
+            `grad_norm`, the 2-norm after the division and before the clipping, and `lr`.
+        Raises:
+            EngineError: no gradient, a denominator that is not positive, or a gradient that is not finite. The weights are as
+                they were, and the gradient is cleared.
+        """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        try:
+            if not gradients:
+                raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
+            if not (math.isfinite(denominator) and denominator > 0):
+                raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
+            norm = float(torch.nn.utils.get_total_norm(gradients)) / denominator
+            if not math.isfinite(norm):
+                raise EngineError(
+                    f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
+                    now="Look for infinite losses or advantages, and for a learning rate that is too high.",
+                )
+            shrink = recipe.max_grad_norm / norm if 0 < recipe.max_grad_norm < norm else 1.0
+            torch._foreach_mul_(gradients, shrink / denominator)
+            optimizer, num_steps = self._states.get(recipe) or (self._fresh(recipe), 0)
+            rate = learning_rate(recipe, num_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            self._states[recipe] = (optimizer, num_steps + 1)
+            return {"grad_norm": norm, "lr": rate}
+        finally:
+            self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state(self) -> list[dict[str, Any]]:
+        """Everything that the next steps depend on, in the order in which the recipes were first used."""
+        return [
+            {"recipe": asdict(recipe), "num_steps": num_steps, "state": optimizer.state_dict()}
+            for recipe, (optimizer, num_steps) in self._states.items()
+        ]
+
+    def load_state(self, saved: list[dict[str, Any]]) -> None:
+        """Continue from what `state` returned."""
+        states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
+        for entry in saved:
+            recipe = AdamW(**{**entry["recipe"], "betas": tuple(entry["recipe"]["betas"])})
+            optimizer = self._fresh(recipe)
+            optimizer.load_state_dict(entry["state"])
+            states[recipe] = (optimizer, int(entry["num_steps"]))
+        self._states = states
+        self.clear_gradients()
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the state, to leave a device or to come back to it."""
+        for optimizer, _ in self._states.values():
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = value.to(device)
+
+    def _fresh(self, recipe: AdamW) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            self._parameters, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True
+        )

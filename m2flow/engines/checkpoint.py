@@ -1,0 +1,106 @@
+"""A trainer's checkpoint on disk: a Hugging Face model directory, with the optimisers' state and a manifest beside it.
+
+    path/  config.json, *.safetensors, tokenizer.*     what any tool reads
+           m2flow_state.pt                             optimisers' state: tensors and numbers, read without unpickling code
+           m2flow_checkpoint.json                      size and SHA-256 of every file
+
+Written to a neighbouring directory and renamed into place: `path` is either the old checkpoint or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from m2flow.engines.hf_model import load_model
+from m2flow.errors import EngineError, ModelError
+from m2flow.recipe import Model
+
+if TYPE_CHECKING:
+    from m2flow.engines.hf_model import TextCodec
+
+_MANIFEST, _STATE = "m2flow_checkpoint.json", "m2flow_state.pt"
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights by Hugging Face name, without a copy and without gradient; a tied one comes once, under its first name."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield name, tensor
+
+
+def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object]) -> None:
+    """Write a checkpoint. Raises `EngineError` if the disk refuses; what was at `path` is then still there."""
+    target = Path(path)
+    fresh, old = target.with_name(f".{target.name}.{os.getpid()}.new"), target.with_name(f".{target.name}.{os.getpid()}.old")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        model.save_pretrained(str(fresh))
+        codec.save(str(fresh))
+        torch.save(dict(state), fresh / _STATE)
+        manifest = {file.name: [file.stat().st_size, _digest(file)] for file in sorted(fresh.iterdir())}
+        (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise EngineError(f"the checkpoint {path} can't be written: {error}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def load(path: str, model: Any, source: Model) -> dict[str, Any]:
+    """Copy a checkpoint's weights into the model and return its state. Raises `ModelError` if it is incomplete or altered."""
+    directory = Path(path)
+    _verify(directory)
+    device = str(next(model.parameters()).device)
+    loaded = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
+    current = model.state_dict()
+    if {name: tensor.shape for name, tensor in loaded.items()} != {name: tensor.shape for name, tensor in current.items()}:
+        raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
+    with torch.no_grad():
+        for name, tensor in current.items():
+            tensor.copy_(loaded[name])
+    try:
+        state: dict[str, Any] = torch.load(directory / _STATE, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ModelError(f"{directory / _STATE} can't be read: {error}") from error
+    return state
+
+
+def _verify(directory: Path) -> None:
+    manifest = directory / _MANIFEST
+    try:
+        expected: dict[str, tuple[int, str]] = json.loads(manifest.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{directory} is not a complete checkpoint: {manifest.name} can't be read ({error})", now="Use an earlier checkpoint."
+        ) from error
+    for name, (size, digest) in expected.items():
+        file = directory / name
+        if not file.is_file():
+            raise ModelError(f"the checkpoint {directory} lacks {name}", now="Use an earlier checkpoint.")
+        if file.stat().st_size != size or _digest(file) != digest:
+            raise ModelError(f"{file} is not what was saved: its size or checksum differs", now="Use an earlier checkpoint.")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,244 @@
+"""The embedded trainer: one Hugging Face causal language model, one process, packed micro-batches in PyTorch.
+
+    accumulate: micro-batch --packing--> logits --token_logprobs--> loss terms --backward--> gradients add up
+    apply:      gradients / denominator --clip--> AdamW
+
+Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as
+the rollout engine records them: before top-k and top-p.
+
+Limits: one rank; full causal attention (`packing.check_model`); weights and optimiser state in the model's own dtype, without
+float32 masters, so bfloat16 loses updates smaller than 1/256 of a weight. Dropout is off: log-probabilities are to be compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from m2flow.engines import allocator, checkpoint, packing
+from m2flow.engines.adamw import Optimizers
+from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
+from m2flow.engines.demonstrations import Demonstrations
+from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
+from m2flow.engines.token_logprobs import token_logprobs
+from m2flow.errors import EngineError, OpError
+from m2flow.recipe import AdamW, Loss, Model
+from m2flow.samples import Batch, Ragged
+
+# Shapes: N samples, T tokens under the loss mask.
+
+_LOGPROB_TOKENS = 16384
+"""Tokens of a forward pass without gradient. The option `logprob_tokens` overrides it."""
+
+
+@final
+class EmbeddedTrain(TrainEngine):
+    """Packed forward and backward passes over a model that this process holds."""
+
+    name = "embedded"
+    capabilities = Capabilities("train", devices=("cpu", "cuda"))
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._source = model
+        self._settings = settings
+        self._model: Any = None
+
+    def start(self) -> None:
+        use_threads(self._settings.threads, self._settings.deterministic)
+        allocator.keep_freed_memory()
+        self._codec = load_tokenizer(self._source)
+        self._model = load_model(self._source, device=self._settings.device, attention=packing.ATTENTION)
+        packing.check_model(self._model)
+        self._optimizers = Optimizers(self._model.parameters())
+        self._demonstrations = Demonstrations(self._codec)
+
+    def stop(self) -> None:
+        self._model = None
+        self._optimizers = Optimizers([])
+        _empty_device_cache(self._settings.device)
+
+    def onload(self) -> None:
+        self._move(self._settings.device)
+
+    def offload(self) -> None:
+        if torch.device(self._settings.device).type != "cpu":
+            self._move("cpu")
+            _empty_device_cache(self._settings.device)
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        batch = self._demonstrations.tokenised(batch).in_order()
+        loss = objective.loss
+        packed = self._pack(batch)
+        metrics: dict[str, float] = {}
+        if len(packed.targets):
+            logits = packing.forward_logits(self._model, packed)
+            logprobs, entropy = token_logprobs(logits, packed.targets, self._temperature(batch))
+            inputs = self._inputs(batch, loss, logprobs, entropy)
+            terms, reported = _evaluate(loss, inputs)
+            _check_terms(loss, terms, logprobs)
+            terms.sum().backward()
+            reported = {"loss": terms, "entropy": entropy, **self._drift(batch, logprobs), **reported}
+            sums = torch.stack([_per_token(loss, name, value, logprobs).detach().double().sum() for name, value in reported.items()])
+            metrics = dict(zip(reported, sums.tolist(), strict=True))
+        return Sums(len(batch), len(packed.targets), len(batch.ragged("tokens").values), metrics)
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        return self._optimizers.step(optimizer, denominator)
+
+    def discard(self) -> None:
+        self._optimizers.clear_gradients()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def logprobs(self, batch: Batch) -> Batch:
+        batch = self._demonstrations.tokenised(batch)
+        ordered = batch.in_order()
+        budget = int(str(self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)))
+        parts = []
+        for rows in _token_budget(ordered, budget):
+            part = ordered.take(rows)
+            mask = part.ragged("loss_mask")
+            values = np.zeros(len(mask.values), np.float32)
+            packed = self._pack(part)
+            if len(packed.targets):
+                logits = packing.forward_logits(self._model, packed)
+                values[mask.values.astype(bool)] = token_logprobs(logits, packed.targets, self._temperature(part))[0].cpu().numpy()
+            parts.append(Batch(part.ids, {"reference_logprobs": Ragged(values, part.ragged("tokens").offsets)}))
+        return Batch.concat(parts).select(batch.ids) if parts else Batch(batch.ids, {"reference_logprobs": Ragged.of([], np.float32)})
+
+    def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
+        return self._demonstrations.tokenised(batch).ragged("tokens").lengths
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return checkpoint.named_weights(self._model)
+
+    def save(self, path: str) -> None:
+        checkpoint.save(path, self._model, self._codec, {"optimizers": self._optimizers.state()})
+
+    def load(self, path: str) -> None:
+        self._optimizers.load_state(checkpoint.load(path, self._model, self._source)["optimizers"])
+
+    def _pack(self, batch: Batch) -> packing.Packed:
+        share = bool(self._settings.options.get("share_prompts", True))
+        tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
+        return packing.pack(batch.ids, tokens, mask, device=self._settings.device, share_prompts=share)
+
+    def _temperature(self, batch: Batch) -> Tensor | None:
+        """float32 [T]; None if it is 1 everywhere."""
+        if "temperature" not in batch:
+            return None
+        temperature = np.asarray(batch.dense("temperature"), np.float32)
+        temperature = np.where(temperature == 0, np.float32(1), temperature)
+        return None if bool((temperature == 1).all()) else self._put(np.repeat(temperature, _num_masked(batch)))
+
+    def _inputs(self, batch: Batch, loss: Loss, logprobs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+        """What the loss needs, each [T]."""
+        inputs = {}
+        for name in loss.needs:
+            if name == "logprobs":
+                inputs[name] = logprobs
+            elif name == "entropy":
+                inputs[name] = entropy
+            elif name == "sequence_lengths":
+                counts = _num_masked(batch)
+                inputs[name] = self._put(np.repeat(counts.astype(np.float32), counts))
+            else:
+                inputs[name] = self._column(
+                    batch, "logprobs" if name == "behaviour_logprobs" else name, f"the loss {loss.name} needs {name}"
+                )
+        return inputs
+
+    def _column(self, batch: Batch, name: str, reason: str) -> Tensor:
+        """A per-token or per-sample column of numbers, as [T]."""
+        if name not in batch:
+            raise EngineError(f"{reason}, and the batch has no column {name!r}; it has {', '.join(sorted(batch.columns))}")
+        column = batch[name]
+        if not isinstance(column, Ragged):
+            return self._put(np.repeat(column, _num_masked(batch)))
+        if column.kind != "numbers" or not np.array_equal(column.offsets, batch.ragged("tokens").offsets):
+            raise EngineError(f"{reason}, and column {name!r} has not one number for each token")
+        return self._put(column.values[batch.ragged("loss_mask").values.astype(bool)])
+
+    def _drift(self, batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
+        """How far the weights are from those that sampled the tokens."""
+        if "logprobs" not in batch:
+            return {}
+        difference = logprobs.detach() - self._column(batch, "logprobs", "the drift")
+        return {"logprob_diff_abs": difference.abs(), "ratio": difference.exp()}
+
+    def _put(self, values: npt.NDArray[Any]) -> Tensor:
+        if values.dtype == np.float64:
+            values = values.astype(np.float32)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._settings.device)
+
+    def _move(self, device: str) -> None:
+        self._model.to(device)
+        self._optimizers.to(device)
+
+
+def _evaluate(loss: Loss, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    function = _function(loss)
+    try:
+        result = function(**inputs, **dict(loss.options))
+    except Exception as error:
+        raise OpError(f"the loss {loss.name} raised {type(error).__name__}: {error}") from error
+    terms, reported = result if isinstance(result, tuple) else (result, {})
+    return terms, reported
+
+
+def _function(loss: Loss) -> Callable[..., Any]:
+    if not isinstance(loss.function, str):
+        assert callable(loss.function)
+        return loss.function
+    module, _, name = loss.function.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EngineError(f"the loss {loss.name} can't be imported from {loss.function!r}: {error}") from error
+    return function
+
+
+def _check_terms(loss: Loss, terms: Any, logprobs: Tensor) -> None:
+    terms = _per_token(loss, "its terms", terms, logprobs)
+    if not terms.requires_grad:
+        raise OpError(f"the terms of the loss {loss.name} have no gradient", now="Compute them from `logprobs` or `entropy`, undetached.")
+    if not math.isfinite(float(terms.detach().sum())):
+        num_bad = int((~terms.detach().isfinite()).sum())
+        raise EngineError(f"the loss {loss.name} is not finite for {num_bad} of {len(terms)} tokens")
+
+
+def _per_token(loss: Loss, name: str, value: Any, logprobs: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != logprobs.shape:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise OpError(f"the loss {loss.name} must return one number a token, [{len(logprobs)}]; {name} is {shape}")
+    return value
+
+
+def _num_masked(batch: Batch) -> npt.NDArray[np.int64]:
+    mask = batch.ragged("loss_mask")
+    counts = np.concatenate(([0], np.cumsum(mask.values.astype(np.int64))))
+    return counts[mask.offsets[1:]] - counts[mask.offsets[:-1]]
+
+
+def _token_budget(batch: Batch, budget: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Rows in runs of at most `budget` tokens, or of one sample."""
+    lengths = batch.ragged("tokens").lengths
+    start, total = 0, 0
+    for row, length in enumerate(lengths.tolist()):
+        if row > start and total + length > budget:
+            yield np.arange(start, row)
+            start, total = row, 0
+        total += length
+    if start < len(lengths):
+        yield np.arange(start, len(lengths))
+
+
+def _empty_device_cache(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,166 @@
+"""Users' Python functions as an engine: rewards and ops, plain or async, one call a unit, with a time limit.
+
+    sample -> function(Sample)      group, batch -> function(list[Sample])
+
+Each unit runs on a daemon thread: a function that hangs is abandoned there, and neither the next unit nor the end of the process
+waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limit: an abandoned thread lives on, and keeps what it holds;
+threads share the interpreter lock, so `concurrency` helps functions that wait, not functions that compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, final
+
+from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine
+from m2flow.errors import EngineError, M2FlowError, OpError
+from m2flow.samples import Batch, Sample, SampleId
+
+
+@dataclass(frozen=True)
+class _Unit:
+    position: int
+    label: str
+    argument: Sample | list[Sample]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    position: int
+    result: object = None
+    error: BaseException | None = None
+
+
+@final
+class PythonFunctions(FunctionEngine):
+    """Runs up to `options["concurrency"]` units at once (default 1)."""
+
+    name = "python"
+    capabilities = Capabilities(kind="function")
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+
+    def start(self) -> None:
+        concurrency = self._settings.options.get("concurrency", 1)
+        if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
+            raise EngineError(f"concurrency is {concurrency!r}; it must be a positive integer")
+
+    def stop(self) -> None:
+        pass
+
+    def call(self, function: Callable[..., object], batch: Batch, *, granularity: str, timeout_s: float | None) -> Sequence[object]:
+        units = _units(batch.in_order(), granularity)
+        concurrency = int(str(self._settings.options.get("concurrency", 1)))
+        outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        results: list[object] = [None] * len(units)
+        deadlines: dict[int, float] = {}
+        num_started, num_done = 0, 0
+        failures: dict[int, OpError] = {}
+        while num_done < len(units):
+            # After a failure only what already runs is waited for: the earliest sample's error is the one to report.
+            while num_started < len(units) and len(deadlines) < concurrency and not failures:
+                unit = units[num_started]
+                deadlines[unit.position] = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+                threading.Thread(target=_run, args=(function, unit, outcomes), name=f"m2flow-{unit.label}", daemon=True).start()
+                num_started += 1
+            if not deadlines:
+                break
+            outcome = _next_outcome(outcomes, min(deadlines.values()))
+            if outcome is None:
+                late = min(deadlines, key=lambda position: (deadlines[position], position))
+                del deadlines[late]
+                failures[late] = _too_slow(function, units[late], timeout_s)
+            elif outcome.position in deadlines:
+                del deadlines[outcome.position]
+                if outcome.error is None:
+                    results[outcome.position] = outcome.result
+                else:
+                    failures[outcome.position] = _failure(function, units[outcome.position], outcome.error)
+            else:
+                continue  # it was abandoned, and came after all
+            num_done += 1
+        if failures:
+            raise failures[min(failures)]
+        return results
+
+
+def _units(batch: Batch, granularity: str) -> list[_Unit]:
+    samples = list(batch.rows())
+    names = [str(SampleId.unpack(packed)) for packed in batch.ids.tolist()]
+    if granularity == "sample":
+        return [_Unit(i, f"sample {name}", sample) for i, (name, sample) in enumerate(zip(names, samples, strict=True))]
+    if granularity == "group":
+        bounds = batch.group_bounds()
+    elif granularity == "batch":
+        bounds = [(0, len(batch))]
+    else:
+        raise EngineError(f"a function's granularity is sample, group or batch, not {granularity!r}")
+    return [_Unit(i, _span(granularity, names[start:end]), samples[start:end]) for i, (start, end) in enumerate(bounds)]
+
+
+def _span(granularity: str, names: list[str]) -> str:
+    return f"{granularity} {names[0]} to {names[-1]}" if names else f"the empty {granularity}"
+
+
+def _run(function: Callable[..., Any], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome]) -> None:
+    try:
+        result = function(unit.argument)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        outcomes.put(_Outcome(unit.position, result))
+    except BaseException as error:
+        # SystemExit too: sys.exit() in a reward would else look like a hang.
+        outcomes.put(_Outcome(unit.position, error=error))
+
+
+async def _awaited(awaitable: Any) -> object:
+    return await awaitable
+
+
+def _next_outcome(outcomes: queue.SimpleQueue[_Outcome], deadline: float) -> _Outcome | None:
+    """The next outcome, or None if the deadline passes first."""
+    if deadline == float("inf"):
+        return outcomes.get()
+    try:
+        return outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        return None
+
+
+def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) -> OpError:
+    # Lines of ours above the user's frames say nothing to the user.
+    frames = _frames_after(error.__traceback__, __file__)
+    remote = "".join(traceback.format_exception(type(error), error, frames))
+    what = f"{_name(function)} raised {type(error).__name__} on {unit.label}"
+    if isinstance(error, M2FlowError):
+        return OpError(f"{what}: {error.what}", now=error.now, remote=remote)
+    return OpError(f"{what}: {error}" if str(error) else what, remote=remote)
+
+
+def _frames_after(frames: TracebackType | None, file: str) -> TracebackType | None:
+    last = frames
+    while frames is not None:
+        if frames.tb_frame.f_code.co_filename == file:
+            last = frames.tb_next
+        frames = frames.tb_next
+    return last
+
+
+def _too_slow(function: Callable[..., Any], unit: _Unit, timeout_s: float | None) -> OpError:
+    return OpError(
+        f"{_name(function)} took longer than {timeout_s:g} s on {unit.label}",
+        now="Its thread was abandoned. Raise timeout_s if the work is worth it, or bound the work inside the function.",
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"the function {getattr(function, '__qualname__', None) or type(function).__name__}".replace("<locals>.", "")

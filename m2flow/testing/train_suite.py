@@ -1,0 +1,337 @@
+"""The conformance suite of train engines: what a trainer must do whatever it computes with.
+
+    class TestMine(TrainEngineSuite):
+        def make(self) -> TrainEngine: ...          # a fresh engine, not started; always the same initial weights
+        is_exact = False                            # True: sums and weights agree bit by bit
+
+Every check takes tokens from `vocabulary`, builds its own batches, and compares the engine with itself: no reference values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from m2flow.engines.contract import Objective, Sums, TrainEngine
+from m2flow.errors import EngineError, ModelError
+from m2flow.recipe import AdamW, Loss
+from m2flow.samples import Batch, Ragged, make_ids
+
+PPO = Objective(Loss("ppo_clip", "m2flow.algorithms.losses:ppo_clip", ("logprobs", "behaviour_logprobs", "advantages")))
+NLL = Objective(Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",)))
+RECIPE = AdamW(lr=1e-2)
+
+Weights = dict[str, npt.NDArray[Any]]
+
+
+class TrainEngineSuite:
+    """Inherit, define `make`, and let pytest collect the class."""
+
+    is_exact = False
+    vocabulary = 32
+    tolerance = 1e-4
+    """Norm-relative, between two cuttings, where the engine is not exact."""
+
+    def make(self) -> TrainEngine:
+        raise NotImplementedError
+
+    def test_sums_and_weights_do_not_depend_on_how_a_mini_batch_is_cut(self) -> None:
+        batch = samples(self.vocabulary)
+        results = [self._trained(cut(batch, sizes)) for sizes in ([12], [6, 6], [1] * 12, [5, 7])]
+        results.append(self._trained(list(reversed(cut(batch, [4, 4, 4])))))
+        (first_sums, first_weights), *others = results
+        for sums, weights in others:
+            assert (sums.num_sequences, sums.num_tokens, sums.num_context_tokens) == counts(first_sums)
+            self.assert_close(metric_weights(sums), metric_weights(first_sums))
+            self.assert_close(weights, first_weights)
+
+    def test_counts_are_those_of_the_batch(self) -> None:
+        batch = samples(self.vocabulary)
+        mask = batch.ragged("loss_mask")
+        with started(self.make()) as engine:
+            sums = engine.accumulate(batch, PPO)
+        assert counts(sums) == (len(batch), int(np.count_nonzero(mask.values)), len(mask.values))
+        assert "loss" in sums.metrics
+
+    def test_the_order_of_rows_inside_a_micro_batch_does_not_matter(self) -> None:
+        batch = samples(self.vocabulary)
+        shuffled = batch.take(np.random.default_rng(0).permutation(len(batch)))
+        self.assert_close(self._trained([shuffled])[1], self._trained([batch])[1])
+
+    def test_every_sample_counts_once(self) -> None:
+        batch = samples(self.vocabulary)
+        whole = self._trained([batch])[1]
+        for other in ([batch.take(np.arange(11))], [batch, batch.take([11])]):
+            assert distance(self._trained(other)[1], whole) > self.tolerance
+
+    def test_advantages_count(self) -> None:
+        batch = samples(self.vocabulary)
+        changed = batch.with_columns(advantages=np.asarray(batch.dense("advantages"), np.float32) + np.float32(1))
+        assert distance(self._trained([changed])[1], self._trained([batch])[1]) > self.tolerance
+
+    def test_apply_divides_by_the_denominator(self) -> None:
+        batch = samples(self.vocabulary)
+        norms = []
+        for denominator in (1.0, 4.0):
+            with started(self.make()) as engine:
+                engine.accumulate(batch, PPO)
+                norms.append(engine.apply(RECIPE, denominator)["grad_norm"])
+        assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
+
+    def test_apply_clears_the_gradient(self) -> None:
+        with started(self.make()) as engine:
+            engine.accumulate(samples(self.vocabulary), PPO)
+            engine.apply(RECIPE, 1.0)
+            before = copied(engine)
+            with pytest.raises(EngineError, match="no gradient"):
+                engine.apply(RECIPE, 1.0)
+            assert distance(copied(engine), before) == 0
+
+    def test_discard_forgets_what_was_accumulated(self) -> None:
+        batch = samples(self.vocabulary)
+        with started(self.make()) as engine:
+            engine.accumulate(batch.take(np.arange(5)), PPO)
+            engine.discard()
+            engine.accumulate(batch, PPO)
+            engine.apply(LINEAR, 7.0)
+            self.assert_close(copied(engine), self._trained([batch], denominator=7.0)[1])
+
+    @pytest.mark.parametrize("denominator", [0.0, -1.0, float("nan")])
+    def test_a_denominator_that_is_not_positive_is_refused_and_changes_nothing(self, denominator: float) -> None:
+        with started(self.make()) as engine:
+            before = copied(engine)
+            engine.accumulate(samples(self.vocabulary), PPO)
+            with pytest.raises(EngineError, match="denominator"):
+                engine.apply(RECIPE, denominator)
+            assert distance(copied(engine), before) == 0
+
+    def test_weights_change_with_apply_alone(self) -> None:
+        batch = samples(self.vocabulary)
+        with started(self.make()) as engine:
+            before = copied(engine)
+            engine.accumulate(batch, PPO)
+            engine.logprobs(batch)
+            assert distance(copied(engine), before) == 0
+            engine.apply(RECIPE, 1.0)
+            assert distance(copied(engine), before) > 0
+
+    def test_two_engines_start_from_the_same_weights(self) -> None:
+        with started(self.make()) as one, started(self.make()) as other:
+            assert distance(copied(one), copied(other)) == 0
+
+    def test_each_recipe_has_state_of_its_own(self) -> None:
+        batch = samples(self.vocabulary)
+        other = AdamW(lr=1e-3, weight_decay=0.1)
+
+        def after(recipes: Sequence[AdamW]) -> Weights:
+            with started(self.make()) as engine:
+                for recipe in recipes:
+                    engine.accumulate(batch, PPO)
+                    engine.apply(recipe, 1.0)
+                return copied(engine)
+
+        assert distance(after([RECIPE, other]), after([RECIPE, RECIPE])) > 0
+        assert distance(after([RECIPE, other]), after([other, RECIPE])) > 0
+
+    def test_a_checkpoint_continues_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
+        batch = samples(self.vocabulary)
+        path = str(tmp_path / "checkpoint")
+
+        def train(engine: TrainEngine, recipe: AdamW) -> None:
+            engine.accumulate(batch, PPO)
+            engine.apply(recipe, 3.0)
+
+        with started(self.make()) as engine:
+            train(engine, RECIPE)
+            train(engine, NEXT)
+            engine.save(path)
+            saved = copied(engine)
+            train(engine, NEXT)
+            train(engine, RECIPE)
+            expected = copied(engine)
+        with started(self.make()) as engine:
+            engine.accumulate(batch, PPO)
+            engine.load(path)
+            assert distance(copied(engine), saved) == 0
+            train(engine, NEXT)
+            train(engine, RECIPE)
+            self.assert_close(copied(engine), expected)
+
+    def test_a_checkpoint_can_be_written_over_an_older_one(self, tmp_path: Path) -> None:
+        path = str(tmp_path / "checkpoint")
+        with started(self.make()) as engine:
+            engine.save(path)
+            engine.accumulate(samples(self.vocabulary), PPO)
+            engine.apply(RECIPE, 1.0)
+            engine.save(path)
+            expected = copied(engine)
+        with started(self.make()) as engine:
+            engine.load(path)
+            assert distance(copied(engine), expected) == 0
+        assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+    def test_a_checkpoint_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        with started(self.make()) as engine, pytest.raises(ModelError, match="nowhere"):
+            engine.load(str(tmp_path / "nowhere"))
+
+    def test_logprobs_are_aligned_with_tokens(self) -> None:
+        batch = samples(self.vocabulary)
+        shuffled = batch.take(np.random.default_rng(0).permutation(len(batch)))
+        with started(self.make()) as engine:
+            whole = engine.logprobs(batch)
+            parts = Batch.concat([engine.logprobs(part) for part in cut(shuffled, [5, 7])])
+            assert np.array_equal(parts.ids, shuffled.ids)
+            parts = parts.select(batch.ids)
+        column, mask = whole.ragged("reference_logprobs"), batch.ragged("loss_mask")
+        assert np.array_equal(whole.ids, batch.ids)
+        assert column.values.dtype == np.float32
+        assert np.array_equal(column.offsets, mask.offsets)
+        assert not column.values[~mask.values.astype(bool)].any()
+        assert np.all(column.values[mask.values.astype(bool)] <= 0)
+        self.assert_close({"": column.values}, {"": parts.ragged("reference_logprobs").values})
+
+    def test_demonstrations_are_tokenised_with_the_mask_on_the_target(self) -> None:
+        ids = make_ids(0, 3)
+        batch = Batch(ids, {"prompt": Ragged.texts(["1+1=", "2+2=", "10+7="]), "target": Ragged.texts(["2", "4", "17"])})
+        with started(self.make()) as engine:
+            lengths = engine.num_training_tokens(batch)
+            sums = engine.accumulate(batch, NLL)
+        assert len(lengths) == 3
+        assert sums.num_context_tokens == lengths.sum()
+        # At least one token for each target, and the end of sequence.
+        assert 6 <= sums.num_tokens < sums.num_context_tokens
+
+    def test_lengths_of_samples_are_those_of_their_tokens(self) -> None:
+        batch = samples(self.vocabulary)
+        with started(self.make()) as engine:
+            assert np.array_equal(engine.num_training_tokens(batch), batch.ragged("tokens").lengths)
+
+    def test_a_column_that_the_loss_needs_and_the_batch_lacks_is_named(self) -> None:
+        with started(self.make()) as engine, pytest.raises(EngineError, match="advantages"):
+            engine.accumulate(samples(self.vocabulary).without(["advantages"]), PPO)
+
+    def test_a_batch_without_masked_tokens_adds_nothing(self) -> None:
+        batch = samples(self.vocabulary)
+        mask = batch.ragged("loss_mask")
+        empty = batch.with_columns(loss_mask=Ragged(np.zeros_like(mask.values), mask.offsets))
+        with started(self.make()) as engine:
+            assert engine.accumulate(empty, PPO).num_tokens == 0
+            with pytest.raises(EngineError, match="no gradient"):
+                engine.apply(RECIPE, 1.0)
+
+    def test_an_engine_leaves_the_device_and_comes_back(self) -> None:
+        batch = samples(self.vocabulary)
+        with started(self.make()) as engine:
+            engine.accumulate(batch, PPO)
+            engine.apply(RECIPE, 1.0)
+            engine.offload()
+            engine.onload()
+            engine.accumulate(batch, PPO)
+            engine.apply(RECIPE, 1.0)
+            moved = copied(engine)
+        with started(self.make()) as engine:
+            for _ in range(2):
+                engine.accumulate(batch, PPO)
+                engine.apply(RECIPE, 1.0)
+            self.assert_close(copied(engine), moved)
+
+    def test_stopping_twice_is_harmless(self) -> None:
+        engine = self.make()
+        engine.start()
+        engine.stop()
+        engine.stop()
+
+    def assert_close(self, found: Weights, expected: Weights) -> None:
+        difference = distance(found, expected)
+        assert difference == 0 if self.is_exact else difference <= self.tolerance
+
+    def _trained(self, micro_batches: Sequence[Batch], denominator: float = 3.0) -> tuple[Sums, Weights]:
+        # The rate is a thousand times eps's share: Adam's first step would hide the size of a gradient behind its sign.
+        with started(self.make()) as engine:
+            sums = [engine.accumulate(batch, PPO) for batch in micro_batches]
+            engine.apply(LINEAR, denominator)
+            return added(sums), copied(engine)
+
+
+NEXT = AdamW(lr=3e-3, warmup_steps=2, schedule="cosine", total_steps=9)
+LINEAR = AdamW(lr=1.0, eps=10.0, max_grad_norm=0.0)
+"""With an `eps` far above the gradient, a step is nearly proportional to it."""
+
+
+def samples(vocabulary: int, *, num_prompts: int = 3, n: int = 4, seed: int = 0) -> Batch:
+    """Groups with shared prompts, ragged responses, and a stretch of a tool's text inside some of them."""
+    rng = np.random.default_rng(seed)
+    tokens, masks = [], []
+    for _ in range(num_prompts):
+        prompt = rng.integers(2, vocabulary, rng.integers(1, 9))
+        for index in range(n):
+            response = rng.integers(2, vocabulary, rng.integers(1, 14))
+            mask = np.ones(len(response), bool)
+            if index == 1:
+                mask[len(mask) // 3 : len(mask) // 2] = False
+            tokens.append(np.concatenate([prompt, response]))
+            masks.append(np.concatenate([np.zeros(len(prompt), bool), mask]))
+    ids = make_ids(5, num_prompts, n)
+    mask_column = Ragged.of(masks, bool)
+    behaviour = np.where(mask_column.values, -rng.random(len(mask_column.values)) * 4, 0).astype(np.float32)
+    return Batch(
+        ids,
+        {
+            "tokens": Ragged.of(tokens, np.int32),
+            "loss_mask": mask_column,
+            "logprobs": Ragged(behaviour, mask_column.offsets),
+            "advantages": rng.normal(size=len(ids)).astype(np.float32),
+        },
+    )
+
+
+def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    edges = np.concatenate(([0], np.cumsum(sizes)))
+    return [batch.take(np.arange(start, end)) for start, end in itertools.pairwise(edges)]
+
+
+def added(sums: Sequence[Sums]) -> Sums:
+    names = dict.fromkeys(name for s in sums for name in s.metrics)
+    metrics = {name: float(np.sum([s.metrics.get(name, 0.0) for s in sums])) for name in names}
+    sequences, tokens, context = (sum(part) for part in zip(*map(counts, sums), strict=True))
+    return Sums(sequences, tokens, context, metrics)
+
+
+def counts(sums: Sums) -> tuple[int, int, int]:
+    return sums.num_sequences, sums.num_tokens, sums.num_context_tokens
+
+
+def metric_weights(sums: Sums) -> Weights:
+    return {name: np.array([value]) for name, value in sums.metrics.items()}
+
+
+def copied(engine: TrainEngine) -> Weights:
+    return {name: np.asarray(tensor.cpu() if hasattr(tensor, "cpu") else tensor).copy() for name, tensor in engine.weights()}
+
+
+def distance(found: Mapping[str, npt.NDArray[Any]], expected: Mapping[str, npt.NDArray[Any]]) -> float:
+    """Largest norm of a difference over the norm of what is expected; 0 means equal bits."""
+    assert set(found) == set(expected)
+    worst = 0.0
+    for name, array in expected.items():
+        assert found[name].shape == array.shape
+        if not np.array_equal(found[name], array):
+            difference = float(np.linalg.norm(found[name].astype(np.float64) - array.astype(np.float64)))
+            worst = max(worst, difference / max(float(np.linalg.norm(array.astype(np.float64))), 1e-12), 5e-324)
+    return worst
+
+
+@contextmanager
+def started(engine: TrainEngine) -> Iterator[TrainEngine]:
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()

@@ -1,0 +1,189 @@
+"""Users' functions: units by granularity, errors that name the sample, and time limits that abandon what hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.functions import PythonFunctions
+from m2flow.errors import EngineError, OpError, error_from_record
+from m2flow.samples import Batch, Ragged, Sample, make_ids
+
+SHORT_S = 0.05
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What hanging functions wait for; opened at the end, so that no test leaves a thread behind."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def batch(num_prompts: int = 3, n: int = 2) -> Batch:
+    ids = make_ids(1, num_prompts, n)
+    return Batch(ids, {"text": Ragged.texts([f"t{i}" for i in range(len(ids))])})
+
+
+def call(
+    function: Callable[..., object], samples: Batch, granularity: str = "sample", timeout_s: float | None = None, concurrency: int = 1
+) -> list[object]:
+    engine = PythonFunctions(EngineSettings(options={"concurrency": concurrency}))
+    engine.start()
+    try:
+        return list(engine.call(function, samples, granularity=granularity, timeout_s=timeout_s))
+    finally:
+        engine.stop()
+
+
+async def text_later(sample: Sample) -> object:
+    await asyncio.sleep(0)
+    return sample.text
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("function", [lambda sample: sample.text, text_later])
+def test_results_are_in_the_order_of_identity(function: Callable[[Sample], object], concurrency: int) -> None:
+    shuffled = batch().take(np.array([3, 0, 5, 2, 1, 4]))
+    assert call(function, shuffled, concurrency=concurrency) == ["t0", "t1", "t2", "t3", "t4", "t5"]
+
+
+@pytest.mark.parametrize(("granularity", "sizes"), [("group", [2, 2, 2]), ("batch", [6])])
+def test_a_function_of_a_unit_gets_all_its_samples(granularity: str, sizes: list[int]) -> None:
+    assert call(len, batch(), granularity) == sizes
+
+
+def test_an_empty_batch_has_no_units() -> None:
+    assert call(len, batch().take([]), "sample") == []
+    assert call(len, batch().take([]), "group") == []
+
+
+def test_up_to_concurrency_units_run_at_once() -> None:
+    barrier = threading.Barrier(3)
+
+    def meet(sample: Sample) -> int:
+        # Passes only if three units are inside together.
+        return barrier.wait(timeout=20) >= 0
+
+    assert call(meet, batch(), concurrency=3) == [True] * 6
+
+
+def test_by_default_units_run_one_after_the_other() -> None:
+    inside = threading.Semaphore(1)
+
+    def alone(sample: Sample) -> bool:
+        entered = inside.acquire(blocking=False)
+        inside.release()
+        return entered
+
+    assert call(alone, batch()) == [True] * 6
+
+
+def fragile(sample: Sample) -> float:
+    return 1 / (sample.id.prompt - 1)
+
+
+async def fragile_later(sample: Sample) -> float:
+    await asyncio.sleep(0)
+    return fragile(sample)
+
+
+@pytest.mark.parametrize("function", [fragile, fragile_later])
+@pytest.mark.parametrize("concurrency", [1, 6])
+def test_an_error_names_the_earliest_sample_and_shows_the_users_frames(function: Callable[..., object], concurrency: int) -> None:
+    with pytest.raises(OpError, match=rf"{function.__name__} raised ZeroDivisionError on sample p1/0") as caught:
+        call(function, batch(), concurrency=concurrency)
+    remote = caught.value.remote
+    assert "return 1 / (sample.id.prompt - 1)" in remote
+    assert "functions.py" not in remote
+    assert str(error_from_record(caught.value.to_record())) == str(caught.value)
+
+
+def test_an_error_of_a_group_names_its_samples() -> None:
+    with pytest.raises(OpError, match="on group p0/0 to p0/1"):
+        call(lambda samples: samples[0].nothing, batch(), "group")
+
+
+def test_exit_in_a_function_is_an_error_like_others() -> None:
+    with pytest.raises(OpError, match="SystemExit on sample p0/0"):
+        call(lambda sample: sys.exit(3), batch())
+
+
+def test_no_unit_starts_after_an_error() -> None:
+    started: list[str] = []
+
+    def count(sample: Sample) -> None:
+        started.append(str(sample.id))
+        raise ValueError
+
+    with pytest.raises(OpError):
+        call(count, batch())
+    assert started == ["p0/0"]
+
+
+def test_a_function_that_hangs_is_abandoned_and_named(gate: threading.Event) -> None:
+    with pytest.raises(OpError, match=r"longer than 0.05 s on sample p0/1"):
+        call(lambda sample: sample.id.index and gate.wait(), batch(), timeout_s=SHORT_S)
+
+
+def test_an_async_function_that_hangs_is_abandoned_too(gate: threading.Event) -> None:
+    async def forever(sample: Sample) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, gate.wait)
+
+    with pytest.raises(OpError, match="longer than"):
+        call(forever, batch(), timeout_s=SHORT_S)
+
+
+def test_the_limit_is_for_each_unit_and_not_for_all() -> None:
+    pause = threading.Event()
+
+    def slow(sample: Sample) -> bool:
+        return pause.wait(0.3)
+
+    # 1.8 s in all, 0.3 s each.
+    assert call(slow, batch(), timeout_s=1.5) == [False] * 6
+
+
+def test_the_engine_works_on_after_a_hang(gate: threading.Event) -> None:
+    engine = PythonFunctions(EngineSettings())
+    engine.start()
+    with pytest.raises(OpError):
+        engine.call(lambda sample: gate.wait(), batch(), granularity="sample", timeout_s=SHORT_S)
+    assert list(engine.call(lambda sample: sample.id.index, batch(), granularity="sample", timeout_s=None)) == [0, 1] * 3
+
+
+def test_a_hanging_function_does_not_keep_the_process_alive() -> None:
+    program = """
+import threading
+import numpy as np
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.functions import PythonFunctions
+from m2flow.errors import OpError
+from m2flow.samples import Batch, make_ids
+engine = PythonFunctions(EngineSettings())
+engine.start()
+try:
+    engine.call(lambda s: threading.Event().wait(), Batch(make_ids(0, 1)), granularity="sample", timeout_s=0.05)
+except OpError:
+    print("abandoned")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "abandoned\n"
+
+
+@pytest.mark.parametrize("concurrency", [0, -1, 1.5, "two"])
+def test_a_concurrency_that_is_no_count_is_refused(concurrency: object) -> None:
+    with pytest.raises(EngineError, match="concurrency"):
+        PythonFunctions(EngineSettings(options={"concurrency": concurrency})).start()
+
+
+def test_an_unknown_granularity_is_refused() -> None:
+    with pytest.raises(EngineError, match="minibatch"):
+        call(len, batch(), "minibatch")
