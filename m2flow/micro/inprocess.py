@@ -6,29 +6,53 @@ together, scored together, and trained on in the order of their identity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
 from m2flow.micro import performing
-from m2flow.micro.journal import Journal
 from m2flow.micro.packing import cut
 from m2flow.micro.plan import Plan
-from m2flow.micro.segments import SegmentWriter
+from m2flow.micro.segments import Place, SegmentWriter
 from m2flow.micro.workbench import Workbench
 from m2flow.observe.recorder import Recorder
+from m2flow.observe.spans import SpanBlock
 from m2flow.recipe import Model
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, RunSettings
+
+
+class Notes(Protocol):
+    """Is told what was done, to write it down (`m2flow.micro.journal`)."""
+
+    def call_added(self, call: Call) -> None: ...
+
+    def samples_done(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        finish: Sequence[int],
+        place: Place,
+        example: Sequence[str],
+    ) -> None: ...
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None: ...
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None: ...
+
+    def spans(self, block: SpanBlock) -> None: ...
 
 
 class InProcess:
     """A `m2flow.macro.eager.Performer` on engines of this process."""
 
     def __init__(
-        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, models: Mapping[str, Model], run_dir: Path, journal: Journal
+        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, models: Mapping[str, Model], run_dir: Path, notes: Notes
     ) -> None:
         slots = tuple(dict.fromkeys(slot for worker in plan.workers for slot in worker.engines))
         threads = 1 if settings.deterministic else spec.num_cores
@@ -57,19 +81,19 @@ class InProcess:
         self._held: dict[str, int] = {}
         self._token_budget = spec.train.token_budget
         self._segments = SegmentWriter(run_dir / "segments", "eager")
-        self._journal = journal
+        self._notes = notes
 
     def open(self) -> None:
         self._bench.open()
 
     def close(self) -> None:
-        self._journal.spans(self._recorder.drain())
+        self._notes.spans(self._recorder.drain())
         self._segments.close()
         self._bench.close()
 
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
         """Do one whole call."""
-        self._journal.call_added(call)
+        self._notes.call_added(call)
         match call.engine:
             case "source":
                 return call.options["rows"]
@@ -105,13 +129,13 @@ class InProcess:
         result = Batch.concat(parts).in_order()
         example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")] if len(result) else []
         numbers = (performing.num_tokens_of(result), performing.num_generated_of(result), performing.finish_of(result))
-        self._journal.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
+        self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
         return result
 
     def _function(self, call: Call, samples: Batch) -> object:
         result = self._bench.perform(call, samples)
         if isinstance(result, Batch) and call.method == "score":
-            self._journal.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")])
+            self._notes.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")])
         return result if isinstance(result, Batch) else performing.plain_value(call, result)
 
     def _update(self, call: Call, inputs: Mapping[str, Batch]) -> dict[str, float]:
@@ -132,7 +156,7 @@ class InProcess:
                     taken += count
                     prepared = performing.training_rows(call, rows, inputs.get("rewards"), _rows_of(inputs.get("reference"), rows))
                     self._bench.accumulate(call, prepared, epoch=epoch)
-                    self._journal.consumed(call, epoch, rows.ids.tolist())
+                    self._notes.consumed(call, epoch, rows.ids.tolist())
                 is_last = epoch == epochs - 1 and start + size >= len(bounds)
                 metrics = self._bench.apply(call, is_last=is_last)
         return metrics

@@ -41,7 +41,7 @@ class PlannedBackend(Backend):
 
     def submit(self, call: Call) -> None:
         self._outcomes.submitted(call)
-        self._bodies[call.ordinal] = _body(call)
+        self._bodies[call.ordinal] = call_body(call)
         self._is_aligned[call.ordinal] = call.is_aligned
         self._segment.append(call)
 
@@ -88,7 +88,7 @@ class PlannedBackend(Backend):
             self._controller.post(post)
 
 
-def _body(call: Call) -> bytes:
+def call_body(call: Call) -> bytes:
     """The call as the workers get it: a snapshot, with what its function captures.
 
     Raises:

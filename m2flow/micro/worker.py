@@ -19,11 +19,12 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import cloudpickle
 import msgspec
 
-from m2flow.channels.contract import Parcel
+from m2flow.channels.contract import Inbox, Outbox, Parcel
 from m2flow.channels.zeromq import Beacon, LinkDialer, ZmqInbox, ZmqOutbox, wait
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import EngineError, InternalError, M2FlowError
@@ -76,13 +77,22 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         }
 
 
-class Worker:
-    """One process's loop."""
+class ControlLink(Protocol):
+    """The worker's end of the link to its controller."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        self._settings = settings
+    def receive(self, timeout_s: float) -> list[bytes]: ...
+
+    def send(self, message: bytes) -> None: ...
+
+
+class Worker:
+    """What a worker does, on whatever links and channels it is given. `open`, then `turn` until `is_stopping`, then `close`."""
+
+    def __init__(self, settings: WorkerSettings, link: ControlLink, inbox: Inbox, outbox: Outbox) -> None:
+        self.settings = settings
+        self.is_stopping = False
         self._recorder = Recorder(settings.name)
-        self._bench = Workbench(
+        self.bench = Workbench(
             settings.engines,
             settings.models,
             settings.engine_settings(),
@@ -90,9 +100,9 @@ class Worker:
             recorder=self._recorder,
             shared_prefix=settings.shared_prefix,
         )
-        self._link = LinkDialer()
-        self._inbox = ZmqInbox(settings.inbox)
-        self._outbox = ZmqOutbox(settings.name)
+        self._link = link
+        self._inbox = inbox
+        self._outbox = outbox
         self._segments = SegmentWriter(f"{settings.run_dir}/segments", settings.name)
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
@@ -100,49 +110,40 @@ class Worker:
         self._queue: deque[m.Task] = deque()
         self._generations: dict[int, _Generation] = {}
         self._task_of: dict[int, int] = {}
-        self._is_stopping = False
         self._flushed_ns = 0
 
-    def run(self) -> None:
-        """Until told to stop."""
-        settings = self._settings
-        token = os.environ.pop(TOKEN_VARIABLE, "")
-        self._link.open(settings.controller, settings.name, token)
-        beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s)
-        beacon.open()
-        try:
-            self._bench.open()
-            self._send(m.Ready(self._inbox.open(), os.getpid()))
-            while not self._is_stopping:
-                self._turn()
-            self._flush_spans(force=True)
-        except M2FlowError as error:
-            self._send(m.Fatal(error.to_record()))
-        except Exception as error:
-            self._send(m.Fatal(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()).to_record()))
-        finally:
-            self._bench.close()
-            self._segments.close()
-            self._send(m.Goodbye())
-            beacon.close()
-            self._outbox.close(drain_s=1.0)
-            self._inbox.close()
-            self._link.close(drain_s=1.0)
+    def open(self) -> None:
+        """Load the engines, then say that we are here."""
+        self.bench.open()
+        self._send(m.Ready(self._inbox.open(), os.getpid()))
 
-    def _turn(self) -> None:
-        has_work = self._bench.num_unfinished > 0 or self._next_is_ready()
-        if not has_work:
-            self._flush_spans(force=True)
-            wait([self._link, self._inbox], 0.5)
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` would do more than read what has come."""
+        return self.bench.num_unfinished > 0 or self._next_is_ready()
+
+    def turn(self) -> None:
+        """Read what has come, decode one token of everything that generates, do one task."""
         for parcel in self._inbox.receive(0.0):
             self._store.put(parcel.call, parcel.batch)
         for message in self._link.receive(0.0):
             self._take(m.decode_to_worker(message))
-        for call, rows in self._bench.step():
+        for call, rows in self.bench.step():
             self._generated(call, rows)
         if self._next_is_ready():
             self._do(self._queue.popleft())
-        self._flush_spans(force=False)
+        self.flush_spans(force=False)
+
+    def close(self) -> None:
+        """Free the engines; send the last spans and goodbye."""
+        self.bench.close()
+        self._segments.close()
+        self.flush_spans(force=True)
+        self._send(m.Goodbye())
+
+    def fail(self, error: M2FlowError) -> None:
+        """Tell the controller that this worker can't go on."""
+        self._send(m.Fatal(error.to_record()))
 
     def _take(self, message: m.ToWorker) -> None:
         match message:
@@ -158,7 +159,7 @@ class Worker:
                 self._store.forget(ordinal)
                 self._calls.pop(ordinal, None)
             case m.Stop():
-                self._is_stopping = True
+                self.is_stopping = True
             case m.Task():
                 self._queue.append(message)
 
@@ -193,13 +194,13 @@ class Worker:
                 self._send(done)
 
     def _failed(self, task: m.Task, error: M2FlowError) -> None:
-        where = f" (worker {self._settings.name}, pid {os.getpid()})"
+        where = f" (worker {self.settings.name}, pid {os.getpid()})"
         named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
         self._send(m.TaskFailed(task.number, task.call, named.to_record()))
 
     def _perform(self, task: m.Task) -> m.TaskDone | None:
         """Do a task. A generation only begins here; it is done when its last sample is."""
-        bench = self._bench
+        bench = self.bench
         match task:
             case m.Generate():
                 self._generate(task)
@@ -239,7 +240,7 @@ class Worker:
 
     def _generate(self, task: m.Generate) -> None:
         prompts = self._store.get(self._input(task, "prompts"), task.prompts)
-        self._bench.generate(self._calls[task.call], task.ids, prompts)
+        self.bench.generate(self._calls[task.call], task.ids, prompts)
         self._generations[task.number] = _Generation(task, len(task.ids))
         self._task_of.update(dict.fromkeys(task.ids, task.number))
 
@@ -280,14 +281,14 @@ class Worker:
 
     def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
         for peer in to:
-            if peer != self._settings.name:
+            if peer != self.settings.name:
                 start = now_ns()
-                self._outbox.send(self._peers[peer], Parcel(call, rows, self._settings.name))
+                self._outbox.send(self._peers[peer], Parcel(call, rows, self.settings.name))
                 self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), label=peer)
 
     def _abort(self, ordinal: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
-        self._bench.abort(ordinal)
+        self.bench.abort(ordinal)
         for number in [n for n, g in self._generations.items() if g.task.call == ordinal]:
             for packed in self._generations.pop(number).task.ids:
                 self._task_of.pop(packed, None)
@@ -296,12 +297,12 @@ class Worker:
             self._queue.remove(task)
             self._send(m.TaskDone(task.number))
         if ordinal in self._calls and self._calls[ordinal].method == "update":
-            self._bench.give_up(self._calls[ordinal])
+            self.bench.give_up(self._calls[ordinal])
 
     def _send(self, message: m.ToController) -> None:
         self._link.send(m.encode(message))
 
-    def _flush_spans(self, *, force: bool) -> None:
+    def flush_spans(self, *, force: bool) -> None:
         """Send what was recorded; not more often than a few times a second while there is work."""
         if len(self._recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
             self._send(m.Spans(self._recorder.drain()))
@@ -327,12 +328,38 @@ def _watch_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
+def serve(settings: WorkerSettings, token: str) -> None:
+    """Run a worker over ZeroMQ until it is told to stop."""
+    link, inbox, outbox = LinkDialer(), ZmqInbox(settings.inbox), ZmqOutbox(settings.name)
+    link.open(settings.controller, settings.name, token)
+    beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s)
+    beacon.open()
+    worker = Worker(settings, link, inbox, outbox)
+    try:
+        worker.open()
+        while not worker.is_stopping:
+            if not worker.has_work:
+                worker.flush_spans(force=True)
+                wait([link, inbox], 0.5)
+            worker.turn()
+    except M2FlowError as error:
+        worker.fail(error)
+    except Exception as error:
+        worker.fail(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()))
+    finally:
+        worker.close()
+        beacon.close()
+        outbox.close(drain_s=1.0)
+        inbox.close()
+        link.close(drain_s=1.0)
+
+
 def main() -> None:
     """The entry point: settings on standard input, the run's secret in the environment."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
     _watch_parent(settings.parent)
-    Worker(settings).run()
+    serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
 
 
 if __name__ == "__main__":

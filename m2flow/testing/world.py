@@ -1,0 +1,352 @@
+"""A whole cluster in one thread: the real scheduler and the real workers, on in-memory channels, in an order that a seed decides.
+
+    run_planned(flow, options, spec, order_seed=7) == run_eager(flow, options, spec)
+
+Which worker takes its next turn, and when the controller hears what a worker said, is drawn at random; each link keeps its own
+order, as the real ones do. So every interleaving that processes could show can be produced, and produced again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from m2flow.channels.contract import Parcel
+from m2flow.channels.memory import MemoryInbox, MemoryOutbox
+from m2flow.errors import InternalError, M2FlowError, error_from_record
+from m2flow.macro.eager import EagerBackend, number_of
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import Call, MacroGraph, Observation
+from m2flow.macro.session import Backend
+from m2flow.macro.tracing import trace
+from m2flow.micro import messages as m
+from m2flow.micro import performing
+from m2flow.micro.events import CONTROLLER, CallAdded, Event, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
+from m2flow.micro.inprocess import InProcess
+from m2flow.micro.lowering import Lowering, lower
+from m2flow.micro.plan import WorkerPlan
+from m2flow.micro.planned import call_body
+from m2flow.micro.scheduler import Scheduler
+from m2flow.micro.segments import Place, read_segment
+from m2flow.micro.store import RowStore
+from m2flow.micro.worker import Worker, WorkerSettings
+from m2flow.observe.spans import SpanBlock
+from m2flow.recipe import Model
+from m2flow.samples import Batch
+from m2flow.spec import ClusterSpec, RunSettings
+
+MAX_TURNS = 2_000_000
+"""Turns without an end that count as a deadlock."""
+
+
+@dataclass
+class Answer:
+    """What a run came to: everything that must not depend on the plan."""
+
+    samples: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Identity -> token ids, versions."""
+    rewards: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(call, sample) -> reward."""
+    consumed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(update call, epoch, sample), sorted."""
+    logs: list[tuple[int, str, float]] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+    """Role -> digest of its trained weights."""
+    error: str = ""
+    """The error that the flow ended with."""
+
+
+class _Link:
+    """Both directions between the controller and one worker."""
+
+    def __init__(self) -> None:
+        self.to_worker: deque[bytes] = deque()
+        self.to_controller: deque[bytes] = deque()
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        received = list(self.to_worker)
+        self.to_worker.clear()
+        return received
+
+    def send(self, message: bytes) -> None:
+        self.to_controller.append(message)
+
+
+class World(Backend):
+    """A backend that turns the wheels itself whenever the flow waits."""
+
+    def __init__(
+        self, flow: str, lowering: Lowering, scheduler: Scheduler, workers: Mapping[str, tuple[Worker, _Link]], order_seed: int
+    ) -> None:
+        self.answer = Answer()
+        self._flow = flow
+        self._lowering = lowering
+        self._scheduler = scheduler
+        self._workers = workers
+        self._order = random.Random(order_seed)
+        self._outbox = MemoryOutbox()
+        self._inbox = MemoryInbox()
+        self._addresses: dict[str, str] = {}
+        self._rows = RowStore()
+        self._calls: dict[int, Call] = {}
+        self._defined: dict[str, set[int]] = {name: set() for name in workers}
+        self._segment: list[Call] = []
+        self._values: dict[int, object] = {}
+        self._errors: dict[int, M2FlowError] = {}
+        self._collected: dict[int, list[Batch]] = {}
+        self._consuming: dict[int, m.Accumulate] = {}
+        self._logged: list[tuple[int, str, tuple[int, str | None] | float]] = []
+        self._released: list[int] = []
+        self._run_dir = Path()
+
+    def open(self) -> None:
+        self._addresses[CONTROLLER] = self._inbox.open()
+        for name, (worker, link) in self._workers.items():
+            worker.open()
+            ready = m.decode_to_controller(link.to_controller.popleft())
+            assert isinstance(ready, m.Ready)
+            self._addresses[name] = ready.address
+        for _, link in self._workers.values():
+            link.to_worker.append(m.encode(m.Peers(self._addresses)))
+
+    def close(self) -> None:
+        for worker, _ in self._workers.values():
+            worker.close()
+        self._outbox.close()
+        self._inbox.close()
+
+    def submit(self, call: Call) -> None:
+        self._calls[call.ordinal] = call
+        self._segment.append(call)
+
+    def value(self, ordinal: int) -> object:
+        self._flush()
+        self._turn_until(lambda: ordinal in self._values or ordinal in self._errors)
+        if ordinal in self._errors:
+            raise self._errors[ordinal]
+        if not self._calls[ordinal].is_aligned:
+            return self._values[ordinal]
+        self._handle(Wanted(ordinal))
+        num_rows = self._scheduler.num_rows(ordinal)
+        self._turn_until(lambda: sum(map(len, self._collected.get(ordinal, []))) >= num_rows)
+        return Batch.concat(self._collected[ordinal]).in_order()
+
+    def observed(self, observation: Observation) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
+        self._logged += [(step, name, source) for name, source in values.items()]
+
+    def release(self, ordinal: int) -> None:
+        self._released.append(ordinal)
+
+    def end_step(self, step: int) -> None:
+        self._flush()
+        for _ in range(self._order.randrange(20)):
+            self._turn()
+        if self._errors:
+            raise self._errors[min(self._errors)]
+
+    def finish(self) -> None:
+        self._flush()
+        self._turn_until(lambda: self._scheduler.is_idle)
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        for step, name, source in self._logged:
+            value = source if isinstance(source, float) else number_of(self._values[source[0]], source[1])
+            self.answer.logs.append((step, name, value))
+
+    def _flush(self) -> None:
+        calls, self._segment = self._segment, []
+        stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls))) if calls else ()
+        for call, stage in zip(calls, stages, strict=True):
+            self._handle(CallAdded(call, stage))
+            rows = call.options.get("rows")
+            if isinstance(rows, Batch):
+                self._rows.put(call.ordinal, rows)
+                self._handle(Sourced(call.ordinal, rows.ids.tolist(), performing.num_tokens_of(rows)))
+        released, self._released = self._released, []
+        for ordinal in released:
+            self._handle(Released(ordinal))
+
+    def _turn_until(self, is_met) -> None:  # type: ignore[no-untyped-def]
+        for _ in range(MAX_TURNS):
+            if is_met():
+                return
+            self._turn()
+        raise InternalError("nothing moves any more: " + "; ".join(self._scheduler.waiting()))
+
+    def _turn(self) -> None:
+        """One thing happens somewhere."""
+        name = self._order.choice(list(self._workers))
+        worker, link = self._workers[name]
+        if self._order.random() < 0.5:
+            worker.turn()
+        elif link.to_controller:
+            self._received(name, m.decode_to_controller(link.to_controller.popleft()))
+        for parcel in self._inbox.receive(0.0):
+            self._collected.setdefault(parcel.call, []).append(parcel.batch)
+
+    def _received(self, worker: str, message: m.ToController) -> None:
+        if isinstance(message, m.Fatal):
+            raise error_from_record(message.error)
+        if isinstance(message, m.Finished):
+            self._note(message)
+        if isinstance(message, m.TaskDone):
+            task = self._consuming.pop(message.task, None)
+            self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
+        if isinstance(message, m.Finished | m.TaskDone | m.TaskFailed):
+            self._handle(FromWorker(worker, message))
+
+    def _note(self, message: m.Finished) -> None:
+        if message.segment is not None:
+            rows = read_segment(self._run_dir / "segments", message.segment).select(np.array(message.ids, np.int64))
+            self.answer.samples.update(samples_of(rows))
+        self.answer.rewards.update(((message.call, packed), value) for packed, value in zip(message.ids, message.values, strict=False))
+
+    def _handle(self, event: Event) -> None:
+        for command in self._scheduler.handle(event):
+            match command:
+                case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
+                    self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
+                case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
+                    self._rows.forget(call)
+                case Send(worker, message):
+                    self._tell(worker, message)
+                case Resolve(call, value):
+                    self._values[call] = value
+                case Reject(call, error):
+                    self._errors[call] = error
+
+    def _tell(self, worker: str, message: m.ToWorker) -> None:
+        link = self._workers[worker][1]
+        if isinstance(message, m.Task) and message.call >= 0 and message.call not in self._defined[worker]:
+            self._defined[worker].add(message.call)
+            link.to_worker.append(m.encode(m.Define(message.call, call_body(self._calls[message.call]))))
+        if isinstance(message, m.Accumulate):
+            self._consuming[message.number] = message
+        link.to_worker.append(m.encode(message))
+
+
+def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Identity -> token ids, versions."""
+    tokens, versions = rows.ragged("tokens"), rows.ragged("versions")
+    return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
+
+
+def run_planned(
+    flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0, order_seed: int = 0, by_identity: bool = False
+) -> Answer:
+    """Run a flow by the plan of a spec, with the interleaving of `order_seed`."""
+    graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
+    plan = lower(graph, models, spec)
+    with tempfile.TemporaryDirectory() as directory:
+        workers = {}
+        for planned in plan.workers:
+            settings = _worker_settings(planned, models, spec, seed, directory)
+            link = _Link()
+            workers[planned.name] = (Worker(settings, link, MemoryInbox(), MemoryOutbox()), link)
+        world = World(flow.name, Lowering(plan, spec), Scheduler(plan, deterministic=by_identity), workers, order_seed)
+        world._run_dir = Path(directory)
+        try:
+            world.open()
+            try:
+                flow.run(world, options, seed=seed)
+            except M2FlowError as error:
+                world.answer.error = f"{type(error).__name__}: {error.what.split(' (worker')[0]}"
+            for planned in plan.workers:
+                trained = [slot.role for slot in planned.engines if slot.kind == "train"]
+                world.answer.weights |= {role: workers[planned.name][0].bench.save(role, f"{directory}/{role}") for role in trained}
+        finally:
+            world.close()
+    world.answer.consumed.sort()
+    return world.answer
+
+
+def run_eager(flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0) -> Answer:
+    """Run a flow call by call: what every plan must agree with."""
+    graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
+    plan = lower(graph, models, spec)
+    with tempfile.TemporaryDirectory() as directory:
+        notes = _Notes(Path(directory))
+        performer = InProcess(plan, spec, RunSettings(seed=seed), models, Path(directory), notes)
+        performer.open()
+        try:
+            flow.run(EagerBackend(performer, notes), options, seed=seed)
+        except M2FlowError as error:
+            notes.answer.error = f"{type(error).__name__}: {error.what}"
+        trained = {slot.role for worker in plan.workers for slot in worker.engines if slot.kind == "train"}
+        digests = performer.save(Path(directory))
+        notes.answer.weights = {role: digests[role] for role in trained}
+        performer.close()
+    notes.answer.consumed.sort()
+    return notes.answer
+
+
+class _Notes:
+    """Keeps what a run writes down."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.answer = Answer()
+        self._run_dir = run_dir
+
+    def call_added(self, call: Call) -> None:
+        pass
+
+    def samples_done(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        finish: Sequence[int],
+        place: Place,
+        example: Sequence[str],
+    ) -> None:
+        self.answer.samples.update(samples_of(read_segment(self._run_dir / "segments", place)))
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
+        self.answer.rewards.update(((call.ordinal, packed), value) for packed, value in zip(ids, values, strict=True))
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
+        self.answer.consumed += [(call.ordinal, epoch, packed) for packed in ids]
+
+    def call_done(self, call: Call, value: object) -> None:
+        pass
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self.answer.logs.append((step, name, value))
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def spans(self, block: SpanBlock) -> None:
+        pass
+
+
+def _worker_settings(worker: WorkerPlan, models: Mapping[str, Model], spec: ClusterSpec, seed: int, directory: str) -> WorkerSettings:
+    return WorkerSettings(
+        name=worker.name,
+        controller="",
+        inbox="",
+        engines=worker.engines,
+        models=dict(models),
+        device="cpu",
+        threads=1,
+        deterministic=False,
+        run_seed=seed,
+        run_dir=directory,
+        shared_prefix=f"m2flow-world-{os.getpid()}-{worker.name}",
+        rollout_options=spec.rollout.options,
+        train_options=spec.train.options,
+        max_running=spec.rollout.max_running,
+        heartbeat_s=1.0,
+        parent=0,
+    )

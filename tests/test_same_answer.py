@@ -1,0 +1,133 @@
+"""The first promise: a planned run has the samples, rewards, updates and weights of the eager one, under every plan and every order of events.
+
+Real scheduler, real workers, real lowering, fake engines in exact integers; the interleaving is drawn by a seed.
+"""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.world import run_eager, run_planned
+
+ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
+
+
+def digit_share(sample: Sample) -> float:
+    text = str(sample.text)
+    return round(sum(c.isdigit() for c in text) / (len(text) + 1), 6)
+
+
+def length_penalty(sample: Sample) -> float:
+    return -sample.num_tokens / 100
+
+
+@op(granularity="group")
+def rank_in_group(samples: list[Sample]) -> list[int]:
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].num_tokens, i))
+    return [order.index(i) for i in range(len(samples))]
+
+
+@flow
+def plain(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1) -> None:
+    policy, verifier = Policy("fake"), Reward(digit_share)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
+        rewards = verifier.score(responses)
+        metrics = policy.update(responses, rewards, minibatch_size=minibatch or None, epochs=epochs)
+        log(tokens=metrics["num_tokens"], reward=rewards.mean())
+
+
+@flow
+def everything(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1) -> None:
+    policy, verifier, short = Policy("fake"), Reward(digit_share), Reward(length_penalty)
+    prompts, heldout, demos = Dataset(ROWS), Dataset(ROWS[:5], name="heldout"), Dataset(ROWS, name="demos", shuffle=False)
+    policy.update(demos.all(), loss=nll(), minibatch_size=5, optimizer=AdamW(1e-3))
+    reference = Reference(policy)
+    for step in steps(num_steps):
+        if step % 2 == 0:
+            log(accuracy=verifier.score(policy.generate(heldout.all(), max_new_tokens=6, temperature=0)).mean())
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
+        rank_in_group(responses)
+        other = short.score(responses)
+        rewards = verifier.score(responses)
+        metrics = policy.update(
+            responses, rewards, loss=ppo_clip(kl_coef=0.1), reference=reference, minibatch_size=minibatch or None, epochs=epochs
+        )
+        if float(metrics["num_tokens"]) > 1e9 or float(other.mean()) > 0:
+            break
+
+
+@flow
+def failing(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1) -> None:
+    def raises_on_some(sample: Sample) -> float:
+        if "7" in str(sample.text):
+            raise KeyError("seven")
+        return 1.0
+
+    policy, verifier = Policy("fake"), Reward(raises_on_some)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
+        policy.update(responses, verifier.score(responses))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> ClusterSpec:
+    """Placements, worker counts, chunks and budgets that the planner might choose."""
+    return ClusterSpec(
+        placement=draw(st.sampled_from(["time-shared", "split"])),
+        cores=2,
+        device="cpu",
+        rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 3)), max_running=draw(st.sampled_from([1, 2, 5, 64]))),
+        train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([1, 20, 60, 4096]))),
+        functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([1, 3, 64]))),
+    )
+
+
+sizes = st.fixed_dictionaries(
+    {
+        "num_steps": st.integers(1, 3),
+        "batch": st.integers(1, 5),
+        "n": st.integers(2, 4),
+        "minibatch": st.integers(0, 3),
+        "epochs": st.integers(1, 2),
+    }
+)
+many = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@many
+@given(specs(), sizes, st.integers(0, 3), st.integers(0, 2**30), st.booleans())
+def test_a_planned_grpo_run_equals_the_eager_one(spec, options, seed, order_seed, by_identity):
+    eager = run_eager(plain, options, spec, seed=seed)
+    assert eager.error == ""
+    assert run_planned(plain, options, spec, seed=seed, order_seed=order_seed, by_identity=by_identity) == eager
+
+
+@many
+@given(specs(), sizes, st.integers(0, 2**30))
+def test_a_planned_run_with_reference_evaluation_ops_and_observations_equals_the_eager_one(spec, options, order_seed):
+    eager = run_eager(everything, options, spec)
+    assert eager.error == ""
+    assert run_planned(everything, options, spec, order_seed=order_seed) == eager
+
+
+def test_every_sample_is_trained_on_once_an_epoch():
+    answer = run_eager(
+        plain,
+        {"num_steps": 2, "batch": 3, "n": 2, "epochs": 2},
+        ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")),
+    )
+    assert len(answer.consumed) == len(set(answer.consumed)) == 2 * 3 * 2 * 2
+
+
+@many
+@given(specs(), sizes, st.integers(0, 2**30))
+def test_a_reward_that_raises_gives_the_same_error_in_both_modes(spec, options, order_seed):
+    eager = run_eager(failing, options, spec)
+    planned = run_planned(failing, options, spec, order_seed=order_seed)
+    assert (planned.error == "") == (eager.error == "")
+    if eager.error:
+        assert eager.error.split(" on sample")[0] == planned.error.split(" on sample")[0]
