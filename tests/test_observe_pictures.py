@@ -163,10 +163,10 @@ def test_an_empty_run_gives_an_empty_trace(tmp_path: Path) -> None:
     assert _trace(tmp_path)["traceEvents"] == []
 
 
-def _write_metrics(run_dir: Path, num_steps: int) -> None:
+def _write_metrics(run_dir: Path, num_steps: int, at_seven: dict[str, float] | None = None) -> None:
     with MetricsWriter(run_dir, tensorboard=False) as writer:
         for step in range(num_steps):
-            writer.write(step, {"reward": 1 - 0.9**step if step != 7 else math.nan})
+            writer.write(step, {"reward": 1 - 0.9**step} if step != 7 else at_seven or {})
             if step % 10 == 0:
                 writer.write(step, {"eval/accuracy": 1 - 0.85**step})
 
@@ -183,6 +183,13 @@ def test_the_curve_is_titled_with_the_flow_and_names_what_it_draws(tmp_path: Pat
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "curve.svg").read_bytes()
 
 
+def test_what_is_not_finite_is_not_drawn(tmp_path: Path) -> None:
+    for name, at_seven in {"none": {}, "nan": {"reward": math.nan}, "inf": {"reward": math.inf, "eval/odd": math.nan}}.items():
+        _write_metrics(tmp_path / name, 30, at_seven)
+        write_curve(tmp_path / name, tmp_path / f"{name}.svg", title="same")
+    assert (tmp_path / "none.svg").read_bytes() == (tmp_path / "nan.svg").read_bytes() == (tmp_path / "inf.svg").read_bytes()
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_a_short_run_has_a_curve_too(tmp_path: Path, num_steps: int) -> None:
     _write_metrics(tmp_path, num_steps)
@@ -192,6 +199,6 @@ def test_a_short_run_has_a_curve_too(tmp_path: Path, num_steps: int) -> None:
 
 def test_an_evaluation_on_another_scale_gets_a_panel_of_its_own(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(0, {"reward": 0.5, "eval/$\\frac": 120.0})
+        writer.write(0, {"reward": 0.5, "eval/$\\frac$": 120.0})
     write_curve(tmp_path, tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").read_text().count('<g id="axes_') == 2

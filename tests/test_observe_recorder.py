@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -73,12 +74,17 @@ def test_no_span_is_lost_or_doubled_while_other_threads_record() -> None:
     seen: list[int] = []
     threads = [threading.Thread(target=record, args=(20_000 * i,)) for i in range(3)]
     drainer = threading.Thread(target=drain)
-    for thread in [drainer, *threads]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done.set()
-    drainer.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in [drainer, *threads]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done.set()
+        drainer.join()
+    finally:
+        sys.setswitchinterval(interval)
     seen += [start for _, start, _, _ in recorder.drain().spans]
     assert sorted(seen) == list(range(60_000))
 

@@ -142,6 +142,9 @@ def test_metrics_that_are_not_finite_are_null_in_the_file_and_reported(tmp_path:
         assert writer.write(4, {"loss": math.nan, "grad_norm": -math.inf, "reward": 1.0}) == ["loss", "grad_norm"]
         writer.write(5, {"loss": math.nan})
         assert writer.non_finite == {"loss": 2, "grad_norm": 1}
+    (board,) = (tmp_path / "tensorboard").iterdir()
+    assert b"reward" in board.read_bytes()
+    assert b"grad_norm" not in board.read_bytes()
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0], parse_constant=lambda name: pytest.fail(name))
     assert line["values"] == {"loss": None, "grad_norm": None, "reward": 1.0}
     read = read_metrics(tmp_path)
@@ -157,8 +160,13 @@ def test_a_resumed_run_continues_after_a_torn_line_and_its_values_count(tmp_path
     path.write_text(path.read_text()[:-5])
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {"reward": 0.3})
+    assert read_metrics(tmp_path) == {"reward": [(0, 0.1), (1, 0.3)]}
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(2, {"reward": 0.5})
         writer.write(1, {"reward": 0.4})
-    assert read_metrics(tmp_path) == {"reward": [(0, 0.1), (1, 0.4)]}
+        writer.write(0, {"loss": 1})
+        writer.write(-1, {"reward": 0.0})
+    assert read_metrics(tmp_path)["reward"] == [(-1, 0.0), (0, 0.1), (1, 0.4), (2, 0.5)]
     assert read_metrics(tmp_path / "none") == {}
 
 

@@ -187,6 +187,14 @@ def test_a_run_of_one_moment_has_a_page(tmp_path: Path) -> None:
     assert data["lanes"][0]["busy"] == 0
 
 
+def test_a_point_shares_the_row_of_the_span_that_it_begins(tmp_path: Path) -> None:
+    recorder = Recorder("w/train")
+    recorder.add("train.apply", 5 * MS, 9 * MS)
+    recorder.add("wait", 5 * MS, 5 * MS)
+    _, data = _page(tmp_path, [recorder.drain()])
+    assert data["lanes"][0]["rows"] == [[0, 2]]
+
+
 def test_a_torn_trace_is_told(tmp_path: Path) -> None:
     store_run(tmp_path, record_run(num_steps=1))
     path = tmp_path / "trace" / "spans.msgpack"
