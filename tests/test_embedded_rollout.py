@@ -86,8 +86,9 @@ def test_logprobs_are_those_of_the_tempered_model_before_truncation(kind: str, t
 
 def test_deterministic_decoding_computes_the_same_model(tmp_path: Path) -> None:
     path = save_config("Qwen2", tmp_path)
-    for sample in generate(started(path, deterministic=True), requests_of(Sampling(20), num_per_prompt=3)):
-        np.testing.assert_allclose(sample.logprobs, own_logprobs(path, sample), atol=1e-4)
+    sampling = Sampling(20, temperature=0.7, top_k=6)
+    for sample in generate(started(path, deterministic=True), requests_of(sampling, num_per_prompt=3)):
+        np.testing.assert_allclose(sample.logprobs, own_logprobs(path, sample, temperature=0.7), atol=1e-4)
 
 
 def test_the_cache_grows_past_its_first_size(tmp_path: Path) -> None:
@@ -111,6 +112,19 @@ def test_rows_of_different_sampling_do_not_mix(tmp_path: Path) -> None:
         (alone,) = generate(engine, [request])
         assert alone.tokens.tolist() == sample.tokens.tolist()
         assert alone.finish is sample.finish
+
+
+def test_a_later_request_with_more_stop_tokens_stops_nobody_else(tmp_path: Path) -> None:
+    engine = started(save_config("Qwen2", tmp_path))
+    requests = requests_of(Sampling(30), num_per_prompt=8)
+    alone = generate(engine, requests)
+    assert any(0 in sample.tokens[:-1] for sample in alone)  # the id that a careless padding of stop tokens would take
+    engine.add(requests)
+    done = engine.step()
+    engine.add([Request(SampleId(1, 0, 0).pack(), "12=", 5, Sampling(2, stop_token_ids=(5, 6, 7)))])
+    done += generate(engine, [])
+    together = sorted(done, key=lambda sample: sample.id)[: len(alone)]
+    assert [sample.tokens.tolist() for sample in together] == [sample.tokens.tolist() for sample in alone]
 
 
 def test_a_shared_prompt_goes_through_the_model_once(tmp_path: Path) -> None:
