@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import cloudpickle
+
 from m2flow.errors import FlowLoadError, OptionError
 from m2flow.macro.session import Backend, Session, recording
 
@@ -108,6 +110,8 @@ def _import(path: Path) -> types.ModuleType:
         raise FlowLoadError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    sys.path.insert(0, str(path.parent.resolve()))  # As for a script: a flow may import what lies beside it.
+    cloudpickle.register_pickle_by_value(module)  # No worker could import a module of this made-up name.
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:

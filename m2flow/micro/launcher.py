@@ -129,5 +129,6 @@ class LocalLauncher:
         self._sockets.cleanup()
 
 
-DETERMINISTIC_ENVIRONMENT = {"MKL_CBWR": "COMPATIBLE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Makes the matrix libraries' results independent of memory alignment and of the processor's type. Must be set before torch loads."""
+DETERMINISTIC_ENVIRONMENT = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Makes the matrix libraries' results independent of memory alignment and earlier calls, on one type of processor. Must be set before
+torch loads."""

@@ -19,7 +19,7 @@ _EVALUATIONS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
 
 def write_curve(run_dir: str | Path, path: str | Path, *, title: str | None = None) -> None:
-    """Draw `reward` and every `eval/*` of a run's metrics to `path`, as its suffix says (.svg or .png).
+    """Draw `reward` and every `eval/*` (and `accuracy`) of a run's metrics to `path`, as its suffix says (.svg or .png).
 
     Rewards and evaluations share an axis if all lie in [0, 1]; else evaluations get a panel of their own. The title is the flow's
     name, from the name of the run directory, unless given. A run without these metrics gets a picture that says so.
@@ -29,7 +29,7 @@ def write_curve(run_dir: str | Path, path: str | Path, *, title: str | None = No
 
     metrics = read_metrics(run_dir)
     reward = _finite(metrics.get("reward", []))
-    evaluations = {name: _finite(points) for name, points in sorted(metrics.items()) if name.startswith("eval/")}
+    evaluations = {name: _finite(points) for name, points in sorted(metrics.items()) if name.startswith("eval/") or name == "accuracy"}
     evaluations = {name: points for name, points in evaluations.items() if points}
     values = [value for points in (reward, *evaluations.values()) for _, value in points]
     is_shared = all(0 <= value <= 1 for value in values) or not (reward and evaluations)
