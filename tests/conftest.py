@@ -1,0 +1,92 @@
+"""Which tests run, and an account of those that do not.
+
+    --write-skipped=FILE  one line for each test that was skipped: `did not run: GROUP (REASON)`, a tab, its node
+    --rest-of=FILE         what `-m "not slow and not gpu"` left out, and what FILE says was skipped then
+
+The group of a test is its mark, or else its file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_MARKS = ("gpu", "slow")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("m2flow")
+    group.addoption("--write-skipped", metavar="FILE", help="write a line for each test that was skipped")
+    group.addoption("--rest-of", metavar="FILE", help="run what the core leaves out, and what FILE says was skipped there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Account(config), "m2flow-account")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    rest_of = config.getoption("--rest-of")
+    if rest_of:
+        skipped = _read(Path(rest_of))
+        rest = [item for item in items if _group(item) or item.nodeid in skipped or item.location[0] in skipped]
+        config.hook.pytest_deselected(items=[item for item in items if item not in rest])
+        items[:] = rest
+
+
+class _Account:
+    """Collects what was skipped, and tells."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._groups: dict[str, str] = {}
+        self._lines: list[str] = []
+        self._left_out: set[str] = set()
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        if not self._config.getoption("--rest-of"):
+            self._left_out.update(_group(item) for item in items)
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self._groups[item.nodeid] = _group(item)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._take(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._take(report)
+
+    def _take(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+            group = self._groups.get(report.nodeid) or Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_")
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+            self._lines.append(f"did not run: {group} ({reason})\t{report.nodeid}\n")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for mark in sorted(self._left_out - {""}):
+            terminalreporter.write_line(f"did not run: {mark} (left to `make test-all`)")
+        for line in sorted({line.partition("\t")[0] for line in self._lines}):
+            terminalreporter.write_line(line)
+        path = self._config.getoption("--write-skipped")
+        if path:
+            Path(path).write_text("".join(self._lines))
+
+
+def _group(item: pytest.Item) -> str:
+    """The first of a test's marks that makes a group; empty for a test of the core."""
+    return next((mark for mark in _MARKS if item.get_closest_marker(mark)), "")
+
+
+def _read(path: Path) -> set[str]:
+    if not path.exists():
+        return set()
+    return {line.partition("\t")[2] for line in path.read_text().splitlines()}
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
