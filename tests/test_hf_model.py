@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from tiny_models import DIGITS, save_config
 
 from m2flow.engines.hf_model import load_model, load_tokenizer
-from m2flow.errors import EngineError, ModelError
+from m2flow.errors import EngineError, MissingExtra, ModelError
 from m2flow.recipe import Model
 
 
@@ -127,11 +128,15 @@ def test_a_device_that_is_not_there_is_named() -> None:
         load_model(Model(str(DIGITS), init="random"), device="nonsense", attention="sdpa")
 
 
-def test_a_broken_gguf_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_gguf_file_or_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF" + bytes(20))
-    pytest.importorskip("gguf")
+    missing = [name for name in ("gguf", "sentencepiece", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        with pytest.raises(MissingExtra, match=rf"needs the package `{missing[0]}`\n.*pip install"):
+            load(file)
+        return
     with pytest.raises(ModelError, match=r"model\.gguf can't be dequantised"):
         load(file)
     assert not [entry for entry in (tmp_path / "cache" / "m2flow" / "gguf").iterdir() if entry.is_dir()]

@@ -31,7 +31,7 @@ def converted_directory(file: Path) -> Path:
         MissingExtra: the `gguf` package is not installed.
         ModelError: the file can't be read, or is of an architecture that transformers can't dequantise.
     """
-    for package in ("gguf", "sentencepiece"):
+    for package in ("gguf", "sentencepiece", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(f"reading {file} needs the package `{package}`", now="pip install 'm2flow[smollm]'")
     target = _cache_root() / _digest(file)
