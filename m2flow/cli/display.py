@@ -1,0 +1,242 @@
+"""What a run looks like in a terminal: a few lines of its plan, its progress, and its summary.
+
+    plan, tally --Progress--> a live table on a terminal | a line now and then elsewhere
+
+The run goes on in the main thread; a second one reads its tally, which costs the run nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from m2flow.micro.journal import Tally
+    from m2flow.micro.plan import Plan
+    from m2flow.micro.run import Summary
+
+_WINDOW_S = 15.0
+"""Rates are over this long."""
+_LINE_S = 3.0
+_QUIET_LINE_S = 15.0
+"""Without a terminal: seconds between lines, when steps are done and when none is."""
+_EXAMPLE_S = 5.0
+"""A sample's text stays this long, so that it can be read."""
+_BARS = "▁▂▃▄▅▆▇█"
+_TEXT_WIDTH = 72
+
+
+class Watched(Protocol):
+    """What is shown of a run: `m2flow.micro.run.Run`."""
+
+    run_dir: Path
+
+    @property
+    def tally(self) -> Tally: ...
+
+    @property
+    def running(self) -> Mapping[str, str]: ...
+
+
+def show_plan(console: Console, plan: Plan, *, is_eager: bool) -> None:
+    """Who runs where, and the numbers that people get wrong."""
+    where = "call by call in this process" if is_eager else f"{plan.mode} on {plan.cluster}"
+    lines = [f"{plan.flow}: {where}"]
+    if not is_eager:
+        for worker in plan.workers:
+            hosted = ", ".join("functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine})" for s in worker.engines)
+            lines.append(f"  {worker.name}  {worker.device}, {worker.threads} threads  {hosted}")
+    width, value_width = (max(map(len, texts)) for texts in zip(*((line.name, line.value) for line in plan.arithmetic), strict=True))
+    lines += [f"  {line.name:{width}}  {line.value:{value_width}}  {line.formula}" for line in plan.arithmetic]
+    lines += [f"  note: {note}" for note in plan.notes]
+    _print(console, "\n".join(lines))
+
+
+def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) -> None:
+    """What the run came to, where it lies, and what to type next."""
+    rows = [
+        ("done", f"{flow}: {_count(summary.steps, 'step')} in {duration(summary.wall_s)}, {_count(summary.samples, 'sample')}, "
+         f"{_count(summary.tokens, 'token')} ({summary.tokens_per_s:,.0f} tokens/s, {summary.samples_per_s:,.1f} samples/s)"),
+    ]  # fmt: skip
+    if summary.reward_first is not None and summary.reward_last is not None:
+        rows.append(("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  {_sparkline(console, tally.rewards)}"))
+    rows += [(name, f"{value:.4g}") for name, value in tally.logs.items()]
+    if summary.busy_s:
+        shares = (f"{worker} {busy_s / max(summary.wall_s, 1e-9):.0%}" for worker, busy_s in summary.busy_s.items())
+        rows.append(("busy", ", ".join(shares)))
+    rows += [("run", summary.run_dir), ("next", f"m2flow view {summary.run_dir}")]
+    width = max(len(name) for name, _ in rows)
+    _print(console, "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows))
+
+
+class Progress:
+    """Shows a run while the `with` block lasts."""
+
+    def __init__(self, console: Console, run: Watched) -> None:
+        self._console = console
+        self._run = run
+        self._rates = Rates()
+        self._num_steps = 0
+        self._started_s = 0.0
+        self._is_stopping = False
+        self._example = ("", "")
+        self._example_s = 0.0
+        self._live: Live | None = None
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._print_lines, name="m2flow-progress", daemon=True)
+
+    def expect(self, plan: Plan) -> None:
+        """Take the number of steps from the plan's arithmetic."""
+        self._num_steps = next((int(line.value) for line in plan.arithmetic if line.name == "steps"), 0)
+
+    def stopping(self) -> None:
+        """Ctrl-C was pressed. Called from a signal handler: it only sets a flag and writes."""
+        self._is_stopping = True
+        if self._live is None:
+            self._console.file.write("\nstopping the workers; Ctrl-C once more ends at once\n")
+
+    def __enter__(self) -> Progress:
+        self._started_s = time.monotonic()
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        else:
+            self._lines.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        else:
+            self._ended.set()
+            self._lines.join()
+
+    def _table(self) -> Table:
+        tally, running = self._run.tally, self._run.running
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="ellipsis", no_wrap=True)
+        elapsed_s = time.monotonic() - self._started_s
+        bar = Table.grid(padding=(0, 2))
+        known = f" / {self._num_steps}" if self._num_steps >= tally.num_steps else ""
+        bar.add_row(f"{tally.num_steps}{known}", ProgressBar(max(self._num_steps, 1), tally.num_steps, width=30), duration(elapsed_s))
+        table.add_row("step", bar)
+        if tally.rewards:
+            table.add_row("reward", Text(f"{tally.rewards[-1]:.3f}  {_sparkline(self._console, list(tally.rewards))}"))
+        for name, value in list(tally.logs.items()):
+            table.add_row(Text(name), Text(f"{value:.4g}"))
+        tokens_per_s, samples_per_s = self._rates.add(time.monotonic(), tally.num_tokens, tally.num_samples)
+        table.add_row(
+            "speed", f"{tokens_per_s:,.0f} tokens/s  {samples_per_s:,.1f} samples/s  {_count(tally.num_samples, 'sample')} so far"
+        )
+        for worker, doing in sorted(running.items()) or [("running", self._phase(tally))]:
+            table.add_row(Text(worker), Text(doing))
+        prompt, response = self._sample(tally)
+        if prompt or response:
+            table.add_row("sample", Text(_brief(f"{prompt!r} -> {response!r}")))
+        if self._is_stopping:
+            table.add_row("", Text("stopping the workers; Ctrl-C once more ends at once", style="bold"))
+        return table
+
+    def _sample(self, tally: Tally) -> tuple[str, str]:
+        now_s = time.monotonic()
+        if now_s - self._example_s > _EXAMPLE_S:
+            self._example, self._example_s = tally.example, now_s
+        return self._example
+
+    def _phase(self, tally: Tally) -> str:
+        return "between two calls" if tally.num_samples else "starting"
+
+    def _print_lines(self) -> None:
+        last_steps, last_s, example_s = 0, self._started_s, 0.0
+        while not self._ended.wait(0.25):
+            tally, now_s = self._run.tally, time.monotonic()
+            rates = self._rates.add(now_s, tally.num_tokens, tally.num_samples)
+            is_due = now_s - last_s > (_LINE_S if tally.num_steps > last_steps else _QUIET_LINE_S)
+            if self._is_stopping or not (is_due or (tally.num_steps and not last_steps)):
+                continue
+            _print(self._console, self._line(tally, rates))
+            if now_s - example_s > 3 * _EXAMPLE_S and tally.example != ("", ""):
+                _print(self._console, _brief(f"  sample {tally.example[0]!r} -> {tally.example[1]!r}"))
+                example_s = now_s
+            last_steps, last_s = tally.num_steps, now_s
+
+    def _line(self, tally: Tally, rates: tuple[float, float]) -> str:
+        known = f"/{self._num_steps}" if self._num_steps >= tally.num_steps else ""
+        parts = [f"{duration(time.monotonic() - self._started_s):>7}  step {tally.num_steps}{known}"]
+        parts += [f"reward {tally.rewards[-1]:.3f}"] if tally.rewards else []
+        parts += [f"{name} {value:.4g}" for name, value in list(tally.logs.items())]
+        parts += [f"{rates[0]:,.0f} tokens/s", f"{rates[1]:,.1f} samples/s"]
+        parts += [f"{worker}: {doing}" for worker, doing in sorted(self._run.running.items())]
+        return "  ".join(parts)
+
+
+class Rates:
+    """Tokens and samples per second over the last moments."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()
+
+    def add(self, now_s: float, num_tokens: int, num_samples: int) -> tuple[float, float]:
+        self._seen.append((now_s, num_tokens, num_samples))
+        while now_s - self._seen[0][0] > _WINDOW_S:
+            self._seen.popleft()
+        first_s, tokens, samples = self._seen[0]
+        passed_s = max(now_s - first_s, 1e-9)
+        return (num_tokens - tokens) / passed_s, (num_samples - samples) / passed_s
+
+
+def sparkline(values: Sequence[float], *, width: int = 30) -> str:
+    """Means of up to `width` even parts, as bars from the lowest to the highest.
+
+    >>> sparkline([0, 1, 2, 3])
+    '▁▃▆█'
+    """
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    parts = min(width, len(finite))
+    bounds = [len(finite) * i // parts for i in range(parts + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] if high > low else _BARS[0] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7.25), duration(83), duration(3725)
+    ('7.2 s', '1:23', '1:02:05')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _sparkline(console: Console, values: Sequence[float]) -> str:
+    return sparkline(values) if (console.encoding or "").lower().startswith("utf") else ""
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= _TEXT_WIDTH else text[: _TEXT_WIDTH - 3] + "..."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)

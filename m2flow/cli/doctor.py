@@ -1,0 +1,177 @@
+"""`m2flow doctor`: what this machine has, and what is missing for a run. Reads package metadata and imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+import psutil
+
+State = Literal["ok", "missing", "optional"]
+_SHARED = Path("/dev/shm")
+_LEAST_SHARED_BYTES = 256 << 20
+_LEAST_DISK_BYTES = 1 << 30
+_LEAST_MEMORY_BYTES = 2 << 30
+_DEVICES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dri/renderD*", "dev/accel/accel*")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what is there, and what to do if that is not enough."""
+
+    name: str
+    state: State
+    """`missing`: the default run needs it. `optional`: something else would."""
+    value: str
+    now: str = ""
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def command(as_json: bool) -> None:
+    """Check what this machine has and what is missing.
+
+    Ends with status 1 if something is missing that `m2flow run flows/grpo.py` needs.
+
+    \b
+    Example:
+      m2flow doctor
+    """
+    findings = list(examine())
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            hint = f"  {finding.now}" if finding.now else ""
+            click.echo(f"{finding.state:8}  {finding.name:{width}}  {finding.value}{hint}")
+    missing = [finding.name for finding in findings if finding.state == "missing"]
+    if missing:
+        click.echo(f"missing for the default run: {', '.join(missing)}", err=True)
+        sys.exit(1)
+    if not as_json:
+        click.echo("Nothing is missing for the default run: m2flow run flows/grpo.py")
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding, what a run needs first."""
+    yield Finding("python", "ok" if sys.version_info >= (3, 11) else "missing", platform.python_version(), _python_hint())
+    yield Finding("m2flow", "ok", _version("m2flow") or "not installed, used from its folder")
+    for requirement in _requirements(""):
+        yield _package(requirement, "missing", f"pip install '{requirement}'")
+    yield Finding("cpu cores", "ok", f"{_num_cores()} of {os.cpu_count()} for this process")
+    memory = psutil.virtual_memory()
+    yield _amount("memory", memory.available, _LEAST_MEMORY_BYTES, f"free of {_size(memory.total)}", "Close something.")
+    yield _shared_memory()
+    yield _amount("disk", shutil.disk_usage(Path.cwd()).free, _LEAST_DISK_BYTES, f"free in {Path.cwd()}", "Use --runs-dir elsewhere.")
+    sockets = Path(tempfile.gettempdir())
+    yield Finding(
+        "sockets",
+        "ok" if os.access(sockets, os.W_OK) else "missing",
+        f"in {sockets}",
+        "" if os.access(sockets, os.W_OK) else "Set TMPDIR to a folder that can be written.",
+    )
+    yield _gpus()
+    for extra in _extras():
+        yield _extra(extra)
+
+
+def _package(requirement: str, if_missing: State, how: str) -> Finding:
+    name, least = _parts(requirement)
+    version = _version(name)
+    if version is None:
+        return Finding(name, if_missing, "not installed", how)
+    if _numbers(version) < _numbers(least):
+        return Finding(name, if_missing, f"{version}, too old: {requirement}", how)
+    return Finding(name, "ok", version)
+
+
+def _extra(extra: str) -> Finding:
+    found = [_package(requirement, "optional", "") for requirement in _requirements(extra)]
+    lacking = [f.name for f in found if f.state != "ok"]
+    if lacking:
+        return Finding(f"extra {extra}", "optional", f"lacks {', '.join(lacking)}", f"pip install 'm2flow[{extra}]'")
+    return Finding(f"extra {extra}", "ok", ", ".join(f"{f.name} {f.value}" for f in found))
+
+
+def _shared_memory() -> Finding:
+    """Weights go from a trainer to other workers through it; a container often has 64 MiB."""
+    if not _SHARED.is_dir() or not os.access(_SHARED, os.W_OK):
+        return Finding("shared memory", "missing", f"{_SHARED} can't be written", "Mount a tmpfs there.")
+    how = "In a container: --shm-size=1g."
+    return _amount("shared memory", shutil.disk_usage(_SHARED).free, _LEAST_SHARED_BYTES, f"free in {_SHARED}", how)
+
+
+def _gpus() -> Finding:
+    found = [f"/{path.relative_to('/')}" for pattern in _DEVICES for path in sorted(Path("/").glob(pattern))]
+    return Finding("gpu devices", "ok", ", ".join(found)) if found else Finding("gpu devices", "optional", "none; runs use the CPU")
+
+
+def _amount(name: str, num_bytes: int, least: int, what: str, how: str) -> Finding:
+    is_enough = num_bytes >= least
+    now = "" if is_enough else f"A run needs about {_size(least)}. {how}"
+    return Finding(name, "ok" if is_enough else "missing", f"{_size(num_bytes)} {what}", now)
+
+
+def _extras() -> list[str]:
+    """The extras that bring engines or models: not `all`, which is the sum, and `dev`, which is for working on m2flow."""
+    try:
+        names = importlib.metadata.metadata("m2flow").get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [name for name in names if name not in ("all", "dev")]
+
+
+def _requirements(extra: str) -> list[str]:
+    """What m2flow requires, or what an extra adds: `torch>=2.6`."""
+    try:
+        lines = importlib.metadata.requires("m2flow") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    wanted = []
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        named = re.search(r"extra\s*==\s*['\"]([^'\"]+)", marker)
+        if (named[1] if named else "") == extra:
+            wanted.append(requirement.strip())
+    return wanted
+
+
+def _parts(requirement: str) -> tuple[str, str]:
+    found = re.match(r"([A-Za-z0-9._-]+)[^>]*(?:>=\s*([0-9.]+))?", requirement)
+    assert found is not None
+    return found[1], found[2] or "0"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _python_hint() -> str:
+    return "" if sys.version_info >= (3, 11) else "m2flow needs Python 3.11 or newer."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes >> 20} MiB"

@@ -1,0 +1,72 @@
+"""`m2flow engines`: what the registry knows, and what of it works here. Imports no engine."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from m2flow.engines.registry import EngineInfo, engines
+
+
+@click.command("engines")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+def command(as_json: bool) -> None:
+    """List the engines, what they can do, and which work here.
+
+    A cluster spec names them: `rollout: {engine: embedded}`. Others register theirs under the entry point group m2flow.engines.
+
+    \b
+    Example:
+      m2flow engines
+    """
+    found = engines()
+    if as_json:
+        click.echo(json.dumps([_record(info) for info in found], indent=2))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("kind", "name", "devices", "can", "here", "what it is"):
+        table.add_column(heading, no_wrap=heading in ("kind", "name"), overflow="fold")
+    for info in found:
+        table.add_row(info.kind, info.name, ", ".join(info.capabilities.devices), ", ".join(_abilities(info)), usable(info), info.summary)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table)
+
+
+def usable(info: EngineInfo) -> str:
+    """`yes`, or what is missing and how to get it."""
+    if not info.missing:
+        return "yes"
+    how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
+    return f"no: {', '.join(info.missing)} missing; {how}"
+
+
+def _abilities(info: EngineInfo) -> list[str]:
+    can = info.capabilities
+    names = {
+        "streaming": can.streaming,
+        "abort": can.abort,
+        "keyed seeds": can.keyed_seeds,
+        "resume with prefix": can.resume_with_prefix,
+        "deterministic": can.deterministic,
+    }
+    if info.kind != "rollout":  # The others are about generation.
+        names = {"deterministic": can.deterministic}
+    layouts = [layout for layout in can.parallel_layouts if layout != "dp1"]
+    return [name for name, has in names.items() if has] + layouts
+
+
+def _record(info: EngineInfo) -> dict[str, object]:
+    return {
+        "kind": info.kind,
+        "name": info.name,
+        "summary": info.summary,
+        "devices": list(info.capabilities.devices),
+        "can": _abilities(info),
+        "missing": list(info.missing),
+        "usable": not info.missing,
+    }

@@ -1,0 +1,137 @@
+"""`m2flow run`: train with a flow, and show it while it goes on.
+
+Ctrl-C (or SIGTERM) stops the workers in order and says what is on disk; a second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import click
+from rich.console import Console
+
+from m2flow.cli import display
+from m2flow.cli.failures import Failure, failure_of
+from m2flow.cli.flow_options import flow_command
+from m2flow.errors import RunInterrupted
+from m2flow.macro.flow import Flow
+from m2flow.spec import LAPTOP, RunSettings, load_cluster
+
+_RESTARTED = "M2FLOW_RESTARTED"
+
+
+@flow_command("run")
+@click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Decides every random number of the run.")
+@click.option("--deterministic", is_flag=True, help="The same result bit by bit each time, on a CPU; slower.")
+@click.option("--eager", is_flag=True, help="Run the flow call by call in this process: the reference for every plan.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directory goes.")
+@click.option("--json", "as_json", is_flag=True, help="The last line of stdout is the summary as JSON; all else goes to stderr.")
+@click.option("--quiet", is_flag=True, help="Show no plan and no progress, only the summary.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    target: str,
+    flow: Flow,
+    options: dict[str, object],
+    cluster: Path | None,
+    seed: int,
+    deterministic: bool,
+    eager: bool,
+    runs_dir: Path,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run a flow: train, and leave a run directory with samples, metrics, the schedule and the trained model.
+
+    \b
+    Examples:
+      m2flow run flows/grpo.py
+      m2flow run flows/grpo.py --num-steps 20 --seed 1 --runs-dir /tmp/runs
+      m2flow run flows/grpo.py --help       also lists the flow's own options
+    """
+    spec = load_cluster(cluster) if cluster else LAPTOP
+    settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
+    if eager and deterministic:
+        _prepare_environment()
+    from m2flow.micro.run import Run
+
+    console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
+    run = Run(flow, options, spec, settings, flow_file=target)
+    progress = display.Progress(console, run)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            with _interrupts(progress.stopping):
+                plan = run.prepare()
+                if not quiet:
+                    display.show_plan(console, plan, is_eager=eager)
+                    progress.expect(plan)
+                with contextlib.nullcontext() if quiet else progress:
+                    summary = run.execute()
+        except KeyboardInterrupt:
+            step = f" in step {run.tally.num_steps + 1}" if run.tally.num_samples else ""
+            raise Failure(RunInterrupted(f"stopped by Ctrl-C{step}"), _left_behind(run)) from None
+        except Exception as error:
+            raise failure_of(error, run.run_dir if _has_directory(run) else None, _left_behind(run)) from error
+        display.show_summary(console, flow.name, summary, run.tally)
+    if as_json:
+        click.echo(json.dumps(summary.as_dict()))
+
+
+def _prepare_environment() -> None:
+    """Set what the matrix libraries read when they are loaded. If the flow has loaded torch already, start this process anew."""
+    from m2flow.micro.launcher import DETERMINISTIC_ENVIRONMENT
+
+    os.environ |= {**DETERMINISTIC_ENVIRONMENT, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if "torch" in sys.modules and _RESTARTED not in os.environ:
+        os.environ[_RESTARTED] = "1"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+@contextlib.contextmanager
+def _interrupts(stopping: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM becomes a KeyboardInterrupt; one more ends the process."""
+    is_stopping = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        if is_stopping:
+            os.write(2, b"\nended at once; the workers end themselves\n")
+            os._exit(130)
+        is_stopping = True
+        stopping()
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # Ignored: a shell's background job.
+    for number in handled:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
+
+
+def _has_directory(run: display.Watched) -> bool:
+    return run.run_dir != Path()
+
+
+def _left_behind(run: display.Watched) -> str:
+    """Lines about what an unfinished run has left on disk."""
+    if not _has_directory(run):
+        return ""
+    tally = run.tally
+    return (
+        f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {tally.num_steps} steps are done.\n"
+        f"  What was done when: m2flow view {run.run_dir}"
+    )

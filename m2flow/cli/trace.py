@@ -1,0 +1,35 @@
+"""`m2flow trace`: the schedule of a run as a file for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from m2flow.cli.rundirs import find_run
+from m2flow.errors import SpecError
+
+
+@click.command("trace")
+@click.argument("run", required=False)
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Where it goes.  [default: in RUN]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def command(run: str | None, out: Path | None, runs_dir: Path) -> None:
+    """Write the schedule of a run as a file for Perfetto, and print its path.
+
+    RUN is a run directory or its name; the newest one by default. Open the file at https://ui.perfetto.dev, which keeps it in your
+    browser, or in chrome://tracing. A name that ends in .gz is compressed.
+
+    \b
+    Example:
+      m2flow trace runs/grpo-20260102-030405 -o trace.json.gz
+    """
+    from m2flow.observe.perfetto import write_trace
+
+    run_dir = find_run(run, runs_dir)
+    file = out or run_dir / "trace.json.gz"
+    try:
+        write_trace(run_dir, file)
+    except OSError as error:
+        raise SpecError(f"can't write {file}: {error.strerror}", now="Give another place with -o.") from None
+    click.echo(file)
