@@ -1,0 +1,54 @@
+"""Where a socket may listen: in a private directory, or on the loopback interface.
+
+A place is written `ipc:DIRECTORY` (one that only we can enter; it is made if it is missing), `ipc:` (a new one), `tcp` (a port
+that is free) or `tcp:PORT`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+
+from m2flow.errors import SpecError
+
+MAX_IPC_PATH_BYTES = 106
+"""`sun_path` holds 108 bytes on Linux with its final zero; libzmq and other systems leave a little less."""
+
+
+def address_of(place: str) -> str:
+    """The ZeroMQ address to bind; an `ipc` one is new each time. Raises `SpecError`.
+
+    >>> address_of("tcp"), address_of("tcp:5555")
+    ('tcp://127.0.0.1:*', 'tcp://127.0.0.1:5555')
+    """
+    transport, _, rest = place.partition(":")
+    if transport == "tcp" and (not rest or (rest.isdecimal() and int(rest) < 65536)):
+        return f"tcp://127.0.0.1:{rest or '*'}"
+    if transport != "ipc" or not rest:
+        raise SpecError(f"{place!r} is no place to listen at", now="Write ipc:DIRECTORY, tcp, or tcp:PORT.")
+    path = os.path.join(rest, secrets.token_hex(6))
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise SpecError(
+            f"the socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes, which the system can't bind",
+            now="Name a directory with a shorter path, or use tcp.",
+        )
+    _require_private(rest)
+    return f"ipc://{path}"
+
+
+def private_directory() -> str:
+    """A new directory that only this user can enter, its path short enough for sockets. The caller removes it."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="m2flow-", dir=parent if len(os.fsencode(parent)) <= MAX_IPC_PATH_BYTES - 32 else "/tmp")
+
+
+def _require_private(directory: str) -> None:
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise SpecError(
+            f"{directory} is not a directory that only you can enter, so others could reach the sockets in it",
+            now=f"Run `chmod 700 {directory}`, or name another.",
+        )
