@@ -124,6 +124,8 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         text = file.read_text()
     except OSError as error:
         raise SpecError(f"the cluster spec {path} can't be read: {error.strerror}", now="`ls clusters/` shows the examples.") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"not YAML: {error}", where=str(path)) from None
     try:
         data = yaml.safe_load(text)
         root = yaml.compose(text)

@@ -1,6 +1,6 @@
 """Which tests run, and an account of those that do not.
 
-    --write-skipped=FILE  one line for each test that was skipped: `did not run: GROUP (REASON)`, a tab, its node
+    --write-skipped=FILE   one line for each test that was skipped: `did not run: GROUP (REASON)`, a tab, its node
     --rest-of=FILE         what `-m "not slow and not gpu"` left out, and what FILE says was skipped then
 
 The group of a test is its mark, or else its file.

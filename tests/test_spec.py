@@ -1,0 +1,119 @@
+"""Cluster specs: the files that come with m2flow, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from m2flow.errors import SpecError
+from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
+
+CLUSTERS = Path(__file__).resolve().parent.parent / "clusters"
+
+
+def _refused(tmp_path: Path, text: str) -> SpecError:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_cluster(file)
+    return caught.value
+
+
+def test_the_laptop_file_says_what_runs_when_no_spec_is_given() -> None:
+    assert load_cluster(CLUSTERS / "laptop.yaml") == LAPTOP
+
+
+def test_the_split_file_splits_and_is_otherwise_a_laptop() -> None:
+    spec = load_cluster(CLUSTERS / "laptop-split.yaml")
+    assert spec.placement == "split"
+    assert spec.rollout == LAPTOP.rollout
+    assert (spec.functions, spec.channels, spec.device) == (LAPTOP.functions, LAPTOP.channels, LAPTOP.device)
+
+
+@pytest.mark.parametrize("file", sorted(CLUSTERS.glob("*.yaml")), ids=lambda file: file.name)
+def test_every_spec_that_comes_with_m2flow_is_valid_and_bears_its_file_name(file: Path) -> None:
+    assert load_cluster(file).name == file.stem
+
+
+def test_an_unknown_field_is_refused_with_its_line_and_the_nearest_name(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "name: mine\nplacment: split\n")
+    assert error.where.endswith("cluster.yaml:2")
+    assert error.what == "placment: no such field"
+    assert error.now == "Did you mean 'placement'?"
+
+
+def test_an_unknown_field_further_in_is_found_among_its_neighbours(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "train:\n  engine: embedded\n  token_buget: 4\n")
+    assert error.where.endswith(":3")
+    assert error.what == "train.token_buget: no such field"
+    assert error.now == "Did you mean 'token_budget'?"
+
+
+def test_a_field_like_no_other_is_answered_with_all_of_them(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "functions:\n  zzz: 1\n")
+    assert error.now == "There are workers, chunk."
+
+
+def test_a_value_of_the_wrong_type_is_refused_with_its_line_and_reason(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "name: mine\nrollout:\n  workers: many\n")
+    assert error.where.endswith(":3")
+    assert error.what.startswith("rollout.workers: ")
+    assert "integer" in error.what
+
+
+def test_a_value_out_of_range_says_the_range(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "rollout:\n  workers: 0\n")
+    assert "greater than or equal to 1" in error.what
+
+
+def test_a_word_that_is_no_choice_is_answered_with_the_choices(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "placement: hybrid\n")
+    assert "time-shared" in error.what
+    assert "split" in error.what
+
+
+def test_a_mapping_where_a_section_is_expected_is_refused_with_its_line(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "name: mine\ntrain: fast\n")
+    assert error.where.endswith(":2")
+    assert error.what.startswith("train: ")
+
+
+def test_what_is_not_yaml_is_refused_with_the_parsers_reason(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "name: [laptop\n")
+    assert error.where.endswith("cluster.yaml")
+    assert error.what.startswith("not YAML: ")
+    assert "line" in error.what
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "split\n"], ids=["empty", "list", "word"])
+def test_what_is_no_mapping_is_refused_with_an_example(tmp_path: Path, text: str) -> None:
+    assert "`placement: split`" in _refused(tmp_path, text).what
+
+
+def test_a_missing_file_is_named_and_the_examples_are_pointed_to(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"nowhere\.yaml can't be read: No such file") as caught:
+        load_cluster(tmp_path / "nowhere.yaml")
+    assert "clusters/" in caught.value.now
+
+
+def test_a_directory_is_no_spec(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="can't be read"):
+        load_cluster(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused_as_no_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_bytes(b"\xff\xfe\x00name")
+    with pytest.raises(SpecError):
+        load_cluster(file)
+
+
+def test_a_spec_can_not_be_changed_once_it_is_there() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        LAPTOP.name = "other"  # type: ignore[misc]
+
+
+def test_the_number_of_cores_can_be_given_and_is_else_what_this_process_may_use() -> None:
+    assert ClusterSpec(cores=7).num_cores == 7
+    assert ClusterSpec().num_cores >= 1
