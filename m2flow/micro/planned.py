@@ -38,6 +38,8 @@ class PlannedBackend(Backend):
         self._bodies: dict[int, bytes] = {}
         self._later: list[Post] = []
         self._is_aligned: dict[int, bool] = {}
+        self._num_steps = 0
+        """Whose calls are all submitted."""
 
     def submit(self, call: Call) -> None:
         self._outcomes.submitted(call)
@@ -65,11 +67,13 @@ class PlannedBackend(Backend):
     def end_step(self, step: int) -> None:
         self._flush()
         self._outcomes.wait_step(step - _STEPS_AHEAD)
-        self._journal.tally.num_steps = step + 1
+        self._num_steps = step + 1
+        self._journal.tally.num_steps = max(0, self._num_steps - _STEPS_AHEAD)
 
     def finish(self) -> None:
         self._flush()
         self._outcomes.wait_all()
+        self._journal.tally.num_steps = self._num_steps
 
     def save(self, path: Path) -> Mapping[str, str]:
         """Write every role's model; the digest of its weights by role."""
