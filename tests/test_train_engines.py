@@ -71,6 +71,11 @@ class TestFake(TrainEngineSuite):
     def make(self) -> TrainEngine:
         return FakeTrain(Model("", seed=1), EngineSettings())
 
+    def test_samples_that_change_places_change_the_weights(self) -> None:
+        batch = samples(self.vocabulary)
+        renamed = Batch(batch.ids[::-1].copy(), batch.columns)
+        assert distance(self._trained([renamed])[1], self._trained([batch])[1]) > 0
+
 
 class TestEmbedded(TrainEngineSuite):
     @pytest.fixture(autouse=True)
