@@ -85,8 +85,10 @@ class MemoryOutbox(Outbox):
         if inbox is None:
             raise BrokenChannel(f"no inbox of this process listens at {address}")
         start = time.monotonic()
-        inbox._put(Parcel(parcel.call, _read_only(parcel.batch), parcel.sender), self._timeout_s)
-        self.statistics.wait_s += time.monotonic() - start
+        try:
+            inbox._put(Parcel(parcel.call, _read_only(parcel.batch), parcel.sender), self._timeout_s)
+        finally:
+            self.statistics.wait_s += time.monotonic() - start
         _count(self.statistics, parcel)
 
     def close(self, *, drain_s: float = 0.0) -> None:
