@@ -59,8 +59,8 @@ def command(
     """
     spec = load_cluster(cluster) if cluster else LAPTOP
     settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
-    if eager and deterministic:
-        _prepare_environment()
+    if eager:
+        _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
     from m2flow.micro.run import Run
 
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
@@ -85,11 +85,12 @@ def command(
         click.echo(json.dumps(summary.as_dict()))
 
 
-def _prepare_environment() -> None:
+def _prepare_environment(threads: int, *, deterministic: bool) -> None:
     """Set what the matrix libraries read when they are loaded. If the flow has loaded torch already, start this process anew."""
-    from m2flow.micro.launcher import DETERMINISTIC_ENVIRONMENT
+    from m2flow.micro.launcher import engine_environment
 
-    os.environ |= {**DETERMINISTIC_ENVIRONMENT, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    wanted = engine_environment(threads, deterministic=deterministic)
+    os.environ.update(wanted if deterministic else {name: value for name, value in wanted.items() if name not in os.environ})
     if "torch" in sys.modules and _RESTARTED not in os.environ:
         os.environ[_RESTARTED] = "1"
         sys.stdout.flush()
