@@ -1,7 +1,8 @@
 """Keep the C library from handing freed memory back to the system between two operations.
 
 A training step frees and takes the same few megabytes again and again. glibc returns large freed blocks at once, and each
-time they come back the kernel maps and clears their pages: `benchmarks/training.py` measures up to 13 % of a step.
+time they come back the kernel maps and clears their pages. A forward and backward pass of 256 sequences in one micro-batch
+took 14 % (skewed lengths) to 27 % (full length) longer without this, on two cores; in eight micro-batches, nothing.
 """
 
 from __future__ import annotations
