@@ -1,0 +1,114 @@
+"""What the documents say exists: files, targets of the Makefile, commands and their options; and their Python is Python."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from m2flow.cli.main import cli
+from m2flow.macro.flow import load_flow
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FOLDERS = ("flows", "clusters", "m2flow", "tests", "benchmarks", "docs")
+_PATH = re.compile(
+    rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./-]*\w|(?<![\w./])(?:Makefile|LICENSE|CHANGELOG\.md|README\.md|requirements[\w-]*\.lock)\b"
+)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def _read(document: Path) -> str:
+    """The text without comments, which are notes to whoever writes the document."""
+    return re.sub(r"<!--.*?-->", "", document.read_text(), flags=re.DOTALL)
+
+
+def _blocks(document: Path, language: str) -> list[str]:
+    return [body for found, body in _FENCE.findall(_read(document)) if found == language]
+
+
+def _command_lines(document: Path) -> Iterator[list[str]]:
+    """Everything written as code that starts with `m2flow` or `make`, as words."""
+    text = _read(document)
+    spans = re.findall(r"`((?:m2flow|make) [^`\n]+)`", _FENCE.sub("", text))
+    lines = [line for block in _blocks(document, "sh") for line in block.splitlines()]
+    for line in [*spans, *lines]:
+        words = shlex.split(line, comments=True)
+        if words and words[0] in ("m2flow", "make"):
+            yield words
+
+
+@documents
+def test_every_path_that_a_document_names_exists(document: Path) -> None:
+    missing = [path for path in _PATH.findall(_read(document)) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@documents
+def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
+    text = _read(document)
+    headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+@documents
+def test_python_in_a_document_compiles(document: Path) -> None:
+    for number, block in enumerate(_blocks(document, "python")):
+        compile(block, f"{document.name}, block {number}", "exec")
+
+
+def test_the_loop_in_the_readme_is_the_one_in_the_flow() -> None:
+    (loop,) = _blocks(README, "python")
+    assert loop in (ROOT / "flows" / "grpo.py").read_text()
+
+
+@documents
+def test_every_command_that_a_document_names_is_there_with_its_options(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    context = click.Context(cli)
+    for tool, *words in _command_lines(document):
+        if tool == "make":
+            assert {word for word in words if "=" not in word} <= targets, words
+            continue
+        if words[0] == "--help":
+            continue
+        command = cli.get_command(context, words[0])
+        assert command is not None, words
+        known = {option for param in command.params for option in param.opts} | {"--help", *_options_of_the_flow(words)}
+        assert {word for word in words if word.startswith("-")} <= known, words
+
+
+def _options_of_the_flow(words: list[str]) -> set[str]:
+    targets = [word for word in words if word.endswith(".py") and (ROOT / word).exists()]
+    return {f"--{parameter.name.replace('_', '-')}" for target in targets for parameter in load_flow(str(ROOT / target)).parameters}
+
+
+def test_the_two_commands_of_the_readme_come_before_all_others() -> None:
+    first = _blocks(README, "sh")[0].splitlines()
+    assert [line.partition("#")[0].strip() for line in first] == ["make run", "make test"]
+
+
+def test_every_layer_has_a_line_in_the_tree_of_the_readme() -> None:
+    tree = next(block for block in _blocks(README, "") if "clusters/" in block)
+    packages = [path.parent.name for path in (ROOT / "m2flow").glob("*/__init__.py")]
+    assert not [name for name in packages if f"\n  {name}/ " not in tree]
+
+
+def test_every_decision_has_its_number_a_choice_and_what_it_costs() -> None:
+    for number, page in enumerate(sorted((ROOT / "docs" / "decisions").glob("*.md")), 1):
+        text = page.read_text()
+        assert page.name.startswith(f"{number:04}-")
+        assert text.startswith(f"# {number}. ")
+        assert all(f"**{part}**" in text or f"**{part}.**" in text for part in ("Context", "Choice", "What it costs"))
