@@ -8,6 +8,7 @@ flow's thread waits for them. When a worker dies or hangs, the run ends: every w
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -130,7 +131,8 @@ class Controller:
         if self._thread.is_alive():
             self._waker.send(b"")
             self._thread.join()
-        self._launcher.stop()
+        is_orderly = self._gone >= set(self._defined)
+        self._launcher.stop(patience_s=5.0 if is_orderly else 0.5)
         self._waker.close()
         self._listener.close()
         self._inbox.close()
@@ -310,9 +312,8 @@ class Controller:
         )
 
     def _stop_workers(self) -> None:
-        """Ask all to finish; take what they still say for a moment, so that their spans are kept."""
-        for worker in self._defined:
-            self._tell(worker, m.Stop())
+        """Ask all to finish; take what they still say for a moment, so that their spans are kept. Then let them go."""
+        self._tell_all_to_stop()
         deadline = time.monotonic() + 3.0
         try:
             while set(self._defined) - self._gone - set(self._launcher.ended()) and time.monotonic() < deadline:
@@ -326,3 +327,9 @@ class Controller:
                             self._gone.add(peer)
         except M2FlowError:
             pass  # The run is over; what is lost here is the end of the trace.
+        self._tell_all_to_stop()
+
+    def _tell_all_to_stop(self) -> None:
+        for worker in self._defined:
+            with contextlib.suppress(M2FlowError):  # It is dead already.
+                self._tell(worker, m.Stop())

@@ -10,6 +10,7 @@ the process when its parent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ from m2flow.samples import Batch
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
 """Environment variable with the run's secret."""
 _FLUSH_SPANS_NS = 250_000_000
+_DRAIN_S = 3.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -348,10 +350,22 @@ def serve(settings: WorkerSettings, token: str) -> None:
         worker.fail(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()))
     finally:
         worker.close()
+        _drain(link, inbox)
         beacon.close()
         outbox.close(drain_s=1.0)
         inbox.close()
         link.close(drain_s=1.0)
+
+
+def _drain(link: LinkDialer, inbox: ZmqInbox) -> None:
+    """Take what others still send until a second Stop says that all have finished: a full inbox that is gone would hold them up."""
+    deadline = time.monotonic() + _DRAIN_S
+    while time.monotonic() < deadline:
+        wait([link, inbox], 0.1)
+        with contextlib.suppress(M2FlowError):
+            inbox.receive(0.0)
+            if any(isinstance(m.decode_to_worker(message), m.Stop) for message in link.receive(0.0)):
+                return
 
 
 def main() -> None:
