@@ -9,12 +9,12 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 SKIPPED := build/tests
 
 .NOTPARALLEL:
-.PHONY: help run test rest test-all not-run bench lock clean distclean
+.PHONY: help run test lint types core rest test-all not-run bench lock clean distclean
 
 help: ## Say what there is to make.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
@@ -22,11 +22,17 @@ help: ## Say what there is to make.
 run: $(VENV)/.installed ## Train the model of flows/grpo.py. Options: make run ARGS="--num-steps 20".
 	@$(BIN)/m2flow run flows/grpo.py $(ARGS)
 
-test: $(VENV)/.installed ## The core checks: format, lint, types, tests, doctests. Under ten minutes on two cores.
-	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
+test: lint types core ## The core checks: format, lint, types, tests, doctests. Under ten minutes on two cores.
+
+lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(VENV)/.installed
 	$(BIN)/mypy
+
+core: $(VENV)/.installed
+	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
 	$(BIN)/pytest -q -m "not slow and not gpu" --write-skipped=$(SKIPPED)/core.tsv
 
 rest: $(VENV)/.installed $(VENV)/.smollm ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.
