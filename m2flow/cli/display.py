@@ -7,7 +7,9 @@ The run goes on in the main thread; a second one reads its tally, which costs th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -36,6 +38,7 @@ _EXAMPLE_S = 5.0
 """A sample's text stays this long, so that it can be read."""
 _BARS = "▁▂▃▄▅▆▇█"
 _TEXT_WIDTH = 72
+_STOPPING = "stopping the workers; Ctrl-C once more ends at once"
 
 
 class Watched(Protocol):
@@ -102,10 +105,11 @@ class Progress:
         self._num_steps = next((int(line.value) for line in plan.arithmetic if line.name == "steps"), 0)
 
     def stopping(self) -> None:
-        """Ctrl-C was pressed. Called from a signal handler: it only sets a flag and writes."""
+        """Ctrl-C was pressed. Called from a signal handler, so it must not touch a stream that the main thread may be writing to."""
         self._is_stopping = True
         if self._live is None:
-            self._console.file.write("\nstopping the workers; Ctrl-C once more ends at once\n")
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{_STOPPING}\n".encode())
 
     def __enter__(self) -> Progress:
         self._started_s = time.monotonic()
@@ -148,7 +152,7 @@ class Progress:
         if prompt or response:
             table.add_row("sample", Text(_brief(f"{prompt!r} -> {response!r}")))
         if self._is_stopping:
-            table.add_row("", Text("stopping the workers; Ctrl-C once more ends at once", style="bold"))
+            table.add_row("", Text(_STOPPING, style="bold"))
         return table
 
     def _sample(self, tally: Tally) -> tuple[str, str]:
@@ -158,7 +162,9 @@ class Progress:
         return self._example
 
     def _phase(self, tally: Tally) -> str:
-        return "between two calls" if tally.num_samples else "starting"
+        if not tally.num_samples:
+            return "starting"
+        return "saving" if tally.num_steps >= self._num_steps else "between two calls"
 
     def _print_lines(self) -> None:
         last_steps, last_s, example_s = 0, self._started_s, 0.0

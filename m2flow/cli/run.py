@@ -75,9 +75,10 @@ def command(
                     progress.expect(plan)
                 with contextlib.nullcontext() if quiet else progress:
                     summary = run.execute()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
+            by = str(stop) or "Ctrl-C"
             step = f" in step {run.tally.num_steps + 1}" if run.tally.num_samples else ""
-            raise Failure(RunInterrupted(f"stopped by Ctrl-C{step}"), _left_behind(run)) from None
+            raise Failure(RunInterrupted(f"stopped by {by}{step}"), _left_behind(run)) from None
         except Exception as error:
             raise failure_of(error, run.run_dir if _has_directory(run) else None, _left_behind(run)) from error
         display.show_summary(console, flow.name, summary, run.tally)
@@ -110,7 +111,7 @@ def _interrupts(stopping: Callable[[], None]) -> Iterator[None]:
             os._exit(130)
         is_stopping = True
         stopping()
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # Ignored: a shell's background job.
@@ -132,6 +133,8 @@ def _left_behind(run: display.Watched) -> str:
     if not _has_directory(run):
         return ""
     tally = run.tally
+    if not tally.num_samples:
+        return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}."
     return (
         f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {tally.num_steps} steps are done.\n"
         f"  What was done when: m2flow view {run.run_dir}"

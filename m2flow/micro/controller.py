@@ -19,7 +19,7 @@ from pathlib import Path
 
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq import LinkDialer, LinkListener, ZmqInbox, ZmqOutbox, wait
-from m2flow.errors import InternalError, M2FlowError, WorkerError, error_from_record
+from m2flow.errors import BrokenChannel, InternalError, M2FlowError, WorkerError, error_from_record
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro import performing
@@ -144,6 +144,8 @@ class Controller:
         try:
             while not self._is_stopping:
                 self._turn()
+        except BrokenChannel as error:
+            self._outcomes.end(self._why_broken(error))
         except M2FlowError as error:
             self._outcomes.end(error)
         except Exception as error:
@@ -298,6 +300,17 @@ class Controller:
             silent_s = now - self._last_seen_s.get(worker, now)
             if silent_s > self._settings.hung_after_s:
                 raise self._lost(worker, f"the worker {worker} gave no sign of life for {silent_s:.0f} s{self._in_the_middle(worker)}")
+
+    def _why_broken(self, error: BrokenChannel) -> M2FlowError:
+        """A worker that dies is missed on its link first, and found to have ended a moment later."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            try:
+                self._check_workers()
+            except WorkerError as lost:
+                return lost
+            time.sleep(0.02)
+        return error
 
     def _in_the_middle(self, worker: str) -> str:
         doing = self._scheduler.running().get(worker)

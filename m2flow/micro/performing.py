@@ -110,6 +110,7 @@ class UpdateTally:
         self._sums: list[Sums] = []
         self._rewards: list[np.ndarray] = []
         self._steps: list[Mapping[str, float]] = []
+        self._losses: list[float] = []
 
     def add(self, sums: Sums, batch: Batch, *, epoch: int) -> None:
         self._minibatch.append(sums)
@@ -122,17 +123,20 @@ class UpdateTally:
         counted = [s.num_tokens if loss.denominator == "tokens" else s.num_sequences for s in self._minibatch]
         return float(max(sum(counted), 1))
 
-    def stepped(self, applied: Mapping[str, float]) -> None:
+    def stepped(self, applied: Mapping[str, float], denominator: float) -> None:
+        """The mini-batch has ended."""
+        self._losses.append(math.fsum(s.metrics.get("loss", 0.0) for s in self._minibatch) / denominator)
         self._minibatch = []
         self._steps.append(applied)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the whole call."""
+        """Of the whole call: means over tokens, and means over optimiser steps of the loss, `grad_norm` and `lr`."""
         num_tokens = sum(s.num_tokens for s in self._sums)
         num_sequences = sum(s.num_sequences for s in self._sums)
         names = dict.fromkeys(name for s in self._sums for name in s.metrics)
         result = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) / max(num_tokens, 1) for name in names}
         result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
+        result |= {"loss": float(np.mean(self._losses))} if self._losses else {}
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
         result["response_length"] = num_tokens / max(num_sequences, 1)
         if self._rewards:
@@ -152,6 +156,14 @@ def function_of(call: Call) -> Callable[..., object]:
     if not callable(function):
         raise InternalError(f"{call.name} has no function")
     return function
+
+
+def function_error(call: Call, error: OpError) -> OpError:
+    """An error of a user's function, as that of a reward if it is one."""
+    if call.options["column"] != "reward":
+        return error
+    now = error.now or "Mend it, or catch the error in the reward and return 0.0 for what can't be judged, so that it is counted."
+    return RewardError(error.what.replace("the function", "the reward function", 1), where=error.where, now=now, remote=error.remote)
 
 
 def function_rows(call: Call, ids: Sequence[int], results: Sequence[object]) -> Batch:

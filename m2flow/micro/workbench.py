@@ -15,7 +15,7 @@ import numpy as np
 from m2flow.channels.weights import Manifest, SharedWeights, SharedWeightsReader, digest
 from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, RolloutEngine, Tensor, TrainEngine
 from m2flow.engines.registry import make_function, make_rollout, make_train
-from m2flow.errors import EngineError, InternalError
+from m2flow.errors import EngineError, InternalError, OpError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.micro import performing
 from m2flow.micro.plan import EngineSlot
@@ -149,7 +149,12 @@ class Workbench:
         timeout_s = call.options["timeout_s"]
         assert timeout_s is None or isinstance(timeout_s, int | float)
         with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(ids), samples=ids):
-            results = self._function.call(performing.function_of(call), samples, granularity=call.granularity.value, timeout_s=timeout_s)
+            try:
+                results = self._function.call(
+                    performing.function_of(call), samples, granularity=call.granularity.value, timeout_s=timeout_s
+                )
+            except OpError as error:
+                raise performing.function_error(call, error) from error
         if not call.is_aligned:
             return results[0]
         if call.granularity is Granularity.GROUP:
@@ -175,7 +180,7 @@ class Workbench:
         tally = self._tallies.setdefault(call.ordinal, performing.UpdateTally())
         with self._recorder.span(SpanName.TRAIN_APPLY, **_about(call), version=call.writes[0].version):
             denominator = tally.denominator(performing.objective(call).loss)
-            tally.stepped(self._engine(self._train, call.role).apply(performing.optimizer(call), denominator))
+            tally.stepped(self._engine(self._train, call.role).apply(performing.optimizer(call), denominator), denominator)
         return self._tallies.pop(call.ordinal).metrics() if is_last else {}
 
     def give_up(self, call: Call) -> None:

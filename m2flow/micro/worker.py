@@ -26,6 +26,7 @@ import cloudpickle
 import msgspec
 
 from m2flow.channels.contract import Inbox, Outbox, Parcel
+from m2flow.channels.weights import remove_segments
 from m2flow.channels.zeromq import Beacon, LinkDialer, ZmqInbox, ZmqOutbox, wait
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import EngineError, InternalError, M2FlowError
@@ -319,12 +320,13 @@ class _Generation:
     num_left: int
 
 
-def _watch_parent(parent: int) -> None:
+def _watch_parent(settings: WorkerSettings) -> None:
     """End this process when the one that started it is gone, whatever the main thread is doing."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == settings.parent:
             time.sleep(0.5)
+        remove_segments(settings.shared_prefix)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
@@ -372,7 +374,7 @@ def main() -> None:
     """The entry point: settings on standard input, the run's secret in the environment."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
-    _watch_parent(settings.parent)
+    _watch_parent(settings)
     serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
 
 
