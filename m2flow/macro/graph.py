@@ -88,7 +88,7 @@ class Call:
     writes: tuple[Effect, ...]
     site: Site
     step: int
-    """-1 before the first step of the flow's outermost iterator."""
+    """-1 outside the flow's outermost iterator."""
     is_aligned: bool
     """The result has a row for each sample; otherwise it is one value."""
     shown: Mapping[str, object] = field(default_factory=dict)

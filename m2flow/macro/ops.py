@@ -63,7 +63,7 @@ def log(**values: Number | Handle | float) -> None:
             sources[name] = (value.ref.call, None)
         else:
             sources[name] = float(value)
-    session.backend.log(session.step, sources)
+    session.backend.log(session.log_step, sources)
 
 
 def steps(count: int) -> Iterator[int]:

@@ -118,6 +118,11 @@ class Session:
         return call
 
     @property
+    def log_step(self) -> int:
+        """The step that a log belongs to: outside the loop, the number of steps so far."""
+        return self.step if self.step >= 0 else self._next_step
+
+    @property
     def next_ordinal(self) -> int:
         return self._num_calls
 
@@ -165,7 +170,7 @@ class Session:
                 self.backend.end_step(self.step)
         finally:
             self._in_steps = False
-            self.step = self._next_step  # What comes after the loop belongs to no step of it.
+            self.step = -1
 
 
 def current_session(what: str) -> Session:

@@ -208,7 +208,7 @@ def _step_starts(spans: Iterable[Span]) -> list[tuple[int, int]]:
     starts: dict[int, int] = {}
     for span in spans:
         step = span.attributes.get("step")
-        if type(step) is int and (span.is_work or span.name == SpanName.SAMPLE):
+        if type(step) is int and step >= 0 and (span.is_work or span.name == SpanName.SAMPLE):
             starts[step] = min(span.start_ns, starts.get(step, span.start_ns))
     return sorted(starts.items())
 
