@@ -44,11 +44,11 @@ test-all: test rest ## Everything. The last lines name each group of tests that 
 
 # Tests that the core skipped ran in the rest, or were skipped there again: the rest's list is the last word.
 not-run:
-	@if [ -e $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/rest.tsv | sort -u; \
-	else cut -f1 $(SKIPPED)/core.tsv 2>/dev/null | sort -u; echo "did not run: rest (stopped before it)"; fi
+	@if [ ! -e $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/core.tsv 2>/dev/null | sort -u; echo "did not run: rest (stopped before it)"; \
+	elif [ -s $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/rest.tsv | sort -u; else echo "every group of tests ran"; fi
 
 bench: $(VENV)/.installed ## Every benchmark, one after the other; each prints what it measured and how.
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+	@status=0; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || status=1; done; exit $$status
 
 lock: $(VENV)/.installed $(VENV)/.smollm ## Write the lock files from what is installed in .venv.
 	@$(BIN)/python .ci/lock.py
