@@ -6,13 +6,13 @@ where they are from and where they go is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from m2flow.channels.weights import Manifest, SharedWeights, SharedWeightsReader, digest
+from m2flow.channels.weights import Manifest, RawBits, SharedWeights, SharedWeightsReader, Weight, digest
 from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, RolloutEngine, Tensor, TrainEngine
 from m2flow.engines.registry import make_function, make_rollout, make_train
 from m2flow.errors import EngineError, InternalError, OpError
@@ -212,10 +212,10 @@ class Workbench:
             if manifest is None:
                 trained = list(self._engine(self._train, role).weights())
                 engine.load_weights(trained, version)
-                self._compare(role, digest(_plain(iter(trained))), digest(_plain(engine.weights())))
+                self._compare(role, digest(_plain(trained)), digest(_plain(engine.weights())))
             else:
                 reader = self._readers.setdefault(role, SharedWeightsReader())
-                engine.load_weights(reader.read(manifest), version)
+                engine.load_weights(_tensors(reader.read(manifest)), version)
 
     def _compare(self, role: str, sent: str, received: str) -> None:
         if sent != received:
@@ -249,10 +249,28 @@ class Workbench:
         return engines[role]
 
 
-def _plain(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors as NumPy arrays, without a copy where they are on a CPU."""
+def _plain(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Weight]]:
+    """Tensors as what travels: NumPy arrays, or raw bits of a type that NumPy lacks. Without a copy where they are on a CPU."""
     for name, tensor in tensors:
-        yield name, tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().numpy()
+        if isinstance(tensor, np.ndarray):
+            yield name, tensor
+        elif str(tensor.dtype) == "torch.bfloat16":
+            import torch
+
+            yield name, RawBits(tensor.detach().cpu().view(torch.uint16).numpy(), "bfloat16")
+        else:
+            yield name, tensor.detach().cpu().numpy()
+
+
+def _tensors(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Tensor]]:
+    """What travelled, as engines take it."""
+    for name, weight in weights:
+        if isinstance(weight, RawBits):
+            import torch
+
+            yield name, torch.from_numpy(weight.bits).view(getattr(torch, weight.dtype))
+        else:
+            yield name, weight
 
 
 def _about(call: Call) -> dict[str, object]:
