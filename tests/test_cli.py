@@ -116,7 +116,7 @@ def test_plan_prints_calls_barriers_and_arithmetic() -> None:
 
 
 def test_plan_names_where_python_waits_and_goes_on_with_an_assumed_value(tmp_path: Path) -> None:
-    body = LOOP + '\n        if float(policy.update(responses)["loss"]) > 1:\n            policy.generate(prompts.take(3), max_new_tokens=2)'
+    body = LOOP + '\n        if float(policy.update(responses)["loss"]) > 1:\n            prompts.take(3)'
     flow = write(tmp_path, body)
     ended = m2flow("plan", flow).stdout
     assert "tiny.py:25" in ended.partition("barriers: here Python waits")[2]
