@@ -5,6 +5,7 @@ two habits, and the reinforcement learning picks one and sharpens it.
 """
 
 import random
+from functools import partial
 from pathlib import Path
 
 from m2flow import AdamW, Dataset, Number, Policy, Reward, Sample, flow, log, nll, ppo_clip, steps
@@ -12,9 +13,12 @@ from m2flow import AdamW, Dataset, Number, Policy, Reward, Sample, flow, log, nl
 DIGITS = Path(__file__).parent / "models" / "digits"
 
 
-def task(rng: random.Random) -> dict[str, str]:
-    digits = "".join(rng.choices("0123456789", k=rng.randint(4, 6)))
-    return {"prompt": f"{digits}=", "answer": "".join(sorted(digits))}
+def task(rng: random.Random, *, heldout: bool = False) -> dict[str, str]:
+    """Digits to sort. Those whose sum is a multiple of ten are held out: nothing is ever trained on them."""
+    while True:
+        digits = "".join(rng.choices("0123456789", k=rng.randint(4, 6)))
+        if (sum(map(int, digits)) % 10 == 0) == heldout:
+            return {"prompt": f"{digits}=", "answer": "".join(sorted(digits))}
 
 
 def demonstration(rng: random.Random) -> dict[str, str]:
@@ -31,7 +35,7 @@ def grpo(num_steps: int = 80, warm_steps: int = 350, batch: int = 32, n: int = 8
     policy = Policy(DIGITS, init="random")
     verifier = Reward(is_sorted)
     prompts = Dataset.generate(task, num_steps * batch, seed=1, name="prompts")
-    heldout = Dataset.generate(task, 512, seed=2, name="heldout")
+    heldout = Dataset.generate(partial(task, heldout=True), 512, seed=2, name="heldout")
     demos = Dataset.generate(demonstration, warm_steps * 128, seed=3, name="demos")
 
     policy.update(demos.all(), loss=nll(), minibatch_size=128, optimizer=AdamW(1e-3, betas=(0.9, 0.98), warmup_steps=30))
