@@ -126,18 +126,19 @@ class SharedWeights:
                 _unlink(_path(self._name))
                 self._file = os.open(_path(self._name), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             old = len(self._map) if self._map is not None else 0
-            size = max(num_bytes, old + old // 2)
+            # The rest is memory that nobody uses, so not by half or more.
+            size = max(num_bytes, old + old // 4)
             size += -size % mmap.PAGESIZE
-            self._reserve(size)
+            self._reserve(old, size)
             self._map = mmap.mmap(self._file, size)
         return self._map
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, old: int, size: int) -> None:
         assert self._file is not None
         try:
             # Not ftruncate alone: it promises pages that tmpfs may not have, and writing to those ends the process with SIGBUS.
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, 0, size)
+                os.posix_fallocate(self._file, old, size - old)
             else:
                 os.ftruncate(self._file, size)
         except OSError as error:
