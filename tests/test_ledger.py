@@ -1,5 +1,6 @@
 """The ledger and its segments: told twice is told once, trained twice is an error, and damage is seen."""
 
+import itertools
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def write(run_dir: Path, cuts: list[list[int]], rewards: dict[int, float] | None
 def test_the_digest_depends_neither_on_the_order_of_writing_nor_on_how_records_are_cut(tmp_path_factory, order, cuts, scored):
     plain, other = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("other")
     edges = [0, *sorted(cuts), len(order)]
-    parts = [list(order[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [list(order[a:b]) for a, b in itertools.pairwise(edges)]
     write(plain, [IDS], {i: i / 7 for i in IDS}).close()
     write(other, parts, {i: i / 7 for i in scored}).close()
     assert samples_digest(other) == samples_digest(plain)

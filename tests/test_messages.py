@@ -1,5 +1,6 @@
 """Messages between controller and workers: what goes in comes out, and hostile bytes are a clean error."""
 
+import contextlib
 import typing
 
 import msgspec
@@ -92,10 +93,8 @@ def test_a_message_with_a_byte_changed_or_cut_is_a_message_or_a_clean_error(kind
     whole = bytearray(m.encode(data.draw(of(kind))))
     whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     damaged = bytes(whole[: data.draw(st.integers(0, len(whole)))])
-    try:
+    with contextlib.suppress(msgspec.MsgspecError):
         assert isinstance(m.decode_to_worker(damaged), m.Message)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        assert isinstance(error, ValueError)
 
 
 def test_a_worker_does_not_take_what_only_a_controller_is_told_and_the_other_way_round():

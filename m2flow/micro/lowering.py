@@ -15,7 +15,7 @@ from m2flow.micro.arithmetic import arithmetic
 from m2flow.micro.chunking import chunk
 from m2flow.micro.legality import legal_stages
 from m2flow.micro.packing import pack
-from m2flow.micro.placement import place_stages, place_workers
+from m2flow.micro.placement import check_places, place_stages, place_workers
 from m2flow.micro.plan import Plan, Route, Stage, WorkerPlan
 from m2flow.micro.routing import route
 from m2flow.micro.syncs import plan_switches, plan_syncs
@@ -24,13 +24,14 @@ from m2flow.spec import ClusterSpec
 
 
 def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, num_steps: int = 0, deterministic: bool = False) -> Plan:
-    """The plan of a run, from the graph of its first steps.
+    """The plan of a run. Placement, stages and routes come from the first step; the arithmetic from all that was traced.
 
     Raises:
         PlanError: some call has no legal place.
     """
+    first = graph.first_steps(1)
     workers = place_workers(graph, models, spec, deterministic=deterministic)
-    routes, stages = _stages(graph, workers, spec)
+    routes, stages = _stages(first, workers, spec)
     names = graph.names()
     notes = tuple(
         f"Python waits for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}); later calls are placed by the same rules"
@@ -40,7 +41,7 @@ def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, 
         flow=graph.flow,
         cluster=spec.name,
         mode=spec.placement,
-        structure=graph.structure_hash(),
+        structure=first.structure_hash(),
         workers=workers,
         stages=stages,
         routes=routes,
@@ -62,7 +63,11 @@ class Lowering:
         self.num_reused = 0
 
     def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
-        """One stage a call."""
+        """One stage a call.
+
+        Raises:
+            PlanError: no worker can run one of them.
+        """
         key = segment.structure_hash()
         if key in self._cache:
             self.num_reused += 1
@@ -73,6 +78,7 @@ class Lowering:
 
 
 def _stages(graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
+    check_places(graph, workers)
     stages = legal_stages(graph)
     stages = place_stages(stages, workers)
     stages = chunk(stages, spec)

@@ -4,9 +4,8 @@
 
 By rule, from the spec's `placement`. Time-shared: one worker hosts rollout and training of every model, which take turns with a
 lease; further rollout workers only generate. Split: rollout workers and one trainer, side by side. Functions have processes of
-their own either way, since
-they may hang, block or be slow without touching a device. The rule looks at a call's kind of engine alone, so a call that was not
-in the traced steps has its place too.
+their own either way, since they may hang, block or be slow without touching a device. Where the trace ended because Python waits
+for a value, what comes after it is unknown: each model then gets both kinds of engine, but for a reference, which is not sampled.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from m2flow.errors import PlanError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
 from m2flow.recipe import Model
@@ -24,9 +24,11 @@ from m2flow.spec import ClusterSpec
 
 def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, deterministic: bool) -> tuple[WorkerPlan, ...]:
     """The processes of a run."""
-    trained = [role for role in models if any(c.role == role and c.engine == "train" for c in graph.calls)]
-    trained += [role for role in _copied_roles(graph) if role not in trained]
-    sampled = [role for role in models if any(c.role == role and c.engine == "rollout" for c in graph.calls)]
+    is_partial = bool(graph.observations)
+    references = {call.role for call in graph.calls if call.method in ("copy_of", "logprobs")}
+    copied = {str(call.options["source"]) for call in graph.calls if call.method == "copy_of"}
+    trained = [role for role in models if is_partial or role in copied or _has(graph, role, "train")]
+    sampled = [role for role in models if (is_partial and role not in references) or _has(graph, role, "rollout")]
     rollout = tuple(EngineSlot(role, "rollout", spec.rollout.engine) for role in sampled)
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
     device = _device(spec)
@@ -48,6 +50,22 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     return tuple(workers)
 
 
+def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:
+    """Each call has a worker with its role's engine: one that came later than the traced steps may have none.
+
+    Raises:
+        PlanError: a call has none.
+    """
+    hosted = {(slot.role, slot.kind) for worker in workers for slot in worker.engines}
+    for call in graph.calls:
+        if call.engine in ("rollout", "train") and (call.role, call.engine) not in hosted:
+            raise PlanError(
+                f"no worker has a {call.engine} engine for {call.role}, which {call.name} needs",
+                where=call.site.describe(),
+                now="Processes are placed by what the first step of the flow calls. Make this call there too, in the first step.",
+            )
+
+
 def place_stages(stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
     """Each stage with the workers that host its kind of engine."""
     return tuple(msgspec.structs.replace(stage, workers=_hosts(stage.engine, workers)) for stage in stages)
@@ -57,9 +75,8 @@ def _hosts(kind: str, workers: tuple[WorkerPlan, ...]) -> tuple[str, ...]:
     return tuple(w.name for w in workers if any(slot.kind == kind for slot in w.engines))
 
 
-def _copied_roles(graph: MacroGraph) -> list[str]:
-    """Roles whose trained weights another role copies; their train engine is needed although nothing updates it."""
-    return [str(call.options["source"]) for call in graph.calls if call.method == "copy_of"]
+def _has(graph: MacroGraph, role: str, kind: str) -> bool:
+    return any(call.role == role and call.engine == kind for call in graph.calls)
 
 
 def _device(spec: ClusterSpec) -> str:
