@@ -57,6 +57,8 @@ class FunctionSpec(_Strict):
     """Processes."""
     chunk: int = Field(64, ge=1)
     """Most samples in one task."""
+    concurrency: int = Field(1, ge=1)
+    """Samples that a process judges at the same time; for functions that wait (for a service, say) rather than compute."""
 
 
 class ChannelSpec(_Strict):

@@ -13,6 +13,7 @@ with it what lay in its queues: finding that out and sending again is the schedu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import hmac
@@ -171,6 +172,9 @@ class ZmqOutbox(Outbox):
             raise ChannelError(f"a column of call {parcel.call} has more than {MAX_FRAME_BYTES >> 30} GiB", now="Use smaller chunks.")
         peer = self._peers.get(address)
         if peer is None:
+            if not self._peers:
+                # Uncopied frames are Python's memory, which must not be freed at exit while ZeroMQ's thread still sends them.
+                atexit.register(self.close)
             peer = self._peers[address] = _Peer()
             peer.open(address, self._max_parcels)
         peer.send(frames, self._timeout_s, self.statistics)
@@ -180,6 +184,7 @@ class ZmqOutbox(Outbox):
 
     def close(self, *, drain_s: float = 0.0) -> None:
         self._is_closed = True
+        atexit.unregister(self.close)
         deadline = time.monotonic() + drain_s
         for peer in self._peers.values():
             peer.close(max(deadline - time.monotonic(), 0.0))

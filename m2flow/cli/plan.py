@@ -12,6 +12,7 @@ from m2flow.cli.flow_options import flow_command
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.tracing import trace
+from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering import lower
 from m2flow.micro.plan import Plan
 from m2flow.spec import LAPTOP, load_cluster
@@ -19,7 +20,7 @@ from m2flow.spec import LAPTOP, load_cluster
 
 @flow_command("plan")
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
-@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to trace.")
+@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to show.")
 @click.option("--assume", type=float, metavar="NUMBER", help="What every number has that Python waits for; without, the trace ends there.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -33,8 +34,9 @@ def command(
       m2flow plan flows/grpo.py --batch 64 --cluster clusters/laptop-split.yaml
     """
     spec = load_cluster(cluster) if cluster else LAPTOP
-    graph, models, num_steps = trace(flow, options, steps=steps, seed=seed, assume=assume)
+    graph, models, num_steps = trace(flow, options, steps=max(steps, TRACED_STEPS), seed=seed, assume=assume)
     plan = lower(graph, models, spec, num_steps=num_steps)
+    graph = graph.first_steps(steps)
     click.echo(_as_json(graph, plan) if as_json else _as_text(graph, plan, target, steps, num_steps, assume))
 
 

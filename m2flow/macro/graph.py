@@ -164,6 +164,16 @@ class MacroGraph:
                 graph.add_edge(ref.call, call.ordinal, kind="data", label=name)
         return graph
 
+    def first_steps(self, count: int) -> MacroGraph:
+        """The calls of the first steps and those outside the loop, as far as they do not need a later step's."""
+        kept: list[Call] = []
+        known: set[int] = set()
+        for call in self.calls:
+            if call.step < count and all(ref.call in known for _, ref in call.inputs):
+                kept.append(call)
+                known.add(call.ordinal)
+        return MacroGraph(self.flow, tuple(kept), tuple(seen for seen in self.observations if seen.call in known))
+
     def consumers(self, ordinal: int) -> list[Call]:
         return [call for call in self.calls if any(ref.call == ordinal for _, ref in call.inputs)]
 

@@ -214,18 +214,14 @@ class Reward(_Role):
     Args:
         function: gets a `Sample` (`.text`, `.prompt`, and the prompt row's columns).
         timeout_s: seconds that one sample may take.
-        concurrency: samples judged at the same time in one worker; for functions that wait rather than compute.
     """
 
-    def __init__(
-        self, function: Callable[[Sample], object], *, name: str | None = None, timeout_s: float = 60.0, concurrency: int = 1
-    ) -> None:
+    def __init__(self, function: Callable[[Sample], object], *, name: str | None = None, timeout_s: float = 60.0) -> None:
         if not callable(function):
             raise TraceError(f"Reward needs a function, got {type(function).__name__}")
         super().__init__(name or str(getattr(function, "__name__", "reward")), "Reward")
         self.function = function
         self.timeout_s = timeout_s
-        self.concurrency = concurrency
 
     def score(self, responses: Handle) -> Scores:
         """One finite number for each response."""
@@ -238,7 +234,6 @@ class Reward(_Role):
             options={
                 "function": self.function,
                 "timeout_s": self.timeout_s,
-                "concurrency": self.concurrency,
                 "column": "reward",
             },
             shown={},

@@ -82,9 +82,8 @@ def trace(
     backend = TracingBackend(assume)
     seed_everything(seed)
     session = Session(backend, flow=flow.name, seed=seed, max_steps=steps)
-    with recording(session):
-        with contextlib.suppress(_Observed):
-            flow.function(**options)
+    with recording(session), contextlib.suppress(_Observed):
+        flow.function(**options)
     if not backend.calls:
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
     return MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify(), dict(session.models), session.num_steps

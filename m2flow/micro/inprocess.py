@@ -70,7 +70,7 @@ class InProcess:
             {
                 "rollout": EngineSettings(**common, options=spec.rollout.options),  # type: ignore[arg-type]
                 "train": EngineSettings(**common, options=spec.train.options),  # type: ignore[arg-type]
-                "function": EngineSettings(),
+                "function": EngineSettings(options={"concurrency": spec.functions.concurrency}),
             },
             run_seed=settings.seed,
             recorder=self._recorder,

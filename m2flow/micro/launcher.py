@@ -66,6 +66,7 @@ class LocalLauncher:
             shared_prefix=f"{self._prefix}-{worker.name}",
             rollout_options=self._spec.rollout.options,
             train_options=self._spec.train.options,
+            function_concurrency=self._spec.functions.concurrency,
             max_running=self._spec.rollout.max_running,
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),

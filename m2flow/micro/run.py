@@ -15,6 +15,7 @@ from m2flow.errors import M2FlowError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
+from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.controller import Controller
 from m2flow.micro.inprocess import InProcess
 from m2flow.micro.journal import Journal, Tally
@@ -77,7 +78,7 @@ class Run:
 
     def prepare(self) -> Plan:
         """Trace the first step and lower it. Runs no engine; makes no directory."""
-        graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed)
+        graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
         self._plan = lower(graph, self._models, self.spec, num_steps=num_steps, deterministic=self.settings.deterministic)
         return self._plan
 

@@ -66,6 +66,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     shared_prefix: str
     rollout_options: dict[str, str | int | float | bool]
     train_options: dict[str, str | int | float | bool]
+    function_concurrency: int
     max_running: int
     heartbeat_s: float
     parent: int
@@ -76,7 +77,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         return {
             "rollout": EngineSettings(**common, options=self.rollout_options),  # type: ignore[arg-type]
             "train": EngineSettings(**common, options=self.train_options),  # type: ignore[arg-type]
-            "function": EngineSettings(),
+            "function": EngineSettings(options={"concurrency": self.function_concurrency}),
         }
 
 

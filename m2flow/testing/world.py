@@ -346,6 +346,7 @@ def _worker_settings(worker: WorkerPlan, models: Mapping[str, Model], spec: Clus
         shared_prefix=f"m2flow-world-{os.getpid()}-{worker.name}",
         rollout_options=spec.rollout.options,
         train_options=spec.train.options,
+        function_concurrency=spec.functions.concurrency,
         max_running=spec.rollout.max_running,
         heartbeat_s=1.0,
         parent=0,
