@@ -68,7 +68,7 @@ def workers(place: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "m2flow.micro.worker" in process.cmdline() and process.cwd() == str(place):
+            if "m2flow.micro.worker_process" in process.cmdline() and process.cwd() == str(place):
                 found.append(process)
         except psutil.Error:
             continue

@@ -20,7 +20,8 @@ import msgspec
 from m2flow.channels.weights import remove_segments
 from m2flow.errors import InternalError
 from m2flow.micro.plan import Plan, WorkerPlan
-from m2flow.micro.worker import TOKEN_VARIABLE, WorkerSettings
+from m2flow.micro.worker import WorkerSettings
+from m2flow.micro.worker_process import TOKEN_VARIABLE
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
 
@@ -82,7 +83,7 @@ class LocalLauncher:
         }
         with self.log_path(worker.name).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "m2flow.micro.worker"],
+                [sys.executable, "-m", "m2flow.micro.worker_process"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

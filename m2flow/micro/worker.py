@@ -1,21 +1,16 @@
-"""A worker process: it does the tasks that the controller gives it, on rows that other workers send it.
+"""A worker: it does the tasks that the controller gives it, on rows that other workers send it.
 
     controller --tasks--> Worker --rows--> other workers
                           Worker --Finished, TaskDone--> controller
 
-One thread does everything, in turns: read what has come, decode one token of what generates, do the next task if its rows are here.
-So tasks and generation interleave, and an abort takes effect between two tokens. A second thread only sends heartbeats, and ends
-the process when its parent is gone.
+It works in turns: read what has come, decode one token of what generates, do the next task if its rows are here. So tasks and
+generation interleave, and an abort takes effect between two tokens. Its links and channels are given to it: ZeroMQ's by
+`m2flow.micro.worker_process`, in-memory ones by `m2flow.testing.world`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import sys
-import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -26,8 +21,6 @@ import cloudpickle
 import msgspec
 
 from m2flow.channels.contract import Inbox, Outbox, Parcel
-from m2flow.channels.weights import remove_segments
-from m2flow.channels.zeromq import Beacon, LinkDialer, ZmqInbox, ZmqOutbox, wait
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import EngineError, InternalError, M2FlowError
 from m2flow.macro.graph import Call
@@ -42,10 +35,7 @@ from m2flow.observe.spans import SpanName
 from m2flow.recipe import Model
 from m2flow.samples import Batch
 
-TOKEN_VARIABLE = "M2FLOW_TOKEN"
-"""Environment variable with the run's secret."""
 _FLUSH_SPANS_NS = 250_000_000
-_DRAIN_S = 3.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -319,65 +309,3 @@ class _Generation:
 
     task: m.Generate
     num_left: int
-
-
-def _watch_parent(settings: WorkerSettings) -> None:
-    """End this process when the one that started it is gone, whatever the main thread is doing."""
-
-    def watch() -> None:
-        while os.getppid() == settings.parent:
-            time.sleep(0.5)
-        remove_segments(settings.shared_prefix)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
-
-
-def serve(settings: WorkerSettings, token: str) -> None:
-    """Run a worker over ZeroMQ until it is told to stop."""
-    link, inbox, outbox = LinkDialer(), ZmqInbox(settings.inbox), ZmqOutbox(settings.name)
-    link.open(settings.controller, settings.name, token)
-    beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s)
-    beacon.open()
-    worker = Worker(settings, link, inbox, outbox)
-    try:
-        worker.open()
-        while not worker.is_stopping:
-            if not worker.has_work:
-                worker.flush_spans(force=True)
-                wait([link, inbox], 0.5)
-            worker.turn()
-    except M2FlowError as error:
-        worker.fail(error)
-    except Exception as error:
-        worker.fail(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()))
-    finally:
-        worker.close()
-        _drain(link, inbox)
-        beacon.close()
-        outbox.close(drain_s=1.0)
-        inbox.close()
-        link.close(drain_s=1.0)
-
-
-def _drain(link: LinkDialer, inbox: ZmqInbox) -> None:
-    """Take what others still send until a second Stop says that all have finished: a full inbox that is gone would hold them up."""
-    deadline = time.monotonic() + _DRAIN_S
-    while time.monotonic() < deadline:
-        wait([link, inbox], 0.1)
-        with contextlib.suppress(M2FlowError):
-            inbox.receive(0.0)
-            if any(isinstance(m.decode_to_worker(message), m.Stop) for message in link.receive(0.0)):
-                return
-
-
-def main() -> None:
-    """The entry point: settings on standard input, the run's secret in the environment."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
-    _watch_parent(settings)
-    serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
-
-
-if __name__ == "__main__":
-    main()
