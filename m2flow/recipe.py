@@ -11,6 +11,11 @@ from typing import Literal
 from m2flow.errors import OptionError
 
 
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number, 1 or more. `True` is none, nor is 2.0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 @dataclass(frozen=True)
 class Model:
     """Where a model comes from."""
@@ -41,8 +46,14 @@ class Sampling:
     """Besides the tokenizer's end-of-sequence token."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise OptionError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if not isinstance(value, int | float):
+                raise OptionError(f"{name} is {value!r:.60}; it must be a number")
+        for name, value in (("top_k", self.top_k), ("min_new_tokens", self.min_new_tokens)):
+            if not isinstance(value, int):
+                raise OptionError(f"{name} is {value!r:.60}; it must be a whole number")
+        if not is_count(self.max_new_tokens):
+            raise OptionError(f"max_new_tokens is {self.max_new_tokens!r:.60}; it must be a whole number, 1 or more")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise OptionError(f"min_new_tokens is {self.min_new_tokens}; it must lie in 0..max_new_tokens ({self.max_new_tokens})")
         if self.temperature < 0:

@@ -34,6 +34,9 @@ IdArray = npt.NDArray[np.int64]
 
 _INDEX_BITS, _PROMPT_BITS, _CALL_BITS = 12, 30, 21
 
+MAX_GROUP = 1 << _INDEX_BITS
+"""Most samples of one prompt in a call."""
+
 
 class Segment(enum.IntEnum):
     """Where a stretch of tokens came from."""
@@ -84,6 +87,8 @@ class SampleId:
 
 def make_ids(call: int, num_prompts: int, num_per_prompt: int = 1) -> IdArray:
     """The identities of a call's samples, in order: int64 [num_prompts * num_per_prompt]."""
+    if num_prompts and num_per_prompt:
+        SampleId(call, num_prompts - 1, num_per_prompt - 1).pack()  # Refuses what would run into the next group's identities.
     first = SampleId(call, 0, 0).pack()
     prompts = np.arange(num_prompts, dtype=np.int64)[:, None] << _INDEX_BITS
     return (first + prompts + np.arange(num_per_prompt, dtype=np.int64)).reshape(-1)
@@ -166,18 +171,18 @@ Column = npt.NDArray[np.generic] | Ragged
 
 
 def column_of(rows: Sequence[object], name: str = "") -> Column:
-    """The column that holds these Python values: numbers dense, texts as text, sequences of numbers ragged, the rest as JSON."""
+    """The column that holds these Python values: numbers dense, texts as text, the rest as JSON."""
     if all(isinstance(row, str) for row in rows):
         return Ragged.texts([str(row) for row in rows])
     if all(isinstance(row, bool | np.bool_) for row in rows):
         return np.asarray(rows, bool)
-    if all(isinstance(row, int | np.integer) for row in rows):
-        return np.asarray(rows, np.int64)
-    if all(isinstance(row, int | float | np.number) for row in rows):
-        return np.asarray(rows, np.float64)
     try:
+        if all(isinstance(row, int | np.integer) for row in rows):
+            return np.asarray(rows, np.int64)
+        if all(isinstance(row, int | float | np.integer | np.floating) for row in rows):
+            return np.asarray(rows, np.float64)
         return Ragged.json(rows)
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise DatasetError(f"column {name!r} has values that are neither numbers, texts nor JSON: {error}") from None
 
 

@@ -13,9 +13,15 @@ from m2flow.errors import DatasetError
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Rows
 from m2flow.macro.session import Session, current_session
+from m2flow.recipe import is_count
 from m2flow.samples import Batch, Column, column_of, make_ids
 
 Row = Mapping[str, object]
+
+_ON_SAMPLES = {"id", "num_tokens", "finish", "seed", "temperature", "text", "reward", "value", "advantages", "reference_logprobs"}
+_ON_TOKENS = {"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths"}
+_TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
+"""Names that samples have already: a column of such a name would be lost, or taken for what it is not."""
 
 
 class Dataset:
@@ -31,7 +37,14 @@ class Dataset:
         rows = list(rows)
         if not rows:
             raise DatasetError(f"the dataset {name!r} has no rows", now="A flow needs at least one prompt; check its path or its filter.")
+        for i, row in enumerate(rows):
+            if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
+                raise DatasetError(f"row {i} of the dataset {name!r} is no mapping of names to values: {row!r:.60}")
         keys = set(rows[0])
+        if keys & _TAKEN:
+            column = min(keys & _TAKEN)
+            now = f"Rename the column, to {column}_of_row for example."
+            raise DatasetError(f"the dataset {name!r} has a column {column!r}, a name that samples have already", now=now)
         for i, row in enumerate(rows):
             if set(row) != keys:
                 raise DatasetError(f"row {i} of the dataset {name!r} has the columns {sorted(row)}, row 0 has {sorted(keys)}")
@@ -63,8 +76,8 @@ class Dataset:
 
     def take(self, count: int) -> Rows:
         """The next `count` rows; past the end it begins anew."""
-        if count < 1:
-            raise DatasetError(f"take({count}) of the dataset {self.name!r}: at least one row must be taken")
+        if not is_count(count):
+            raise DatasetError(f"take({count!r}) of the dataset {self.name!r}: it takes a whole number of rows, 1 or more")
         session = self._join()
         positions = [self._position(self._cursor + i) for i in range(count)]
         return self._record(session, "take", positions, {"count": count}, moves_by=count)
@@ -75,6 +88,8 @@ class Dataset:
 
     def batches(self, size: int, *, epochs: int = 1) -> Iterator[Rows]:
         """Batches of `size` rows, a step each; a last smaller one is left out, as `m2flow plan` says."""
+        if not is_count(size) or not is_count(epochs):
+            raise DatasetError(f"batches({size!r}, epochs={epochs!r}) of the dataset {self.name!r}: both are whole numbers, 1 or more")
         if size > self._num_rows:
             raise DatasetError(f"a batch of {size} rows from the dataset {self.name!r}, which has {self._num_rows}")
         session = self._join()

@@ -50,11 +50,14 @@ class Flow:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        hints = typing.get_type_hints(self.function)
+        try:
+            hints = typing.get_type_hints(self.function)
+        except (NameError, TypeError, SyntaxError) as error:
+            raise FlowLoadError(f"an annotation of the flow {self.name} can't be read: {error}") from None
         found = []
         for name, parameter in inspect.signature(self.function).parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise FlowLoadError(f"the flow {self.name} has *{name}; its options must be named parameters")
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+                raise FlowLoadError(f"the flow {self.name} has {parameter}; its options must be named parameters")
             default = parameter.default
             guess = str if default in (parameter.empty, None) else type(default)
             found.append(Parameter(name, hints.get(name, guess), default))
@@ -66,6 +69,9 @@ class Flow:
     def run(self, backend: Backend, options: Mapping[str, object], *, seed: int = 0, max_steps: int | None = None) -> object:
         """Run the function with its calls recorded into the backend, and wait for all of them."""
         known = {parameter.name for parameter in self.parameters}
+        missing = [parameter.name for parameter in self.parameters if parameter.is_required and parameter.name not in options]
+        if missing:
+            raise OptionError(f"the flow {self.name} needs a value for {', '.join(missing)}")
         for name in options:
             if name not in known:
                 raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
@@ -73,12 +79,20 @@ class Flow:
         session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps)
         with recording(session):
             result = self.function(**options)
-            backend.finish()
+            session.finish()
         return result
 
 
 def flow(function: Callable[..., object]) -> Flow:
-    """Make a function a flow. Its parameters become the options of `m2flow run`."""
+    """Make a function a flow. Its parameters become the options of `m2flow run`.
+
+    Raises:
+        FlowLoadError: it is no plain function: its calls would not run when it is called.
+    """
+    if not callable(function):
+        raise FlowLoadError(f"@flow got a {type(function).__name__} instead of a function")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise FlowLoadError(f"the flow {function.__name__} is async or has a yield; a flow is a plain function")
     return Flow(function)
 
 
@@ -93,7 +107,8 @@ def load_flow(target: str) -> Flow:
     if not path.is_file():
         raise FlowLoadError(f"there is no file {path_text}", now="Give the path of a Python file with a function decorated with @flow.")
     module = _import(path)
-    flows = {key: value for key, value in vars(module).items() if isinstance(value, Flow) and value.function.__module__ == module.__name__}
+    own = {value: key for key, value in reversed(vars(module).items()) if isinstance(value, Flow)}  # a flow of two names counts once
+    flows = {key: value for value, key in reversed(own.items()) if value.function.__module__ == module.__name__}
     if not flows:
         raise FlowLoadError(f"{path_text} has no flow", now="Decorate its loop with @flow (from m2flow import flow).")
     if name and name not in flows:
@@ -116,8 +131,10 @@ def _import(path: Path) -> types.ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         shown = (error.text or "").rstrip()
-        raise FlowLoadError(f"syntax error: {error.msg}", where=f"{path}:{error.lineno}  {shown.strip()}") from error
-    except Exception as error:
+        raise FlowLoadError(f"syntax error: {error.msg}", where=f"{error.filename or path}:{error.lineno}  {shown.strip()}") from error
+    except FlowLoadError as error:
+        raise error.located(str(path)) from error.__cause__
+    except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         place = f"{path}:{frames[-1].lineno}  {frames[-1].line}" if frames else str(path)
         raise FlowLoadError(f"importing the flow raised {type(error).__name__}: {error}", where=place) from error

@@ -28,6 +28,15 @@ class Handle:
     def ref(self) -> Ref:
         return Ref(self._call.ordinal)
 
+    @property
+    def call(self) -> Call:
+        return self._call
+
+    @property
+    def maker(self) -> Call:
+        """The call that made the samples that this has rows of."""
+        return self._session.maker(self._call)
+
     def check(self, session: Session, what: str) -> Ref:
         """This handle as an input of a call in that session."""
         if self._session is not session:
@@ -36,7 +45,7 @@ class Handle:
 
     def __repr__(self) -> str:
         call = self._call
-        rows = f"one row a {'sample' if call.is_aligned else call.granularity}" if call.is_aligned else "one value"
+        rows = "one row a sample" if call.is_aligned else "one value"
         return f"<{call.name}: {rows}, from {call.site}; not computed by looking at it like this>"
 
     def __bool__(self) -> bool:
@@ -54,6 +63,8 @@ class Metrics(Handle):
 
     def lagged(self, steps: int) -> dict[str, float] | None:
         """The numbers of `steps` steps ago, at the same place of the program; `None` in the first ones."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise TraceError(f"lagged({steps!r}): the number of steps is a whole number, 0 or more")
         ordinal = self._session.recall(self._call, steps)
         if ordinal is None:
             return None
@@ -74,10 +85,9 @@ class Number:
         self._handle = handle
         self._name = name
 
-    @property
-    def source(self) -> tuple[int, str | None]:
-        """The call, and the field of its value."""
-        return self._handle.ref.call, self._name
+    def source(self, session: Session, what: str) -> tuple[int, str | None]:
+        """The call in that session, and the field of its value."""
+        return self._handle.check(session, what).call, self._name
 
     def __float__(self) -> float:
         value = self._handle._observe("float()")
@@ -86,7 +96,8 @@ class Number:
             if self._name not in value:
                 raise TraceError(f"there is no metric {self._name!r}; there are {', '.join(sorted(value))}")
             value = value[self._name]
-        assert isinstance(value, int | float)
+        if not isinstance(value, int | float):
+            raise TraceError(f"{self!r} is {value!r:.60}, which is not a number")
         return float(value)
 
     def __repr__(self) -> str:
@@ -94,6 +105,12 @@ class Number:
 
     def __bool__(self) -> bool:
         raise TraceError("a number that is not computed yet can't decide a branch by itself", now="Wait for it: float(number) > 0.9.")
+
+    def _compare(self, other: object) -> bool:
+        raise TraceError("a number that is not computed yet can't be compared", now="Wait for it: float(number) > 0.9.")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compare
+    __hash__ = object.__hash__
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
@@ -159,6 +176,13 @@ class _Mean:
 
     def __call__(self, samples: list[dict[str, float]]) -> float:
         return sum(float(sample[self.column]) for sample in samples) / max(len(samples), 1)
+
+
+def describe(value: object) -> str:
+    """What a call was given, for an error: whose result, or of what type."""
+    if isinstance(value, Handle):
+        return f"the {'rows' if value.call.is_aligned else 'value'} of {value.call.name} ({value.call.site})"
+    return "a number that is not computed yet" if isinstance(value, Number) else f"a {type(value).__name__}"
 
 
 def _release(session: Session, ordinal: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, SupportsFloat
 
-from m2flow.errors import TraceError
+from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity
-from m2flow.macro.handles import Handle, Number, Rows
+from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
 from m2flow.macro.session import current_session
 
 
@@ -27,13 +27,16 @@ def op(
     returns a list of as many values; on a `batch`, the list of all samples, and returns one value.
     """
 
+    if granularity not in ("sample", "group", "batch"):
+        raise OptionError(f"@op(granularity={granularity!r}); known are sample, group, batch")
+
     def decorate(function: Callable[..., object]) -> Callable[[Handle], Handle]:
         @functools.wraps(function)
         def call_it(samples: Handle) -> Handle:
             name = getattr(function, "__name__", "op")
             session = current_session(f"the op {name}")
-            if not isinstance(samples, Handle):
-                raise TraceError(f"the op {name} got {type(samples).__name__} instead of a handle")
+            if not isinstance(samples, Rows):
+                raise TraceError(f"the op {name} got {describe(samples)}; it needs rows: a dataset's, responses, rewards")
             unit = Granularity(granularity)
             call = session.record(
                 role=name,
@@ -58,11 +61,16 @@ def log(**values: Number | Handle | float) -> None:
     sources: dict[str, tuple[int, str | None] | float] = {}
     for name, value in values.items():
         if isinstance(value, Number):
-            sources[name] = value.source
+            sources[name] = value.source(session, "log()")
+        elif isinstance(value, Rows | Metrics):
+            now = f"log({name}=rewards.mean())" if isinstance(value, Rows) else f"log({name}=metrics['reward'])"
+            raise TraceError(f"log({name}=...) got {describe(value)}, which is more than one number", now=f"Say which: {now}.")
         elif isinstance(value, Handle):
-            sources[name] = (value.ref.call, None)
-        else:
+            sources[name] = (value.check(session, "log()").call, None)
+        elif isinstance(value, SupportsFloat):
             sources[name] = float(value)
+        else:
+            raise TraceError(f"log({name}=...) got {value!r:.60}, which is not a number")
     session.backend.log(session.log_step, sources)
 
 

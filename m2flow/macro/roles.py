@@ -7,19 +7,49 @@ where that engine is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
-from m2flow.macro.handles import Handle, Metrics, Rows, Scores
+from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.macro.session import current_session
-from m2flow.recipe import AdamW, Loss, Model, Sampling
-from m2flow.samples import Sample
+from m2flow.recipe import AdamW, Loss, Model, Sampling, is_count
+from m2flow.samples import MAX_GROUP, Batch, Sample
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 ADVANTAGES: tuple[AdvantageName, ...] = ("grpo", "dr_grpo", "rloo")
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What an input of a call must be."""
+
+    what: str
+    fit: Callable[[Rows], bool]
+    now: str
+
+
+def _has_target(rows: Rows) -> bool:
+    held = rows.call.options.get("rows")
+    return isinstance(held, Batch) and "target" in held
+
+
+_ROWS = _Wanted("responses", lambda rows: True, "Responses come from policy.generate(...).")
+_PROMPTS = _Wanted(
+    "prompts", lambda rows: rows.call.engine in ("source", "rollout"), "Prompts come from a Dataset: prompts=dataset.take(32)."
+)
+_RESPONSES = _Wanted(
+    "responses, or rows with a 'target'",
+    lambda rows: rows.call.engine == "rollout" or _has_target(rows),
+    "Responses come from policy.generate(...), demonstrations from a Dataset whose rows have a 'target'.",
+)
+_REWARDS = _Wanted("rewards", lambda rows: isinstance(rows, Scores), "Rewards come from Reward(function).score(responses).")
+_REFERENCE = _Wanted(
+    "a reference", lambda rows: rows.column == "reference_logprobs", "Pass a Reference, or what its logprobs(responses) gave."
+)
 
 
 class _Role:
@@ -29,13 +59,11 @@ class _Role:
         self.name = name
         self._session = current_session(f"{kind}({name!r})")
 
-    def _check(self, handle: object, what: str) -> Ref:
-        if not isinstance(handle, Handle):
-            raise TraceError(
-                f"{self.name}.{what} got {type(handle).__name__} instead of a handle",
-                now="Prompts come from a Dataset: dataset.take(32); responses from policy.generate(...).",
-            )
-        return handle.check(self._session, f"{self.name}.{what}")
+    def _rows(self, handle: object, method: str, wants: _Wanted) -> Ref:
+        """A handle as an input of one of this role's calls, if it has the rows that the call wants."""
+        if not isinstance(handle, Rows) or not wants.fit(handle):
+            raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
+        return handle.check(self._session, f"{self.name}.{method}")
 
 
 class Policy(_Role):
@@ -84,8 +112,8 @@ class Policy(_Role):
         Raises:
             PromptTooLong (at the first look): a prompt and `max_new_tokens` exceed the model's context.
         """
-        if n < 1:
-            raise OptionError(f"n is {n}; a prompt needs at least one response")
+        if not is_count(n) or n > MAX_GROUP:
+            raise OptionError(f"n is {n!r}; a prompt has from 1 to {MAX_GROUP} responses, a whole number")
         sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_new_tokens)
         shown: dict[str, object] = {"n": n, "max_new_tokens": max_new_tokens}
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
@@ -94,7 +122,7 @@ class Policy(_Role):
             method="generate",
             engine="rollout",
             granularity=Granularity.SAMPLE,
-            inputs={"prompts": self._check(prompts, "generate")},
+            inputs={"prompts": self._rows(prompts, "generate", _PROMPTS)},
             options={"n": n, "sampling": sampling, "stream": self._session.next_stream()},
             shown=shown,
             reads=(self._weights,),
@@ -127,8 +155,20 @@ class Policy(_Role):
         """
         if advantages not in ADVANTAGES:
             raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}")
-        if (minibatch_size is not None and minibatch_size < 1) or epochs < 1:
-            raise OptionError(f"minibatch_size is {minibatch_size} and epochs is {epochs}; both must be at least 1")
+        if not (minibatch_size is None or is_count(minibatch_size)) or not is_count(epochs):
+            raise OptionError(f"minibatch_size is {minibatch_size!r} and epochs is {epochs!r}; both are whole numbers, 1 or more")
+        if not isinstance(loss, Loss | None):
+            raise OptionError(f"loss={loss!r:.60} is no loss", now="Pass ppo_clip(), nll(), reinforce(), or a function under @loss(...).")
+        if not isinstance(optimizer, AdamW | None):
+            raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+        inputs = {"samples": self._rows(responses, "update", _RESPONSES)}
+        if rewards is not None:
+            inputs["rewards"] = self._rows(rewards, "update", _REWARDS)
+            if responses.maker.options.get("n", 1) == 1:
+                raise TraceError(
+                    f"advantages={advantages!r} compares the responses to one prompt, and {describe(responses)} has one for each",
+                    now="Generate with n=2 or more.",
+                )
         loss = loss or (ppo_clip() if rewards is not None else nll())
         if "advantages" in loss.needs and rewards is None:
             raise TraceError(f"the loss {loss.name} needs advantages, and this update got no rewards")
@@ -136,6 +176,8 @@ class Policy(_Role):
             raise TraceError(f"the loss {loss.name} needs a reference", now="Pass reference=Reference(...).")
         if isinstance(reference, Reference):
             reference = reference.logprobs(responses)
+        if reference is not None:
+            inputs["reference"] = self._rows(reference, "update", _REFERENCE)
         shown: dict[str, object] = {"loss": loss.name}
         shown |= {"advantages": advantages} if rewards is not None else {}
         shown |= {"minibatch_size": minibatch_size} if minibatch_size is not None else {}
@@ -145,11 +187,7 @@ class Policy(_Role):
             method="update",
             engine="train",
             granularity=Granularity.MINIBATCH if minibatch_size else Granularity.BATCH,
-            inputs={
-                "samples": self._check(responses, "update"),
-                "rewards": None if rewards is None else self._check(rewards, "update"),
-                "reference": None if reference is None else self._check(reference, "update"),
-            },
+            inputs=inputs,
             options={
                 "advantages": advantages if rewards is not None else None,
                 "loss": loss,
@@ -198,7 +236,7 @@ class Reference(_Role):
             method="logprobs",
             engine="train",
             granularity=Granularity.SAMPLE,
-            inputs={"samples": self._check(responses, "logprobs")},
+            inputs={"samples": self._rows(responses, "logprobs", _RESPONSES)},
             options={},
             shown={},
             reads=(f"{self.name}.weights",),
@@ -230,7 +268,7 @@ class Reward(_Role):
             method="score",
             engine="function",
             granularity=Granularity.SAMPLE,
-            inputs={"samples": self._check(responses, "score")},
+            inputs={"samples": self._rows(responses, "score", _ROWS)},
             options={
                 "function": self.function,
                 "timeout_s": self.timeout_s,

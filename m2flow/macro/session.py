@@ -11,18 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import sys
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
+from types import FrameType
+from typing import Literal
 
-from m2flow.errors import TraceError
+from m2flow.errors import FlowError, TraceError
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
 from m2flow.recipe import Model
 
 _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None)
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
 
 
 class Backend(ABC):
@@ -54,7 +60,7 @@ class Backend(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until every call is done; raise the earliest error not yet raised."""
+        """Wait until every call is done; raise the earliest error, also if the flow has caught it."""
 
 
 class Session:
@@ -76,7 +82,13 @@ class Session:
         self._versions: dict[str, int] = {}
         self._in_steps = False
         self._next_step = 0
-        self._history: dict[str, dict[int, int]] = {}
+        self._left_step: int | None = None
+        """A step whose loop has not gone on yet: it is under way, or `break` or `return` left it."""
+        self._is_cut = False
+        """The program has looked at a value: a trace ends there."""
+        self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
+        self._makers: dict[int, Call] = {}
+        """Call -> the call that made the samples that its result has rows of."""
 
     def record(
         self,
@@ -94,10 +106,8 @@ class Session:
     ) -> Call:
         """Number a call, stamp its effects with versions, and hand it to the backend."""
         if not self.is_open:
-            raise TraceError(f"{role}.{method} was called after its flow had ended")
-        read = tuple(Effect(r, self._versions.get(r, 0)) for r in reads)
-        for resource in writes:
-            self._versions[resource] = self._versions.get(resource, 0) + 1
+            raise TraceError(f"{role}.{method} was called after its flow had ended", where=user_site().describe())
+        self._end_left_step()
         call = Call(
             ordinal=self._num_calls,
             role=role,
@@ -106,13 +116,15 @@ class Session:
             granularity=granularity,
             inputs=tuple((name, ref) for name, ref in inputs.items() if ref is not None),
             options=dict(options),
-            reads=read,
-            writes=tuple(Effect(r, self._versions[r]) for r in writes),
+            reads=tuple(Effect(r, self._versions.get(r, 0)) for r in reads),
+            writes=tuple(Effect(r, self._versions.get(r, 0) + 1) for r in writes),
             site=user_site(),
             step=self.step,
             is_aligned=is_aligned,
             shown=dict(shown),
         )
+        self._makers[call.ordinal] = self._maker(call)
+        self._versions |= {effect.resource: effect.version for effect in call.writes}
         self._num_calls += 1
         self.backend.submit(call)
         return call
@@ -132,6 +144,12 @@ class Session:
             raise TraceError(
                 f"this flow has two roles named {role!r}", where=user_site().describe(), now=f"Name one of them: name='{role}_2'."
             )
+        if self._is_cut:
+            raise TraceError(
+                f"the role {role!r} is made after the flow has looked at a value, when the workers have their models already",
+                where=user_site().describe(),
+                now="Make every Policy and Reference at the flow's beginning.",
+            )
         self.models[role] = model
 
     def number_dataset(self) -> int:
@@ -144,33 +162,81 @@ class Session:
         return self._num_streams - 1
 
     def observe(self, ordinal: int, why: str) -> object:
+        site = user_site()
         if not self.is_open:
-            raise TraceError("a handle was used after its flow had ended", now="Return or log the value inside the flow.")
-        self.backend.observed(Observation(ordinal, user_site(), why))
+            raise TraceError(
+                "a handle was used after its flow had ended", where=site.describe(), now="Return or log the value inside the flow."
+            )
+        maker = self._makers[ordinal]
+        self._is_cut = self._is_cut or not (maker.ordinal == ordinal and maker.engine == "source")
+        self.backend.observed(Observation(ordinal, site, why))
         return self.backend.value(ordinal)
 
     def remember(self, call: Call) -> None:
-        """Note which call stood at a line of the program in this step, for `lagged`. In a loop the last one counts."""
-        self._history.setdefault(str(call.site), {})[call.step] = call.ordinal
+        """Note which calls stood at a place of the program in this step, for `lagged`."""
+        self._history.setdefault(_place(call), {}).setdefault(call.step, []).append(call.ordinal)
 
     def recall(self, call: Call, steps_ago: int) -> int | None:
-        return self._history[str(call.site)].get(call.step - steps_ago)
+        """The call at the same place of an earlier step; of those that a loop made there, the one with the same count."""
+        history = self._history[_place(call)]
+        count = history[call.step].index(call.ordinal)
+        then = history.get(call.step - steps_ago, []) if call.step >= 0 else []
+        return then[count] if count < len(then) else None
+
+    def maker(self, call: Call) -> Call:
+        """The call that made the samples that this one's result has rows of."""
+        return self._makers[call.ordinal]
+
+    def _maker(self, call: Call) -> Call:
+        """The same of a new call, whose inputs must all be about the same samples."""
+        if call.engine in ("source", "rollout") or not call.inputs:
+            return call
+        makers = [self._makers[ref.call] for _, ref in call.inputs]
+        for (name, _), maker in zip(call.inputs, makers, strict=True):
+            if maker is not makers[0]:
+                of, first = call.inputs[0][0], makers[0]
+                raise TraceError(
+                    f"{call.name} got {of} that {first.name} made at {first.site}, and {name} of others, which {maker.name} made at "
+                    f"{maker.site}",
+                    where=call.site.describe(),
+                    now=f"The {name} must be those of the very samples that they go with.",
+                )
+        return makers[0]
 
     def iterate(self, count: int) -> Iterator[int]:
         """The steps of the flow's outermost iterator. An inner one is plain iteration: its calls belong to the outer step."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise TraceError(f"steps({count!r}): the number of steps is a whole number, 0 or more", where=user_site().describe())
         if self._in_steps:
             yield from range(count)
             return
+        self._end_left_step()
         self._in_steps = True
         self.num_steps += count
         try:
             for index in range(count if self.max_steps is None else min(count, self.max_steps)):
                 self.step, self._next_step = self._next_step, self._next_step + 1
+                self._left_step = self.step
                 yield index
-                self.backend.end_step(self.step)
+                self._end_step()
         finally:
             self._in_steps = False
             self.step = -1
+
+    def finish(self) -> None:
+        """The program is at its end: wait for all calls."""
+        self._end_left_step()
+        self.backend.finish()
+
+    def _end_left_step(self) -> None:
+        """End the step that `break` or `return` left, at what comes next: the loop itself could not raise then."""
+        if not self._in_steps:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._left_step is not None:
+            step, self._left_step = self._left_step, None
+            self.backend.end_step(step)
 
 
 def current_session(what: str) -> Session:
@@ -191,6 +257,16 @@ def recording(session: Session) -> Iterator[Session]:
     token = _current.set(session)
     try:
         yield session
+    except FlowError as error:
+        # A worker's or an engine's fault is not that of the line which happened to wait.
+        site = _raised_at(error) if isinstance(error, FlowError) else None
+        raise error if site is None else error.located(site.describe()) from error.__cause__
+    except Exception as error:
+        site = _raised_at(error)
+        if site is None or not _is_of_user(error):
+            raise
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise FlowError(f"the flow raised {said}", where=site.describe()) from error
     finally:
         session.is_open = False
         _current.reset(token)
@@ -198,17 +274,44 @@ def recording(session: Session) -> Iterator[Session]:
 
 def user_site() -> Site:
     """Where the user's code is now: the innermost frame outside m2flow, and the user's frames that led there."""
-    frame = sys._getframe(1)
-    frames = []
+    frame: FrameType | None = sys._getframe(1)
+    frames: list[tuple[str, int, str]] = []
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_PACKAGE):
             frames.append((filename, frame.f_lineno, frame.f_code.co_name))
         elif frames:
             break
-        frame = frame.f_back  # type: ignore[assignment]
-    if not frames:
-        return Site("<unknown>", 0, "")
+        frame = frame.f_back
+    return _site(frames) if frames else Site("<unknown>", 0, "")
+
+
+def _raised_at(error: BaseException) -> Site | None:
+    """Where the user's code was when it raised an error, or called what did."""
+    raised = traceback.extract_tb(error.__traceback__)
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in raised if _owner(frame.filename) == "user"]
+    return _site(frames[::-1]) if frames else None
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Whether the user's code is nearer to an error than ours is; libraries between count for who called them."""
+    owners = [_owner(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return next((owner for owner in reversed(owners) if owner != "library"), "") == "user"
+
+
+def _owner(filename: str) -> Literal["m2flow", "library", "user"]:
+    if filename.startswith(_PACKAGE):
+        return "m2flow"
+    return "library" if filename.startswith(_LIBRARIES) else "user"
+
+
+def _place(call: Call) -> tuple[object, ...]:
+    """Where in the program a call stands: its line, and the lines that led there."""
+    return call.name, call.site.file, call.site.line, call.site.path
+
+
+def _site(frames: list[tuple[str, int, str]]) -> Site:
+    """From (file, line, function), innermost first."""
     (filename, line, _), *outer = frames
     path = tuple(f"{_shorten(f)}:{n} in {name}" for f, n, name in reversed(outer) if name != "<module>")
     return Site(_shorten(filename), line, linecache.getline(filename, line).strip(), path)

@@ -84,6 +84,7 @@ def trace(
     session = Session(backend, flow=flow.name, seed=seed, max_steps=steps)
     with recording(session), contextlib.suppress(_Observed):
         flow.function(**options)
+        session.finish()
     if not backend.calls:
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
     return MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify(), dict(session.models), session.num_steps
