@@ -7,10 +7,11 @@ sitting. What a call *means* on given inputs comes from a `Performer`; when to d
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
 from typing import Protocol
 
-from m2flow.errors import M2FlowError
+from m2flow.errors import InternalError, M2FlowError
 from m2flow.macro.graph import Call, Observation
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
@@ -40,8 +41,8 @@ class EagerBackend(Backend):
         self._journal = journal
         self._values: dict[int, object] = {}
         self._errors: dict[int, M2FlowError] = {}
-        self._broken: dict[str, M2FlowError] = {}
-        self._raised: set[int] = set()
+        self._writers: dict[str, int] = {}
+        """Resource -> the call that wrote it last."""
 
     def submit(self, call: Call) -> None:
         error = self._inherited(call)
@@ -50,19 +51,20 @@ class EagerBackend(Backend):
                 value = self._performer.perform(call, {name: self._values[ref.call] for name, ref in call.inputs})
             except M2FlowError as raised:
                 error = raised.located(call.site.describe())
+            except Exception as raised:
+                error = InternalError(f"{call.name}: {raised!r}", where=call.site.describe(), remote=traceback.format_exc())
             else:
                 self._values[call.ordinal] = value
                 self._journal.call_done(call, value)
         if error is not None:
             self._errors[call.ordinal] = error
-            self._broken.update({effect.resource: error for effect in call.writes})
+        self._writers.update({effect.resource: call.ordinal for effect in call.writes})
 
     def _inherited(self, call: Call) -> M2FlowError | None:
-        """The error of something that this call depends on, by data or by effect."""
-        for _, ref in call.inputs:
-            if ref.call in self._errors:
-                return self._errors[ref.call]
-        return next((self._broken[e.resource] for e in call.reads if e.resource in self._broken), None)
+        """The error of what this call depends on, by data or by effect; of several, that of the earliest call."""
+        needed = {ref.call for _, ref in call.inputs} | {self._writers[e.resource] for e in call.reads if e.resource in self._writers}
+        failed = needed & self._errors.keys()
+        return self._errors[min(failed)] if failed else None
 
     def value(self, ordinal: int) -> object:
         if ordinal in self._errors:
