@@ -7,6 +7,7 @@ where something is done, but not what.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -17,7 +18,7 @@ from m2flow.engines.contract import Generated, Objective, Request, Sums
 from m2flow.errors import InternalError, OpError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.recipe import AdamW, Loss, Sampling
-from m2flow.samples import Batch, Column, Finish, Ragged, SampleId, Segment, column_of
+from m2flow.samples import Batch, Column, Finish, Ragged, SampleId, Segment
 
 
 def sample_seed(run_seed: int, role: str, stream: int, identity: SampleId) -> int:
@@ -177,16 +178,41 @@ def function_rows(call: Call, ids: Sequence[int], results: Sequence[object]) -> 
     if len(results) != len(ids):
         raise error(f"{call.name} returned {len(results)} values for {len(ids)} samples", now="It must return one value for each sample.")
     if column != "reward":
-        return Batch(np.array(ids, np.int64), {column: column_of(results, call.name)})
+        return Batch(np.array(ids, np.int64), {column: _json_column(call, ids, results)})
     for packed, value in zip(ids, results, strict=True):
-        if isinstance(value, bool | np.bool_ | int | float | np.number) and math.isfinite(float(value)):
+        if _is_finite(value):
             continue
-        shown = f"{value!r}" if isinstance(value, int | float | np.number) else f"{type(value).__name__}: {value!r:.80}"
+        shown = f"{value!r:.80}" if isinstance(value, int | float | np.number) else f"{type(value).__name__}: {value!r:.80}"
         raise error(
             f"the reward {call.role} returned {shown} on sample {SampleId.unpack(packed)}",
             now="A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted.",
         )
     return Batch(np.array(ids, np.int64), {column: np.array([float(v) for v in results], np.float64)})  # type: ignore[arg-type]
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return _is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an int beyond the range of floats
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, bool | np.bool_ | int | float | np.integer | np.floating)
+
+
+def _json_column(call: Call, ids: Sequence[int], results: Sequence[object]) -> Ragged:
+    """Values of any kind in one kind of column, whatever the values of other chunks are."""
+    plain = [value.item() if isinstance(value, np.generic) else value for value in results]
+    for packed, value in zip(ids, plain, strict=True):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OpError(
+                f"{call.name} returned a {type(value).__name__} on sample {SampleId.unpack(packed)}, which can't travel: {error}",
+                now="An op returns numbers, texts, None, or lists and dicts of them.",
+            ) from None
+    return Ragged.json(plain)
 
 
 def plain_value(call: Call, value: object) -> dict[str, float] | float | str | None:
@@ -195,7 +221,7 @@ def plain_value(call: Call, value: object) -> dict[str, float] | float | str | N
     Raises:
         OpError: it is neither a number, a text, nor a mapping of numbers.
     """
-    if isinstance(value, dict):
+    if isinstance(value, dict) and all(_is_number(number) for number in value.values()):
         return {str(key): float(number) for key, number in value.items()}
     if isinstance(value, np.generic):
         value = value.item()
@@ -208,7 +234,9 @@ def flatten_groups(call: Call, samples: Batch, results: Sequence[object]) -> lis
     """One value a sample, from one list a group."""
     flat: list[object] = []
     for (start, end), values in zip(samples.group_bounds(), results, strict=True):
-        if not isinstance(values, Sequence) or len(values) != end - start:
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if not isinstance(values, list | tuple) or len(values) != end - start:
             first = SampleId.unpack(int(samples.ids[start]))
             raise OpError(
                 f"{call.name} returned {values!r:.80} for the group of prompt {first.prompt}, which has {end - start} samples",
