@@ -9,6 +9,7 @@ or precede another call on it). The graph is frozen data with a checker (`verify
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -221,11 +222,11 @@ class MacroGraph:
 
 
 def _assigned_name(line: str) -> str | None:
-    try:
-        tree = ast.parse(line.rstrip(": "))
-    except SyntaxError:
-        return None
-    first = tree.body[0] if tree.body else None
+    """The variable that a line assigns a call to; the call may go on in the next lines."""
+    first = None
+    for text in (line, line + ")"):
+        with contextlib.suppress(SyntaxError):
+            first = next(iter(ast.parse(text).body), None)
     if isinstance(first, ast.Assign) and isinstance(first.targets[0], ast.Name) and isinstance(first.value, ast.Call):
         return first.targets[0].id
     return None
