@@ -96,6 +96,7 @@ class World(Backend):
         self._addresses: dict[str, str] = {}
         self._rows = RowStore()
         self._calls: dict[int, Call] = {}
+        self._bodies: dict[int, bytes] = {}
         self._defined: dict[str, set[int]] = {name: set() for name in workers}
         self._segment: list[Call] = []
         self._values: dict[int, object] = {}
@@ -124,6 +125,7 @@ class World(Backend):
 
     def submit(self, call: Call) -> None:
         self._calls[call.ordinal] = call
+        self._bodies[call.ordinal] = call_body(call)
         self._segment.append(call)
 
     def value(self, ordinal: int) -> object:
@@ -229,7 +231,7 @@ class World(Backend):
         link = self._workers[worker][1]
         if isinstance(message, m.Task) and message.call >= 0 and message.call not in self._defined[worker]:
             self._defined[worker].add(message.call)
-            link.to_worker.append(m.encode(m.Define(message.call, call_body(self._calls[message.call]))))
+            link.to_worker.append(m.encode(m.Define(message.call, self._bodies[message.call])))
         if isinstance(message, m.Accumulate):
             self._consuming[message.number] = message
         link.to_worker.append(m.encode(message))
