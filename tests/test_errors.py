@@ -1,0 +1,78 @@
+"""Every error says what, where and what now, and survives pickling and the wire."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import msgspec
+import pytest
+
+from m2flow import errors
+from m2flow.errors import ErrorRecord, InternalError, M2FlowError, RewardError, error_from_record
+
+CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, M2FlowError)]
+PARTS = {"what": "it broke", "where": "flows/grpo.py:23  rewards = verifier.score(responses)", "now": "mend it", "remote": "Traceback\n  x"}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_error_survives_pickling_and_the_wire(kind):
+    error = kind(PARTS["what"], where=PARTS["where"], now=PARTS["now"], remote=PARTS["remote"])
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(error.to_record()), type=ErrorRecord)
+    for other in (pickle.loads(pickle.dumps(error)), error_from_record(wire)):
+        assert type(other) is kind
+        assert {name: getattr(other, name) for name in PARTS} == PARTS
+        assert str(other) == str(error)
+
+
+def test_an_error_prints_where_then_what_then_what_now():
+    assert str(RewardError("the reward raised", where="flows/grpo.py:23  x = y", now="one\ntwo", remote="Traceback:\n  boom\n")) == (
+        "flows/grpo.py:23  x = y\n  the reward raised\n  one\n  two\n  the worker's traceback:\n    Traceback:\n      boom"
+    )
+    assert str(RewardError("the reward raised")) == "the reward raised"
+
+
+def test_a_place_is_added_once():
+    error = RewardError("it raised", now="mend it").located("here:1")
+    assert (type(error), error.where, error.now) == (RewardError, "here:1", "mend it")
+    assert error.located("there:2") is error
+
+
+def test_an_unknown_kind_becomes_an_internal_error_that_names_it():
+    for kind in ("NewError", "ErrorRecord", "_rebuild", "annotations"):
+        error = error_from_record(ErrorRecord(kind, "it broke", where="here"))
+        assert type(error) is InternalError
+        assert (error.what, error.where) == (f"{kind}: it broke", "here")
+
+
+@pytest.mark.parametrize(
+    ("kind", "also"),
+    [
+        (errors.FlowLoadError, ValueError),
+        (errors.OptionError, ValueError),
+        (errors.TraceError, TypeError),
+        (errors.DatasetError, ValueError),
+        (errors.OpError, RuntimeError),
+        (errors.PromptTooLong, ValueError),
+        (errors.PortInUse, OSError),
+        (errors.MissingExtra, ImportError),
+        (errors.BrokenChannel, ConnectionError),
+        (errors.EndOfStream, EOFError),
+        (errors.RunInterrupted, KeyboardInterrupt),
+        (errors.InternalError, AssertionError),
+    ],
+)
+def test_an_error_is_also_what_a_caller_of_python_expects(kind, also):
+    assert issubclass(kind, also)
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_the_classes():
+    parents = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"^    ([│ ├└─]*)([A-Z]\w+)", line)
+        if found:
+            depth = len(found[1]) // 4
+            path[depth:] = [found[2]]
+            parents[found[2]] = path[depth - 1] if depth else "Exception"
+    assert parents == {kind.__name__: kind.__bases__[0].__name__ for kind in CLASSES}
