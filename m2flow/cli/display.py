@@ -150,7 +150,7 @@ class Progress:
             table.add_row(Text(worker), Text(doing))
         prompt, response = self._sample(tally)
         if prompt or response:
-            table.add_row("sample", Text(_brief(f"{prompt!r} -> {response!r}")))
+            table.add_row("sample", Text(_example(prompt, response)))
         if self._is_stopping:
             table.add_row("", Text(_STOPPING, style="bold"))
         return table
@@ -176,7 +176,7 @@ class Progress:
                 continue
             _print(self._console, self._line(tally, rates))
             if now_s - example_s > 3 * _EXAMPLE_S and tally.example != ("", ""):
-                _print(self._console, _brief(f"  sample {tally.example[0]!r} -> {tally.example[1]!r}"))
+                _print(self._console, f"  sample {_example(*tally.example)}")
                 example_s = now_s
             last_steps, last_s = tally.num_steps, now_s
 
@@ -236,8 +236,12 @@ def _sparkline(console: Console, values: Sequence[float]) -> str:
     return sparkline(values) if (console.encoding or "").lower().startswith("utf") else ""
 
 
-def _brief(text: str) -> str:
-    return text if len(text) <= _TEXT_WIDTH else text[: _TEXT_WIDTH - 3] + "..."
+def _example(prompt: str, response: str) -> str:
+    """A prompt's end and its response's beginning, so that both can be seen."""
+    half = _TEXT_WIDTH // 2
+    end = prompt if len(prompt) <= half else "..." + prompt[3 - half :]
+    beginning = response if len(response) <= half else response[: half - 3] + "..."
+    return f"{end!r} -> {beginning!r}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -70,8 +70,9 @@ def _convert(file: Path, target: Path) -> None:
         with torch.random.fork_rng(devices=[]):
             plain = type(quantised)(config)
         plain.load_state_dict(quantised.state_dict())
-        plain.save_pretrained(str(partial))
-        tokenizer.save_pretrained(str(partial))
+        with contextlib.redirect_stderr(io.StringIO()):
+            plain.save_pretrained(str(partial))
+            tokenizer.save_pretrained(str(partial))
         partial.rename(target)
     except Exception as error:
         raise ModelError(f"{file} can't be dequantised: {type(error).__name__}: {error}", now="Is it a whole .gguf file?") from error
