@@ -1,0 +1,173 @@
+"""Datasets: the cursor, the order of each epoch, batches, and rows that are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from m2flow import Dataset, flow, steps
+from m2flow.errors import DatasetError, TraceError
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import MacroGraph
+from m2flow.macro.tracing import trace
+
+ROWS = [{"prompt": str(i)} for i in range(5)]
+
+
+def taken(body: Callable[[], object], *, seed: int = 0, max_steps: int = 100) -> list[list[str]]:
+    """The prompts of each call of a flow."""
+    graph = trace(Flow(body), {}, steps=max_steps, seed=seed)[0]
+    return [prompts(graph, i) for i in range(len(graph.calls))]
+
+
+def prompts(graph: MacroGraph, i: int) -> list[str]:
+    rows = graph.calls[i].options["rows"]
+    return [str(sample.prompt) for sample in rows.rows()]
+
+
+def test_the_cursor_moves_on_and_wraps_around():
+    def body() -> None:
+        dataset = Dataset(ROWS, shuffle=False)
+        dataset.take(2), dataset.take(2), dataset.take(2), dataset.take(12)
+        assert dataset.cursor == 18
+
+    assert taken(body) == [["0", "1"], ["2", "3"], ["4", "0"], [str(i % 5) for i in range(1, 13)]]
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own_that_the_seed_decides():
+    def body() -> None:
+        dataset = Dataset(ROWS)
+        for _ in range(3):
+            dataset.take(5)
+
+    epochs = taken(body)
+    assert all(sorted(epoch) == list("01234") for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert taken(body) == epochs
+    assert taken(body, seed=1) != epochs
+
+
+def test_two_datasets_are_shuffled_apart_and_global_randomness_has_no_say():
+    def body(disturb: bool = False) -> None:
+        if disturb:
+            random.random()
+        Dataset(ROWS).take(5), Dataset(ROWS).take(5)
+
+    one, other = taken(body)
+    assert one != other
+    assert taken(lambda: body(True)) == [one, other]
+
+
+def test_all_gives_every_row_in_order_and_leaves_the_cursor():
+    def body() -> None:
+        dataset = Dataset(ROWS)
+        dataset.take(2)
+        dataset.all()
+        assert dataset.cursor == 2
+
+    assert taken(body)[1] == list("01234")
+
+
+def test_a_dataset_made_outside_starts_anew_in_each_flow():
+    dataset = Dataset(ROWS)
+    first = taken(lambda: dataset.take(3))
+    assert taken(lambda: dataset.take(3)) == first
+
+
+def test_batches_are_steps_and_the_last_smaller_one_is_left_out():
+    def body() -> None:
+        dataset = Dataset(ROWS, shuffle=False)
+        for _ in dataset.batches(2):
+            pass
+        assert dataset.cursor == 4
+
+    graph, _, num_steps = trace(Flow(body), {}, steps=100)
+    assert [call.step for call in graph.calls] == [0, 1]
+    assert num_steps == 2
+
+
+def test_batches_over_epochs_go_on_over_the_end():
+    def body() -> None:
+        for _ in Dataset(ROWS, shuffle=False).batches(4, epochs=2):
+            pass
+
+    assert taken(body) == [["0", "1", "2", "3"], ["4", "0", "1", "2"]]
+
+
+def test_batches_inside_steps_belong_to_the_outer_step():
+    def body() -> None:
+        dataset = Dataset(ROWS)
+        for _ in steps(2):
+            for _ in dataset.batches(2):
+                pass
+
+    graph, _, num_steps = trace(Flow(body), {}, steps=100)
+    assert [call.step for call in graph.calls] == [0, 0, 1, 1]
+    assert num_steps == 2
+
+
+def test_a_generated_row_depends_on_the_seed_and_its_number_alone():
+    def make(rng: random.Random) -> dict[str, str]:
+        return {"prompt": str(rng.random())}
+
+    def rows(size: int, seed: int = 1) -> list[str]:
+        return taken(lambda: Dataset.generate(make, size, seed=seed).all())[0]
+
+    assert rows(3) == rows(7)[:3]
+    assert rows(3, seed=2) != rows(3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "the dataset 'mine' has no rows"),
+        ([{"prompt": "a"}, {"prompt": "b", "k": 1}], "row 1 of the dataset 'mine' has the columns ['k', 'prompt'], row 0 has ['prompt']"),
+        ([{"question": "a"}], "row 0 of the dataset 'mine' has no text under 'prompt': None"),
+        ([{"prompt": "a"}, {"prompt": 3}], "row 1 of the dataset 'mine' has no text under 'prompt': 3"),
+        (["a", "b"], "row 0 of the dataset 'mine' is no mapping of names to values: 'a'"),
+        ([{"prompt": "a", 1: 2}], "row 0 of the dataset 'mine' is no mapping of names to values: {'prompt': 'a', 1: 2}"),
+        ([{"prompt": "a", "tokens": 3}], "the dataset 'mine' has a column 'tokens', a name that samples have already"),
+        (
+            [{"prompt": "a", "k": b"x"}],
+            "column 'k' has values that are neither numbers, texts nor JSON: Object of type bytes is not JSON serializable",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_by_number_and_name(rows, message):
+    with pytest.raises(DatasetError) as caught:
+        Dataset(rows, name="mine")
+    assert caught.value.what == message
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda d: d.take(0), "take(0) of the dataset 'dataset': it takes a whole number of rows, 1 or more"),
+        (lambda d: d.take(2.0), "take(2.0) of the dataset 'dataset': it takes a whole number of rows, 1 or more"),
+        (lambda d: next(d.batches(0)), "batches(0, epochs=1) of the dataset 'dataset': both are whole numbers, 1 or more"),
+        (lambda d: next(d.batches(6)), "a batch of 6 rows from the dataset 'dataset', which has 5"),
+    ],
+)
+def test_counts_that_make_no_sense_are_refused_at_the_flows_line(use, message):
+    with pytest.raises(DatasetError) as caught:
+        taken(lambda: use(Dataset(ROWS)))
+    assert caught.value.what == message
+    assert "test_datasets.py:" in caught.value.where
+
+
+def test_a_dataset_outside_a_flow_is_refused():
+    with pytest.raises(TraceError, match="the dataset 'dataset' was used outside a running flow"):
+        Dataset(ROWS).take(1)
+
+
+def test_columns_come_back_as_they_were():
+    row = {"prompt": "a", "k": 3, "x": 0.5, "is_hard": True, "note": "é", "parts": [1, {"a": None}]}
+
+    @flow
+    def looks() -> None:
+        (sample,) = Dataset([row]).take(1)
+        assert {name: sample[name] for name in row} == row
+
+    trace(looks, {})
