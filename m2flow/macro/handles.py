@@ -124,22 +124,28 @@ class Rows(Handle):
 
     def batch(self) -> Batch:
         """The rows, as a batch in the order of identity. Python waits for it."""
-        value = self._observe("batch()")
+        return self._wait("batch()")
+
+    def __len__(self) -> int:
+        return len(self._wait("len()"))
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._items("a loop"))
+
+    def __getitem__(self, index: int) -> object:
+        return self._items("an index")[index]
+
+    def _wait(self, why: str) -> Batch:
+        value = self._observe(why)
         assert isinstance(value, Batch)
         return value.in_order()
 
-    def __len__(self) -> int:
-        return len(self.batch())
-
-    def __iter__(self) -> Iterator[object]:
-        batch = self.batch()
+    def _items(self, why: str) -> list[object]:
+        batch = self._wait(why)
         if self.column is None:
-            return iter(list(batch.rows()))
+            return list(batch.rows())
         column = batch[self.column]
-        return iter([column.item(i) for i in range(len(column))] if isinstance(column, Ragged) else column.tolist())
-
-    def __getitem__(self, index: int) -> object:
-        return list(self)[index]
+        return [column.item(i) for i in range(len(column))] if isinstance(column, Ragged) else column.tolist()
 
     def __bool__(self) -> bool:
         raise TraceError(f"{self!r} has many rows; its truth is not defined", now="Reduce it first: float(rewards.mean()) > 0.9.")
