@@ -1,0 +1,67 @@
+"""In split mode rewards and micro-batches run while the rest of the same step still generates: seen in the trace of real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import save_config
+
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
+from m2flow.micro.run import Run
+from m2flow.observe.spans import Span
+from m2flow.observe.store import read_spans
+from m2flow.observe.summary import overlap_seconds
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+
+
+def length(sample: Sample) -> float:
+    return float(sample.num_tokens)
+
+
+@flow
+def skewed(model: str, num_steps: int = 2, call_by_call: bool = False) -> None:
+    """The random model ends each response by itself, so lengths are geometric."""
+    policy = Policy(model, init="random")
+    reward = Reward(length)
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(24)], name="prompts")
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(24), n=4, max_new_tokens=48)
+        if call_by_call:
+            list(responses)
+        rewards = reward.score(responses)
+        if call_by_call:
+            list(rewards)
+        policy.update(responses, rewards, optimizer=AdamW(1e-5))
+
+
+def trace_of(folder: Path, *, call_by_call: bool) -> list[Span]:
+    model = save_config("Qwen2", folder / "model")
+    # A few samples at a time: the last ones begin when the first groups are complete.
+    rollout = RolloutSpec(max_running=8, threads=1)
+    spec = ClusterSpec(device="cpu", placement="split", rollout=rollout, train=TrainSpec(threads=1, token_budget=64))
+    run = Run(skewed, {"model": model, "call_by_call": call_by_call}, spec, RunSettings(runs_dir=str(folder / "runs")))
+    summary = run.execute()
+    assert summary.samples == 2 * 24 * 4
+    return read_spans(Path(summary.run_dir))
+
+
+def beside_generation(spans: list[Span], name: str) -> float:
+    return overlap_seconds(spans, lambda span: span.name == name, lambda span: span.name == "rollout.step")
+
+
+@pytest.mark.timeout(120)
+def test_rewards_and_micro_batches_run_while_the_same_step_generates(tmp_path: Path) -> None:
+    # The same step, since the next one's generation can't begin before the update.
+    spans = trace_of(tmp_path, call_by_call=False)
+
+    assert beside_generation(spans, "train.accumulate") > 0
+    assert beside_generation(spans, "function.call") > 0
+
+
+@pytest.mark.timeout(120)
+def test_a_flow_that_looks_at_each_result_overlaps_nothing(tmp_path: Path) -> None:
+    spans = trace_of(tmp_path, call_by_call=True)
+
+    assert beside_generation(spans, "train.accumulate") == 0
+    assert beside_generation(spans, "function.call") == 0
