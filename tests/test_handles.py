@@ -234,3 +234,24 @@ def test_a_number_of_a_value_that_is_no_number_says_so():
 
 def _raise(answer: Answer) -> None:
     raise M2FlowError(answer.error)
+
+
+def test_lagged_tells_the_lines_apart_that_a_helper_is_called_from():
+    @flow
+    def sometimes() -> None:
+        policy, verifier, prompts = Policy("fake"), Reward(one), Dataset(ROWS)
+
+        def train(count: int) -> float:
+            responses = policy.generate(prompts.take(count), n=2, max_new_tokens=6)
+            before = policy.update(responses, verifier.score(responses)).lagged(1)
+            return -1.0 if before is None else before["num_sequences"]
+
+        for step in steps(3):
+            if step != 1:
+                log(rarely=train(1))
+            log(always=train(2))
+
+    answer = run_eager(sometimes, {}, SPEC)
+    assert answer.error == ""
+    assert [value for _, name, value in answer.logs if name == "always"] == [-1.0, 4.0, 4.0]
+    assert [value for _, name, value in answer.logs if name == "rarely"] == [-1.0, -1.0]
