@@ -258,7 +258,7 @@ class Worker:
         """Keep rows of a call's result, send them where they are needed, and report them."""
         self._store.put(call.ordinal, rows)
         self._forward(call.ordinal, rows, forward_to)
-        texts = [str(rows.ragged(name).item(0)) for name in ("prompt", "text")] if "text" in rows else []
+        texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if "text" in rows else []
         self._send(
             m.Finished(
                 task,
@@ -301,6 +301,11 @@ class Worker:
         if len(self._recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
             self._send(m.Spans(self._recorder.drain()))
             self._flushed_ns = now_ns()
+
+
+def _showable(text: str) -> str:
+    """The text without lone surrogates, which a message can't carry. Only what is shown is changed."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass
