@@ -17,10 +17,12 @@ import atexit
 import contextlib
 import errno
 import hmac
+import importlib
 import secrets
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -51,7 +53,7 @@ class _Endpoint:
         self._context: zmq.Context[_Socket] | None = None
         self._socket: _Socket | None = None
         self._is_closed = False
-        self._own_directory: str | None = None
+        self._remove_directory: Callable[[], object] | None = None
 
     def _create(self, kind: int, max_messages: int) -> _Socket:
         if self._is_closed or self._socket is not None:
@@ -74,8 +76,9 @@ class _Endpoint:
 
     def _bind(self, kind: int, max_messages: int, place: str) -> str:
         if place == "ipc:":
-            self._own_directory = private_directory()
-            place += self._own_directory
+            directory = private_directory()
+            self._remove_directory = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+            place += directory
         address = address_of(place)
         socket = self._create(kind, max_messages)
         try:
@@ -101,9 +104,8 @@ class _Endpoint:
             self._socket.close(linger=int(drain_s * 1000))
             self._context.term()
             self._socket = self._context = None
-        if self._own_directory is not None:
-            shutil.rmtree(self._own_directory, ignore_errors=True)
-            self._own_directory = None
+        if self._remove_directory is not None:
+            self._remove_directory()
 
 
 class ZmqInbox(_Endpoint, Inbox):
@@ -173,7 +175,9 @@ class ZmqOutbox(Outbox):
         peer = self._peers.get(address)
         if peer is None:
             if not self._peers:
-                # Uncopied frames are Python's memory, which must not be freed at exit while ZeroMQ's thread still sends them.
+                # Uncopied frames are Python's memory; pyzmq lets go of it at exit though ZeroMQ's thread may still be sending it, and the
+                # process would die of that. What is registered last is called first, so pyzmq's own hook must be there already.
+                importlib.import_module("zmq.utils.garbage")
                 atexit.register(self.close)
             peer = self._peers[address] = _Peer()
             peer.open(address, self._max_parcels)
