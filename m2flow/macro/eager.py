@@ -6,12 +6,11 @@ sitting. What a call *means* on given inputs comes from a `Performer`; when to d
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Mapping
 from typing import Protocol
 
-from m2flow.errors import InternalError, M2FlowError
+from m2flow.errors import InternalError, M2FlowError, TraceError
 from m2flow.macro.graph import Call, Observation
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
@@ -98,7 +97,15 @@ class EagerBackend(Backend):
 
 
 def number_of(value: object, name: str | None) -> float:
-    """The number that a log entry names in a call's value; NaN if the value has no such number."""
+    """The number that a log entry names in a call's value.
+
+    Raises:
+        TraceError: the value has no number of that name, or is none.
+    """
     if name is not None and isinstance(value, dict):
-        value = value.get(name)
-    return float(value) if isinstance(value, int | float) else math.nan
+        if name not in value:
+            raise TraceError(f"log: there is no metric {name!r}; there are {', '.join(sorted(value))}")
+        value = value[name]
+    if not isinstance(value, int | float):
+        raise TraceError(f"log: a {type(value).__name__} is no number")
+    return float(value)

@@ -246,16 +246,6 @@ def flatten_groups(call: Call, samples: Batch, results: Sequence[object]) -> lis
     return flat
 
 
-def check_demonstrations(call: Call, batch: Batch) -> Batch:
-    """Samples that an update can train on: generated ones, or prompts with a target."""
-    if "tokens" not in batch and "target" not in batch:
-        raise OpError(
-            f"{call.name} got rows with neither tokens nor a target; they have {', '.join(batch.columns)}",
-            now="Give it responses of policy.generate, or a dataset whose rows have a 'target'.",
-        )
-    return batch
-
-
 def num_tokens_of(batch: Batch) -> list[int]:
     """All tokens of each row; of rows without tokens a prediction from their texts: one a byte."""
     if "tokens" in batch:
