@@ -3,8 +3,8 @@
     python benchmarks/channels.py [--seconds S] [--rounds R]
 
 Samples: rollout samples (256 prompt and 1,024 response tokens, with all token columns and texts) go to another process in parcels of 16
-and 64, through codec, `ZmqOutbox` and `ZmqInbox`, and as the same bytes, encoded once, through bare pyzmq PUSH and PULL. The two take
-turns, and the ratio of a round is between neighbours, so that other load on the machine hits both.
+and 64, through codec, `ZmqOutbox` and `ZmqInbox`; and as the same bytes, encoded once and in one frame, through bare pyzmq PUSH and
+PULL. The two take turns, and the ratio of a round is between neighbours, so that other load on the machine hits both.
 
 Weights: 500 MB are written to `SharedWeights` and read (verified) and copied out, against one `memcpy` of the same bytes.
 
@@ -83,12 +83,12 @@ def send_bare(address: str, orders: Connection) -> None:
         socket.connect(address)
         while order := orders.recv():
             num_samples, num_parcels = order
-            frames = codec.encode(Parcel(0, rollout_batch(num_samples), "rollout-0"))
-            socket.send_multipart(frames, copy=False)
+            frame = b"".join(codec.encode(Parcel(0, rollout_batch(num_samples), "rollout-0")))
+            socket.send(frame, copy=False)
             orders.send(None)
             orders.recv()
             for _ in range(num_parcels):
-                socket.send_multipart(frames, copy=False)
+                socket.send(frame, copy=False)
 
 
 def stream_s(orders: Connection, take: Callable[[], int], num_samples: int, num_parcels: int) -> float:
@@ -125,7 +125,7 @@ def measure_stream(place: str, seconds: float, num_rounds: int) -> list[dict[str
             orders.append(ours)
 
         def take_bare() -> int:
-            pull.recv_multipart(copy=False)
+            pull.recv(copy=False)
             return 1
 
         def take_ours() -> int:
