@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from m2flow.errors import InternalError, M2FlowError
+from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
-from m2flow.micro.events import CONTROLLER, Command, Reject, Resolve, Send
+from m2flow.micro.events import CONTROLLER, Command, Forgotten, Reject, Resolve, Send
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
@@ -40,8 +40,8 @@ class WorkerState:
     owner: str = "rollout"
     """The kind of engine that holds the lease."""
     num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
-    num_running: dict[str, int] = field(default_factory=dict)
-    """Role -> samples that generate here."""
+    num_running: int = 0
+    """Samples that generate here, of all roles."""
     held: dict[str, int] = field(default_factory=dict)
     """Role -> version of the weights in its rollout engine here."""
 
@@ -92,6 +92,8 @@ class Board:
         for needed in inputs:
             self._consumers.setdefault(needed, []).append(call.ordinal)
         for effect in call.writes:
+            # New calls read the newest version alone.
+            self._writers.pop((effect.resource, effect.version - 1), None)
             self._writers[effect.resource, effect.version] = call.ordinal
         failed = min((c for c in before if c in self._errors), default=None)
         if failed is not None:
@@ -122,11 +124,11 @@ class Board:
             by_identity=self.deterministic,
         )
 
-    def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int]) -> None:
-        """These rows of a call's result are done; they are at `worker` and wherever it forwarded them."""
+    def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int]) -> int:
+        """These rows of a call's result are done; they are at `worker` and wherever it forwarded them. Answers how many are new."""
         fresh = [(row, tokens) for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done]
-        if state.is_over:
-            return
+        if state.is_over or not fresh:
+            return 0
         rows = [row for row, _ in fresh]
         state.done.update(rows)
         state.num_tokens.update(fresh)
@@ -140,6 +142,7 @@ class Board:
                 other.arrived(rows, state.num_tokens)
         if state.call.is_aligned and len(state.done) == len(state.ids):
             self.complete(state, None)
+        return len(rows)
 
     def complete(self, state: CallState, value: object) -> None:
         """A call is done."""
@@ -149,6 +152,7 @@ class Board:
             other.waits_for.discard(state.call.ordinal)
         self.commands.append(Resolve(state.call.ordinal, value))
         if state.call.ordinal in self._wanted:
+            self._wanted.discard(state.call.ordinal)
             self.want(state)
 
     def fail(self, state: CallState, error: M2FlowError) -> None:
@@ -182,6 +186,7 @@ class Board:
             ):
                 for place in self._places.pop(ordinal, {}):
                     self.send(place, m.Forget(ordinal))
+                self.commands.append(Forgotten(ordinal))
                 self._owners.pop(ordinal, None)
                 self._consumers.pop(ordinal, None)
                 del self.calls[ordinal]
@@ -215,14 +220,25 @@ class Board:
     def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int = 0) -> None:
         """Give a worker a task."""
         worker.num_tasks[engine] += 1
+        worker.num_running += rows
         self.tasks[task.number] = TaskState(worker.name, engine, task, rows)
+        if task.call >= 0:
+            self._at(task.call, worker.name)  # It learns what the call is, and must be told when to forget that.
         self.send(worker.name, task)  # type: ignore[arg-type]
 
-    def end_task(self, number: int) -> TaskState:
+    def generated(self, number: int, num_rows: int) -> None:
+        """Samples of a generation do not run any more."""
+        task = self.tasks.get(number)
+        if task is not None and task.rows_left:
+            task.rows_left -= num_rows
+            self.workers[task.worker].num_running -= num_rows
+
+    def end_task(self, number: int) -> TaskState | None:
+        """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
         task = self.tasks.pop(number, None)
-        if task is None:
-            raise InternalError(f"a worker ended task {number}, which nobody has")
-        self.workers[task.worker].num_tasks[task.engine] -= 1
+        if task is not None:
+            self.workers[task.worker].num_tasks[task.engine] -= 1
+            self.workers[task.worker].num_running -= task.rows_left
         return task
 
     def bring(self, call: int, ids: Iterable[int], to: str) -> None:

@@ -23,7 +23,20 @@ from m2flow.errors import BrokenChannel, InternalError, M2FlowError, WorkerError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro import performing
-from m2flow.micro.events import CONTROLLER, CallAdded, Command, Event, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
+from m2flow.micro.events import (
+    CONTROLLER,
+    CallAdded,
+    Command,
+    Event,
+    Forgotten,
+    FromWorker,
+    Reject,
+    Released,
+    Resolve,
+    Send,
+    Sourced,
+    Wanted,
+)
 from m2flow.micro.journal import Journal
 from m2flow.micro.launcher import LocalLauncher
 from m2flow.micro.outcomes import Outcomes
@@ -164,6 +177,7 @@ class Controller:
         for parcel in self._inbox.receive(0.0):
             self._collect(parcel)
         self._running = self._scheduler.running()
+        self._journal.commit_if_due()
         self._check_workers()
 
     def _posted(self, post: Post) -> None:
@@ -201,7 +215,6 @@ class Controller:
                     self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
             case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                 self._rows.forget(call)
-                self._bodies.pop(call, None)
             case Send(worker, message):
                 if isinstance(message, m.Task) and message.call >= 0 and message.call not in self._defined[worker]:
                     self._tell(worker, m.Define(message.call, self._bodies[message.call]))
@@ -215,8 +228,15 @@ class Controller:
                 self._outcomes.resolve(done, value)
                 self._write_logs(ordinal)
             case Reject(ordinal, error):
+                # Its tasks that are given up end as done, but nothing was trained on.
+                self._consuming = {number: task for number, task in self._consuming.items() if task.call != ordinal}
                 self._journal.call_failed(self._calls[ordinal], error)
                 self._outcomes.reject(self._calls[ordinal], error)
+            case Forgotten(ordinal):
+                self._outcomes.forget(self._calls.pop(ordinal))
+                del self._bodies[ordinal]
+                for defined in self._defined.values():
+                    defined.discard(ordinal)
 
     def _received(self, worker: str, message: m.ToController) -> None:
         match message:
@@ -248,7 +268,9 @@ class Controller:
                 self._gone.add(worker)
 
     def _finished(self, worker: str, message: m.Finished) -> None:
-        call = self._calls[message.call]
+        call = self._calls.get(message.call)
+        if call is None:
+            return  # It was given up and forgotten before this came.
         if message.segment is not None:
             self._journal.samples_done(
                 call, message.ids, message.num_tokens, message.num_generated, message.finish, message.segment, message.texts

@@ -80,4 +80,11 @@ class Reject:
     error: M2FlowError
 
 
-Command = Send | Resolve | Reject
+@dataclass(frozen=True)
+class Forgotten:
+    """Neither the program nor another call can ask for this call any more; whoever has its rows was told."""
+
+    call: int
+
+
+Command = Send | Resolve | Reject | Forgotten

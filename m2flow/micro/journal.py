@@ -96,5 +96,9 @@ class Journal:
         self.tally.num_steps = max(self.tally.num_steps, step + 1)
         self._ledger.commit()
 
+    def commit_if_due(self) -> None:
+        """Make sure of what was written a while ago; to be called now and then."""
+        self._ledger.commit_if_due()
+
     def spans(self, block: SpanBlock) -> None:
         self._trace.append(block)

@@ -56,6 +56,11 @@ class Ledger:
         self._run("BEGIN")
         self._committed_s = time.monotonic()
 
+    def commit_if_due(self) -> None:
+        """Commit if the last time is a second ago."""
+        if time.monotonic() - self._committed_s > _COMMIT_EVERY_S:
+            self.commit()
+
     def call_added(self, call: Call) -> None:
         self._run("INSERT INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
         rows = call.options.get("rows")
@@ -101,8 +106,7 @@ class Ledger:
             self._db.executemany(statement, records)
         except sqlite3.OperationalError as error:
             raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
-        if time.monotonic() - self._committed_s > _COMMIT_EVERY_S:
-            self.commit()
+        self.commit_if_due()
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:

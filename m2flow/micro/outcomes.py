@@ -20,7 +20,6 @@ class Outcomes:
         self._rows: dict[int, Batch] = {}
         self._errors: dict[int, M2FlowError] = {}
         self._num_open: dict[int, int] = {}
-        self._num_rows: dict[int, int] = {}
         self._end: M2FlowError | None = None
         self._is_ready = False
         self._saved: Mapping[str, str] | None = None
@@ -35,13 +34,13 @@ class Outcomes:
     def resolve(self, call: Call, value: object) -> None:
         with self._changed:
             self._values[call.ordinal] = value
-            self._num_open[call.step] -= 1
+            self._close(call)
             self._changed.notify_all()
 
     def reject(self, call: Call, error: M2FlowError) -> None:
         with self._changed:
             self._errors[call.ordinal] = error
-            self._num_open[call.step] -= 1
+            self._close(call)
             self._changed.notify_all()
 
     def deliver(self, ordinal: int, rows: Batch) -> None:
@@ -49,6 +48,13 @@ class Outcomes:
         with self._changed:
             self._rows[ordinal] = rows
             self._changed.notify_all()
+
+    def forget(self, call: Call) -> None:
+        """Drop what the program can't ask for any more: all but an update's metrics, which `lagged` may."""
+        with self._changed:
+            self._rows.pop(call.ordinal, None)
+            if call.method != "update":
+                self._values.pop(call.ordinal, None)
 
     def end(self, error: M2FlowError) -> None:
         """The run can't go on: everybody who waits gets this."""
@@ -95,12 +101,12 @@ class Outcomes:
 
     def wait_step(self, step: int) -> None:
         """Until every call up to this step is over. Raises the earliest error, if there is one."""
-        self._wait(lambda: bool(self._errors) or not any(n for s, n in self._num_open.items() if s <= step))
+        self._wait(lambda: bool(self._errors) or not any(s <= step for s in self._num_open))
         self.raise_first()
 
     def wait_all(self) -> None:
         """Until every call is over. Raises the earliest error, if there is one."""
-        self._wait(lambda: not any(self._num_open.values()))
+        self._wait(lambda: not self._num_open)
         self.raise_first()
 
     def wait_saved(self) -> Mapping[str, str]:
@@ -114,6 +120,11 @@ class Outcomes:
         with self._changed:
             if self._errors:
                 raise self._errors[min(self._errors)]
+
+    def _close(self, call: Call) -> None:
+        self._num_open[call.step] -= 1
+        if not self._num_open[call.step]:
+            del self._num_open[call.step]
 
     def _wait(self, is_met, timeout_s: float | None = None) -> bool:  # type: ignore[no-untyped-def]
         """Wait until a condition holds; in slices, so that Ctrl-C reaches the flow's thread. Raises if the run has ended."""

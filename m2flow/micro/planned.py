@@ -37,20 +37,22 @@ class PlannedBackend(Backend):
         self._segment: list[Call] = []
         self._bodies: dict[int, bytes] = {}
         self._later: list[Post] = []
-        self._is_aligned: dict[int, bool] = {}
+        self._aligned: set[int] = set()
+        """Calls with rows that the program can still reach."""
         self._num_steps = 0
         """Whose calls are all submitted."""
 
     def submit(self, call: Call) -> None:
         self._outcomes.submitted(call)
         self._bodies[call.ordinal] = call_body(call)
-        self._is_aligned[call.ordinal] = call.is_aligned
+        if call.is_aligned:
+            self._aligned.add(call.ordinal)
         self._segment.append(call)
 
     def value(self, ordinal: int) -> object:
         self._flush()
         value = self._outcomes.wait_value(ordinal)
-        if not self._is_aligned[ordinal]:
+        if ordinal not in self._aligned:
             return value
         self._controller.post(Wanted(ordinal))
         return self._outcomes.wait_rows(ordinal)
@@ -62,6 +64,7 @@ class PlannedBackend(Backend):
         self._later += [Logged(step, name, source) for name, source in values.items()]
 
     def release(self, ordinal: int) -> None:
+        self._aligned.discard(ordinal)
         self._later.append(Released(ordinal))
 
     def end_step(self, step: int) -> None:

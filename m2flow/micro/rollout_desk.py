@@ -114,7 +114,7 @@ class RolloutDesk:
         workers = [self._board.workers[name] for name in state.stage.workers]
         left = len(state.ids) - len(state.done)
         here = sum(t.rows_left for t in self._board.tasks.values() if t.worker == worker.name and t.message.call == state.call.ordinal)
-        room = state.stage.chunk - sum(worker.num_running.values())
+        room = state.stage.chunk - worker.num_running
         return min(room, math.ceil(left / len(workers)) - here)
 
     def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
@@ -127,7 +127,6 @@ class RolloutDesk:
         prompts = state.prompts_of(rows)
         self._board.bring(state.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
         task = m.Generate(self._board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to))
-        worker.num_running[state.call.role] = worker.num_running.get(state.call.role, 0) + len(rows)
         self._board.start(worker, "rollout", task, rows=len(rows))
 
 

@@ -87,32 +87,21 @@ class Scheduler:
         return lines
 
     def _from_worker(self, name: str, message: m.Finished | m.TaskDone | m.TaskFailed) -> None:
+        """What comes twice or late changes nothing."""
         board = self._board
-        worker = board.workers[name]
         state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):
-            task = board.tasks.get(message.task)
-            if task is not None and isinstance(task.message, m.Generate) and state is not None:
-                task.rows_left -= len(message.ids)
-                worker.num_running[state.call.role] -= len(message.ids)
             if state is not None:
-                board.rows_done(state, name, message.ids, message.num_tokens)
+                board.generated(message.task, board.rows_done(state, name, message.ids, message.num_tokens))
             return
         ended = board.end_task(message.task)
+        if ended is None:
+            return
         if isinstance(message, m.TaskFailed):
-            self._settle(worker, ended.message, ended.rows_left)
             if state is not None:
                 board.fail(state, error_from_record(message.error).located(state.call.site.describe()))
             return
-        self._settle(worker, ended.message, ended.rows_left)
-        self._task_done(worker, ended.message, message)
-
-    def _settle(self, worker: WorkerState, task: m.Task, rows_left: int) -> None:
-        """Samples of an aborted generation do not run any more."""
-        if isinstance(task, m.Generate) and rows_left:
-            state = self._board.calls.get(task.call)
-            if state is not None:
-                worker.num_running[state.call.role] -= rows_left
+        self._task_done(board.workers[name], ended.message, message)
 
     def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
         board = self._board
