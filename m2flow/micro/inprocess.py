@@ -6,6 +6,7 @@ together, scored together, and trained on in the order of their identity.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -75,6 +76,7 @@ class InProcess:
             run_seed=settings.seed,
             recorder=self._recorder,
             shared_prefix="",
+            gather_s=math.inf,
         )
         self._trained = {slot.role for slot in slots if slot.kind == "train"}
         self._roles = {slot.role for slot in slots if slot.kind != "function"}

@@ -40,7 +40,11 @@ class _Growing:
 
 
 class Workbench:
-    """Engines by role and kind. Spans go to the recorder, weights for other processes to shared memory under `shared_prefix`."""
+    """Engines by role and kind. Spans go to the recorder, weights for other processes to shared memory under `shared_prefix`.
+
+    Finished samples gather up to `gather_s` before they leave together: with a small model, making a batch of each one, writing it
+    down and sending it on would cost as much as decoding.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class Workbench:
         run_seed: int,
         recorder: Recorder,
         shared_prefix: str,
+        gather_s: float = 0.0,
     ) -> None:
         self._slots = tuple(slots)
         self._models = models
@@ -58,10 +63,14 @@ class Workbench:
         self._run_seed = run_seed
         self._recorder = recorder
         self._shared_prefix = shared_prefix
+        self._gather_ns = gather_s * 1e9
         self._rollout: dict[str, RolloutEngine] = {}
         self._train: dict[str, TrainEngine] = {}
         self._function: FunctionEngine | None = None
         self._growing: dict[int, _Growing] = {}
+        self._finished: list[tuple[Generated, int]] = []
+        """Samples that wait to leave, and when they finished."""
+        self._left_ns = 0
         self._tallies: dict[int, performing.UpdateTally] = {}
         self._shared: dict[str, SharedWeights] = {}
         self._readers: dict[str, SharedWeightsReader] = {}
@@ -102,18 +111,23 @@ class Workbench:
         self._growing.update((r.id, _Growing(call, prompts, row, r.seed, start)) for row, r in enumerate(requests))
 
     def step(self) -> list[tuple[Call, Batch]]:
-        """Decode one token of everything that runs; the rows that are done, by call."""
-        done: list[tuple[Call, Batch]] = []
+        """Decode one token of everything that runs; the rows that leave now, by call."""
         for engine in self._rollout.values():
             if engine.num_unfinished:
                 start, num_running = now_ns(), engine.num_unfinished
                 finished = engine.step()
-                self._recorder.add(SpanName.ROLLOUT_STEP, start, now_ns(), num_samples=num_running, version=engine.version)
-                by_call: dict[int, list[Generated]] = {}
-                for generated in finished:
-                    by_call.setdefault(SampleId.unpack(generated.id).call, []).append(generated)
-                done += [self._rows(generated) for generated in by_call.values()]
-        return done
+                end = now_ns()
+                self._recorder.add(SpanName.ROLLOUT_STEP, start, end, num_samples=num_running, version=engine.version)
+                self._finished += [(generated, end) for generated in finished]
+        is_last = len(self._finished) == len(self._growing)
+        if not self._finished or not (is_last or now_ns() - self._left_ns >= self._gather_ns):
+            return []
+        self._left_ns = now_ns()
+        by_call: dict[int, list[tuple[Generated, int]]] = {}
+        for generated, end in self._finished:
+            by_call.setdefault(SampleId.unpack(generated.id).call, []).append((generated, end))
+        self._finished = []
+        return [self._rows(finished) for finished in by_call.values()]
 
     def abort(self, call: int) -> None:
         """Give up what generates for a call."""
@@ -122,14 +136,15 @@ class Workbench:
             engine.abort(ids)
         for packed in ids:
             del self._growing[packed]
+        self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
 
-    def _rows(self, generated: list[Generated]) -> tuple[Call, Batch]:
+    def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
+        generated = [g for g, _ in finished]
         growing = [self._growing.pop(g.id) for g in generated]
         call = growing[0].call
         prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
         rows = performing.responses(call, generated, prompts, {g.id: s.seed for g, s in zip(generated, growing, strict=True)})
-        end = now_ns()
-        for g, s in zip(generated, growing, strict=True):
+        for (g, end), s in zip(finished, growing, strict=True):
             self._recorder.add(
                 SpanName.SAMPLE, s.start_ns, end, call=call.ordinal, sample=g.id, num_tokens=len(g.tokens), version=int(g.versions[-1])
             )

@@ -58,6 +58,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     train_options: dict[str, str | int | float | bool]
     function_concurrency: int
     max_running: int
+    gather_s: float
+    """Seconds that finished samples may wait for others, to leave together."""
     heartbeat_s: float
     parent: int
     """Process id of who started it."""
@@ -93,6 +95,7 @@ class Worker:
             run_seed=settings.run_seed,
             recorder=self._recorder,
             shared_prefix=settings.shared_prefix,
+            gather_s=settings.gather_s,
         )
         self._link = link
         self._inbox = inbox

@@ -350,6 +350,7 @@ def _worker_settings(worker: WorkerPlan, models: Mapping[str, Model], spec: Clus
         train_options=spec.train.options,
         function_concurrency=spec.functions.concurrency,
         max_running=spec.rollout.max_running,
+        gather_s=0.0,
         heartbeat_s=1.0,
         parent=0,
     )
