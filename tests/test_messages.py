@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.errors import ErrorRecord, RewardError, error_from_record
+from m2flow.errors import DecodeError, ErrorRecord, RewardError, error_from_record
 from m2flow.micro import messages as m
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanName
 
-relaxed = settings(deadline=None, max_examples=40)
+relaxed = settings(deadline=None, max_examples=200)
 
 TO_WORKER = typing.get_args(m.ToWorker)
 TO_CONTROLLER = typing.get_args(m.ToController)
@@ -83,7 +83,7 @@ def test_an_error_keeps_its_class_and_its_parts():
 )
 def test_bytes_that_are_no_message_are_a_clean_error(data):
     for decode in (m.decode_to_worker, m.decode_to_controller):
-        with pytest.raises(msgspec.MsgspecError):
+        with pytest.raises(DecodeError):
             decode(data)
 
 
@@ -93,12 +93,12 @@ def test_a_message_with_a_byte_changed_or_cut_is_a_message_or_a_clean_error(kind
     whole = bytearray(m.encode(data.draw(of(kind))))
     whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     damaged = bytes(whole[: data.draw(st.integers(0, len(whole)))])
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(DecodeError):
         assert isinstance(m.decode_to_worker(damaged), m.Message)
 
 
 def test_a_worker_does_not_take_what_only_a_controller_is_told_and_the_other_way_round():
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(DecodeError):
         m.decode_to_worker(m.encode(m.Goodbye()))
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(DecodeError):
         m.decode_to_controller(m.encode(m.Stop()))

@@ -7,10 +7,13 @@ cloudpickle: a worker accepts it because only the controller that started it can
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import msgspec
 
 from m2flow.channels.weights import Manifest
-from m2flow.errors import ErrorRecord
+from m2flow.errors import DecodeError, ErrorRecord
 from m2flow.observe.spans import SpanBlock
 
 
@@ -211,5 +214,25 @@ ToWorker = (
 ToController = Ready | Finished | TaskDone | TaskFailed | Spans | Fatal | Goodbye
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_to_controller = msgspec.msgpack.Decoder(ToController).decode
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+
+
+def decode_to_worker(body: bytes) -> ToWorker:
+    """A message to a worker. Raises `DecodeError` for bytes that are none."""
+    with _clean(body):
+        return _to_worker.decode(body)
+
+
+def decode_to_controller(body: bytes) -> ToController:
+    """A message to the controller. Raises `DecodeError` for bytes that are none."""
+    with _clean(body):
+        return _to_controller.decode(body)
+
+
+@contextlib.contextmanager
+def _clean(body: bytes) -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets a tag that is no UTF-8 through as the latter
+        raise DecodeError(f"{len(body)} bytes on the control link are no message: {error}") from None
