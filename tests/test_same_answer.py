@@ -1,4 +1,4 @@
-"""The first promise: a planned run has the samples, rewards, updates and weights of the eager one, under every plan and every order of events.
+"""The first promise: a planned run has the eager one's samples, rewards, updates and weights, under every plan and order of events.
 
 Real scheduler, real workers, real lowering, fake engines in exact integers; the interleaving is drawn by a seed.
 """
@@ -46,10 +46,11 @@ def everything(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 
     policy.update(demos.all(), loss=nll(), minibatch_size=5, optimizer=AdamW(1e-3))
     reference = Reference(policy)
     for step in steps(num_steps):
-        if step % 2 == 0:
-            log(accuracy=verifier.score(policy.generate(heldout.all(), max_new_tokens=6, temperature=0)).mean())
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
-        rank_in_group(responses)
+        if step % 2 == 0:  # Nothing waits for these long samples: later calls come while they still run.
+            log(accuracy=verifier.score(policy.generate(heldout.all(), n=2, max_new_tokens=90, min_new_tokens=30)).mean())
+            log(greedy=verifier.score(policy.generate(heldout.all(), max_new_tokens=6, temperature=0)).mean())
+        ranks = rank_in_group(responses)
         other = short.score(responses)
         rewards = verifier.score(responses)
         metrics = policy.update(
@@ -57,6 +58,19 @@ def everything(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 
         )
         if float(metrics["num_tokens"]) > 1e9 or float(other.mean()) > 0:
             break
+        log(ranks=float(sum(position * rank for position, rank in enumerate(ranks))))
+
+
+@flow
+def duet(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1) -> None:
+    """Two policies on the same workers, one trained on every step, the other on every second one."""
+    left, right, verifier = Policy("fake", name="left"), Policy("fake", name="right"), Reward(digit_share)
+    prompts = Dataset(ROWS)
+    for step in steps(num_steps):
+        asked = prompts.take(batch)
+        for policy in (left, right) if step % 2 == 0 else (left,):
+            responses = policy.generate(asked, n=n, max_new_tokens=12)
+            policy.update(responses, verifier.score(responses), minibatch_size=minibatch or None, epochs=epochs)
 
 
 @flow
@@ -96,6 +110,7 @@ sizes = st.fixed_dictionaries(
     }
 )
 many = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+fewer = settings(many, max_examples=20)
 
 
 @many
@@ -103,15 +118,24 @@ many = settings(max_examples=40, deadline=None, suppress_health_check=list(Healt
 def test_a_planned_grpo_run_equals_the_eager_one(spec, options, seed, order_seed, by_identity):
     eager = run_eager(plain, options, spec, seed=seed)
     assert eager.error == ""
-    assert run_planned(plain, options, spec, seed=seed, order_seed=order_seed, by_identity=by_identity) == eager
+    assert run_planned(plain, options, spec, seed=seed, order_seed=order_seed, deterministic=by_identity) == eager
 
 
-@many
+@fewer
 @given(specs(), sizes, st.integers(0, 2**30))
 def test_a_planned_run_with_reference_evaluation_ops_and_observations_equals_the_eager_one(spec, options, order_seed):
     eager = run_eager(everything, options, spec)
     assert eager.error == ""
     assert run_planned(everything, options, spec, order_seed=order_seed) == eager
+
+
+@fewer
+@given(specs(), sizes, st.integers(0, 2**30))
+def test_a_planned_run_of_two_policies_equals_the_eager_one(spec, options, order_seed):
+    eager = run_eager(duet, options, spec)
+    assert eager.error == ""
+    assert set(eager.weights) == {"left", "right"}
+    assert run_planned(duet, options, spec, order_seed=order_seed) == eager
 
 
 def test_every_sample_is_trained_on_once_an_epoch():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, nll, op, ppo_clip, steps
 from m2flow.channels.weights import Manifest
-from m2flow.errors import RewardError
+from m2flow.errors import EngineError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
@@ -381,3 +381,14 @@ def test_what_waits_is_said_in_words():
 @pytest.mark.parametrize("kind", [m.TaskDone(77), m.TaskFailed(77, 0, RewardError("late").to_record())], ids=["done", "failed"])
 def test_the_end_of_a_task_that_nobody_has_changes_nothing(kind):
     assert Rig(SPLIT).scheduler.handle(FromWorker("train-0", kind)) == []
+
+
+def test_a_failure_that_belongs_to_no_call_ends_the_run():
+    rig = Rig(SPLIT)
+    for ordinal in range(first(rig, "generate") + 1):
+        rig.add(ordinal)
+    while not any(isinstance(task, m.LoadWeights) for task in rig.queues["rollout-0"]):
+        rig.act()
+    load = rig.queues["rollout-0"].popleft()
+    with pytest.raises(EngineError, match="the weights differ"):
+        rig.say("rollout-0", m.TaskFailed(load.number, -1, EngineError("the weights differ").to_record()))

@@ -37,7 +37,11 @@ class Scheduler:
         self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": train, "function": FunctionDesk(self._board)}
 
     def handle(self, event: Event) -> list[Command]:
-        """Take one event; answer what to do now."""
+        """Take one event; answer what to do now.
+
+        Raises:
+            M2FlowError: a worker failed at what belongs to no call (weights, a lease, a save), so the run can't go on.
+        """
         board = self._board
         board.commands = []
         match event:
@@ -98,6 +102,8 @@ class Scheduler:
         if ended is None:
             return
         if isinstance(message, m.TaskFailed):
+            if message.call < 0:
+                raise error_from_record(message.error)
             if state is not None:
                 board.fail(state, error_from_record(message.error).located(state.call.site.describe()))
             return

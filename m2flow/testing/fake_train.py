@@ -46,6 +46,7 @@ class FakeTrain(TrainEngine):
         self._gradient = 0
         self._num_accumulated = 0
         self._num_steps: dict[str, int] = {}
+        self._is_away = False
 
     def start(self) -> None:
         self._weights = initial_fake_weights(self._model)
@@ -55,7 +56,14 @@ class FakeTrain(TrainEngine):
     def stop(self) -> None:
         self._weights = np.zeros(0, np.int64)
 
+    def onload(self) -> None:
+        self._is_away = False
+
+    def offload(self) -> None:
+        self._is_away = True
+
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        self._check_place()
         batch = _tokenised(batch)
         names = ["behaviour_logprobs" if name == "logprobs" else name for name in sorted(batch.columns) if name == "logprobs"]
         names = sorted({*names, *objective.loss.needs} - _COMPUTED)
@@ -77,6 +85,7 @@ class FakeTrain(TrainEngine):
         return Sums(len(batch), num_tokens, len(tokens.values), {"loss": float(loss)})
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        self._check_place()
         gradient, num_accumulated = self._gradient, self._num_accumulated
         self.discard()
         if not num_accumulated:
@@ -94,6 +103,7 @@ class FakeTrain(TrainEngine):
         self._num_accumulated = 0
 
     def logprobs(self, batch: Batch) -> Batch:
+        self._check_place()
         batch = _tokenised(batch)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask").values.astype(bool)
         values = np.zeros(len(tokens.values), np.float32)
@@ -115,6 +125,10 @@ class FakeTrain(TrainEngine):
         fresh = directory / f".{_STATE}.{os.getpid()}"
         fresh.write_text(json.dumps({"weights": self._weights.tolist(), "num_steps": self._num_steps}))
         fresh.rename(directory / _STATE)
+
+    def _check_place(self) -> None:
+        if self._is_away:
+            raise EngineError("the engine is off its device", now="Call `onload` first.")
 
     def load(self, path: str) -> None:
         try:

@@ -91,6 +91,7 @@ class FakeRollout(RolloutEngine):
         self._weights: npt.NDArray[np.int64] | None = None
         self._digest = 0
         self._version = 0
+        self._is_away = False
         self._queue: list[_Sequence] = []
         self._running: list[_Sequence] = []
 
@@ -101,6 +102,12 @@ class FakeRollout(RolloutEngine):
         self._weights = None
         self._queue.clear()
         self._running.clear()
+
+    def onload(self) -> None:
+        self._is_away = False
+
+    def offload(self) -> None:
+        self._is_away = True
 
     def add(self, requests: Sequence[Request]) -> None:
         known = {sequence.request.id for sequence in self._queue + self._running}
@@ -125,6 +132,8 @@ class FakeRollout(RolloutEngine):
     def step(self) -> list[Generated]:
         if self._weights is None:
             raise EngineError("the engine is not started", now="Call `start` first.")
+        if self._is_away and self.num_unfinished:
+            raise EngineError("the engine is off its device", now="Call `onload` first.")
         num_free = self._settings.max_running - len(self._running)
         self._running += self._queue[:num_free]
         del self._queue[:num_free]

@@ -225,6 +225,7 @@ class World(Backend):
                 case Resolve(call, value):
                     self._values[call] = value
                 case Reject(call, error):
+                    self._consuming = {number: task for number, task in self._consuming.items() if task.call != call}
                     self._errors[call] = error
 
     def _tell(self, worker: str, message: m.ToWorker) -> None:
@@ -244,18 +245,18 @@ def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def run_planned(
-    flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0, order_seed: int = 0, by_identity: bool = False
+    flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0, order_seed: int = 0, deterministic: bool = False
 ) -> Answer:
     """Run a flow by the plan of a spec, with the interleaving of `order_seed`."""
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
-    plan = lower(graph, models, spec)
+    plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
         workers = {}
         for planned in plan.workers:
-            settings = _worker_settings(planned, models, spec, seed, directory)
+            settings = _worker_settings(planned, models, spec, seed, directory, deterministic=deterministic)
             link = _Link()
             workers[planned.name] = (Worker(settings, link, MemoryInbox(), MemoryOutbox()), link)
-        world = World(flow.name, Lowering(plan, spec), Scheduler(plan, deterministic=by_identity), workers, order_seed)
+        world = World(flow.name, Lowering(plan, spec), Scheduler(plan, deterministic=deterministic), workers, order_seed)
         world._run_dir = Path(directory)
         try:
             world.open()
@@ -272,13 +273,13 @@ def run_planned(
     return world.answer
 
 
-def run_eager(flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0) -> Answer:
+def run_eager(flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0, deterministic: bool = False) -> Answer:
     """Run a flow call by call: what every plan must agree with."""
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
-    plan = lower(graph, models, spec)
+    plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
         notes = _Notes(Path(directory))
-        performer = InProcess(plan, spec, RunSettings(seed=seed), models, Path(directory), notes)
+        performer = InProcess(plan, spec, RunSettings(seed=seed, deterministic=deterministic), models, Path(directory), notes)
         performer.open()
         try:
             flow.run(EagerBackend(performer, notes), options, seed=seed)
@@ -333,7 +334,9 @@ class _Notes:
         pass
 
 
-def _worker_settings(worker: WorkerPlan, models: Mapping[str, Model], spec: ClusterSpec, seed: int, directory: str) -> WorkerSettings:
+def _worker_settings(
+    worker: WorkerPlan, models: Mapping[str, Model], spec: ClusterSpec, seed: int, directory: str, *, deterministic: bool
+) -> WorkerSettings:
     return WorkerSettings(
         name=worker.name,
         controller="",
@@ -342,7 +345,7 @@ def _worker_settings(worker: WorkerPlan, models: Mapping[str, Model], spec: Clus
         models=dict(models),
         device="cpu",
         threads=1,
-        deterministic=False,
+        deterministic=deterministic,
         run_seed=seed,
         run_dir=directory,
         shared_prefix=f"m2flow-world-{os.getpid()}-{worker.name}",
