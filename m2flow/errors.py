@@ -70,7 +70,7 @@ class M2FlowError(Exception):
         return self if self.where else _rebuild(type(self).__name__, self.what, where, self.now, self.remote)
 
     def to_record(self) -> ErrorRecord:
-        return ErrorRecord(type(self).__name__, self.what, self.where, self.now, self.remote)
+        return ErrorRecord(type(self).__name__, *map(_encodable, (self.what, self.where, self.now, self.remote)))
 
 
 class FlowError(M2FlowError):
@@ -163,6 +163,11 @@ class RunInterrupted(M2FlowError, KeyboardInterrupt):
 
 class InternalError(M2FlowError, AssertionError):
     """A fault of m2flow's own; please report it with the run directory."""
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which a user's error may quote from a text, and which no UTF-8 holds."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_from_record(record: ErrorRecord) -> M2FlowError:

@@ -143,7 +143,11 @@ def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) ->
     what = f"{_name(function)} raised {type(error).__name__} on {unit.label}"
     if isinstance(error, M2FlowError):
         return OpError(f"{what}: {error.what}", now=error.now, remote=remote)
-    return OpError(f"{what}: {error}" if str(error) else what, remote=remote)
+    try:
+        said = str(error)
+    except Exception:  # The user's class may fail at this too.
+        said = ""
+    return OpError(f"{what}: {said}" if said else what, remote=remote)
 
 
 def _frames_after(frames: TracebackType | None, file: str) -> TracebackType | None:

@@ -264,8 +264,8 @@ class Controller:
                 self._journal.spans(block)
             case m.Fatal(error=error):
                 raise error_from_record(error)
-            case m.Goodbye():
-                self._gone.add(worker)
+            case m.Goodbye():  # Nobody has told it to stop yet: it failed, and could not say why.
+                raise self._lost(worker, f"the worker {worker} (pid {self._launcher.pid(worker)}) ended{self._in_the_middle(worker)}")
 
     def _finished(self, worker: str, message: m.Finished) -> None:
         call = self._calls.get(message.call)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -36,6 +37,8 @@ def _watch_parent(settings: WorkerSettings) -> None:
         while os.getppid() == settings.parent:
             time.sleep(0.5)
         remove_segments(settings.shared_prefix)
+        if settings.inbox.startswith("ipc:"):
+            shutil.rmtree(settings.inbox.removeprefix("ipc:"), ignore_errors=True)  # The run's private directory of sockets.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
