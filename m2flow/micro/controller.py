@@ -41,6 +41,7 @@ from m2flow.micro.journal import Journal
 from m2flow.micro.launcher import LocalLauncher
 from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.rundir import naming_a_full_disk
 from m2flow.micro.scheduler import Scheduler
 from m2flow.micro.store import RowStore
 from m2flow.samples import Batch
@@ -155,8 +156,9 @@ class Controller:
 
     def _run(self) -> None:
         try:
-            while not self._is_stopping:
-                self._turn()
+            with naming_a_full_disk(self._launcher.log_path("").parent.parent):
+                while not self._is_stopping:
+                    self._turn()
         except BrokenChannel as error:
             self._outcomes.end(self._why_broken(error))
         except M2FlowError as error:
@@ -360,7 +362,7 @@ class Controller:
                             self._journal.spans(message.block)
                         elif isinstance(message, m.Goodbye):
                             self._gone.add(peer)
-        except M2FlowError:
+        except (M2FlowError, OSError):
             pass  # The run is over; what is lost here is the end of the trace.
         self._tell_all_to_stop()
 

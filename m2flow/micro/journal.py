@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +46,10 @@ class Journal:
         self._trace.open()
 
     def close(self) -> None:
-        self._ledger.close()
-        self._metrics.close()
-        self._trace.close()
+        """Close all of them, even if the disk is full for one."""
+        with contextlib.ExitStack() as closing:
+            for record in (self._trace, self._metrics, self._ledger):
+                closing.callback(record.close)
 
     def call_added(self, call: Call) -> None:
         self._ledger.call_added(call)

@@ -48,8 +48,10 @@ class Ledger:
         self._run("BEGIN")
 
     def close(self) -> None:
-        self._run("COMMIT")
-        self._db.close()
+        try:
+            self._run("COMMIT")
+        finally:
+            self._db.close()
 
     def commit(self) -> None:
         self._run("COMMIT")

@@ -5,7 +5,9 @@ Run(flow, options, spec, settings).prepare() -> plan;  .execute() -> Summary
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sqlite3
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +27,7 @@ from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.plan import Plan
 from m2flow.micro.planned import PlannedBackend
-from m2flow.micro.rundir import create_run_dir, write_config, write_plan
+from m2flow.micro.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
 from m2flow.observe.curve import write_curve
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.store import read_spans, to_otel
@@ -99,17 +101,22 @@ class Run:
             M2FlowError: what went wrong; the samples up to there are in `run_dir`.
         """
         plan = self._plan or self.prepare()
-        self.run_dir = create_run_dir(self.settings.runs_dir, self.flow.name)
-        write_config(self.run_dir, flow_file=self._flow_file, options=self.options, settings=self.settings, spec=self.spec)
-        write_plan(self.run_dir, plan)
-        self._journal = Journal(self.run_dir)
-        self._journal.open()
-        try:
-            wall_s, digests = self._eager(plan) if self.settings.eager else self._planned(plan)
-        finally:
-            self._journal.close()
-            self._draw()
-        return self._sum_up(wall_s, digests)
+        with naming_a_full_disk(self.settings.runs_dir):
+            self.run_dir = create_run_dir(self.settings.runs_dir, self.flow.name)
+            write_config(self.run_dir, flow_file=self._flow_file, options=self.options, settings=self.settings, spec=self.spec)
+            write_plan(self.run_dir, plan)
+            self._journal = Journal(self.run_dir)
+            self._journal.open()
+            is_done = False
+            try:
+                wall_s, digests = self._eager(plan) if self.settings.eager else self._planned(plan)
+                is_done = True
+            finally:
+                # What can't be closed must not hide why the run failed.
+                with contextlib.nullcontext() if is_done else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
+                    self._journal.close()
+                self._draw()
+            return self._sum_up(wall_s, digests)
 
     def _planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
@@ -147,7 +154,8 @@ class Run:
             if self.tally.rewards:
                 write_curve(self.run_dir, self.run_dir / "curve.svg")
         except (M2FlowError, OSError) as error:
-            (self.run_dir / "logs" / "pictures.log").write_text(f"{error}\n")
+            with contextlib.suppress(OSError):
+                (self.run_dir / "logs" / "pictures.log").write_text(f"{error}\n")
 
     def _sum_up(self, wall_s: float, digests: Mapping[str, str]) -> Summary:
         tally = self.tally

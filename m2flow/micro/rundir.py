@@ -11,14 +11,35 @@ runs/<flow>-<time>/
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
 import json
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from m2flow.errors import SpecError
+from m2flow.errors import EngineError, SpecError
 from m2flow.micro.plan import Plan
 from m2flow.spec import ClusterSpec, RunSettings
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+
+
+@contextlib.contextmanager
+def naming_a_full_disk(directory: Path | str) -> Iterator[None]:
+    """Where a run writes its records: what the operating system says of a full or broken disk becomes an error that names the place.
+
+    Raises:
+        EngineError: the disk under `directory` took no more.
+    """
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        if isinstance(error, OSError) and error.errno not in _FULL:
+            raise
+        now = "Free some space, or give another place with --runs-dir."
+        raise EngineError(f"can't write the records of the run in {directory}: {error}", now=now) from error
 
 
 def create_run_dir(runs_dir: str, flow: str) -> Path:

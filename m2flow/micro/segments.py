@@ -5,6 +5,7 @@ A record is an encoded batch (`m2flow.channels.codec`); the ledger keeps (file, 
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class SegmentWriter:
         return self._path.name, offset, len(record), zlib.crc32(record)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # Every record was flushed by `append`, or its failure was told there.
+            self._file.close()
 
 
 def read_segment(directory: str | Path, place: Place) -> Batch:

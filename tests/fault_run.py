@@ -1,0 +1,76 @@
+"""A run with fake engines in a process of its own, for `test_runtime_faults`: fault_run.py RUNS_DIR REWARD [FILE_BYTES]."""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow.errors import M2FlowError
+from m2flow.micro.run import Run
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+
+
+def one(sample: Sample) -> float:
+    return 1.0
+
+
+def dies(sample: Sample) -> float:
+    os._exit(3)
+
+
+def speaks_no_utf8(sample: Sample) -> float:
+    raise ValueError("half a pair: \ud800")
+
+
+def prints_a_lot(sample: Sample) -> float:
+    print("x" * 3_000_000)
+    return 1.0
+
+
+def forks(sample: Sample) -> float:
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return 1.0
+
+
+def leaves(sample: Sample) -> float:
+    raise SystemExit(4)
+
+
+REWARDS: dict[str, Callable[[Sample], float]] = {f.__name__: f for f in (one, dies, speaks_no_utf8, prints_a_lot, forks, leaves)}
+
+
+@flow
+def faulty(reward: str = "one", num_steps: int = 2) -> None:
+    policy, judge = Policy("fake"), Reward(REWARDS[reward])
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(12)])
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=6)
+        policy.update(responses, judge.score(responses))
+
+
+def main(runs_dir: str, reward: str, file_bytes: str = "0") -> None:
+    if reward == "forever":
+        options: dict[str, object] = {"num_steps": 1_000_000}
+    else:
+        options = {"reward": reward, "num_steps": 400 if int(file_bytes) else 2}
+    if int(file_bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), int(file_bytes)))
+    spec = ClusterSpec(
+        placement="split", device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake", token_budget=100)
+    )
+    run = Run(faulty, options, spec, RunSettings(runs_dir=runs_dir))
+    start = time.monotonic()
+    try:
+        summary = run.execute()
+        print(f"ended well: {summary.samples} samples")
+    except M2FlowError as error:
+        print(f"{type(error).__name__}: {error}")
+    print(f"after {time.monotonic() - start:.1f} s in {run.run_dir}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""Real processes with fake engines, and what goes wrong with them: rewards that misbehave, a full disk, a killed controller."""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from m2flow.micro.ledger import read_samples
+
+SCRIPT = Path(__file__).with_name("fault_run.py")
+
+
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "runs"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def output(tmp_path: Path, *arguments: str) -> str:
+    process = start(tmp_path, *arguments)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.parametrize("reward", ["prints_a_lot", "forks"])
+def test_a_reward_that_is_noisy_or_forks_does_no_harm(tmp_path, reward):
+    assert "ended well: 16 samples" in output(tmp_path, reward)
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("dies", r"WorkerError: the worker functions-0 \(pid \d+\) ended with status 3, in the middle of dies.score"),
+        ("leaves", r"the reward function leaves raised SystemExit on sample p\d/\d: 4"),
+        (
+            "speaks_no_utf8",
+            r"the reward function speaks_no_utf8 raised ValueError on sample p\d/\d: half a pair: \\ud800",
+        ),
+    ],
+)
+def test_a_reward_that_ends_its_process_or_raises_the_unspeakable_ends_the_run_with_the_reason(tmp_path, reward, expected):
+    said = output(tmp_path, reward)
+    assert re.search(expected, said), said
+    (ledger,) = tmp_path.glob("runs/*/ledger.db")
+    assert list(read_samples(ledger.parent))
+
+
+def test_a_full_disk_is_named_and_what_was_written_can_be_read(tmp_path):
+    said = output(tmp_path, "one", "300000")
+    assert "EngineError: can't write" in said
+    assert "Free some space" in said
+    (run_dir,) = tmp_path.glob("runs/*")
+    assert str(run_dir) in said
+    assert list(read_samples(run_dir))
+
+
+def test_when_the_controller_is_killed_its_workers_end_and_leave_nothing_behind(tmp_path):
+    process = start(tmp_path, "forever")
+    parent = psutil.Process(process.pid)
+    try:
+        while not list(tmp_path.glob("runs/*/segments/*.seg")) or len(parent.children()) < 3:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        workers = parent.children()
+        left = [path for path in places() if owner(path, workers)]
+        assert left, "a run has sockets"
+    finally:
+        process.kill()
+        process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+    assert not [path for path in left if path.exists()]
+
+
+def places() -> list[Path]:
+    """What runs of this machine have outside their run directories."""
+    return [*Path(tempfile.gettempdir()).glob("m2flow-*"), *Path("/dev/shm").glob("m2flow-*")]
+
+
+def owner(path: Path, workers: list[psutil.Process]) -> bool:
+    """Whether a worker has a socket or a segment there."""
+    for worker in workers:
+        unix = [connection.laddr for connection in worker.net_connections("unix")]
+        if any(str(address).startswith(str(path)) for address in unix) or str(path) in [file.path for file in worker.memory_maps()]:
+            return True
+    return False
