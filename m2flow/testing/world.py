@@ -245,9 +245,16 @@ def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def run_planned(
-    flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0, order_seed: int = 0, deterministic: bool = False
+    flow: Flow,
+    options: Mapping[str, object],
+    spec: ClusterSpec,
+    *,
+    seed: int = 0,
+    order_seed: int = 0,
+    deterministic: bool = False,
+    save_to: Path | None = None,
 ) -> Answer:
-    """Run a flow by the plan of a spec, with the interleaving of `order_seed`."""
+    """Run a flow by the plan of a spec, with the interleaving of `order_seed`. Trained models are kept under `save_to`."""
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
@@ -266,15 +273,25 @@ def run_planned(
                 world.answer.error = f"{type(error).__name__}: {error.what.split(' (worker')[0]}"
             for planned in plan.workers:
                 trained = [slot.role for slot in planned.engines if slot.kind == "train"]
-                world.answer.weights |= {role: workers[planned.name][0].bench.save(role, f"{directory}/{role}") for role in trained}
+                world.answer.weights |= {
+                    role: workers[planned.name][0].bench.save(role, f"{save_to or directory}/{role}") for role in trained
+                }
         finally:
             world.close()
     world.answer.consumed.sort()
     return world.answer
 
 
-def run_eager(flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, seed: int = 0, deterministic: bool = False) -> Answer:
-    """Run a flow call by call: what every plan must agree with."""
+def run_eager(
+    flow: Flow,
+    options: Mapping[str, object],
+    spec: ClusterSpec,
+    *,
+    seed: int = 0,
+    deterministic: bool = False,
+    save_to: Path | None = None,
+) -> Answer:
+    """Run a flow call by call: what every plan must agree with. Trained models are kept under `save_to`."""
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
@@ -286,7 +303,7 @@ def run_eager(flow: Flow, options: Mapping[str, object], spec: ClusterSpec, *, s
         except M2FlowError as error:
             notes.answer.error = f"{type(error).__name__}: {error.what}"
         trained = {slot.role for worker in plan.workers for slot in worker.engines if slot.kind == "train"}
-        digests = performer.save(Path(directory))
+        digests = performer.save(save_to or Path(directory))
         notes.answer.weights = {role: digests[role] for role in trained}
         performer.close()
     notes.answer.consumed.sort()
