@@ -7,10 +7,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from m2flow.channels.contract import Parcel
+from m2flow.channels.zeromq import ZmqInbox, ZmqOutbox
 from m2flow.micro.ledger import read_samples
+from m2flow.samples import Batch
 
 SCRIPT = Path(__file__).with_name("fault_run.py")
 
@@ -48,6 +52,20 @@ def test_a_reward_that_ends_its_process_or_raises_the_unspeakable_ends_the_run_w
     assert re.search(expected, said), said
     (ledger,) = tmp_path.glob("runs/*/ledger.db")
     assert list(read_samples(ledger.parent))
+
+
+def test_an_inbox_without_a_limit_takes_what_comes_while_its_owner_is_busy():
+    inbox, outbox = ZmqInbox(max_parcels=0), ZmqOutbox("sender", timeout_s=5.0)
+    address = inbox.open()
+    try:
+        for packed in range(5000):
+            outbox.send(address, Parcel(0, Batch(np.array([packed])), "sender"))
+        received = 0
+        while received < 5000:
+            received += len(inbox.receive(5.0))
+    finally:
+        outbox.close()
+        inbox.close()
 
 
 def test_a_full_disk_is_named_and_what_was_written_can_be_read(tmp_path):

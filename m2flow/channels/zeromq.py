@@ -109,7 +109,7 @@ class _Endpoint:
 
 
 class ZmqInbox(_Endpoint, Inbox):
-    """An inbox at a place of this host. `max_parcels` wait in it; the senders' queues come on top."""
+    """An inbox at a place of this host. `max_parcels` of each sender wait in it, 0: as many as come; the senders' queues come on top."""
 
     _what = "the inbox"
 

@@ -46,7 +46,8 @@ def _watch_parent(settings: WorkerSettings) -> None:
 
 def serve(settings: WorkerSettings, token: str) -> None:
     """Run a worker over ZeroMQ until it is told to stop."""
-    link, inbox, outbox = LinkDialer(), ZmqInbox(settings.inbox), ZmqOutbox(settings.name)
+    # The plan's routes hold all that a step makes, so nobody waits for room while a slow function keeps this worker from reading.
+    link, inbox, outbox = LinkDialer(), ZmqInbox(settings.inbox, max_parcels=0), ZmqOutbox(settings.name)
     link.open(settings.controller, settings.name, token)
     beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s)
     beacon.open()
