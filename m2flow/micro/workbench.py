@@ -283,7 +283,8 @@ def _tensors(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Tenso
         if isinstance(weight, RawBits):
             import torch
 
-            yield name, torch.from_numpy(weight.bits).view(getattr(torch, weight.dtype))
+            # A copy, one tensor at a time: torch has no tensors that can't be written, and what is read here can't.
+            yield name, torch.from_numpy(weight.bits.copy()).view(getattr(torch, weight.dtype))
         else:
             yield name, weight
 
