@@ -28,6 +28,9 @@ from m2flow.errors import EngineError, PromptTooLong
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
 
+_SMALL_STEP = 1 << 24
+"""Multiplications of a decode step (rows times weights) below which further threads cost more than they do: a model of a million
+weights breaks even between 8 and 32 rows on two idle cores, later on busy ones."""
 _OPTIONS = ("max_context", "max_prefill_tokens", "kv_budget_bytes", "deterministic_rows")
 
 
@@ -109,14 +112,14 @@ class EmbeddedRollout(RolloutEngine):
                 self._ended.append((job, finish))
 
     def step(self) -> list[Generated]:
-        _, codec, decoder = self._started()
+        model, codec, decoder = self._started()
         if self._mixture:
             raise EngineError(f"the engine holds a mixture of weights: {self._mixture}", now="Load a whole set of weights.")
         if not self._is_onloaded:
             raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
         finished, self._ended = self._ended, []
         if self._queue or decoder.num_running:
-            self._use_threads()
+            self._use_threads(is_small=not self._queue and decoder.num_running * model.num_weights < _SMALL_STEP)
             finished += decoder.step(self._queue, self._version)
         return [_generated(job, finish, codec) for job, finish in finished]
 
@@ -153,9 +156,9 @@ class EmbeddedRollout(RolloutEngine):
     def weights(self) -> Iterator[tuple[str, Any]]:
         return self._started()[0].weights()
 
-    def _use_threads(self) -> None:
+    def _use_threads(self, *, is_small: bool = False) -> None:
         # Again at each step: another engine in this process may have set its own.
-        threads = 1 if self._settings.deterministic else self._settings.threads
+        threads = 1 if self._settings.deterministic or is_small else self._settings.threads
         if torch.get_num_threads() != threads or torch.are_deterministic_algorithms_enabled() != self._settings.deterministic:
             use_threads(threads, self._settings.deterministic)
 

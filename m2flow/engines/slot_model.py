@@ -40,6 +40,7 @@ class SlotModel:
         own_context = getattr(text_config, "max_position_embeddings", None) or 1 << 20
         self.max_context: int = min(own_context, max_context or own_context)
         self.is_mixture = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self.num_weights: int = sum(parameter.numel() for parameter in module.parameters())
         self.kv_bytes_per_token = 0
 
     @classmethod
