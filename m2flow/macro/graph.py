@@ -84,7 +84,12 @@ class Call:
     granularity: Granularity
     inputs: tuple[tuple[str, Ref], ...]
     options: Mapping[str, object]
-    """What the call was given besides handles: sampling, loss, optimiser, function, rows."""
+    """What the call was given besides handles: sampling, loss, optimiser, function, rows.
+
+    Of a call on a function: `style` is `unit` (the user's, on a sample, a group or all) or `columns` (ours, on a `Batch` and the
+    whole values among the inputs); `gives` is `column` (a value a row, under `column`), `rows` (a batch of the same samples), `kept`
+    (which rows stay) or `concat` (the rows of all inputs); `columns` names for each input the column that is joined under its name.
+    """
     reads: tuple[Effect, ...]
     writes: tuple[Effect, ...]
     site: Site

@@ -142,7 +142,7 @@ class Rows(Handle):
 
     def _items(self, why: str) -> list[object]:
         batch = self._wait(why)
-        if self.column is None:
+        if self.column is None or not len(batch):
             return list(batch.rows())
         column = batch[self.column]
         return [column.item(i) for i in range(len(column))] if isinstance(column, Ragged) else column.tolist()

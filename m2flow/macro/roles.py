@@ -37,13 +37,18 @@ def _has_target(rows: Rows) -> bool:
     return isinstance(held, Batch) and "target" in held
 
 
+def _has_samples(rows: Rows) -> bool:
+    """Whether whole samples are there: generated ones, or what a filter, a union or new columns made of some."""
+    return rows.call.engine == "rollout" or rows.call.options.get("gives") in ("kept", "concat", "rows")
+
+
 _ROWS = _Wanted("responses", lambda rows: True, "Responses come from policy.generate(...).")
 _PROMPTS = _Wanted(
-    "prompts", lambda rows: rows.call.engine in ("source", "rollout"), "Prompts come from a Dataset: prompts=dataset.take(32)."
+    "prompts", lambda rows: rows.call.engine == "source" or _has_samples(rows), "Prompts come from a Dataset: prompts=dataset.take(32)."
 )
 _RESPONSES = _Wanted(
     "responses, or rows with a 'target'",
-    lambda rows: rows.call.engine == "rollout" or _has_target(rows),
+    lambda rows: _has_samples(rows) or _has_target(rows),
     "Responses come from policy.generate(...), demonstrations from a Dataset whose rows have a 'target'.",
 )
 _REWARDS = _Wanted("rewards", lambda rows: isinstance(rows, Scores), "Rewards come from Reward(function).score(responses).")
@@ -164,7 +169,7 @@ class Policy(_Role):
         inputs = {"samples": self._rows(responses, "update", _RESPONSES)}
         if rewards is not None:
             inputs["rewards"] = self._rows(rewards, "update", _REWARDS)
-            if responses.maker.options.get("n", 1) == 1:
+            if responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
                 raise TraceError(
                     f"advantages={advantages!r} compares the responses to one prompt, and {describe(responses)} has one for each",
                     now="Generate with n=2 or more.",

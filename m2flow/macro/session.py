@@ -89,6 +89,8 @@ class Session:
         self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
         self._makers: dict[int, Call] = {}
         """Call -> the call that made the samples that its result has rows of."""
+        self._values: set[int] = set()
+        """Calls whose result is one value: whatever samples that came from, it goes with any others."""
 
     def record(
         self,
@@ -124,6 +126,8 @@ class Session:
             shown=dict(shown),
         )
         self._makers[call.ordinal] = self._maker(call)
+        if not call.is_aligned:
+            self._values.add(call.ordinal)
         self._versions |= {effect.resource: effect.version for effect in call.writes}
         self._num_calls += 1
         self.backend.submit(call)
@@ -189,12 +193,13 @@ class Session:
 
     def _maker(self, call: Call) -> Call:
         """The same of a new call, whose inputs must all be about the same samples."""
-        if call.engine in ("source", "rollout") or not call.inputs:
+        rows = [(name, ref) for name, ref in call.inputs if ref.call not in self._values]
+        if call.engine in ("source", "rollout") or not rows or call.options.get("gives") == "concat":
             return call
-        makers = [self._makers[ref.call] for _, ref in call.inputs]
-        for (name, _), maker in zip(call.inputs, makers, strict=True):
+        makers = [self._makers[ref.call] for _, ref in rows]
+        for (name, _), maker in zip(rows, makers, strict=True):
             if maker is not makers[0]:
-                of, first = call.inputs[0][0], makers[0]
+                of, first = rows[0][0], makers[0]
                 raise TraceError(
                     f"{call.name} got {of} that {first.name} made at {first.site}, and {name} of others, which {maker.name} made at "
                     f"{maker.site}",

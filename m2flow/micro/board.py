@@ -5,17 +5,18 @@ The desks (`rollout_desk`, `train_desk`, `function_desk`) read it to decide, and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from m2flow.errors import M2FlowError
+from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.events import CONTROLLER, Command, Forgotten, Reject, Resolve, Send
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
-from m2flow.samples import group_key, make_ids
+from m2flow.samples import SampleId, group_key, make_ids
 
 
 @dataclass
@@ -80,13 +81,9 @@ class Board:
         """Take a call in: find what it waits for, and count what is there already."""
         inputs = [ref.call for _, ref in call.inputs]
         before = {*inputs, *(self._writers[e.resource, e.version] for e in call.reads if (e.resource, e.version) in self._writers)}
-        rows_of = self.calls[inputs[0]].ids if inputs else []
-        n = call.options.get("n", 1)
-        assert isinstance(n, int)
-        ids = make_ids(call.ordinal, len(rows_of), n).tolist() if call.engine == "rollout" else list(rows_of)
         aligned = tuple(c for c in inputs if self.calls[c].call.is_aligned)
         waits_for = {c for c in before if c not in aligned and not self._is_done(c)}
-        state = CallState(call, stage, ids, waits_for, aligned)
+        state = CallState(call, stage, [], waits_for, aligned)
         self.calls[call.ordinal] = state
         self.active[call.engine].append(state)
         for needed in inputs:
@@ -98,16 +95,48 @@ class Board:
         failed = min((c for c in before if c in self._errors), default=None)
         if failed is not None:
             self.fail(state, self._errors[failed])
-            return state
-        if call.method == "update":
-            state.update = self._progress(call, stage, ids)
-        state.prepare(rows_of)
-        for needed in aligned:
-            source = self.calls[needed]
-            state.arrived([row for row in source.ids if row in source.done], source.num_tokens)
-        if call.engine != "source" and call.is_aligned and not ids:
-            self.complete(state, None)
+        elif call.engine != "source":
+            self._prepare(state)
         return state
+
+    def sourced(self, state: CallState, ids: list[int], num_tokens: Iterable[int]) -> None:
+        """The controller has read a dataset call's rows."""
+        state.prepare(ids, ids)
+        self._prepare_consumers(state)
+        self.rows_done(state, CONTROLLER, ids, num_tokens)
+
+    def _prepare(self, state: CallState) -> None:
+        """Fix the rows of a call, if those of what it works on are known; and then those of its consumers."""
+        if state.is_prepared or state.is_over:
+            return
+        results = [self.calls[base].result for base in state.bases]
+        if any(result is None for result in results):
+            return
+        rows_of = sorted(row for result in results for row in result or ())
+        if state.is_union and len(set(rows_of)) < len(rows_of):
+            twice = next(a for a, b in itertools.pairwise(rows_of) if a == b)
+            now = "Its inputs must be different samples; to bring columns of the same samples together, join them."
+            where = state.call.site.describe()
+            self.fail(state, OpError(f"{state.call.name} got sample {SampleId.unpack(twice)} twice", where=where, now=now))
+            return
+        n = state.call.options.get("n", 1)
+        assert isinstance(n, int)
+        is_rollout = state.call.engine == "rollout"
+        state.prepare(make_ids(state.call.ordinal, len(rows_of), n).tolist() if is_rollout else rows_of, rows_of)
+        if state.is_update:
+            state.update = self._progress(state.call, state.stage, state.ids)
+        for needed in state.aligned_inputs:
+            source = self.calls[needed]
+            state.arrived(sorted(source.done), source.num_tokens)
+        if state.call.is_aligned and not state.ids:
+            self.complete(state, None)
+        elif state.result is not None:
+            self._prepare_consumers(state)
+
+    def _prepare_consumers(self, state: CallState) -> None:
+        for consumer in self._consumers.get(state.call.ordinal, []):
+            if consumer in self.calls:
+                self._prepare(self.calls[consumer])
 
     def _progress(self, call: Call, stage: Stage, ids: Iterable[int]) -> UpdateProgress:
         groups: dict[int, list[int]] = {}
@@ -124,13 +153,15 @@ class Board:
             by_identity=self.deterministic,
         )
 
-    def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int]) -> int:
+    def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], dropped: Iterable[int] = ()) -> int:
         """These rows of a call's result are done; they are at `worker` and wherever it forwarded them. Answers how many are new."""
         fresh = [(row, tokens) for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done]
-        if state.is_over or not fresh:
+        gone = set(dropped) - state.dropped
+        if state.is_over or not (fresh or gone):
             return 0
         rows = [row for row, _ in fresh]
         state.done.update(rows)
+        state.dropped |= gone
         state.num_tokens.update(fresh)
         owners = self._owners.setdefault(state.call.ordinal, {})
         owners.update(dict.fromkeys(rows, worker))
@@ -140,17 +171,21 @@ class Board:
             other = self.calls.get(consumer)
             if other is not None and not other.is_over:
                 other.arrived(rows, state.num_tokens)
-        if state.call.is_aligned and len(state.done) == len(state.ids):
+        if state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
         return len(rows)
 
     def complete(self, state: CallState, value: object) -> None:
         """A call is done."""
         state.is_done = True
+        state.value = value
         self._leave(state)
+        if state.result is None:
+            state.result = sorted(state.done)
         for other in self._unfinished():
             other.waits_for.discard(state.call.ordinal)
         self.commands.append(Resolve(state.call.ordinal, value))
+        self._prepare_consumers(state)
         if state.call.ordinal in self._wanted:
             self._wanted.discard(state.call.ordinal)
             self.want(state)
@@ -172,7 +207,7 @@ class Board:
     def want(self, state: CallState) -> None:
         """Bring a call's rows to the controller, as soon as it is done."""
         if state.is_done:
-            self.bring(state.call.ordinal, state.ids, CONTROLLER)
+            self.bring(state.call.ordinal, state.result or (), CONTROLLER)
         else:
             self._wanted.add(state.call.ordinal)
 
@@ -257,7 +292,11 @@ class Board:
         """The same for every aligned input of a call on these rows."""
         rows = list(ids)
         for needed in state.aligned_inputs:
-            self.bring(needed, rows, to)
+            self.bring(needed, [row for row in rows if row in self.calls[needed].done] if state.is_union else rows, to)
+
+    def values_for(self, state: CallState) -> dict[str, object]:
+        """The whole values among a call's inputs, by name."""
+        return {name: self.calls[ref.call].value for name, ref in state.call.inputs if ref.call not in state.aligned_inputs}
 
     def _at(self, call: int, place: str) -> set[int]:
         return self._places.setdefault(call, {}).setdefault(place, set())

@@ -201,7 +201,11 @@ class Controller:
                     self._write_logs(source[0])
             case SaveAll(path):
                 self._save(path)
-            case Wanted() | Released():
+            case Wanted(ordinal):
+                self._handle(post)
+                if not self._scheduler.num_rows(ordinal):
+                    self._outcomes.deliver(ordinal, Batch.concat([]))
+            case Released():
                 self._handle(post)
 
     def _handle(self, event: Event) -> None:

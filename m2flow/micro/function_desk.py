@@ -34,14 +34,15 @@ class FunctionDesk:
 
     def _is_ready(self, state: CallState) -> bool:
         if not state.ids and not state.call.is_aligned:
-            return not any(t.message.call == state.call.ordinal for t in self._board.tasks.values())
+            return state.is_prepared and not any(t.message.call == state.call.ordinal for t in self._board.tasks.values())
         return bool(state.ready)
 
     def _start(self, worker: WorkerState, state: CallState) -> None:
         rows = list(state.ready) if state.stage.is_barrier else self._next_rows(state)
         del state.ready[: len(rows)]
         self._board.bring_inputs(state, rows, worker.name)
-        task = m.Perform(self._board.next_task(), state.call.ordinal, sorted(rows), list(state.stage.forward_to))
+        values = self._board.values_for(state)
+        task = m.Perform(self._board.next_task(), state.call.ordinal, sorted(rows), list(state.stage.forward_to), values)  # type: ignore[arg-type]
         self._board.start(worker, "function", task)
 
     def _next_rows(self, state: CallState) -> list[int]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
@@ -96,20 +98,23 @@ class InProcess:
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
         """Do one whole call."""
         self._notes.call_added(call)
+        given = [value for value in inputs.values() if isinstance(value, Batch)]
+        if call.is_aligned and given and not any(map(len, given[: None if performing.gives(call) == "concat" else 1])):
+            return Batch(np.zeros(0, np.int64))
         match call.engine:
             case "source":
                 return call.options["rows"]
             case "rollout":
-                return self._generate(call, _batch(inputs["prompts"]))
+                return self._generate(call, _batch(inputs["prompts"]).in_order())
             case "function":
-                return self._function(call, _batch(inputs["samples"]))
+                return self._function(call, inputs)
             case "train" if call.method == "update":
                 return self._update(call, {name: _batch(value) for name, value in inputs.items()})
             case "train" if call.method == "copy_of":
                 self._bench.copy_weights(call)
                 return None
             case "train":
-                return self._bench.perform(call, _batch(inputs["samples"]))
+                return self._bench.perform(call, {"samples": _batch(inputs["samples"])}, {})
         raise InternalError(f"no engine for {call.name}")
 
     def save(self, path: Path) -> dict[str, str]:
@@ -134,8 +139,9 @@ class InProcess:
         self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
         return result
 
-    def _function(self, call: Call, samples: Batch) -> object:
-        result = self._bench.perform(call, samples)
+    def _function(self, call: Call, inputs: Mapping[str, object]) -> object:
+        rows = {name: value for name, value in inputs.items() if isinstance(value, Batch)}
+        result = self._bench.perform(call, rows, {name: value for name, value in inputs.items() if name not in rows})
         if isinstance(result, Batch) and call.method == "score":
             self._notes.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")])
         return result if isinstance(result, Batch) else performing.plain_value(call, result)
@@ -148,7 +154,7 @@ class InProcess:
         bounds = samples.group_bounds()
         size = size if isinstance(size, int) else max(len(bounds), 1)
         num_tokens = performing.num_tokens_of(samples)
-        metrics: dict[str, float] = {}
+        metrics = performing.UpdateTally().metrics()
         for epoch in range(epochs):
             for start in range(0, len(bounds), size):
                 minibatch = bounds[start : start + size]

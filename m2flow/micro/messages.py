@@ -59,6 +59,8 @@ class Perform(Task, frozen=True):
 
     ids: list[int]
     forward_to: list[str]
+    values: dict[str, dict[str, float] | float | str | None] = {}
+    """The inputs that are whole values, by name."""
 
 
 class Accumulate(Task, frozen=True):
@@ -160,6 +162,8 @@ class Finished(Message, frozen=True):
     """Of the first sample only, for the display."""
     segment: tuple[str, int, int, int] | None
     """File, offset, size and CRC-32 of the record that holds them."""
+    dropped: list[int] = []
+    """Samples of the task that the call left out of its result."""
 
 
 class TaskDone(Message, frozen=True):

@@ -77,12 +77,19 @@ def training_rows(call: Call, samples: Batch, rewards: Batch | None, reference: 
     """The rows of a micro-batch as a train engine takes them: whole groups, in the order of identity, with what the loss needs."""
     samples = samples.in_order()
     if rewards is not None:
-        reward = np.asarray(rewards.select(samples.ids).dense("reward"), np.float64)
+        reward = np.asarray(rewards.select(samples.ids).dense(_column_of(call, "rewards", "reward")), np.float64)
         samples = samples.with_columns(reward=reward)
         name = call.options["advantages"]
         if name is not None:
             samples = samples.with_columns(advantages=_advantages(str(name), reward, samples))
     return samples if reference is None else samples.join(reference)
+
+
+def _column_of(call: Call, name: str, default: str) -> str:
+    """The column of an input that counts."""
+    named = call.options.get("columns", {})
+    assert isinstance(named, Mapping)
+    return str(named.get(name, default))
 
 
 def _advantages(name: str, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
@@ -167,18 +174,67 @@ def function_error(call: Call, error: OpError) -> OpError:
     return RewardError(error.what.replace("the function", "the reward function", 1), where=error.where, now=now, remote=error.remote)
 
 
-def function_rows(call: Call, ids: Sequence[int], results: Sequence[object]) -> Batch:
-    """The rows of a function's results, checked: as many as there are samples, and for a reward finite numbers.
+def gives(call: Call) -> str:
+    """What a function's result is: `column`, `rows`, `kept` or `concat` (see `m2flow.macro.graph.Call`)."""
+    return str(call.options.get("gives", "column"))
+
+
+def function_input(call: Call, inputs: Mapping[str, Batch]) -> Batch:
+    """The rows that a function works on: those of its first input with rows, joined by identity with a column of each further one.
+
+    A further input has one column that counts, named in the call's option `columns`; it is joined under the input's own name.
+    """
+    named = call.options.get("columns", {})
+    assert isinstance(named, Mapping)
+    if gives(call) == "concat":
+        batches = [batch for batch in inputs.values() if len(batch)]
+        shared = set.intersection(*(set(batch.columns) for batch in batches)) if batches else set()
+        return Batch.concat([batch.only(sorted(shared)) for batch in batches]).in_order()
+    if not inputs or not len(next(iter(inputs.values()))):
+        return Batch(np.zeros(0, np.int64))  # No rows have no columns either, whatever they were to be.
+    (first, rows), *others = inputs.items()
+    rows = rows.in_order()
+    if first in named:
+        rows = rows.with_columns(**{first: rows[named[first]]})
+    for name, other in others:
+        rows = rows.with_columns(**{name: other.select(rows.ids)[named[name]]})
+    return rows
+
+
+def columns_result(call: Call, rows: Batch, result: object) -> Batch | object:
+    """What a function on columns gave, checked: a column, rows, the rows that stay, or one value."""
+    if not call.is_aligned:
+        return result
+    kind = gives(call)
+    if kind == "rows":
+        if not isinstance(result, Batch) or not np.array_equal(result.ids, rows.ids):
+            raise InternalError(f"{call.name} must return a batch of the same samples")
+        return result
+    if not isinstance(result, np.ndarray | Ragged) or len(result) != len(rows):
+        raise InternalError(f"{call.name} must return a column of {len(rows)} rows")
+    return kept_rows(rows, result) if kind == "kept" else Batch(rows.ids, {str(call.options["column"]): result})
+
+
+def kept_rows(rows: Batch, is_kept: object) -> Batch:
+    """The rows that stay: those whose value is true."""
+    values = is_kept.values if isinstance(is_kept, Ragged) else np.asarray(is_kept)
+    return rows.take(np.flatnonzero(np.asarray(values, bool)))
+
+
+def function_rows(call: Call, rows: Batch, results: Sequence[object]) -> Batch:
+    """The rows of a user's function's results, checked: as many as there are samples, and for a reward finite numbers.
 
     Raises:
         RewardError, OpError: they are not; the sample is named.
     """
-    column = str(call.options["column"])
+    ids, column = rows.ids.tolist(), str(call.options["column"])
     error = RewardError if column == "reward" else OpError
     if len(results) != len(ids):
         raise error(f"{call.name} returned {len(results)} values for {len(ids)} samples", now="It must return one value for each sample.")
+    if gives(call) == "kept":
+        return kept_rows(rows, [_truth(call, packed, value) for packed, value in zip(ids, results, strict=True)])
     if column != "reward":
-        return Batch(np.array(ids, np.int64), {column: _json_column(call, ids, results)})
+        return Batch(rows.ids, {column: _json_column(call, ids, results)})
     for packed, value in zip(ids, results, strict=True):
         if _is_finite(value):
             continue
@@ -187,7 +243,16 @@ def function_rows(call: Call, ids: Sequence[int], results: Sequence[object]) -> 
             f"the reward {call.role} returned {shown} on sample {SampleId.unpack(packed)}",
             now="A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted.",
         )
-    return Batch(np.array(ids, np.int64), {column: np.array([float(v) for v in results], np.float64)})  # type: ignore[arg-type]
+    return Batch(rows.ids, {column: np.array([float(v) for v in results], np.float64)})  # type: ignore[arg-type]
+
+
+def _truth(call: Call, packed: int, value: object) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise OpError(
+        f"{call.name} returned {value!r:.80} on sample {SampleId.unpack(packed)}, which is neither True nor False",
+        now="A filter's function says for each sample whether it stays.",
+    )
 
 
 def _is_finite(value: object) -> bool:

@@ -66,12 +66,12 @@ class RolloutDesk:
     def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
         calls = [state for state in self._board.active["rollout"] if state.call.role == role]
         held = worker.held.get(role, 0)
-        oldest = next((s for s in calls if len(s.done) + self._num_out(s) < len(s.ids)), None)
+        oldest = next((s for s in calls if self._has_left(s)), None)
         if oldest is None:
             return None
         version = _version(oldest)
         if version != held:
-            return None if oldest.waits_for else self._load_offer(worker, role, version)
+            return None if oldest.waits_for or not oldest.is_prepared else self._load_offer(worker, role, version)
         for state in calls:
             if _version(state) == held and state.ready and not state.waits_for:
                 quota = self._quota(worker, state)
@@ -101,9 +101,13 @@ class RolloutDesk:
     def _awaited(self, role: str) -> int | None:
         """The version that the oldest generate call with samples left reads, if it exists already."""
         for state in self._board.active["rollout"]:
-            if state.call.role == role and len(state.done) + self._num_out(state) < len(state.ids):
-                return None if state.waits_for or _version(state) == 0 else _version(state)
+            if state.call.role == role and self._has_left(state):
+                return None if state.waits_for or not state.is_prepared or _version(state) == 0 else _version(state)
         return None
+
+    def _has_left(self, state: CallState) -> bool:
+        """Whether a call has, or may yet have, samples that no worker has."""
+        return not state.is_prepared or len(state.done) + self._num_out(state) < len(state.ids)
 
     def _num_out(self, state: CallState) -> int:
         """Samples of a call that workers have."""

@@ -36,17 +36,17 @@ def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tu
 
 
 def count_samples(graph: MacroGraph, call: Call) -> int:
-    """How many samples a call works on; 0 if its input is not in this graph."""
+    """How many samples a call works on, at most: a filter may drop some. 0 if its input is not in this graph."""
     rows = call.options.get("rows")
     if isinstance(rows, Batch):
         return len(rows)
-    ref = call.input("prompts") or call.input("samples")
-    source = next((c for c in graph.calls if ref is not None and c.ordinal == ref.call), None)
-    if source is None:
-        return 0
     n = call.options.get("n", 1)
     assert isinstance(n, int)
-    return n * count_samples(graph, source)
+    by_ordinal = {c.ordinal: c for c in graph.calls}
+    sources = [by_ordinal[ref.call] for _, ref in call.inputs if ref.call in by_ordinal and by_ordinal[ref.call].is_aligned]
+    if call.options.get("gives") != "concat":
+        sources = sources[:1]
+    return n * sum(count_samples(graph, source) for source in sources)
 
 
 def _between(producer: Stage, consumer: Stage, spec: ClusterSpec, capacity: int) -> Sequence[Route]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from m2flow.errors import error_from_record
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board, WorkerState
-from m2flow.micro.events import CONTROLLER, CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
+from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.plan import Plan
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
@@ -48,9 +48,7 @@ class Scheduler:
             case CallAdded(call, stage):
                 board.add_call(call, stage)
             case Sourced(ordinal, ids, num_tokens):
-                state = board.calls[ordinal]
-                state.ids = ids
-                board.rows_done(state, CONTROLLER, ids, num_tokens)
+                board.sourced(board.calls[ordinal], ids, num_tokens)
             case Wanted(ordinal):
                 board.want(board.calls[ordinal])
             case Released(ordinal):
@@ -69,8 +67,8 @@ class Scheduler:
         return not any(self._board.active.values()) and not self._board.tasks
 
     def num_rows(self, ordinal: int) -> int:
-        """Rows of a call that is known here."""
-        return len(self._board.calls[ordinal].ids)
+        """Rows of the result of a call that is done."""
+        return len(self._board.calls[ordinal].result or ())
 
     def running(self) -> dict[str, str]:
         """What each worker does now, in words."""
@@ -96,7 +94,7 @@ class Scheduler:
         state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):
             if state is not None:
-                board.generated(message.task, board.rows_done(state, name, message.ids, message.num_tokens))
+                board.generated(message.task, board.rows_done(state, name, message.ids, message.num_tokens, message.dropped))
             return
         ended = board.end_task(message.task)
         if ended is None:

@@ -29,6 +29,8 @@ class RowStore:
 
     def get(self, call: int, ids: Sequence[int]) -> Batch:
         """These rows, in this order. All must be here."""
+        if not len(ids):
+            return Batch(np.zeros(0, np.int64))
         parts = self._parts[call]
         where = [self._places[call][packed] for packed in ids]
         used = sorted({part for part, _ in where})

@@ -24,7 +24,7 @@ class CallState:
     call: Call
     stage: Stage
     ids: list[int]
-    """Every row that it works on, in the order of identity."""
+    """Every row that it works on, in the order of identity. Empty until they are known."""
     waits_for: set[int]
     """Calls that must be done before it may start: whole values, and effects."""
     aligned_inputs: tuple[int, ...]
@@ -38,9 +38,17 @@ class CallState:
     done: set[int] = field(default_factory=set)
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of each row, of this call's result or, for a call without tokens, of its input's."""
+    result: list[int] | None = None
+    """The rows of its result, in the order of identity; None until it is known which. They are `ids`, unless the call drops some."""
+    dropped: set[int] = field(default_factory=set)
+    value: object = None
+    """Of a call that gives one value, once it is done."""
+    is_prepared: bool = False
+    """Whether `ids` are known: those of an input that drops rows are, when it is done."""
     is_done: bool = False
     is_failed: bool = False
     is_released: bool = False
+    _own: frozenset[int] = frozenset()
     _by_prompt: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _prompt_of: dict[int, int] = field(default_factory=dict)
 
@@ -48,11 +56,34 @@ class CallState:
     def is_over(self) -> bool:
         return self.is_done or self.is_failed
 
+    @property
+    def is_update(self) -> bool:
+        return self.call.engine == "train" and self.call.method == "update"
+
+    @property
+    def drops(self) -> bool:
+        """Whether the call itself decides which of its rows stay."""
+        return self.call.options.get("gives") == "kept"
+
+    @property
+    def is_union(self) -> bool:
+        """Whether its rows are those of all its inputs; else they are those of the first, and the others have these too."""
+        return self.call.options.get("gives") == "concat"
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """The inputs that say which rows it works on."""
+        return self.aligned_inputs if self.is_union else self.aligned_inputs[:1]
+
     def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> None:
-        """These rows of one aligned input are there."""
+        """These rows of one aligned input are there. Those that this call does not work on don't matter."""
+        if not self.is_prepared:
+            return
         for row in ids:
             if self.call.engine == "rollout":
                 self.ready.extend(self._by_prompt[row])
+                continue
+            if row not in self._own:
                 continue
             self.num_tokens[row] = max(num_tokens.get(row, 0), self.num_tokens.get(row, 0))
             unit = self._unit_of(row)
@@ -68,22 +99,27 @@ class CallState:
             self.ready.extend(rows)
 
     def _unit_of(self, row: int) -> int:
-        if self.update is not None or self.stage.unit == "group":
+        if self.is_update or self.stage.unit == "group":
             return group_key(row)
         return row if self.stage.unit == "sample" else _EVERYTHING
 
-    def prepare(self, prompts: Sequence[int]) -> None:
-        """Set up the units, and for a generation which rows come from which prompt."""
+    def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
+        """The rows are known: set up the units, and for a generation which rows come from which prompt."""
+        self.ids, self.is_prepared = ids, True
+        if not self.drops:
+            self.result = ids
         if self.call.engine == "rollout":
             n = len(self.ids) // max(len(prompts), 1)
             self._by_prompt = {p: tuple(self.ids[k * n : k * n + n]) for k, p in enumerate(prompts)}
             self._prompt_of = {row: p for p, rows in self._by_prompt.items() for row in rows}
             return
+        self._own = frozenset(ids)
         units: dict[int, list[int]] = {}
         for row in self.ids:
             units.setdefault(self._unit_of(row), []).append(row)
         self.units = {unit: tuple(rows) for unit, rows in units.items()}
-        self.missing = {unit: len(rows) * len(self.aligned_inputs) for unit, rows in self.units.items()}
+        num_inputs = 1 if self.is_union else len(self.aligned_inputs)
+        self.missing = {unit: len(rows) * num_inputs for unit, rows in self.units.items()}
 
     def prompts_of(self, rows: Iterable[int]) -> list[int]:
         return [self._prompt_of[row] for row in rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.performing import UpdateTally
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import MicroBatch, MinibatchEnd
@@ -49,6 +50,9 @@ class TrainDesk:
 
     def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
         assert state.update is not None
+        if not state.ids:
+            # Nothing to train on: the weights of the new version are those of the old.
+            return (lambda: self._board.complete(state, UpdateTally().metrics())) if self._may_replace(state) else None
         step = state.update.next(is_idle=worker.num_tasks["train"] == 0)
         if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(state)):
             return None

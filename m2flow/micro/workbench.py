@@ -152,29 +152,41 @@ class Workbench:
 
     # Functions
 
-    def perform(self, call: Call, samples: Batch) -> Batch | object:
-        """A function's rows, or its value if it gives one for all; a reference's log-probabilities."""
-        samples = samples.in_order()
-        ids = samples.ids.tolist()
+    def perform(self, call: Call, inputs: Mapping[str, Batch], values: Mapping[str, object]) -> Batch | object:
+        """A function's rows, or its value if it gives one for all; a model's log-probabilities.
+
+        Args:
+            inputs: rows by the input's name, in the call's order.
+            values: the inputs that are whole values.
+        """
         if call.engine == "train":
-            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(ids)):
+            samples = inputs["samples"].in_order()
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(samples)):
                 return self._engine(self._train, call.role).logprobs(samples)
         if self._function is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
+        rows = performing.function_input(call, inputs)
+        with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(rows), samples=rows.ids.tolist()):
+            if performing.gives(call) == "concat":
+                return rows
+            if call.options.get("style") == "columns":
+                return performing.columns_result(call, rows, performing.function_of(call)(rows, values))
+            return self._by_unit(call, rows)
+
+    def _by_unit(self, call: Call, rows: Batch) -> Batch | object:
+        """The user's function on one sample, group or batch after the other."""
+        assert self._function is not None
         timeout_s = call.options["timeout_s"]
         assert timeout_s is None or isinstance(timeout_s, int | float)
-        with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(ids), samples=ids):
-            try:
-                results = self._function.call(
-                    performing.function_of(call), samples, granularity=call.granularity.value, timeout_s=timeout_s
-                )
-            except OpError as error:
-                raise performing.function_error(call, error) from error
+        try:
+            results = self._function.call(performing.function_of(call), rows, granularity=call.granularity.value, timeout_s=timeout_s)
+        except OpError as error:
+            raise performing.function_error(call, error) from error
         if not call.is_aligned:
             return results[0]
         if call.granularity is Granularity.GROUP:
-            results = performing.flatten_groups(call, samples, results)
-        return performing.function_rows(call, ids, results)
+            results = performing.flatten_groups(call, rows, results)
+        return performing.function_rows(call, rows, results)
 
     # Training
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -168,7 +168,11 @@ class Worker:
         if isinstance(task, m.Generate):
             return self._store.has(self._input(task, "prompts"), task.prompts)
         if isinstance(task, m.Perform | m.Accumulate):
-            return all(self._store.has(ref.call, task.ids) for _, ref in self._calls[task.call].inputs)
+            call = self._calls[task.call]
+            sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)]
+            if performing.gives(call) == "concat":
+                return all(any(self._store.has(source, [packed]) for source in sources) for packed in task.ids)
+            return all(self._store.has(source, task.ids) for source in sources)
         return True
 
     def _input(self, task: m.Task, name: str) -> int:
@@ -204,9 +208,9 @@ class Worker:
                 return None
             case m.Perform(forward_to=forward_to):
                 call = self._calls[task.call]
-                result = bench.perform(call, self._inputs(task)["samples"])
+                result = bench.perform(call, self._inputs(task), task.values)
                 if isinstance(result, Batch):
-                    self._deliver(task.number, call, result, forward_to)
+                    self._deliver(task.number, call, result, forward_to, dropped=sorted(set(task.ids) - set(result.ids.tolist())))
                     return m.TaskDone(task.number)
                 return m.TaskDone(task.number, performing.plain_value(call, result))
             case m.Accumulate(epoch=epoch):
@@ -233,7 +237,12 @@ class Worker:
         raise InternalError(f"unknown task {type(task).__name__}")
 
     def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:
-        return {name: self._store.get(ref.call, task.ids) for name, ref in self._calls[task.call].inputs}
+        call = self._calls[task.call]
+        refs = {name: ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)}
+        if performing.gives(call) == "concat":
+            held = {name: [packed for packed in task.ids if self._store.has(source, [packed])] for name, source in refs.items()}
+            return {name: self._store.get(refs[name], ids) for name, ids in held.items() if ids}
+        return {name: self._store.get(source, task.ids) for name, source in refs.items()}
 
     def _generate(self, task: m.Generate) -> None:
         prompts = self._store.get(self._input(task, "prompts"), task.prompts)
@@ -256,12 +265,20 @@ class Worker:
                 self._send(m.TaskDone(number))
 
     def _deliver(
-        self, task: int, call: Call, rows: Batch, forward_to: Iterable[str], place: tuple[str, int, int, int] | None = None
+        self,
+        task: int,
+        call: Call,
+        rows: Batch,
+        forward_to: Iterable[str],
+        place: tuple[str, int, int, int] | None = None,
+        dropped: Sequence[int] = (),
     ) -> None:
         """Keep rows of a call's result, send them where they are needed, and report them."""
-        self._store.put(call.ordinal, rows)
-        self._forward(call.ordinal, rows, forward_to)
-        texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if "text" in rows else []
+        if len(rows):
+            self._store.put(call.ordinal, rows)
+            self._forward(call.ordinal, rows, forward_to)
+        has_texts = place is not None and len(rows) > 0
+        texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
         self._send(
             m.Finished(
                 task,
@@ -273,6 +290,7 @@ class Worker:
                 performing.finish_of(rows),
                 texts,
                 place,
+                list(dropped),
             )
         )
 

@@ -138,7 +138,7 @@ class World(Backend):
         self._handle(Wanted(ordinal))
         num_rows = self._scheduler.num_rows(ordinal)
         self._turn_until(lambda: sum(map(len, self._collected.get(ordinal, []))) >= num_rows)
-        return Batch.concat(self._collected[ordinal]).in_order()
+        return Batch.concat(self._collected.get(ordinal, [])).in_order()
 
     def observed(self, observation: Observation) -> None:
         pass
