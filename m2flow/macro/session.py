@@ -10,25 +10,16 @@ Backends differ only in when they do the work: `m2flow.macro.eager` at once, `m2
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
-import sys
-import sysconfig
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from pathlib import Path
-from types import FrameType
-from typing import Literal
 
 from m2flow.errors import FlowError, TraceError
-from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
+from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref
+from m2flow.macro.sites import is_of_user, raised_at, user_site
 from m2flow.recipe import Model
 
 _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None)
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
 
 
 class Backend(ABC):
@@ -264,11 +255,11 @@ def recording(session: Session) -> Iterator[Session]:
         yield session
     except FlowError as error:
         # A worker's or an engine's fault is not that of the line which happened to wait.
-        site = _raised_at(error) if isinstance(error, FlowError) else None
+        site = raised_at(error) if isinstance(error, FlowError) else None
         raise error if site is None else error.located(site.describe()) from error.__cause__
     except Exception as error:
-        site = _raised_at(error)
-        if site is None or not _is_of_user(error):
+        site = raised_at(error)
+        if site is None or not is_of_user(error):
             raise
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise FlowError(f"the flow raised {said}", where=site.describe()) from error
@@ -277,54 +268,6 @@ def recording(session: Session) -> Iterator[Session]:
         _current.reset(token)
 
 
-def user_site() -> Site:
-    """Where the user's code is now: the innermost frame outside m2flow, and the user's frames that led there."""
-    frame: FrameType | None = sys._getframe(1)
-    frames: list[tuple[str, int, str]] = []
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_PACKAGE):
-            frames.append((filename, frame.f_lineno, frame.f_code.co_name))
-        elif frames:
-            break
-        frame = frame.f_back
-    return _site(frames) if frames else Site("<unknown>", 0, "")
-
-
-def _raised_at(error: BaseException) -> Site | None:
-    """Where the user's code was when it raised an error, or called what did."""
-    raised = traceback.extract_tb(error.__traceback__)
-    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in raised if _owner(frame.filename) == "user"]
-    return _site(frames[::-1]) if frames else None
-
-
-def _is_of_user(error: BaseException) -> bool:
-    """Whether the user's code is nearer to an error than ours is; libraries between count for who called them."""
-    owners = [_owner(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    return next((owner for owner in reversed(owners) if owner != "library"), "") == "user"
-
-
-def _owner(filename: str) -> Literal["m2flow", "library", "user"]:
-    if filename.startswith(_PACKAGE):
-        return "m2flow"
-    return "library" if filename.startswith(_LIBRARIES) else "user"
-
-
 def _place(call: Call) -> tuple[object, ...]:
     """Where in the program a call stands: its line, and the lines that led there."""
     return call.name, call.site.file, call.site.line, call.site.path
-
-
-def _site(frames: list[tuple[str, int, str]]) -> Site:
-    """From (file, line, function), innermost first."""
-    (filename, line, _), *outer = frames
-    path = tuple(f"{_shorten(f)}:{n} in {name}" for f, n, name in reversed(outer) if name != "<module>")
-    return Site(_shorten(filename), line, linecache.getline(filename, line).strip(), path)
-
-
-def _shorten(filename: str) -> str:
-    path = Path(filename)
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
