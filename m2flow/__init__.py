@@ -15,10 +15,10 @@ def grpo(num_steps: int = 80):
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.flow import Flow, flow, load_flow
 from m2flow.macro.handles import Metrics, Number, Rows, Scores
-from m2flow.macro.losses import loss, nll, ppo_clip, reinforce
+from m2flow.macro.losses import distill, loss, nll, ppo_clip, reinforce
 from m2flow.macro.ops import log, op, steps
 from m2flow.macro.roles import Policy, Reference, Reward
-from m2flow.recipe import AdamW, Loss, Sampling
+from m2flow.recipe import AdamW, Counts, Loss, Sampling
 from m2flow.samples import Batch, Finish, Sample, SampleId
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "Batch",
+    "Counts",
     "Dataset",
     "Finish",
     "Flow",
@@ -40,6 +41,7 @@ __all__ = [
     "SampleId",
     "Sampling",
     "Scores",
+    "distill",
     "flow",
     "load_flow",
     "log",

@@ -5,6 +5,7 @@ They are part of the program (they change the mathematics), so they live in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,6 +93,21 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What a mini-batch holds, all of it, however it was cut: what a loss's sum may be divided by."""
+
+    num_tokens: int
+    """Under the loss mask."""
+    num_sequences: int
+    num_groups: int
+    """Prompts that the sequences answer."""
+
+
+COMPUTED = frozenset({"logprobs", "entropy", "values", "sequence_lengths", "behaviour_logprobs"})
+"""What a loss may need and an engine has by itself, on samples with behaviour log-probabilities; anything else is a column."""
+
+
+@dataclass(frozen=True)
 class Loss:
     """A loss, as declared: what it needs, and what its sum is divided by.
 
@@ -104,8 +120,10 @@ class Loss:
     function: str | object
     """`module:name`, or a callable."""
     needs: tuple[str, ...]
-    """Of `logprobs` (with gradient), `entropy` (with gradient), `behaviour_logprobs`, `reference_logprobs`, `advantages`,
-    `sequence_lengths` (of the sample that the token belongs to), and the names of per-token or per-sample columns."""
-    denominator: Literal["tokens", "sequences"] = "tokens"
+    """Of `logprobs` (with gradient), `entropy` (with gradient), `values` (of a critic, with gradient), `behaviour_logprobs`,
+    `reference_logprobs`, `advantages`, `sequence_lengths` (of the sample that the token belongs to), and the names of per-token or
+    per-sample columns."""
+    denominator: Literal["tokens", "sequences"] | Callable[[Counts], float] = "tokens"
+    """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""
     options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())
     """Further keywords."""

@@ -14,7 +14,7 @@ import pytest
 from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
-from m2flow.micro import board, performing, rollout_desk, tracking
+from m2flow.micro import board, performing, rollout_desk, tracking, training
 from m2flow.micro import messages as m
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.rollout_desk import RolloutDesk
@@ -110,13 +110,14 @@ def rewards_joined_by_position(patch: Patch) -> None:
         whole, wanted = Batch.concat(self._parts[call]), set(ids)
         return whole.take([row for row, packed in enumerate(whole.ids.tolist()) if packed in wanted])
 
-    join = performing.training_rows
+    join = training.training_rows
 
-    def joined(call: object, samples: Batch, rewards: Batch | None, reference: Batch | None) -> Batch:
-        return join(call, samples, rewards and Batch(samples.in_order().ids, rewards.columns), reference)
+    def joined(call: object, inputs: dict[str, Batch]) -> Batch:
+        ids = inputs["samples"].in_order().ids
+        return join(call, {name: rows if name == "samples" else Batch(ids, rows.columns) for name, rows in inputs.items()})
 
     patch.setattr(RowStore, "get", get)
-    patch.setattr(performing, "training_rows", joined)
+    patch.setattr(training, "training_rows", joined)
 
 
 def seeds_by_arrival(patch: Patch) -> None:
@@ -144,13 +145,13 @@ def an_optimiser_step_before_the_last_group(patch: Patch) -> None:
 
 
 def a_denominator_of_the_last_micro_batch(patch: Patch) -> None:
-    whole = performing.UpdateTally.denominator
+    whole = training.UpdateTally.denominator
 
-    def last(self: performing.UpdateTally, loss: object) -> float:
+    def last(self: training.UpdateTally, loss: object) -> float:
         self._minibatch = self._minibatch[-1:]
         return whole(self, loss)
 
-    patch.setattr(performing.UpdateTally, "denominator", last)
+    patch.setattr(training.UpdateTally, "denominator", last)
 
 
 def a_micro_batch_is_trained_on_twice(patch: Patch) -> None:

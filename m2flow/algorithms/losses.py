@@ -106,6 +106,91 @@ def reinforce(*, logprobs: Tensor, advantages: Tensor, sequence_lengths: Tensor 
     return _per_sequence(-advantages * logprobs, sequence_lengths), {}
 
 
+def distill(
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    clip: float = 0.0,
+    sequence_lengths: Tensor | None = None,
+) -> Terms:
+    """The reverse KL of the policy to a teacher, per token, on tokens that the policy sampled.
+
+        rho  = exp(logprobs - behaviour_logprobs)
+        D    = logprobs - teacher_logprobs                     without gradient
+        term = rho * D, and with clip > 0: max(rho * D, clip(rho, 1 - clip, 1 + clip) * D)
+
+    Where the weights are those that sampled, the expected gradient is that of KL(policy || teacher) of the next token, state by
+    state: -D is an advantage of the token itself, without credit for what follows.
+
+    Args:
+        logprobs: float [T], with gradient. behaviour_logprobs, teacher_logprobs: float [T], of the same tokens.
+        clip: how far the ratio may go before its gradient stops; 0 is off.
+    Returns:
+        Terms [T], in nats, and `teacher_kl`, the D above, whose mean estimates the divergence.
+    Raises:
+        ShapeError: the tensors differ in shape. OptionError: a negative clip.
+    Source:
+        Agarwal et al. 2024 (GKD), arXiv:2306.13649, with on-policy data alone and the reverse KL, here estimated on the sampled token
+        and not summed over the vocabulary; Gu et al. 2024 (MiniLLM), arXiv:2306.08543, section 2.2, the single-step part of the gradient.
+
+    >>> terms, metrics = distill(
+    ...     logprobs=torch.tensor([-1.0]), behaviour_logprobs=torch.tensor([-1.0]), teacher_logprobs=torch.tensor([-3.0])
+    ... )
+    >>> terms.tolist(), metrics["teacher_kl"].tolist()
+    ([2.0], [2.0])
+    """
+    _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, teacher_logprobs=teacher_logprobs)
+    if clip < 0:
+        raise OptionError(f"clip is {clip}; it must be 0 (off) or more")
+    ratio = (logprobs - behaviour_logprobs).exp()
+    divergence = (logprobs - teacher_logprobs).detach()
+    terms = ratio * divergence
+    if clip:
+        terms = torch.maximum(terms, ratio.clamp(1 - clip, 1 + clip) * divergence)
+    return _per_sequence(terms, sequence_lengths), {"teacher_kl": divergence}
+
+
+def clipped_value(
+    *, values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip: float = 0.0, sequence_lengths: Tensor | None = None
+) -> Terms:
+    """The squared error of a critic, per token, clipped around what it said when the samples were made.
+
+        near = old_values + clip(values - old_values, -clip, clip)
+        term = max((values - returns)^2, (near - returns)^2) / 2        without clip: (values - returns)^2 / 2
+
+    Args:
+        values: float [T], with gradient. returns: float [T], what they should have been.
+        old_values: float [T], needed if `clip` is not 0.
+        clip: how far a value may move before its gradient stops; unit of the reward. 0 is off.
+    Returns:
+        Terms [T], in squared units of the reward, and `value` and `value_error` (the squared error, unclipped), and with a clip
+        `value_clipped` (1 where it stops the gradient).
+    Raises:
+        ShapeError: the tensors differ in shape. OptionError: a negative clip, or a clip without old values.
+    Source:
+        Schulman et al. 2017 (PPO), arXiv:1707.06347, section 5, for the squared error; the clipping is that of its authors' code
+        (OpenAI Baselines, ppo2), described by Engstrom et al. 2020, arXiv:2005.12729, section 3.
+
+    >>> terms, metrics = clipped_value(
+    ...     values=torch.tensor([1.0, 1.0]), returns=torch.tensor([1.0, 3.0]), old_values=torch.tensor([0.0, 0.9]), clip=0.2
+    ... )
+    >>> [round(term, 4) for term in terms.tolist()], metrics["value_clipped"].tolist()
+    ([0.32, 2.0], [1.0, 0.0])
+    """
+    _check_shapes(values=values, returns=returns)
+    error = (values - returns).square()
+    metrics = {"value": values.detach(), "value_error": error.detach()}
+    if clip < 0 or (clip and old_values is None):
+        raise OptionError(f"clip is {clip}; it must be 0 (off), or positive with old_values")
+    if clip and old_values is not None:
+        _check_shapes(values=values, old_values=old_values)
+        near = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+        metrics["value_clipped"] = (near > error).to(error.dtype)
+        error = torch.maximum(error, near)
+    return _per_sequence(0.5 * error, sequence_lengths), metrics
+
+
 def nll(*, logprobs: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
     """Negative log-likelihood: supervised learning on the masked tokens.
 

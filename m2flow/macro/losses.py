@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from m2flow.errors import OptionError
-from m2flow.recipe import Loss
+from m2flow.recipe import Counts, Loss
 
 Denominator = Literal["tokens", "sequences"]
+AnyDenominator = Denominator | Callable[[Counts], float]
 
 
 def ppo_clip(
@@ -52,11 +53,33 @@ def reinforce(*, denominator: Denominator = "tokens") -> Loss:
     return _built_in("reinforce", ["logprobs", "advantages"], denominator, [])
 
 
-def loss(*, needs: Sequence[str], denominator: Denominator = "tokens") -> Callable[[Callable[..., object]], Loss]:
+def distill(*, clip: float = 0.0, denominator: Denominator = "tokens") -> Loss:
+    """On-policy distillation: the reverse KL to a teacher, on tokens that the policy itself sampled.
+
+    Needs the column `teacher_logprobs`: `columns={"teacher_logprobs": teacher.logprobs(responses)}`, with `teacher = Reference(path)`.
+
+    Args:
+        clip: bound on the ratio of the weights to those that sampled, as `ppo_clip`'s eps; 0 is off.
+    Source:
+        Agarwal et al. 2024 (GKD), arXiv:2306.13649; Gu et al. 2024 (MiniLLM), arXiv:2306.08543. See `m2flow.algorithms.losses`.
+    """
+    return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, [("clip", clip)])
+
+
+def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Callable[[Callable[..., object]], Loss]:
     """Declare a function of the user's as a loss: it gets each of `needs` as a flat tensor [T] and returns per-token terms [T].
 
-    See `m2flow.recipe.Loss` for what can be needed.
+    Args:
+        needs: see `m2flow.recipe.Loss`; a name that is none of its own is a column of the samples, or one of `update(columns=...)`.
+        denominator: what the sum over a mini-batch is divided by: its `tokens` under the loss mask, its `sequences`, or a function
+            of its `Counts` (`lambda counts: 512 * counts.num_sequences`). They are the whole mini-batch's, however it was cut.
+    Raises:
+        OptionError: a denominator that is none of these.
     """
+    if isinstance(needs, str) or not all(isinstance(name, str) for name in needs):
+        raise OptionError(f"needs={needs!r}; it is a list of names", now="Write needs=['logprobs', 'advantages'].")
+    if not callable(denominator) and denominator not in ("tokens", "sequences"):
+        raise OptionError(f"denominator={denominator!r}; known are tokens, sequences, or a function of the mini-batch's Counts")
 
     def declare(function: Callable[..., object]) -> Loss:
         return Loss(getattr(function, "__name__", "loss"), function, tuple(needs), denominator)

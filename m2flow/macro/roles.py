@@ -6,72 +6,27 @@ where that engine is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
+from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Role, check_passes, token_logprobs
 from m2flow.macro.losses import nll, ppo_clip
-from m2flow.macro.session import current_session
-from m2flow.recipe import AdamW, Loss, Model, Sampling, is_count
-from m2flow.samples import MAX_GROUP, Batch, Sample
+from m2flow.recipe import COMPUTED, AdamW, Loss, Model, Sampling, is_count
+from m2flow.samples import MAX_GROUP, Sample
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 ADVANTAGES: tuple[AdvantageName, ...] = ("grpo", "dr_grpo", "rloo")
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What an input of a call must be."""
-
-    what: str
-    fit: Callable[[Rows], bool]
-    now: str
+_NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "reference_logprobs", "tokens", "loss_mask"} | COMPUTED
+"""What `columns` of an update may not be called: it has another source."""
 
 
-def _has_target(rows: Rows) -> bool:
-    held = rows.call.options.get("rows")
-    return isinstance(held, Batch) and "target" in held
-
-
-def _has_samples(rows: Rows) -> bool:
-    """Whether whole samples are there: generated ones, or what a filter, a union or new columns made of some."""
-    return rows.call.engine == "rollout" or rows.call.options.get("gives") in ("kept", "concat", "rows")
-
-
-_ROWS = _Wanted("responses", lambda rows: True, "Responses come from policy.generate(...).")
-_PROMPTS = _Wanted(
-    "prompts", lambda rows: rows.call.engine == "source" or _has_samples(rows), "Prompts come from a Dataset: prompts=dataset.take(32)."
-)
-_RESPONSES = _Wanted(
-    "responses, or rows with a 'target'",
-    lambda rows: _has_samples(rows) or _has_target(rows),
-    "Responses come from policy.generate(...), demonstrations from a Dataset whose rows have a 'target'.",
-)
-_REWARDS = _Wanted("rewards", lambda rows: isinstance(rows, Scores), "Rewards come from Reward(function).score(responses).")
-_REFERENCE = _Wanted(
-    "a reference", lambda rows: rows.column == "reference_logprobs", "Pass a Reference, or what its logprobs(responses) gave."
-)
-
-
-class _Role:
-    """What all roles share: a name in the flow, and the session that they belong to."""
-
-    def __init__(self, name: str, kind: str) -> None:
-        self.name = name
-        self._session = current_session(f"{kind}({name!r})")
-
-    def _rows(self, handle: object, method: str, wants: _Wanted) -> Ref:
-        """A handle as an input of one of this role's calls, if it has the rows that the call wants."""
-        if not isinstance(handle, Rows) or not wants.fit(handle):
-            raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
-        return handle.check(self._session, f"{self.name}.{method}")
-
-
-class Policy(_Role):
+class Policy(Role):
     """A language model that is sampled from and trained.
 
     Args:
@@ -94,10 +49,6 @@ class Policy(_Role):
         super().__init__(name, "Policy")
         self.optimizer = optimizer or AdamW()
         self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat))
-
-    @property
-    def _weights(self) -> str:
-        return f"{self.name}.weights"
 
     def generate(
         self,
@@ -127,7 +78,7 @@ class Policy(_Role):
             method="generate",
             engine="rollout",
             granularity=Granularity.SAMPLE,
-            inputs={"prompts": self._rows(prompts, "generate", _PROMPTS)},
+            inputs={"prompts": self._rows(prompts, "generate", PROMPTS)},
             options={"n": n, "sampling": sampling, "stream": self._session.next_stream()},
             shown=shown,
             reads=(self._weights,),
@@ -139,9 +90,10 @@ class Policy(_Role):
         responses: Handle,
         rewards: Handle | None = None,
         *,
-        advantages: AdvantageName = "grpo",
+        advantages: AdvantageName | Handle = "grpo",
         loss: Loss | None = None,
         reference: Reference | Handle | None = None,
+        columns: Mapping[str, Handle] | None = None,
         optimizer: AdamW | None = None,
         minibatch_size: int | None = None,
         epochs: int = 1,
@@ -149,42 +101,49 @@ class Policy(_Role):
         """Train on these samples; later lines see the new weights.
 
         Args:
-            rewards: one number a response. Without them the samples are demonstrations and the loss must not need advantages.
-            advantages: how rewards become advantages, within the group of one prompt's responses.
-            loss: PPO-clip by default (with rewards), negative log-likelihood without.
+            rewards: one number a response. Without them, and without advantages, the loss must not need any.
+            advantages: how rewards become advantages, within the group of one prompt's responses; or a handle with what other calls
+                computed: one number a response, or a list with one for each generated token, or for each token.
+            loss: PPO-clip by default (with rewards or advantages), negative log-likelihood without.
             reference: a `Reference` role, or its log-probabilities, for a loss with a KL term.
+            columns: what else the loss needs, by name: numbers in the same forms as advantages. They win over a column of the samples.
             minibatch_size: prompts in a mini-batch, one optimiser step each; all of them by default. Membership goes by identity.
             epochs: passes over the samples.
         Returns:
-            means over the call: `reward`, `loss`, `grad_norm`, `response_length` and what the loss reports.
+            means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports.
+        Raises:
+            OpError (at the first look): numbers that do not fit the tokens of their samples.
         """
-        if advantages not in ADVANTAGES:
-            raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}")
-        if not (minibatch_size is None or is_count(minibatch_size)) or not is_count(epochs):
-            raise OptionError(f"minibatch_size is {minibatch_size!r} and epochs is {epochs!r}; both are whole numbers, 1 or more")
+        samples = self._rows(responses, "update", RESPONSES)
+        has_rewards, is_named = rewards is not None, isinstance(advantages, str)
+        if is_named and advantages not in ADVANTAGES:
+            raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}, or a handle with numbers of each sample")
+        check_passes(minibatch_size, epochs, optimizer)
         if not isinstance(loss, Loss | None):
             raise OptionError(f"loss={loss!r:.60} is no loss", now="Pass ppo_clip(), nll(), reinforce(), or a function under @loss(...).")
-        if not isinstance(optimizer, AdamW | None):
-            raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
-        inputs = {"samples": self._rows(responses, "update", _RESPONSES)}
-        if rewards is not None:
-            inputs["rewards"] = self._rows(rewards, "update", _REWARDS)
-            if responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
-                raise TraceError(
-                    f"advantages={advantages!r} compares the responses to one prompt, and {describe(responses)} has one for each",
-                    now="Generate with n=2 or more.",
-                )
-        loss = loss or (ppo_clip() if rewards is not None else nll())
-        if "advantages" in loss.needs and rewards is None:
+        given: dict[str, tuple[Ref, str]] = {}
+        if has_rewards:
+            given["rewards"] = self._column(rewards, "update", REWARDS)
+        if not is_named:
+            given["advantages"] = self._column(advantages, "update", NUMBERS)
+        elif has_rewards and responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
+            raise TraceError(
+                f"advantages={advantages!r} compares the responses to one prompt, and {describe(responses)} has one for each",
+                now="Generate with n=2 or more.",
+            )
+        given |= self._further_columns(columns)
+        has_advantages = has_rewards or not is_named
+        loss = loss or (ppo_clip() if has_advantages else nll())
+        if "advantages" in loss.needs and not has_advantages:
             raise TraceError(f"the loss {loss.name} needs advantages, and this update got no rewards")
         if "reference_logprobs" in loss.needs and reference is None:
             raise TraceError(f"the loss {loss.name} needs a reference", now="Pass reference=Reference(...).")
         if isinstance(reference, Reference):
             reference = reference.logprobs(responses)
         if reference is not None:
-            inputs["reference"] = self._rows(reference, "update", _REFERENCE)
+            given["reference"] = self._column(reference, "update", REFERENCE)
         shown: dict[str, object] = {"loss": loss.name}
-        shown |= {"advantages": advantages} if rewards is not None else {}
+        shown |= {"advantages": advantages} if has_rewards and is_named else {}
         shown |= {"minibatch_size": minibatch_size} if minibatch_size is not None else {}
         shown |= {"epochs": epochs} if epochs != 1 else {}
         call = self._session.record(
@@ -192,9 +151,10 @@ class Policy(_Role):
             method="update",
             engine="train",
             granularity=Granularity.MINIBATCH if minibatch_size else Granularity.BATCH,
-            inputs=inputs,
+            inputs={"samples": samples, **{name: ref for name, (ref, _) in given.items()}},
             options={
-                "advantages": advantages if rewards is not None else None,
+                "advantages": advantages if has_rewards and is_named else None,
+                "columns": {name: column for name, (_, column) in given.items()},
                 "loss": loss,
                 "optimizer": optimizer or self.optimizer,
                 "minibatch_size": minibatch_size,
@@ -207,8 +167,20 @@ class Policy(_Role):
         )
         return Metrics(self._session, call)
 
+    def logprobs(self, responses: Handle) -> Rows:
+        """The log-probability of each token of the responses under the weights as they are at this line; as `Reference.logprobs`."""
+        return token_logprobs(self, responses)
 
-class Reference(_Role):
+    def _further_columns(self, columns: Mapping[str, Handle] | None) -> dict[str, tuple[Ref, str]]:
+        for name in columns or {}:
+            if name in _NOT_COLUMNS or not str(name).isidentifier():
+                raise OptionError(
+                    f"columns={{{name!r}: ...}}: that name is taken, or is none", now="Choose another, and use it in the loss."
+                )
+        return {name: self._column(handle, "update", NUMBERS) for name, handle in (columns or {}).items()}
+
+
+class Reference(Role):
     """A frozen model, for log-probabilities to compare with.
 
     Args:
@@ -230,28 +202,16 @@ class Reference(_Role):
             options={"source": model.name},
             shown={"source": model.name},
             reads=(f"{model.name}.weights",),
-            writes=(f"{name}.weights",),
+            writes=(self._weights,),
             is_aligned=False,
         )
 
     def logprobs(self, responses: Handle) -> Rows:
-        """The log-probability of each token of the responses under this model: one ragged row a response."""
-        call = self._session.record(
-            role=self.name,
-            method="logprobs",
-            engine="train",
-            granularity=Granularity.SAMPLE,
-            inputs={"samples": self._rows(responses, "logprobs", _RESPONSES)},
-            options={},
-            shown={},
-            reads=(f"{self.name}.weights",),
-        )
-        rows = Rows(self._session, call)
-        rows.column = "reference_logprobs"
-        return rows
+        """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response."""
+        return token_logprobs(self, responses)
 
 
-class Reward(_Role):
+class Reward(Role):
     """A user's function that judges one sample: `fn(sample) -> float`, plain or async.
 
     Args:
@@ -273,7 +233,7 @@ class Reward(_Role):
             method="score",
             engine="function",
             granularity=Granularity.SAMPLE,
-            inputs={"samples": self._rows(responses, "score", _ROWS)},
+            inputs={"samples": self._rows(responses, "score", ROWS)},
             options={
                 "function": self.function,
                 "timeout_s": self.timeout_s,

@@ -16,7 +16,7 @@ import numpy as np
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
-from m2flow.micro import performing
+from m2flow.micro import performing, training
 from m2flow.micro.packing import cut
 from m2flow.micro.plan import Plan
 from m2flow.micro.segments import Place, SegmentWriter
@@ -154,7 +154,7 @@ class InProcess:
         bounds = samples.group_bounds()
         size = size if isinstance(size, int) else max(len(bounds), 1)
         num_tokens = performing.num_tokens_of(samples)
-        metrics = performing.UpdateTally().metrics()
+        metrics = training.UpdateTally().metrics()
         for epoch in range(epochs):
             for start in range(0, len(bounds), size):
                 minibatch = bounds[start : start + size]
@@ -162,7 +162,7 @@ class InProcess:
                 for count in cut([sum(num_tokens[a:b]) for a, b in minibatch], self._token_budget):
                     rows = samples.take(range(minibatch[taken][0], minibatch[taken + count - 1][1]))
                     taken += count
-                    prepared = performing.training_rows(call, rows, inputs.get("rewards"), _rows_of(inputs.get("reference"), rows))
+                    prepared = training.training_rows(call, {**inputs, "samples": rows})
                     self._bench.accumulate(call, prepared, epoch=epoch)
                     self._notes.consumed(call, epoch, rows.ids.tolist())
                 is_last = epoch == epochs - 1 and start + size >= len(bounds)
@@ -173,7 +173,3 @@ class InProcess:
 def _batch(value: object) -> Batch:
     assert isinstance(value, Batch)
     return value
-
-
-def _rows_of(batch: Batch | None, rows: Batch) -> Batch | None:
-    return None if batch is None else batch.select(rows.ids)

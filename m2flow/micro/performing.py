@@ -12,12 +12,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from m2flow.engines.contract import Generated, Objective, Request, Sums
+from m2flow.engines.contract import Generated, Request
 from m2flow.errors import InternalError, OpError, RewardError
 from m2flow.macro.graph import Call
-from m2flow.recipe import AdamW, Loss, Sampling
+from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Column, Finish, Ragged, SampleId, Segment
 
 
@@ -71,92 +70,6 @@ def responses(call: Call, generated: Sequence[Generated], prompts: Batch, seeds:
         "text": Ragged.texts([g.text for g in generated]),
     }
     return Batch(ids, {**prompts.columns, **columns})
-
-
-def training_rows(call: Call, samples: Batch, rewards: Batch | None, reference: Batch | None) -> Batch:
-    """The rows of a micro-batch as a train engine takes them: whole groups, in the order of identity, with what the loss needs."""
-    samples = samples.in_order()
-    if rewards is not None:
-        reward = np.asarray(rewards.select(samples.ids).dense(_column_of(call, "rewards", "reward")), np.float64)
-        samples = samples.with_columns(reward=reward)
-        name = call.options["advantages"]
-        if name is not None:
-            samples = samples.with_columns(advantages=_advantages(str(name), reward, samples))
-    return samples if reference is None else samples.join(reference)
-
-
-def _column_of(call: Call, name: str, default: str) -> str:
-    """The column of an input that counts."""
-    named = call.options.get("columns", {})
-    assert isinstance(named, Mapping)
-    return str(named.get(name, default))
-
-
-def _advantages(name: str, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
-    """Group by group, in float64: the same whatever other groups are there. Torch is loaded here, by who trains."""
-    import torch
-
-    from m2flow.algorithms import advantages
-
-    sizes = [end - start for start, end in samples.group_bounds()]
-    by_name = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}
-    values: npt.NDArray[np.float32] = by_name[name](torch.from_numpy(reward), sizes).numpy().astype(np.float32)
-    return values
-
-
-def objective(call: Call) -> Objective:
-    loss = call.options["loss"]
-    assert isinstance(loss, Loss)
-    return Objective(loss)
-
-
-class UpdateTally:
-    """What the micro-batches of an update have added up to: denominators for its steps, means for its metrics."""
-
-    def __init__(self) -> None:
-        self._minibatch: list[Sums] = []
-        self._sums: list[Sums] = []
-        self._rewards: list[np.ndarray] = []
-        self._steps: list[Mapping[str, float]] = []
-        self._losses: list[float] = []
-
-    def add(self, sums: Sums, batch: Batch, *, epoch: int) -> None:
-        self._minibatch.append(sums)
-        self._sums.append(sums)
-        if "reward" in batch and epoch == 0:
-            self._rewards.append(np.asarray(batch.dense("reward"), np.float64))
-
-    def denominator(self, loss: Loss) -> float:
-        """Of the mini-batch that ends now: a count over all of it, however it was cut."""
-        counted = [s.num_tokens if loss.denominator == "tokens" else s.num_sequences for s in self._minibatch]
-        return float(max(sum(counted), 1))
-
-    def stepped(self, applied: Mapping[str, float], denominator: float) -> None:
-        """The mini-batch has ended."""
-        self._losses.append(math.fsum(s.metrics.get("loss", 0.0) for s in self._minibatch) / denominator)
-        self._minibatch = []
-        self._steps.append(applied)
-
-    def metrics(self) -> dict[str, float]:
-        """Of the whole call: means over tokens, and means over optimiser steps of the loss, `grad_norm` and `lr`."""
-        num_tokens = sum(s.num_tokens for s in self._sums)
-        num_sequences = sum(s.num_sequences for s in self._sums)
-        names = dict.fromkeys(name for s in self._sums for name in s.metrics)
-        result = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) / max(num_tokens, 1) for name in names}
-        result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
-        result |= {"loss": float(np.mean(self._losses))} if self._losses else {}
-        result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
-        result["response_length"] = num_tokens / max(num_sequences, 1)
-        if self._rewards:
-            rewards = np.concatenate(self._rewards)
-            result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
-        return result
-
-
-def optimizer(call: Call) -> AdamW:
-    found = call.options["optimizer"]
-    assert isinstance(found, AdamW)
-    return found
 
 
 def function_of(call: Call) -> Callable[..., object]:

@@ -25,7 +25,8 @@ from m2flow.spec import ClusterSpec
 def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, deterministic: bool) -> tuple[WorkerPlan, ...]:
     """The processes of a run."""
     is_partial = bool(graph.observations)
-    references = {call.role for call in graph.calls if call.method in ("copy_of", "logprobs")}
+    used = {call.role for call in graph.calls if call.method not in ("copy_of", "logprobs")}
+    references = {call.role for call in graph.calls} - used
     copied = {str(call.options["source"]) for call in graph.calls if call.method == "copy_of"}
     trained = [role for role in models if is_partial or role in copied or _has(graph, role, "train")]
     sampled = [role for role in models if (is_partial and role not in references) or _has(graph, role, "rollout")]

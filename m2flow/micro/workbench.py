@@ -17,7 +17,7 @@ from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Gene
 from m2flow.engines.registry import make_function, make_rollout, make_train
 from m2flow.errors import EngineError, InternalError, OpError
 from m2flow.macro.graph import Call, Granularity
-from m2flow.micro import performing
+from m2flow.micro import performing, training
 from m2flow.micro.plan import EngineSlot
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
@@ -71,7 +71,7 @@ class Workbench:
         self._finished: list[tuple[Generated, int]] = []
         """Samples that wait to leave, and when they finished."""
         self._left_ns = 0
-        self._tallies: dict[int, performing.UpdateTally] = {}
+        self._tallies: dict[int, training.UpdateTally] = {}
         self._shared: dict[str, SharedWeights] = {}
         self._readers: dict[str, SharedWeightsReader] = {}
 
@@ -194,20 +194,20 @@ class Workbench:
         return [int(n) for n in self._engine(self._train, call.role).num_training_tokens(samples)]
 
     def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
-        """Add up the gradient of one micro-batch (`performing.training_rows`)."""
-        tally = self._tallies.setdefault(call.ordinal, performing.UpdateTally())
+        """Add up the gradient of one micro-batch (`training.training_rows`)."""
+        tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
         ids = rows.ids.tolist()
         with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **_about(call), num_samples=len(ids), samples=ids) as span:
-            sums = self._engine(self._train, call.role).accumulate(rows, performing.objective(call))
+            sums = self._engine(self._train, call.role).accumulate(rows, training.objective(call))
             span.set(num_tokens=sums.num_context_tokens)
         tally.add(sums, rows, epoch=epoch)
 
     def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
         """One optimiser step. After the last of a call: its metrics."""
-        tally = self._tallies.setdefault(call.ordinal, performing.UpdateTally())
+        tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
         with self._recorder.span(SpanName.TRAIN_APPLY, **_about(call), version=call.writes[0].version):
-            denominator = tally.denominator(performing.objective(call).loss)
-            tally.stepped(self._engine(self._train, call.role).apply(performing.optimizer(call), denominator), denominator)
+            denominator = tally.denominator(training.objective(call).loss)
+            tally.stepped(self._engine(self._train, call.role).apply(training.optimizer(call), denominator), denominator)
         return self._tallies.pop(call.ordinal).metrics() if is_last else {}
 
     def give_up(self, call: Call) -> None:

@@ -25,7 +25,7 @@ from m2flow.engines.contract import EngineSettings
 from m2flow.errors import EngineError, InternalError, M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
-from m2flow.micro import performing
+from m2flow.micro import performing, training
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.segments import SegmentWriter
 from m2flow.micro.store import RowStore
@@ -215,9 +215,7 @@ class Worker:
                 return m.TaskDone(task.number, performing.plain_value(call, result))
             case m.Accumulate(epoch=epoch):
                 call = self._calls[task.call]
-                inputs = self._inputs(task)
-                rows = performing.training_rows(call, inputs["samples"], inputs.get("rewards"), inputs.get("reference"))
-                bench.accumulate(call, rows, epoch=epoch)
+                bench.accumulate(call, training.training_rows(call, self._inputs(task)), epoch=epoch)
                 return m.TaskDone(task.number)
             case m.Apply(is_last=is_last):
                 return m.TaskDone(task.number, bench.apply(self._calls[task.call], is_last=is_last))
