@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, load_flow, nll, op, ppo_clip, steps
+from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, load_flow, nll, op, ppo_clip, steps
 from m2flow.errors import PlanError
-from m2flow.macro.graph import Granularity, MacroGraph
+from m2flow.macro.graph import Call, Granularity, MacroGraph, Ref
 from m2flow.macro.tracing import trace
 from m2flow.micro.legality import accumulation_unit, legal_stages
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.packing import cut
 from m2flow.micro.plan import EngineSlot, Plan, Route, Stage, WeightSync, WorkerPlan
+from m2flow.recipe import Sampling
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 
 ROOT = Path(__file__).parents[1]
@@ -291,20 +292,119 @@ def test_a_step_of_known_structure_reuses_its_stages_and_gets_the_same():
     lowering = Lowering(plan, spec())
     steps_of = [MacroGraph("whole", tuple(c for c in graph.calls if c.step == step)) for step in (-1, 0, 1, 2)]
     stages = [lowering.stages(segment) for segment in steps_of]
-    assert (lowering.num_lowered, lowering.num_reused) == (2, 2)
+    assert (lowering.num_lowered, lowering.num_reused) == (10, 2 * 7)
     assert stages[1] == stages[2] == stages[3]
     assert [s.call for s in stages[1]] == [c.name for c in steps_of[3].calls]
 
 
-def test_a_segment_of_another_structure_is_lowered_anew():
+def first_two() -> tuple[Lowering, MacroGraph, list[Call]]:
+    """A dataset's batch and a generation from it, as a segment of their own."""
     graph, models, _ = trace(whole, {}, steps=1)
-    lowering = Lowering(lower(graph, models, spec()), spec())
     generate = next(c for c in graph.calls if c.method == "generate")
     source = next(c for c in graph.calls if c.ordinal == generate.inputs[0][1].call)
+    return Lowering(lower(graph, models, spec()), spec()), graph, [source, generate]
+
+
+def test_of_a_changed_segment_only_the_call_that_changed_is_lowered_anew():
+    lowering, _, (source, generate) = first_two()
     lowering.stages(MacroGraph("whole", (source, generate)))
-    lowering.stages(MacroGraph("whole", (source, replace(generate, shown={"n": 3}))))
-    lowering.stages(MacroGraph("whole", (source, replace(generate, granularity=Granularity.GROUP))))
-    assert (lowering.num_lowered, lowering.num_reused) == (3, 0)
+    assert (lowering.num_lowered, lowering.num_reused) == (2, 0)
+    lowering.stages(MacroGraph("whole", (source, replace(generate, options={**generate.options, "n": 3}))))
+    # Its new consumer is another shape, so the source is wired to another shape too.
+    assert (lowering.num_lowered, lowering.num_reused) == (4, 0)
+    lowering.stages(MacroGraph("whole", (source, generate, replace(source, ordinal=generate.ordinal + 1))))
+    assert (lowering.num_lowered, lowering.num_reused) == (5, 2)
+
+
+def test_equal_calls_wired_otherwise_and_of_other_granularity_are_other_structures():
+    lowering, _, (source, generate) = first_two()
+    other = replace(source, ordinal=source.ordinal - 1)
+    here = lowering.stages(MacroGraph("whole", (other, source, generate)))
+    there = lowering.stages(MacroGraph("whole", (other, source, replace(generate, inputs=(("prompts", Ref(other.ordinal)),)))))
+    assert [stage.forward_to for stage in here] == [(), ("device-0",), ()]
+    assert [stage.forward_to for stage in there] == [("device-0",), (), ()]
+    (grouped,) = lowering.stages(MacroGraph("whole", (replace(generate, granularity=Granularity.GROUP),)))
+    assert (here[2].unit, grouped.unit) == ("sample", "group")
+
+
+def test_one_call_more_in_a_long_step_is_one_call_lowered():
+    graph, models, _ = trace(whole, {}, steps=1)
+    lowering = Lowering(lower(graph, models, spec()), spec())
+    step = tuple(c for c in graph.calls if c.step == 0)
+    lowering.stages(MacroGraph("whole", step))
+    before = lowering.num_lowered
+    ranks_again = replace(next(c for c in step if c.role == "ranks"), ordinal=step[-1].ordinal + 1, role="others")
+    lowering.stages(MacroGraph("whole", (*step, ranks_again)))
+    # The new call, and the generation that has one consumer more.
+    assert lowering.num_lowered - before == 2
+
+
+def test_values_are_no_structure_and_cause_no_lowering():
+    lowering, _, (source, generate) = first_two()
+    lowering.stages(MacroGraph("whole", (source, generate)))
+    hotter = Sampling(max_new_tokens=9, temperature=0.3)
+    changed = replace(generate, options={**generate.options, "sampling": hotter, "stream": 7}, shown={"temperature": 0.3}, step=4)
+    lowering.stages(MacroGraph("whole", (replace(source, options={}), changed)))
+    assert (lowering.num_lowered, lowering.num_reused) == (2, 2)
+
+
+@flow
+def alternates(num_steps: int = 12) -> None:
+    """Three structures in turn, with a value and a closure that never come back."""
+    policy, prompts = Policy("fake"), Dataset([{"prompt": "a"}] * 4)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=5 + step)
+        rewards = Reward(lambda sample, bonus=step: sample.num_tokens + bonus, name="bonus").score(responses)
+        if step % 3 == 1:
+            ranks(responses)
+        elif step % 3 == 2:
+            policy.update(responses, rewards, optimizer=AdamW(lr=1e-3 / (step + 1)))
+
+
+def test_a_flow_that_alternates_between_structures_settles_to_no_lowering():
+    graph, models, _ = trace(alternates, {}, steps=12)
+    lowering = Lowering(lower(graph, models, spec()), spec())
+    lowered = []
+    for step in range(12):
+        before = lowering.num_lowered
+        lowering.stages(MacroGraph("alternates", tuple(c for c in graph.calls if c.step == step)))
+        lowered.append(lowering.num_lowered - before)
+    # The first step has three calls; a structure that differs lowers what is new and what feeds it.
+    assert lowered[0] == 3
+    assert all(0 < count <= 3 for count in lowered[1:3])
+    assert lowered[3:] == [0] * 9
+
+
+@flow
+def drawn(choices: tuple[tuple[int, int], ...] = ()) -> None:
+    """Whatever calls the choices say, each on one of the results before it."""
+    policy, rewards = Policy("fake"), [Reward(zero, name=f"r{i}") for i in range(2)]
+    made = [policy.generate(Dataset([{"prompt": "a"}] * 4).take(2), n=2, max_new_tokens=5)]
+    for kind, which in choices:
+        rows = made[which % len(made)]
+        match kind:
+            case 0 | 1:
+                rewards[kind].score(rows)
+            case 2:
+                made.append(ranks(rows))
+            case 3:
+                rewards[0].score(rows).mean()
+            case 4:
+                made.append(policy.generate(made[0], n=which + 1, max_new_tokens=5))
+            case 5:
+                policy.update(made[0], rewards[1].score(made[0]), minibatch_size=which + 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=12), min_size=1, max_size=4), st.integers(1, 2))
+def test_what_is_remembered_gives_the_stages_that_the_passes_give(programs, function_workers):
+    cluster = spec("split", function_workers=function_workers)
+    everything = [(kind, 0) for kind in range(6)]
+    graph, models, _ = trace(drawn, {"choices": everything})
+    lowering = Lowering(lower(graph, models, cluster), cluster)
+    for choices in programs:
+        graph = trace(drawn, {"choices": choices})[0]
+        assert lowering.stages(graph) == lower(graph, models, cluster).stages
 
 
 def test_a_call_whose_input_is_of_an_earlier_segment_has_its_place_too():

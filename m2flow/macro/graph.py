@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from m2flow.errors import TraceError
+from m2flow.macro.structure import structure_hash
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -180,20 +181,21 @@ class MacroGraph:
                 known.add(call.ordinal)
         return MacroGraph(self.flow, tuple(kept), tuple(seen for seen in self.observations if seen.call in known))
 
-    def consumers(self, ordinal: int) -> list[Call]:
-        return [call for call in self.calls if any(ref.call == ordinal for _, ref in call.inputs)]
+    def consumers(self, ordinal: int) -> Sequence[Call]:
+        """The calls that take this one's result, in program order."""
+        return self._consumers.get(ordinal, ())
+
+    @cached_property
+    def _consumers(self) -> dict[int, list[Call]]:
+        found: dict[int, list[Call]] = {}
+        for call in self.calls:
+            for ordinal in dict.fromkeys(ref.call for _, ref in call.inputs):
+                found.setdefault(ordinal, []).append(call)
+        return found
 
     def structure_hash(self) -> str:
         """Equal for segments that may share a lowering: the calls' shape and relative wiring, not their values or versions."""
-        base = self.calls[0].ordinal if self.calls else 0
-        text = ";".join(
-            f"{c.name}/{c.engine}/{c.granularity}/{c.site}/"
-            + ",".join(f"{name}={ref.call - base if ref.call >= base else 'earlier'}" for name, ref in c.inputs)
-            + "/"
-            + ",".join(f"{key}={value!r}" for key, value in sorted(c.shown.items()))
-            for c in self.calls
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return structure_hash(self.calls)
 
     def __str__(self) -> str:
         names = self.names()

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 
 from m2flow.errors import FlowError, TraceError
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref
-from m2flow.macro.sites import is_of_user, raised_at, user_site
+from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.recipe import Model
 
 _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None)
@@ -250,6 +250,7 @@ def current_session(what: str) -> Session:
 @contextlib.contextmanager
 def recording(session: Session) -> Iterator[Session]:
     """Make a session the current one; close it at the end."""
+    forget_sites()
     token = _current.set(session)
     try:
         yield session

@@ -1,4 +1,8 @@
-"""Where in the user's program something is: the lines that a call came from, and whose code a file is."""
+"""Where the user's code is: the line that made a call, and the functions of the user on the way to it.
+
+Every recorded call asks, so what was found out about a place in running code is kept: a place is the code objects and instructions
+on the stack, which are compared by number and not read again. Paths are relative to the directory that the session began in.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,52 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Literal
 
 from m2flow.macro.graph import Site
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
+_MOST_KNOWN = 20_000
+"""Places that are remembered at most: a recursion without end has as many as it has calls."""
+
+_known: dict[tuple[int, ...], tuple[Site, list[CodeType]]] = {}
+"""(id of a code object, instruction, ...), innermost first -> the site. The code objects are held, so that no id is given anew."""
+_is_ours: dict[str, bool] = {}
 
 
 def user_site() -> Site:
     """Where the user's code is now: the innermost frame outside m2flow, and the user's frames that led there."""
     frame: FrameType | None = sys._getframe(1)
-    frames: list[tuple[str, int, str]] = []
+    place: list[int] = []
+    first: FrameType | None = None
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_PACKAGE):
-            frames.append((filename, frame.f_lineno, frame.f_code.co_name))
-        elif frames:
+        code = frame.f_code
+        is_ours = _is_ours.get(code.co_filename)
+        if is_ours is None:
+            is_ours = _is_ours[code.co_filename] = code.co_filename.startswith(_PACKAGE)
+        if not is_ours:
+            first = first or frame
+            place += (id(code), frame.f_lasti)
+        elif first is not None:
             break
         frame = frame.f_back
-    return _site(frames) if frames else Site("<unknown>", 0, "")
+    if first is None:
+        return Site("<unknown>", 0, "")
+    key = tuple(place)
+    found = _known.get(key)
+    if found is None:
+        found = _read(first, len(key) // 2)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = found
+    return found[0]
+
+
+def forget_sites() -> None:
+    """Begin anew: the working directory or a source file may have changed."""
+    _known.clear()
 
 
 def raised_at(error: BaseException) -> Site | None:
@@ -41,13 +70,26 @@ def raised_at(error: BaseException) -> Site | None:
 def is_of_user(error: BaseException) -> bool:
     """Whether the user's code is nearer to an error than ours is; libraries between count for who called them."""
     owners = [owner(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    return next((owner for owner in reversed(owners) if owner != "library"), "") == "user"
+    return next((whose for whose in reversed(owners) if whose != "library"), "") == "user"
 
 
 def owner(filename: str) -> Literal["m2flow", "library", "user"]:
+    """Whose code a file is."""
     if filename.startswith(_PACKAGE):
         return "m2flow"
     return "library" if filename.startswith(_LIBRARIES) else "user"
+
+
+def _read(innermost: FrameType, count: int) -> tuple[Site, list[CodeType]]:
+    frames: list[tuple[str, int, str]] = []
+    codes: list[CodeType] = []
+    frame: FrameType | None = innermost
+    for _ in range(count):
+        assert frame is not None
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return _site(frames), codes
 
 
 def _site(frames: list[tuple[str, int, str]]) -> Site:

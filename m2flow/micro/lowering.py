@@ -3,14 +3,16 @@
     legality -> placement -> chunking -> packing -> routing -> weight syncs and switches -> Plan
 
 Processes are placed once for a run. The calls of each segment that is recorded later are lowered onto them by the same passes;
-a segment whose structure was seen before reuses its stages.
+a segment whose structure was seen before reuses its stages, and of a changed one only what changed is lowered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from m2flow.macro.graph import MacroGraph
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
 from m2flow.micro.arithmetic import arithmetic
 from m2flow.micro.chunking import chunk
 from m2flow.micro.legality import legal_stages
@@ -21,6 +23,9 @@ from m2flow.micro.routing import route
 from m2flow.micro.syncs import plan_switches, plan_syncs
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
+
+_MOST_SEGMENTS = 10_000
+"""Structures that are remembered at most: a flow may make a new one in each step."""
 
 
 def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, num_steps: int = 0, deterministic: bool = False) -> Plan:
@@ -53,14 +58,23 @@ def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, 
 
 
 class Lowering:
-    """Lowers the segments of a running flow onto the plan's workers."""
+    """Lowers the segments of a running flow onto the plan's workers.
+
+    The stage of a call depends on its own shape and on which shapes take its result, so that is what is remembered: a segment whose
+    structure was seen before is not looked at, and of another one only the calls are lowered that are new, or newly wired.
+    """
 
     def __init__(self, plan: Plan, spec: ClusterSpec) -> None:
         self._plan = plan
         self._spec = spec
-        self._cache: dict[str, tuple[Stage, ...]] = {}
+        self._shapes: dict[Shape, int] = {}
+        self._segments: dict[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = {}
+        self._calls: dict[tuple[int, ...], Stage] = {}
+        """(number of a call's shape, those of its consumers' shapes) -> its stage."""
         self.num_lowered = 0
+        """Calls."""
         self.num_reused = 0
+        """Calls whose stage was there already."""
 
     def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
         """One stage a call.
@@ -68,13 +82,44 @@ class Lowering:
         Raises:
             PlanError: no worker can run one of them.
         """
-        key = segment.structure_hash()
-        if key in self._cache:
-            self.num_reused += 1
-        else:
-            self.num_lowered += 1
-            self._cache[key] = _stages(segment, self._plan.workers, self._spec)[1]
-        return self._cache[key]
+        if len(self._segments) >= _MOST_SEGMENTS:
+            self._shapes, self._segments, self._calls = {}, {}, {}
+        calls = segment.calls
+        first = calls[0].ordinal if calls else 0
+        shapes = [self._number(call) for call in calls]
+        key = tuple([(shape, *wiring_of(call, first)) for shape, call in zip(shapes, calls, strict=True)])
+        if key not in self._segments:
+            self._segments[key] = self._stages(segment, shapes)
+        self.num_reused += len(calls)
+        return self._segments[key]
+
+    def _stages(self, segment: MacroGraph, shapes: list[int]) -> tuple[Stage, ...]:
+        by_call = dict(zip([call.ordinal for call in segment.calls], shapes, strict=True))
+        wired = [(by_call[o], *sorted({by_call[consumer.ordinal] for consumer in segment.consumers(o)})) for o in by_call]
+        new: dict[tuple[int, ...], Call] = {}
+        for wires, call in zip(wired, segment.calls, strict=True):
+            if wires not in self._calls:
+                new.setdefault(wires, call)
+        self._calls.update(zip(new, self._lower(segment, new.values()), strict=True))
+        self.num_lowered += len(new)
+        self.num_reused -= len(new)
+        return tuple([self._calls[wires] for wires in wired])
+
+    def _number(self, call: Call) -> int:
+        return self._shapes.setdefault(shape_of(call), len(self._shapes))
+
+    def _lower(self, segment: MacroGraph, calls: Iterable[Call]) -> list[Stage]:
+        """These calls of a segment, with the consumers that their stages depend on."""
+        wanted = {call.ordinal for call in calls}
+        needed = wanted | {consumer.ordinal for ordinal in wanted for consumer in segment.consumers(ordinal)}
+        part = MacroGraph(segment.flow, tuple(_structural(call) for call in segment.calls if call.ordinal in needed))
+        stages = _stages(part, self._plan.workers, self._spec)[1]
+        return [stage for call, stage in zip(part.calls, stages, strict=True) if call.ordinal in wanted]
+
+
+def _structural(call: Call) -> Call:
+    """The call without the options that no stage may depend on."""
+    return replace(call, options={name: value for name, value in call.options.items() if name in STRUCTURAL})
 
 
 def _stages(graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
