@@ -14,6 +14,7 @@ from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.events import CONTROLLER, Command, Forgotten, Reject, Resolve, Send
 from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.queue import StartQueue
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
 from m2flow.samples import SampleId, group_key, make_ids
@@ -74,6 +75,10 @@ class Board:
         self._owners: dict[int, dict[int, str]] = {}
         self._errors: dict[int, M2FlowError] = {}
         self._wanted: set[int] = set()
+        self._waiting_for: dict[int, list[CallState]] = {}
+        """Call -> those that wait until it is done."""
+        self._perhaps_unreachable: set[int] = set()
+        self.functions = StartQueue(self._has_function_work)
 
     # Calls
 
@@ -88,6 +93,8 @@ class Board:
         self.active[call.engine].append(state)
         for needed in inputs:
             self._consumers.setdefault(needed, []).append(call.ordinal)
+        for needed in waits_for:
+            self._waiting_for.setdefault(needed, []).append(state)
         for effect in call.writes:
             # New calls read the newest version alone.
             self._writers.pop((effect.resource, effect.version - 1), None)
@@ -128,6 +135,7 @@ class Board:
         for needed in state.aligned_inputs:
             source = self.calls[needed]
             state.arrived(sorted(source.done), source.num_tokens)
+        self._may_start(state)
         if state.call.is_aligned and not state.ids:
             self.complete(state, None)
         elif state.result is not None:
@@ -171,6 +179,7 @@ class Board:
             other = self.calls.get(consumer)
             if other is not None and not other.is_over:
                 other.arrived(rows, state.num_tokens)
+                self._may_start(other)
         if state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
         return len(rows)
@@ -182,8 +191,9 @@ class Board:
         self._leave(state)
         if state.result is None:
             state.result = sorted(state.done)
-        for other in self._unfinished():
+        for other in self._waiting_for.pop(state.call.ordinal, []):
             other.waits_for.discard(state.call.ordinal)
+            self._may_start(other)
         self.commands.append(Resolve(state.call.ordinal, value))
         self._prepare_consumers(state)
         if state.call.ordinal in self._wanted:
@@ -200,6 +210,7 @@ class Board:
         self.commands.append(Reject(state.call.ordinal, error))
         for worker in {task.worker for task in self.tasks.values() if task.message.call == state.call.ordinal}:
             self.send(worker, m.Abort(state.call.ordinal))
+        self._waiting_for.pop(state.call.ordinal, None)
         for other in list(self._unfinished()):
             if state.call.ordinal in other.waits_for or state.call.ordinal in other.aligned_inputs:
                 self.fail(other, error)
@@ -211,11 +222,20 @@ class Board:
         else:
             self._wanted.add(state.call.ordinal)
 
+    def release(self, ordinal: int) -> None:
+        """The program can't reach a call's result any more."""
+        if ordinal in self.calls:
+            self.calls[ordinal].is_released = True
+            self._perhaps_unreachable.add(ordinal)
+
     def forget_unreachable(self) -> None:
         """Drop the rows of calls that neither the program nor another call can ask for."""
-        for ordinal, state in list(self.calls.items()):
+        checked, self._perhaps_unreachable = self._perhaps_unreachable, set()
+        for ordinal in sorted(checked):
+            state = self.calls.get(ordinal)
             if (
-                state.is_released
+                state is not None
+                and state.is_released
                 and state.is_over
                 and not any(not self.calls[c].is_over for c in self._consumers.get(ordinal, []) if c in self.calls)
             ):
@@ -242,6 +262,19 @@ class Board:
 
     def _leave(self, state: CallState) -> None:
         self.active[state.call.engine].remove(state)
+        self._perhaps_unreachable.add(state.call.ordinal)
+        self._perhaps_unreachable.update([ref.call for _, ref in state.call.inputs])
+
+    def _may_start(self, state: CallState) -> None:
+        if state.call.engine == "function":
+            self.functions.may_start(state)
+
+    def _has_function_work(self, state: CallState) -> bool:
+        if state.waits_for:
+            return False
+        if not state.ids and not state.call.is_aligned:  # Nothing to work on is worked on too, once.
+            return state.is_prepared and not any(t.message.call == state.call.ordinal for t in self.tasks.values())
+        return bool(state.ready)
 
     # Tasks and rows
 

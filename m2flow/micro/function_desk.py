@@ -24,18 +24,14 @@ class FunctionDesk:
     def offer(self, worker: WorkerState) -> Offer | None:
         """The next task that this worker could have."""
         num_tasks = worker.num_tasks["function"]
-        least = min(w.num_tasks["function"] for w in self._board.workers.values() if w.roles["function"])
-        if num_tasks >= _MAX_QUEUED or num_tasks > least:
+        if num_tasks >= _MAX_QUEUED:
             return None
-        for state in self._board.active["function"]:
-            if not state.waits_for and self._is_ready(state):
-                return lambda state=state: self._start(worker, state)  # type: ignore[misc]
-        return None
 
-    def _is_ready(self, state: CallState) -> bool:
-        if not state.ids and not state.call.is_aligned:
-            return state.is_prepared and not any(t.message.call == state.call.ordinal for t in self._board.tasks.values())
-        return bool(state.ready)
+        def may_take(names: tuple[str, ...]) -> bool:
+            return worker.name in names and num_tasks <= min(self._board.workers[name].num_tasks["function"] for name in names)
+
+        state = self._board.functions.first(may_take)
+        return None if state is None else lambda: self._start(worker, state)
 
     def _start(self, worker: WorkerState, state: CallState) -> None:
         rows = list(state.ready) if state.stage.is_barrier else self._next_rows(state)

@@ -52,8 +52,7 @@ class Scheduler:
             case Wanted(ordinal):
                 board.want(board.calls[ordinal])
             case Released(ordinal):
-                if ordinal in board.calls:
-                    board.calls[ordinal].is_released = True
+                board.release(ordinal)
             case FromWorker(worker, message):
                 self._from_worker(worker, message)
         for worker_state in board.workers.values():
