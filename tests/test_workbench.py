@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from m2flow.engines.contract import EngineSettings
@@ -24,7 +25,7 @@ def generate_call(ordinal: int) -> Call:
         engine="rollout",
         granularity=Granularity.SAMPLE,
         inputs=(),
-        options={"sampling": Sampling(max_new_tokens=40), "stream": ordinal, "n": 1},
+        options={"sampling": Sampling(max_new_tokens=40), "repeat": ordinal, "n": 1},
         reads=(),
         writes=(),
         site=Site("flow.py", ordinal, ""),
@@ -34,7 +35,7 @@ def generate_call(ordinal: int) -> Call:
 
 
 def prompts(num: int) -> Batch:
-    return Batch(make_ids(0, num), {"prompt": Ragged.texts([f"prompt {i}" for i in range(num)])})
+    return Batch(make_ids(0, num), {"prompt": Ragged.texts([f"prompt {i}" for i in range(num)]), "seed": np.arange(num, dtype=np.uint64)})
 
 
 @pytest.fixture

@@ -6,8 +6,11 @@ call like any other (`data()` in the printed graph), so that a replay can answer
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from m2flow.errors import DatasetError
 from m2flow.macro.graph import Granularity
@@ -55,8 +58,9 @@ class Dataset:
         self._num_rows = len(rows)
         self._shuffle = shuffle
         self._cursor = 0
+        self._num_alls = 0
         self._session: Session | None = None
-        self._number = 0
+        self._key = ""
         self._order: tuple[int, list[int]] | None = None
 
     @classmethod
@@ -80,11 +84,15 @@ class Dataset:
             raise DatasetError(f"take({count!r}) of the dataset {self.name!r}: it takes a whole number of rows, 1 or more")
         session = self._join()
         positions = [self._position(self._cursor + i) for i in range(count)]
-        return self._record(session, "take", positions, {"count": count}, moves_by=count)
+        seeds = [_seed(self._key, "take", self._cursor + i) for i in range(count)]
+        return self._record(session, "take", positions, seeds, {"count": count}, moves_by=count)
 
     def all(self) -> Rows:
         """Every row, in the dataset's order; the cursor stays."""
-        return self._record(self._join(), "all", list(range(self._num_rows)), {}, moves_by=0)
+        session = self._join()
+        self._num_alls += 1
+        seeds = [_seed(self._key, f"all {self._num_alls}", i) for i in range(self._num_rows)]
+        return self._record(session, "all", list(range(self._num_rows)), seeds, {}, moves_by=0)
 
     def batches(self, size: int, *, epochs: int = 1) -> Iterator[Rows]:
         """Batches of `size` rows, a step each; a last smaller one is left out, as `m2flow plan` says."""
@@ -99,7 +107,8 @@ class Dataset:
     def _join(self) -> Session:
         session = current_session(f"the dataset {self.name!r}")
         if self._session is not session:
-            self._session, self._number, self._cursor, self._order = session, session.number_dataset(), 0, None
+            self._session, self._key, self._cursor, self._order = session, session.key_dataset(self.name), 0, None
+            self._num_alls = 0
         return session
 
     def _position(self, drawn: int) -> int:
@@ -109,15 +118,17 @@ class Dataset:
             return place
         if self._order is None or self._order[0] != epoch:
             order = list(range(self._num_rows))
-            random.Random(f"{self._session.seed}/{self._number}/{epoch}").shuffle(order)
+            random.Random(f"{self._session.seed}/{self._key}/{epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._order[1][place]
 
-    def _record(self, session: Session, method: str, positions: list[int], shown: dict[str, object], *, moves_by: int) -> Rows:
+    def _record(
+        self, session: Session, method: str, positions: list[int], seeds: list[int], shown: dict[str, object], *, moves_by: int
+    ) -> Rows:
         ids = make_ids(session.next_ordinal, len(positions))
         whole = Batch(make_ids(0, self._num_rows), self._columns)
-        rows = Batch(ids, whole.take(positions).columns)
-        resource = f"{self.name}.cursor"
+        rows = Batch(ids, {**whole.take(positions).columns, "seed": np.array(seeds, np.uint64)})
+        resource = f"{self._key}.cursor"
         call = session.record(
             role=self.name,
             method=method,
@@ -131,3 +142,8 @@ class Dataset:
         )
         self._cursor += moves_by
         return Rows(session, call)
+
+
+def _seed(dataset: str, how: str, drawn: int) -> int:
+    """What the random numbers of a row's responses start from: which draw of which dataset it was, however many were drawn at a time."""
+    return int.from_bytes(hashlib.blake2b(f"{dataset}/{how}/{drawn}".encode(), digest_size=8).digest(), "little")

@@ -73,13 +73,14 @@ class Policy(Role):
         sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_new_tokens)
         shown: dict[str, object] = {"n": n, "max_new_tokens": max_new_tokens}
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
+        asked = self._rows(prompts, "generate", PROMPTS)
         call = self._session.record(
             role=self.name,
             method="generate",
             engine="rollout",
             granularity=Granularity.SAMPLE,
-            inputs={"prompts": self._rows(prompts, "generate", PROMPTS)},
-            options={"n": n, "sampling": sampling, "stream": self._session.next_stream()},
+            inputs={"prompts": asked},
+            options={"n": n, "sampling": sampling, "repeat": self._session.count_generation(self.name, asked.call)},
             shown=shown,
             reads=(self._weights,),
         )

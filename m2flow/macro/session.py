@@ -68,8 +68,11 @@ class Session:
         self.is_open = True
         self.models: dict[str, Model] = {}
         self._num_calls = 0
-        self._num_datasets = 0
-        self._num_streams = 0
+        self._num_datasets: dict[str, int] = {}
+        self._num_generations: dict[tuple[str, int], int] = {}
+        """(role, call that made the prompts) -> generate calls so far."""
+        self._roots: dict[int, frozenset[int]] = {}
+        """Call -> the calls that made the samples of its rows: several for a union."""
         self._versions: dict[str, int] = {}
         self._in_steps = False
         self._next_step = 0
@@ -117,6 +120,9 @@ class Session:
             shown=dict(shown),
         )
         self._makers[call.ordinal] = self._maker(call)
+        is_new = call.engine in ("source", "rollout") or not call.inputs
+        roots = [] if is_new else [self._roots[ref.call] for _, ref in call.inputs]
+        self._roots[call.ordinal] = frozenset({call.ordinal}) if is_new else frozenset().union(*roots)
         if not call.is_aligned:
             self._values.add(call.ordinal)
         self._versions |= {effect.resource: effect.version for effect in call.writes}
@@ -147,14 +153,17 @@ class Session:
             )
         self.models[role] = model
 
-    def number_dataset(self) -> int:
-        self._num_datasets += 1
-        return self._num_datasets - 1
+    def key_dataset(self, name: str) -> str:
+        """What a dataset's cursor, order and random numbers go by: its name; of the second of a name, `name#2`."""
+        number = self._num_datasets[name] = self._num_datasets.get(name, 0) + 1
+        return name if number == 1 else f"{name}#{number}"
 
-    def next_stream(self) -> int:
-        """The ordinal of a generate call among the generate calls: what its random numbers are keyed by."""
-        self._num_streams += 1
-        return self._num_streams - 1
+    def count_generation(self, role: str, prompts: int) -> int:
+        """How often this role had to answer these prompts, or others made of the same, before: its random numbers are keyed by it."""
+        roots = self._roots[prompts]
+        repeat = max(self._num_generations.get((role, root), 0) for root in roots)
+        self._num_generations.update({(role, root): repeat + 1 for root in roots})
+        return repeat
 
     def observe(self, ordinal: int, why: str) -> object:
         site = user_site()

@@ -20,23 +20,29 @@ from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Column, Finish, Ragged, SampleId, Segment
 
 
-def sample_seed(run_seed: int, role: str, stream: int, identity: SampleId) -> int:
-    """The 64 bits that decide a sample's random numbers: a function of who it is, never of when or where it runs."""
-    text = f"{run_seed}/{role}/{stream}/{identity.prompt}/{identity.index}"
+def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) -> int:
+    """The 64 bits that decide a sample's random numbers: a function of who it is, never of when or where it runs.
+
+    Args:
+        repeat: how often the program has had this role answer these prompts before.
+        origin: the prompt's `seed`: of a dataset's row which draw it was, of a prompt made from a sample that sample's.
+        index: the sample's place in its group.
+    """
+    text = f"{run_seed}/{role}/{repeat}/{origin}/{index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> list[Request]:
     """The requests of a generate call for these samples; row i of `prompts` is the prompt of sample i."""
-    sampling, stream = call.options["sampling"], call.options["stream"]
+    sampling, repeat = call.options["sampling"], call.options["repeat"]
     assert isinstance(sampling, Sampling)
-    assert isinstance(stream, int)
-    texts = prompts.ragged("prompt")
+    assert isinstance(repeat, int)
+    texts, origins = prompts.ragged("prompt"), prompts.dense("seed").tolist()
     return [
         Request(
             id=packed,
             prompt=str(texts.item(row)),
-            seed=sample_seed(run_seed, call.role, stream, SampleId.unpack(packed)),
+            seed=sample_seed(run_seed, call.role, repeat, origins[row], SampleId.unpack(packed).index),
             sampling=sampling,
         )
         for row, packed in enumerate(ids)
