@@ -128,9 +128,10 @@ class Controller:
         self._thread.start()
         self._outcomes.wait_ready(self._settings.start_timeout_s)
 
-    def post(self, post: Post) -> None:
-        """Hand something to the controller's thread."""
-        self._posts.put(post)
+    def post(self, *posts: Post) -> None:
+        """Hand these to the controller's thread, in this order."""
+        for post in posts:
+            self._posts.put(post)
         self._waker.send(b"")
 
     def running(self) -> dict[str, str]:

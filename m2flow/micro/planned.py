@@ -6,16 +6,12 @@ Python may be one step ahead of the work, so that the next step's calls are know
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
-import cloudpickle
-
-from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.session import Backend
+from m2flow.micro.bodies import call_body
 from m2flow.micro.controller import Controller, Logged, Post, SaveAll, Submitted
 from m2flow.micro.events import Released, Wanted
 from m2flow.micro.journal import Journal
@@ -86,27 +82,9 @@ class PlannedBackend(Backend):
     def _flush(self) -> None:
         """Lower what has gathered, and hand it over; then what may only come after it."""
         calls, self._segment = self._segment, []
+        posts: list[Post] = []
         if calls:
             stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls)))
-            for call, stage in zip(calls, stages, strict=True):
-                self._controller.post(Submitted(call, stage, self._bodies.pop(call.ordinal)))
+            posts += [Submitted(call, stage, self._bodies.pop(call.ordinal)) for call, stage in zip(calls, stages, strict=True)]
         later, self._later = self._later, []
-        for post in later:
-            self._controller.post(post)
-
-
-def call_body(call: Call) -> bytes:
-    """The call as the workers get it: a snapshot, with what its function captures.
-
-    Raises:
-        TraceError: something in it can't be sent to another process.
-    """
-    options = {name: value for name, value in call.options.items() if name != "rows"}
-    try:
-        return bytes(cloudpickle.dumps(replace(call, options=options)))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise TraceError(
-            f"{call.name} can't be sent to a worker: {error}",
-            where=call.site.describe(),
-            now="Its function captures a lock, a file, a generator or the like. Make that inside the function.",
-        ) from None
+        self._controller.post(*posts, *later)

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import cloudpickle
 import msgspec
 
 from m2flow.channels.contract import Inbox, Outbox, Parcel
@@ -26,6 +25,7 @@ from m2flow.errors import EngineError, InternalError, M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro import performing, training
+from m2flow.micro.bodies import call_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.segments import SegmentWriter
 from m2flow.micro.store import RowStore
@@ -145,7 +145,7 @@ class Worker:
     def _take(self, message: m.ToWorker) -> None:
         match message:
             case m.Define(call=ordinal, body=body):
-                self._calls[ordinal] = cloudpickle.loads(body)
+                self._calls[ordinal] = call_of(body)
             case m.Peers(addresses=addresses):
                 self._peers = addresses
             case m.Push(call=ordinal, ids=ids, to=to):

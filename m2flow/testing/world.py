@@ -28,11 +28,11 @@ from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro import performing
+from m2flow.micro.bodies import call_body
 from m2flow.micro.events import CONTROLLER, CallAdded, Event, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
 from m2flow.micro.inprocess import InProcess
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.plan import WorkerPlan
-from m2flow.micro.planned import call_body
 from m2flow.micro.scheduler import Scheduler
 from m2flow.micro.segments import Place, read_segment
 from m2flow.micro.store import RowStore

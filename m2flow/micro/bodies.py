@@ -1,0 +1,98 @@
+"""A call as the workers get it: bytes, made when the program makes the call, so that they are a snapshot of what it was given.
+
+    Call --call_body--> bytes --(m.Define)--> call_of --> Call
+
+What m2flow itself put into a call is plain and is pickled as such; only what is the user's takes cloudpickle, which is ten times
+slower. A dataset's rows travel as rows, and what is only for the printed form does not travel.
+"""
+
+from __future__ import annotations
+
+import pickle
+import types
+from dataclasses import dataclass
+
+import cloudpickle
+
+from m2flow.errors import TraceError
+from m2flow.macro.graph import Call, Effect, Granularity, Ref, Site
+
+_ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+@dataclass(frozen=True)
+class _ByValue:
+    """Something of the user's."""
+
+    body: bytes
+
+
+def call_body(call: Call) -> bytes:
+    """
+    Raises:
+        TraceError: something in the call can't be sent to another process.
+    """
+    site = call.site
+    try:
+        options = {
+            name: value if _is_plain(value) else _ByValue(cloudpickle.dumps(value))
+            for name, value in call.options.items()
+            if name != "rows"
+        }
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TraceError(
+            f"{call.name} can't be sent to a worker: {error}",
+            where=site.describe(),
+            now="Its function captures a lock, a file, a generator or the like. Make that inside the function.",
+        ) from None
+    return pickle.dumps(
+        (
+            (call.ordinal, call.role, call.method, call.engine, call.granularity.value),
+            tuple([(name, ref.call) for name, ref in call.inputs]),
+            options,
+            tuple([(effect.resource, effect.version) for effect in call.reads]),
+            tuple([(effect.resource, effect.version) for effect in call.writes]),
+            (site.file, site.line, site.text, site.path),
+            (call.step, call.is_aligned),
+        ),
+        pickle.HIGHEST_PROTOCOL,
+    )
+
+
+def call_of(body: bytes) -> Call:
+    """The call that `call_body` wrote; its functions are new ones each time, with captures of their own."""
+    (ordinal, role, method, engine, granularity), inputs, options, reads, writes, site, (step, is_aligned) = pickle.loads(body)
+    return Call(
+        ordinal=ordinal,
+        role=role,
+        method=method,
+        engine=engine,
+        granularity=Granularity(granularity),
+        inputs=tuple((name, Ref(made)) for name, made in inputs),
+        options={name: pickle.loads(value.body) if isinstance(value, _ByValue) else value for name, value in options.items()},
+        reads=tuple(Effect(*effect) for effect in reads),
+        writes=tuple(Effect(*effect) for effect in writes),
+        site=Site(*site),
+        step=step,
+        is_aligned=is_aligned,
+    )
+
+
+def _portable(value: object) -> object:
+    return value if _is_plain(value) else _ByValue(cloudpickle.dumps(value))
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a worker has all that the value is made of: atoms, containers, and instances and functions of m2flow's own."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    if kind is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())  # type: ignore[attr-defined]
+    if not str(getattr(value if kind is types.FunctionType else kind, "__module__", "")).startswith("m2flow."):
+        return False
+    if kind is types.FunctionType:
+        return "<" not in value.__qualname__  # type: ignore[attr-defined]
+    return hasattr(value, "__dict__") and "<" not in kind.__qualname__ and all(map(_is_plain, vars(value).values()))
