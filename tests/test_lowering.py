@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, load_flow, nll, op, ppo_clip, steps
-from m2flow.errors import PlanError
+from m2flow.errors import InternalError, PlanError
 from m2flow.macro.graph import Call, Granularity, MacroGraph, Ref
 from m2flow.macro.tracing import trace
 from m2flow.micro.legality import accumulation_unit, legal_stages
@@ -439,3 +439,11 @@ def test_where_python_waits_in_the_first_step_what_may_come_after_it_has_a_place
 def test_a_worker_is_found_by_its_name():
     plan = plan_of(whole, spec())
     assert plan.worker("functions-0") == WorkerPlan("functions-0", "cpu", 1, (EngineSlot("*", "function", "python"),))
+
+
+def test_a_pass_that_reads_an_option_which_is_no_structure_is_told_so(monkeypatch):
+    lowering, _, (_, generate) = first_two()
+    for read in (lambda call: call.options["sampling"], lambda call: call.options.get("stream")):
+        monkeypatch.setattr("m2flow.micro.lowering.legal_stages", lambda graph, read=read: [read(call) for call in graph.calls])
+        with pytest.raises(InternalError, match="does not count as structure"):
+            lowering.stages(MacroGraph("whole", (generate,)))

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from m2flow.macro.graph import Call
 
-STRUCTURAL = ("advantages", "column", "epochs", "gives", "minibatch_size", "n", "source", "style")
+STRUCTURAL = frozenset({"advantages", "column", "epochs", "gives", "minibatch_size", "n", "source", "style"})
 """The options that a lowering pass may read. The passes get calls without the others, so that none can be forgotten here."""
+
+_IN_ORDER = tuple(sorted(STRUCTURAL))
 
 Shape = tuple[object, ...]
 
@@ -31,7 +33,7 @@ def shape_of(call: Call) -> Shape:
         tuple([name for name, _ in call.inputs]),
         tuple([effect.resource for effect in call.reads]),
         tuple([effect.resource for effect in call.writes]),
-        tuple([(name, options[name]) for name in STRUCTURAL if name in options]),
+        tuple([(name, options[name]) for name in _IN_ORDER if name in options]),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
 from m2flow.micro.arithmetic import arithmetic
@@ -24,6 +25,8 @@ from m2flow.micro.syncs import plan_switches, plan_syncs
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
 
+_UNCOUNTED = {"rows"}
+"""Read for the capacity of routes alone, which are planned once for a run."""
 _MOST_SEGMENTS = 10_000
 """Structures that are remembered at most: a flow may make a new one in each step."""
 
@@ -117,9 +120,20 @@ class Lowering:
         return [stage for call, stage in zip(part.calls, stages, strict=True) if call.ordinal in wanted]
 
 
+class _Structural(dict[str, object]):
+    """The options of a call that a stage may depend on. Asking for another one is an error, not an absence."""
+
+    def __getitem__(self, name: str) -> object:
+        if name not in STRUCTURAL:
+            raise InternalError(f"a lowering pass read the option {name!r}, which m2flow.macro.structure does not count as structure")
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: object = None) -> object:
+        return self[name] if name in self or name not in STRUCTURAL | _UNCOUNTED else default
+
+
 def _structural(call: Call) -> Call:
-    """The call without the options that no stage may depend on."""
-    return replace(call, options={name: value for name, value in call.options.items() if name in STRUCTURAL})
+    return replace(call, options=_Structural({name: value for name, value in call.options.items() if name in STRUCTURAL}))
 
 
 def _stages(graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
