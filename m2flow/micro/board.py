@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from m2flow.errors import M2FlowError, OpError
-from m2flow.macro.graph import Call
+from m2flow.macro.graph import Call, Effect
 from m2flow.micro import messages as m
 from m2flow.micro.events import CONTROLLER, Command, Forgotten, Reject, Resolve, Send
 from m2flow.micro.plan import Plan, Stage
@@ -70,6 +70,8 @@ class Board:
         self.commands: list[Command] = []
         self._num_tasks = 0
         self._writers: dict[tuple[str, int], int] = {}
+        self._readers: dict[str, list[CallState]] = {}
+        """Resource -> calls that read it, in program order."""
         self._consumers: dict[int, list[int]] = {}
         self._places: dict[int, dict[str, set[int]]] = {}
         self._owners: dict[int, dict[int, str]] = {}
@@ -95,6 +97,8 @@ class Board:
             self._consumers.setdefault(needed, []).append(call.ordinal)
         for needed in waits_for:
             self._waiting_for.setdefault(needed, []).append(state)
+        for effect in call.reads:
+            self._readers.setdefault(effect.resource, []).append(state)
         for effect in call.writes:
             # New calls read the newest version alone.
             self._writers.pop((effect.resource, effect.version - 1), None)
@@ -135,7 +139,7 @@ class Board:
         for needed in state.aligned_inputs:
             source = self.calls[needed]
             state.arrived(sorted(source.done), source.num_tokens)
-        self._may_start(state)
+        self._queue(state)
         if state.call.is_aligned and not state.ids:
             self.complete(state, None)
         elif state.result is not None:
@@ -179,7 +183,7 @@ class Board:
             other = self.calls.get(consumer)
             if other is not None and not other.is_over:
                 other.arrived(rows, state.num_tokens)
-                self._may_start(other)
+                self._queue(other)
         if state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
         return len(rows)
@@ -193,7 +197,7 @@ class Board:
             state.result = sorted(state.done)
         for other in self._waiting_for.pop(state.call.ordinal, []):
             other.waits_for.discard(state.call.ordinal)
-            self._may_start(other)
+            self._queue(other)
         self.commands.append(Resolve(state.call.ordinal, value))
         self._prepare_consumers(state)
         if state.call.ordinal in self._wanted:
@@ -248,10 +252,13 @@ class Board:
 
     def reads_before(self, call: Call) -> Iterator[CallState]:
         """Earlier calls, not over, that read a version which this call replaces."""
-        replaced = {(e.resource, e.version - 1) for e in call.writes}
-        for state in self._unfinished():
-            if state.call.ordinal < call.ordinal and any((e.resource, e.version) in replaced for e in state.call.reads):
-                yield state
+        for effect in call.writes:
+            readers = self._readers[effect.resource] = [s for s in self._readers.get(effect.resource, ()) if not s.is_over]
+            for state in readers:
+                if state.call.ordinal >= call.ordinal:
+                    break
+                if Effect(effect.resource, effect.version - 1) in state.call.reads:
+                    yield state
 
     def _unfinished(self) -> Iterator[CallState]:
         for states in self.active.values():
@@ -265,7 +272,11 @@ class Board:
         self._perhaps_unreachable.add(state.call.ordinal)
         self._perhaps_unreachable.update([ref.call for _, ref in state.call.inputs])
 
-    def _may_start(self, state: CallState) -> None:
+    def may_start(self, state: CallState) -> bool:
+        """Whether there may be something to do because of a new call. A dataset's rows come later, and a function waits for rows."""
+        return state.call.engine in ("rollout", "train") or (state.call.engine == "function" and self._has_function_work(state))
+
+    def _queue(self, state: CallState) -> None:
         if state.call.engine == "function":
             self.functions.may_start(state)
 

@@ -7,9 +7,6 @@ cloudpickle: a worker accepts it because only the controller that started it can
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import msgspec
 
 from m2flow.channels.weights import Manifest
@@ -224,19 +221,22 @@ _to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(
 
 def decode_to_worker(body: bytes) -> ToWorker:
     """A message to a worker. Raises `DecodeError` for bytes that are none."""
-    with _clean(body):
+    try:
         return _to_worker.decode(body)
+    except _NO_MESSAGE as error:
+        raise _no_message(body, error) from None
 
 
 def decode_to_controller(body: bytes) -> ToController:
     """A message to the controller. Raises `DecodeError` for bytes that are none."""
-    with _clean(body):
-        return _to_controller.decode(body)
-
-
-@contextlib.contextmanager
-def _clean(body: bytes) -> Iterator[None]:
     try:
-        yield
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets a tag that is no UTF-8 through as the latter
-        raise DecodeError(f"{len(body)} bytes on the control link are no message: {error}") from None
+        return _to_controller.decode(body)
+    except _NO_MESSAGE as error:
+        raise _no_message(body, error) from None
+
+
+_NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError)  # msgspec lets a tag that is no UTF-8 through as the latter
+
+
+def _no_message(body: bytes, error: Exception) -> DecodeError:
+    return DecodeError(f"{len(body)} bytes on the control link are no message: {error}")

@@ -44,19 +44,23 @@ class Scheduler:
         """
         board = self._board
         board.commands = []
+        makes_work = True
         match event:
             case CallAdded(call, stage):
-                board.add_call(call, stage)
+                makes_work = board.may_start(board.add_call(call, stage))
             case Sourced(ordinal, ids, num_tokens):
                 board.sourced(board.calls[ordinal], ids, num_tokens)
             case Wanted(ordinal):
                 board.want(board.calls[ordinal])
+                makes_work = False
             case Released(ordinal):
                 board.release(ordinal)
+                makes_work = False
             case FromWorker(worker, message):
                 self._from_worker(worker, message)
-        for worker_state in board.workers.values():
-            self._dispatch(worker_state)
+        if makes_work:
+            for worker_state in board.workers.values():
+                self._dispatch(worker_state)
         board.forget_unreachable()
         return board.commands
 

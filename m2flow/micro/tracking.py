@@ -48,7 +48,7 @@ class CallState:
     is_done: bool = False
     is_failed: bool = False
     is_released: bool = False
-    _own: frozenset[int] = frozenset()
+    _unit_by_row: dict[int, int] = field(default_factory=dict)
     _by_prompt: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _prompt_of: dict[int, int] = field(default_factory=dict)
 
@@ -79,16 +79,18 @@ class CallState:
         """These rows of one aligned input are there. Those that this call does not work on don't matter."""
         if not self.is_prepared:
             return
-        for row in ids:
-            if self.call.engine == "rollout":
+        if self.call.engine == "rollout":
+            for row in ids:
                 self.ready.extend(self._by_prompt[row])
+            return
+        units, tokens, missing = self._unit_by_row, self.num_tokens, self.missing
+        for row in ids:
+            unit = units.get(row)
+            if unit is None:
                 continue
-            if row not in self._own:
-                continue
-            self.num_tokens[row] = max(num_tokens.get(row, 0), self.num_tokens.get(row, 0))
-            unit = self._unit_of(row)
-            self.missing[unit] -= 1
-            if self.missing[unit] == 0:
+            tokens[row] = max(num_tokens.get(row, 0), tokens.get(row, 0))
+            missing[unit] -= 1
+            if missing[unit] == 0:
                 self._complete(unit)
 
     def _complete(self, unit: int) -> None:
@@ -113,12 +115,17 @@ class CallState:
             self._by_prompt = {p: tuple(self.ids[k * n : k * n + n]) for k, p in enumerate(prompts)}
             self._prompt_of = {row: p for p, rows in self._by_prompt.items() for row in rows}
             return
-        self._own = frozenset(ids)
-        units: dict[int, list[int]] = {}
-        for row in self.ids:
-            units.setdefault(self._unit_of(row), []).append(row)
-        self.units = {unit: tuple(rows) for unit, rows in units.items()}
         num_inputs = 1 if self.is_union else len(self.aligned_inputs)
+        if self.stage.unit == "sample" and not self.is_update:
+            self._unit_by_row = dict(zip(ids, ids, strict=True))
+            self.units = {row: (row,) for row in ids}
+            self.missing = dict.fromkeys(ids, num_inputs)
+            return
+        self._unit_by_row = {row: self._unit_of(row) for row in ids}
+        units: dict[int, list[int]] = {}
+        for row, unit in self._unit_by_row.items():
+            units.setdefault(unit, []).append(row)
+        self.units = {unit: tuple(rows) for unit, rows in units.items()}
         self.missing = {unit: len(rows) * num_inputs for unit, rows in self.units.items()}
 
     def prompts_of(self, rows: Iterable[int]) -> list[int]:
