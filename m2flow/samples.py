@@ -23,7 +23,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ import numpy.typing as npt
 from m2flow.errors import DatasetError, InternalError
 
 IdArray = npt.NDArray[np.int64]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 _INDEX_BITS, _PROMPT_BITS, _CALL_BITS = 12, 30, 21
 
@@ -243,6 +244,14 @@ class Batch:
         """The same samples, in the order of their identity."""
         return self if bool(np.all(np.diff(self.ids) > 0)) else self.take(np.argsort(self.ids, kind="stable"))
 
+    def frozen(self) -> Batch:
+        """The same rows, as whoever gets them may read but not write them: views, without a copy."""
+        columns = {
+            name: Ragged(_read_only(c.values), _read_only(c.offsets), c.kind) if isinstance(c, Ragged) else _read_only(c)
+            for name, c in self.columns.items()
+        }
+        return Batch(_read_only(self.ids), columns)
+
     def only(self, names: Iterable[str]) -> Batch:
         return Batch(self.ids, {name: self.columns[name] for name in names})
 
@@ -321,6 +330,12 @@ class Sample:
 
     def __repr__(self) -> str:
         return f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})" if "text" in self._batch else f"Sample({self.id})"
+
+
+def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _offsets(lengths: npt.ArrayLike) -> IdArray:

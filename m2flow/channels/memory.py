@@ -11,12 +11,8 @@ import threading
 import time
 from collections import deque
 
-import numpy as np
-import numpy.typing as npt
-
 from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
 from m2flow.errors import BrokenChannel, ChannelClosed, PortInUse
-from m2flow.samples import Batch, Column, Ragged
 
 _open_inboxes: dict[str, MemoryInbox] = {}
 _numbers = itertools.count()
@@ -86,7 +82,7 @@ class MemoryOutbox(Outbox):
             raise BrokenChannel(f"no inbox of this process listens at {address}")
         start = time.monotonic()
         try:
-            inbox._put(Parcel(parcel.call, _read_only(parcel.batch), parcel.sender), self._timeout_s)
+            inbox._put(Parcel(parcel.call, parcel.batch.frozen(), parcel.sender), self._timeout_s)
         finally:
             self.statistics.wait_s += time.monotonic() - start
         _count(self.statistics, parcel)
@@ -99,22 +95,3 @@ def _count(statistics: Statistics, parcel: Parcel) -> None:
     statistics.num_parcels += 1
     statistics.num_samples += len(parcel.batch)
     statistics.num_bytes += parcel.batch.num_bytes
-
-
-def _read_only(batch: Batch) -> Batch:
-    def view(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-        seen = array.view()
-        seen.flags.writeable = False
-        return seen
-
-    ids = batch.ids.view()
-    ids.flags.writeable = False
-    columns: dict[str, Column] = {}
-    for name, column in batch.columns.items():
-        if isinstance(column, Ragged):
-            offsets = column.offsets.view()
-            offsets.flags.writeable = False
-            columns[name] = Ragged(view(column.values), offsets, column.kind)
-        else:
-            columns[name] = view(column)
-    return Batch(ids, columns)

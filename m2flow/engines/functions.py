@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
 from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine
 from m2flow.errors import EngineError, M2FlowError, OpError
 from m2flow.samples import Batch, Sample, SampleId
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class PythonFunctions(FunctionEngine):
         pass
 
     def call(self, function: Callable[..., object], batch: Batch, *, granularity: str, timeout_s: float | None) -> Sequence[object]:
-        units = _units(batch.in_order(), granularity)
+        units = _units(batch.in_order().frozen(), granularity)
         concurrency = int(str(self._settings.options.get("concurrency", 1)))
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         results: list[object] = [None] * len(units)
@@ -138,7 +142,7 @@ def _next_outcome(outcomes: queue.SimpleQueue[_Outcome], deadline: float) -> _Ou
 
 def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) -> OpError:
     # Lines of ours above the user's frames say nothing to the user.
-    frames = _frames_after(error.__traceback__, __file__)
+    frames = _frames_after(error.__traceback__)
     remote = "".join(traceback.format_exception(type(error), error, frames))
     what = f"{_name(function)} raised {type(error).__name__} on {unit.label}"
     if isinstance(error, M2FlowError):
@@ -150,13 +154,12 @@ def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) ->
     return OpError(f"{what}: {said}" if said else what, remote=remote)
 
 
-def _frames_after(frames: TracebackType | None, file: str) -> TracebackType | None:
-    last = frames
-    while frames is not None:
-        if frames.tb_frame.f_code.co_filename == file:
-            last = frames.tb_next
-        frames = frames.tb_next
-    return last
+def _frames_after(frames: TracebackType | None) -> TracebackType | None:
+    """From the first frame that is not of this package; all of them if there is none."""
+    found = frames
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        found = found.tb_next
+    return found or frames
 
 
 def _too_slow(function: Callable[..., Any], unit: _Unit, timeout_s: float | None) -> OpError:

@@ -70,12 +70,12 @@ class Metrics(Handle):
             return None
         value = self._session.observe(ordinal, f"lagged({steps})")
         assert isinstance(value, dict)
-        return value
+        return dict(value)
 
     def items(self) -> dict[str, float]:
         value = self._observe("items()")
         assert isinstance(value, dict)
-        return value
+        return dict(value)
 
 
 class Number:
@@ -138,7 +138,7 @@ class Rows(Handle):
     def _wait(self, why: str) -> Batch:
         value = self._observe(why)
         assert isinstance(value, Batch)
-        return value.in_order()
+        return value.in_order().frozen()
 
     def _items(self, why: str) -> list[object]:
         batch = self._wait(why)

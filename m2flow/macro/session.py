@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 
 from m2flow.errors import FlowError, TraceError
+from m2flow.macro.capture import Captures
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.recipe import Model
@@ -81,10 +82,14 @@ class Session:
         self._is_cut = False
         """The program has looked at a value: a trace ends there."""
         self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
+        self._captures = Captures()
         self._makers: dict[int, Call] = {}
         """Call -> the call that made the samples that its result has rows of."""
         self._values: set[int] = set()
         """Calls whose result is one value: whatever samples that came from, it goes with any others."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("what belongs to a running flow can't leave it")
 
     def record(
         self,
@@ -104,6 +109,7 @@ class Session:
         if not self.is_open:
             raise TraceError(f"{role}.{method} was called after its flow had ended", where=user_site().describe())
         self._end_left_step()
+        site = user_site()
         call = Call(
             ordinal=self._num_calls,
             role=role,
@@ -111,10 +117,10 @@ class Session:
             engine=engine,
             granularity=granularity,
             inputs=tuple((name, ref) for name, ref in inputs.items() if ref is not None),
-            options=dict(options),
+            options=self._captures.options(options, site),
             reads=tuple(Effect(r, self._versions.get(r, 0)) for r in reads),
             writes=tuple(Effect(r, self._versions.get(r, 0) + 1) for r in writes),
-            site=user_site(),
+            site=site,
             step=self.step,
             is_aligned=is_aligned,
             shown=dict(shown),

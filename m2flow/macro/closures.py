@@ -1,0 +1,178 @@
+"""What a function reaches: its closure's cells, the globals that it reads, its defaults; by name, and whether any of it can change.
+
+    limit, ANSWERS = 20, {...}
+    lambda s: s.text in ANSWERS and s.length > limit   ->   ANSWERS (can change), limit (can't)
+
+Read off the code object, so a name that is only an attribute is no global. Limit: what code reaches by `globals()`, `eval` or
+`importlib` is not seen.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from m2flow.macro.sites import owner
+
+EMPTY = object()
+"""Stands for a cell that nothing is in yet."""
+
+_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...), type(NotImplemented), range, re.Pattern})
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a code object does with names from outside."""
+
+    globals: tuple[str, ...]
+    """Read, by it or by functions inside it."""
+    rebinds: bool
+    """It may change what it captures without a mutable object being there: a `global` or `nonlocal` that it sets, or an attribute."""
+
+
+@functools.lru_cache(maxsize=4096)
+def facts(code: types.CodeType) -> Facts:
+    names: dict[str, None] = {}
+    rebinds = False
+    for one in _nested(code):
+        for step in dis.get_instructions(one):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names[str(step.argval)] = None
+            elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR"):
+                rebinds = True
+            elif step.opname in ("STORE_DEREF", "DELETE_DEREF"):
+                rebinds |= step.argval in code.co_freevars
+    return Facts(tuple(names), rebinds)
+
+
+def is_importable(value: types.FunctionType | type) -> bool:
+    """Whether another process finds this under its name."""
+    found: object = sys.modules.get(value.__module__) if value.__module__ != "__main__" else None
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def is_users(function: types.FunctionType) -> bool:
+    """Whether it stands in the user's own code, and not in a library's."""
+    return owner(function.__code__.co_filename) == "user"
+
+
+def parts(value: object) -> Iterator[tuple[str, object]]:
+    """What a value is made of, each with its name as the user would write it after the value's own."""
+    match value:
+        case types.FunctionType():
+            yield from captures(value)
+        case types.MethodType():
+            yield "self", value.__self__
+            yield from parts(value.__func__)
+        case functools.partial():
+            yield from parts(value.func)
+            yield from ((f"[{i}]", item) for i, item in enumerate(value.args))
+            yield from value.keywords.items()
+        case functools._lru_cache_wrapper():
+            yield from parts(value.__wrapped__)
+        case dict():
+            yield from ((f"[{key!r:.40}]", item) for key, item in value.items())
+        case list() | tuple() | set() | frozenset():
+            yield from ((f"[{i}]", item) for i, item in enumerate(value))
+        case _:
+            yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items() if not isinstance(value, type))
+
+
+def captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Cells, globals that are read, and defaults, by name."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            yield name, EMPTY
+    yield from ((name, function.__globals__[name]) for name in facts(code).globals if name in function.__globals__)
+    defaults = function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def fixed_leaves(function: object) -> list[object] | None:
+    """All that a function captures, if nothing of it can change; None if something can.
+
+    Two functions of one code with the same leaves do the same. A function that is cached (`functools.cache`) counts as pure.
+    """
+    leaves: list[object] = []
+    return leaves if _gather(function, leaves, set()) else None
+
+
+def is_same(leaves: list[object], others: list[object]) -> bool:
+    return len(leaves) == len(others) and all(
+        a is b or (type(a) is type(b) and type(a) in (int, str, bytes) and a == b) for a, b in zip(leaves, others, strict=True)
+    )
+
+
+def _gather(value: object, leaves: list[object], seen: set[int]) -> bool:
+    """Add the leaves of a value; False as soon as one can change."""
+    if type(value) in _ATOMS or value is EMPTY:
+        leaves.append(value)
+        return True
+    if id(value) in seen:
+        return True
+    match value:
+        case types.FunctionType():
+            return _gather_function(value, leaves, seen)
+        case tuple() | frozenset() if type(value) in (tuple, frozenset):
+            leaves.append(len(value))
+            return _all(value, leaves, seen)
+        case functools._lru_cache_wrapper():
+            leaves.append(value)
+            return _gather(value.__wrapped__, leaves, seen)
+        case functools.partial():
+            leaves.append(tuple(value.keywords))
+            return not value.__dict__ and _all((value.func, *value.args, *value.keywords.values()), leaves, seen)
+        case types.BuiltinFunctionType():
+            leaves.append(value)
+            return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+        case types.ModuleType():
+            leaves.append(value)
+            return sys.modules.get(value.__name__) is value
+        case type():
+            leaves.append(value)
+            return is_importable(value)
+        case enum.Enum():
+            leaves.append(value)
+            return is_importable(type(value))
+        case np.generic():
+            leaves.append(value)
+            return True
+    if type(value).__module__.startswith("m2flow.") and is_importable(type(value)):
+        leaves.append(type(value))
+        return _all(vars(value).values(), leaves, seen) if hasattr(value, "__dict__") else False
+    return False
+
+
+def _gather_function(function: types.FunctionType, leaves: list[object], seen: set[int]) -> bool:
+    leaves.append(function.__code__)
+    if is_importable(function) and not is_users(function):
+        return True
+    seen.add(id(function))
+    if function.__dict__.keys() - {"__wrapped__"} or facts(function.__code__).rebinds:
+        return False
+    return _all((part for _, part in captures(function)), leaves, seen)
+
+
+def _all(values: Iterable[object], leaves: list[object], seen: set[int]) -> bool:
+    return all(_gather(value, leaves, seen) for value in values)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
