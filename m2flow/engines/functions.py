@@ -155,9 +155,9 @@ def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) ->
 
 
 def _frames_after(frames: TracebackType | None) -> TracebackType | None:
-    """From the first frame that is not of this package; all of them if there is none."""
+    """From the first frame that is neither of this package nor of the event loop; all of them if there is none."""
     found = frames
-    while found is not None and found.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+    while found is not None and found.tb_frame.f_code.co_filename.startswith((_PACKAGE, *asyncio.__path__)):
         found = found.tb_next
     return found or frames
 
