@@ -70,12 +70,12 @@ class Metrics(Handle):
             return None
         value = self._session.observe(ordinal, f"lagged({steps})")
         assert isinstance(value, dict)
-        return dict(value)
+        return _own(value)
 
     def items(self) -> dict[str, float]:
         value = self._observe("items()")
         assert isinstance(value, dict)
-        return dict(value)
+        return _own(value)
 
 
 class Number:
@@ -182,6 +182,11 @@ class _Mean:
 
     def __call__(self, samples: list[dict[str, float]]) -> float:
         return sum(float(sample[self.column]) for sample in samples) / max(len(samples), 1)
+
+
+def _own(numbers: dict[str, float]) -> dict[str, float]:
+    """The user's own copy. What a trace assumes is no plain dict, and nobody else's."""
+    return dict(numbers) if type(numbers) is dict else numbers
 
 
 def describe(value: object) -> str:
