@@ -6,6 +6,7 @@
     │   ├── OptionError          an option that the flow does not have, or a value it can't take
     │   ├── TraceError           a call or a handle used in a way that can't be recorded
     │   ├── DatasetError         no rows, rows of different shape
+    │   ├── DivergenceError      a replay, or a step under --pin-plan, that makes other calls than it should
     │   ├── OpError              the user's function raised, or returned what it may not
     │   │   └── RewardError      the same of a reward
     │   └── PromptTooLong        a prompt (and its answer) that the model's context can't hold
@@ -91,6 +92,10 @@ class TraceError(FlowError, TypeError):
 
 class DatasetError(FlowError, ValueError):
     """A dataset without rows, or with rows that do not fit together."""
+
+
+class DivergenceError(FlowError, RuntimeError):
+    """A flow makes other calls than its record, or than the plan that it is pinned to."""
 
 
 class OpError(FlowError, RuntimeError):

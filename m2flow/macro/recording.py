@@ -1,0 +1,320 @@
+"""What a run remembers of its flow, so that the flow can be replayed: calls, looks at values, logs, in the order of the program.
+
+    flow --Session--> Recorder --> the backend that does the work
+                         |
+                         +--> RecordWriter (`MemoryRecord`; on disk `m2flow.micro.records`)
+
+A call is remembered as the program wrote it (`CallRecord`), with the cursor and a checksum of the rows that a dataset gave; a look
+(`Look`) with where and why; a value once, however often it was looked at. Limit: what a function does is known by its bytecode, so
+code that it calls may change unseen.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol
+
+import numpy as np
+
+from m2flow.errors import M2FlowError
+from m2flow.macro.graph import Call, Observation, Site
+from m2flow.macro.session import Backend
+from m2flow.samples import Batch, Ragged
+
+LogSource = tuple[int, str | None] | float
+"""What a log names: a field of a call's value, or a number."""
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """A call as the program made it: equal records are equal calls."""
+
+    ordinal: int
+    step: int
+    name: str
+    site: str
+    """`flows/grpo.py:31`"""
+    text: str
+    inputs: tuple[tuple[str, int], ...]
+    shown: tuple[tuple[str, str], ...]
+    """Options as the user wrote them."""
+    hidden: tuple[tuple[str, str], ...]
+    """All other options: sampling, loss, optimiser, functions by bytecode, a dataset's cursor and rows."""
+    effects: tuple[str, ...]
+
+    @classmethod
+    def of(cls, call: Call) -> CallRecord:
+        return cls(
+            call.ordinal,
+            call.step,
+            call.name,
+            str(call.site),
+            call.site.text,
+            tuple((name, ref.call) for name, ref in call.inputs),
+            tuple((name, told(value)) for name, value in call.shown.items()),
+            tuple((name, told(value)) for name, value in call.options.items() if name not in call.shown),
+            (*(f"reads {effect}" for effect in call.reads), *(f"writes {effect}" for effect in call.writes)),
+        )
+
+    @property
+    def where(self) -> str:
+        return f"{self.site}  {self.text}"
+
+    def __str__(self) -> str:
+        arguments = [f"{name}=%{ordinal}" for name, ordinal in self.inputs] + [f"{name}={value}" for name, value in self.shown]
+        return f"{self.name}({', '.join(arguments)})"
+
+
+@dataclass(frozen=True)
+class Look:
+    """A point where the program waited for a value."""
+
+    num_calls: int
+    """Calls made before it."""
+    call: int
+    why: str
+    site: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.site}  {self.text}"
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """A `log` of the program. Remembered, but never compared: it may hold the time of day."""
+
+    num_calls: int
+    step: int
+    name: str
+    source: LogSource
+
+
+class RecordWriter(Protocol):
+    """Takes what a run must remember, in the order of the program. Called by the flow's thread."""
+
+    def called(self, call: Call) -> None: ...
+
+    def looked(self, look: Look, call: Call, value: object) -> None:
+        """The program saw this: a value, rows, or an error."""
+
+    def logged(self, entry: LogEntry) -> None: ...
+
+    def step_ended(self, step: int) -> None: ...
+
+
+class Record(Protocol):
+    """What a run remembered."""
+
+    @property
+    def calls(self) -> Sequence[CallRecord]: ...
+
+    @property
+    def looks(self) -> Sequence[Look]: ...
+
+    @property
+    def logs(self) -> Sequence[LogEntry]: ...
+
+    def value(self, ordinal: int) -> object:
+        """What a call came to: rows, one value, or an error as a value. KeyError if the record does not have it."""
+
+
+class MemoryRecord:
+    """A record in this process: for tests, and for programs that replay a flow at once."""
+
+    def __init__(self) -> None:
+        self.calls: list[CallRecord] = []
+        self.looks: list[Look] = []
+        self.logs: list[LogEntry] = []
+        self.values: dict[int, object] = {}
+
+    def called(self, call: Call) -> None:
+        self.calls.append(CallRecord.of(call))
+
+    def looked(self, look: Look, call: Call, value: object) -> None:
+        self.looks.append(look)
+        self.values[call.ordinal] = value
+
+    def keep(self, call: Call, value: object) -> None:
+        """A value that the program has not looked at."""
+        self.values.setdefault(call.ordinal, value)
+
+    def logged(self, entry: LogEntry) -> None:
+        self.logs.append(entry)
+
+    def step_ended(self, step: int) -> None:
+        pass
+
+    def value(self, ordinal: int) -> object:
+        return self.values[ordinal]
+
+
+class Around(Backend):
+    """Another backend, which does all the work; a subclass watches."""
+
+    def __init__(self, live: Backend) -> None:
+        self._live = live
+
+    def submit(self, call: Call) -> None:
+        self._live.submit(call)
+
+    def value(self, ordinal: int) -> object:
+        return self._live.value(ordinal)
+
+    def observed(self, observation: Observation) -> None:
+        self._live.observed(observation)
+
+    def log(self, step: int, values: Mapping[str, LogSource]) -> None:
+        self._live.log(step, values)
+
+    def release(self, ordinal: int) -> None:
+        self._live.release(ordinal)
+
+    def end_step(self, step: int) -> None:
+        self._live.end_step(step)
+
+    def finish(self) -> None:
+        self._live.finish()
+
+
+class Recorder(Around):
+    """Another backend, with what the program does written down."""
+
+    def __init__(self, live: Backend, writer: RecordWriter) -> None:
+        super().__init__(live)
+        self._writer = writer
+        self._calls: list[Call] = []
+        self._look: Look | None = None
+
+    def submit(self, call: Call) -> None:
+        assert call.ordinal == len(self._calls)
+        self._calls.append(call)
+        self._writer.called(call)
+        super().submit(call)
+
+    def observed(self, observation: Observation) -> None:
+        self._look = look_of(observation, len(self._calls))
+        super().observed(observation)
+
+    def value(self, ordinal: int) -> object:
+        value: object
+        try:
+            value = super().value(ordinal)
+        except M2FlowError as error:
+            self._saw(ordinal, error)
+            raise
+        self._saw(ordinal, value)
+        return value
+
+    def _saw(self, ordinal: int, value: object) -> None:
+        look, self._look = self._look, None
+        if look is not None and self._calls[ordinal].engine != "source":  # A dataset's rows are the program's own.
+            self._writer.looked(look, self._calls[ordinal], value)
+
+    def log(self, step: int, values: Mapping[str, LogSource]) -> None:
+        for name, source in values.items():
+            self._writer.logged(LogEntry(len(self._calls), step, name, source))
+        super().log(step, values)
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        self._writer.step_ended(step)
+
+
+def look_of(observation: Observation, num_calls: int) -> Look:
+    return Look(num_calls, observation.call, observation.why, str(observation.site), observation.site.text)
+
+
+def difference(recorded: CallRecord, now: CallRecord, *, what: str = "recorded") -> str | None:
+    """How two calls at one place of the program differ, in words; None if they are the same.
+
+    The line's number may differ, so that a comment above it changes nothing; its text may not.
+    """
+    if (recorded.name, recorded.step) != (now.name, now.step):
+        return f"it is {now.name} in {_step(now)}; {what} was {recorded.name} in {_step(recorded)}"
+    if recorded.inputs != now.inputs:
+        return f"it works on {_inputs(now)}; {what} were {_inputs(recorded)}"
+    for part in ("shown", "hidden"):
+        before, after = dict(getattr(recorded, part)), dict(getattr(now, part))
+        for name in dict.fromkeys([*before, *after]):
+            if before.get(name) != after.get(name):
+                return f"{name} is {after.get(name, 'not given')}; {what} was {before.get(name, 'not given')}"
+    if recorded.effects != now.effects:
+        return f"it {', '.join(now.effects) or 'has no effect'}; {what} was: {', '.join(recorded.effects) or 'no effect'}"
+    if recorded.text != now.text or recorded.site.rpartition(":")[0] != now.site.rpartition(":")[0]:
+        return f"the line has another text; {what} was: {recorded.text}"
+    return None
+
+
+def _step(call: CallRecord) -> str:
+    return f"step {call.step}" if call.step >= 0 else "no step"
+
+
+def _inputs(call: CallRecord) -> str:
+    return ", ".join(f"{name}=%{ordinal}" for name, ordinal in call.inputs) or "no input"
+
+
+def told(value: object) -> str:
+    """A value in words that are the same in every process: no addresses, functions by their code, rows by a checksum."""
+    if isinstance(value, str | bytes | None):
+        return repr(value)
+    if isinstance(value, bool | int | float | np.generic):
+        return format(value, ".17g") if not isinstance(value, int) or abs(value) < 1 << 53 else str(value)
+    if isinstance(value, Batch):
+        return f"{len(value)} rows, checksum {_checksum(value):08x}"
+    if isinstance(value, type):
+        return value.__qualname__
+    try:
+        return _told_hashable(value)
+    except TypeError:
+        return _told_compound(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _told_hashable(value: object) -> str:
+    return _told_compound(value)
+
+
+def _told_compound(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{told(key)}: {told(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [told(item) for item in value]
+        return f"[{', '.join(items if isinstance(value, list | tuple) else sorted(items))}]"
+    if is_dataclass(value):
+        return f"{type(value).__name__}({', '.join(f'{f.name}={told(getattr(value, f.name))}' for f in fields(value))})"
+    if isinstance(value, functools.partial):
+        return f"partial({told(value.func)}, {told(value.args)}, {told(value.keywords)})"
+    code = getattr(value, "__code__", None)
+    if isinstance(code, types.CodeType):
+        return f"{getattr(value, '__name__', 'function')} (code {_code_digest(code)})"
+    call = getattr(type(value).__call__, "__code__", None) if callable(value) else None
+    return type(value).__qualname__ + (f" (code {_code_digest(call)})" if isinstance(call, types.CodeType) else "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_digest(code: types.CodeType) -> str:
+    """Of what a function does: neither its file nor its lines."""
+    total = hashlib.sha256(code.co_code)
+    total.update(repr((code.co_names, code.co_varnames, code.co_argcount)).encode())
+    for constant in code.co_consts:
+        total.update((_code_digest(constant) if isinstance(constant, types.CodeType) else told(constant)).encode())
+    return total.hexdigest()[:12]
+
+
+def _checksum(batch: Batch) -> int:
+    """CRC-32 over identities and columns."""
+    total = zlib.crc32(np.ascontiguousarray(batch.ids))
+    for name, column in batch.columns.items():
+        total = zlib.crc32(name.encode(), total)
+        for array in (column.offsets, column.values) if isinstance(column, Ragged) else (column,):
+            total = zlib.crc32(np.ascontiguousarray(array).view(np.uint8), total)
+    return total
+
+

@@ -1,0 +1,268 @@
+"""Run a flow again from its start: what was done before is answered from the record, what comes after is done.
+
+    flow --Session--> ReplayBackend --before the point--> Record
+                                    --from it on-------> the backend that does the work
+
+The flow's own Python runs again in full, under the same seeds, so its variables are what they were. Up to the point nothing is
+executed, logs and prints are muted, and each call and look must be what the record has: the first that is not ends the replay.
+
+The boundary: the state of engines is not in the record. Either the caller has restored it (a checkpoint), or `reperform` says which
+calls are done again on the way, with recorded rows: by default none, `trains` for those of the trainers, which re-makes every
+weight and optimiser. From the point on, calls that take an earlier result get it from the record; the result of a function without
+effects that the record lacks is computed again; a generation is never made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from m2flow.errors import DivergenceError, FlowError, M2FlowError
+from m2flow.macro.eager import number_of
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import Call, Granularity, Observation
+from m2flow.macro.recording import CallRecord, Look, LogSource, Record, difference, look_of
+from m2flow.macro.session import Backend
+from m2flow.samples import Batch
+
+_NOW = "Run the flow as it was recorded, or begin a new run."
+
+
+def trains(call: Call) -> bool:
+    """The calls that make a trainer's state, and what they need of it: updates, frozen copies, log-probabilities."""
+    return call.engine == "train"
+
+
+def nothing(call: Call) -> bool:
+    return False
+
+
+class ReplayBackend(Backend):
+    """Answers from a record up to a point, then from a live backend.
+
+    Args:
+        until_call: the first call that is live again. until_step: the first step that is. Neither: the end of the record.
+        reperform: which calls before the point are done again by the live backend.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        live: Backend,
+        *,
+        until_call: int | None = None,
+        until_step: int | None = None,
+        reperform: Callable[[Call], bool] = nothing,
+    ) -> None:
+        self._record = record
+        self._live = live
+        self._until_call = len(record.calls) if until_call is None else min(until_call, len(record.calls))
+        self._until_step = until_step
+        self._reperform = reperform
+        self._calls: list[Call] = []
+        """The replayed ones. Kept whole: a live call may need their rows."""
+        self._num_looks = 0
+        self._is_live = False
+        self._known_live: set[int] = set()
+        """Calls that the live backend has, as they are or as given rows."""
+
+    @property
+    def is_live(self) -> bool:
+        """The point is reached."""
+        return self._is_live
+
+    def submit(self, call: Call) -> None:
+        self._is_live = self._is_live or self._is_due(call.step)
+        if self._is_live:
+            self._provide_inputs(call)
+            self._to_live(call)
+            return
+        if (look := self._next_look) is not None:
+            raise _diverged(
+                call.site.describe(), f"Python waited here for %{look.call}, {look.why}, at {look.where}", f"{CallRecord.of(call)}"
+            )
+        recorded, now = self._record.calls[call.ordinal], CallRecord.of(call)
+        how = difference(recorded, now)
+        if how is not None:
+            raise _diverged(call.site.describe(), f"{recorded}  {recorded.where}", f"{now}  {now.where}", f"call {call.ordinal}: {how}")
+        self._calls.append(call)
+        if self._reperform(call):
+            self._provide_inputs(call)
+            self._to_live(call)
+
+    def observed(self, observation: Observation) -> None:
+        if self._is_live or self._is_source(observation.call):
+            if self._is_live and observation.call in self._known_live:
+                self._live.observed(observation)
+            return
+        look, now = self._next_look, look_of(observation, len(self._calls))
+        if look is None and self._is_due(None):
+            self._is_live = True
+        elif look is None:
+            recorded = self._record.calls[len(self._calls)]
+            raise _diverged(observation.site.describe(), f"{recorded}  {recorded.where}", f"Python waits for %{now.call}, {now.why}")
+        elif (look.call, look.why, look.text) != (now.call, now.why, now.text):
+            raise _diverged(
+                observation.site.describe(),
+                f"Python waited for %{look.call}, {look.why}, at {look.where}",
+                f"for %{now.call}, {now.why}, at {now.where}",
+            )
+        else:
+            self._num_looks += 1
+
+    def value(self, ordinal: int) -> object:
+        if ordinal >= len(self._calls):
+            return self._live.value(ordinal)
+        try:
+            value = self._known(ordinal)
+        except KeyError:
+            self._provide(ordinal)
+            return self._live.value(ordinal)
+        if isinstance(value, M2FlowError):
+            raise value
+        return value
+
+    def log(self, step: int, values: Mapping[str, LogSource]) -> None:
+        if self._is_live:
+            self._live.log(step, {name: self._log_source(source) for name, source in values.items()})
+
+    def release(self, ordinal: int) -> None:
+        if ordinal in self._known_live:
+            self._live.release(ordinal)
+
+    def end_step(self, step: int) -> None:
+        if any(call.step == step for call in reversed(self._calls) if call.ordinal in self._known_live) or self._is_live:
+            self._live.end_step(step)
+        self._is_live = self._is_live or self._is_due(step + 1)
+
+    def finish(self) -> None:
+        if not self._is_live and not self._is_due(None):
+            look = self._next_look
+            recorded = f"Python waited for %{look.call}, {look.why}" if look else f"{self._record.calls[len(self._calls)]}"
+            where = look.where if look else self._record.calls[len(self._calls)].where
+            raise _diverged(where, recorded, "the flow ends before it")
+        if self._known_live:
+            self._live.finish()
+
+    def _is_due(self, step: int | None) -> bool:
+        """The next call is the first live one; `step` is its step, if that is known."""
+        if self._next_look is not None:
+            return False
+        is_step = step is not None and self._until_step is not None and step >= self._until_step
+        return is_step or len(self._calls) >= self._until_call
+
+    @property
+    def _next_look(self) -> Look | None:
+        """What the record has here, between two calls."""
+        looks = self._record.looks
+        is_here = self._num_looks < len(looks) and looks[self._num_looks].num_calls == len(self._calls)
+        return looks[self._num_looks] if is_here else None
+
+    def _is_source(self, ordinal: int) -> bool:
+        return ordinal < len(self._calls) and self._calls[ordinal].engine == "source"
+
+    def _known(self, ordinal: int) -> object:
+        """KeyError if only the live backend can know it."""
+        return self._calls[ordinal].options["rows"] if self._is_source(ordinal) else self._record.value(ordinal)
+
+    # What the live backend is given of the calls before the point
+
+    def _provide_inputs(self, call: Call) -> None:
+        for _, ref in call.inputs:
+            self._provide(ref.call)
+
+    def _provide(self, ordinal: int) -> None:
+        """Make an earlier call's result known to the live backend: as given rows, or by doing what has no effect."""
+        if ordinal in self._known_live:
+            return
+        call = self._calls[ordinal]
+        try:
+            value = self._known(ordinal)
+        except KeyError:
+            value = None
+        if isinstance(value, Batch):
+            self._to_live(_given(call, value))
+        elif call.engine == "function" and not call.writes:
+            self._provide_inputs(call)
+            self._to_live(call)
+        else:
+            raise FlowError(
+                f"the record has no rows of {call.name}, which a call after the point of the replay needs",
+                where=call.site.describe(),
+                now="Replay to the end of a step in which it was used up.",
+            )
+
+    def _to_live(self, call: Call) -> None:
+        self._known_live.add(call.ordinal)
+        self._live.submit(call)
+
+    def _log_source(self, source: LogSource) -> LogSource:
+        """A log's source as the live backend can know it: a recorded value is a number by now."""
+        if isinstance(source, float) or source[0] in self._known_live:
+            return source
+        try:
+            return number_of(self._known(source[0]), source[1])
+        except KeyError:
+            self._provide(source[0])
+            return source
+
+
+def replay(
+    flow: Flow,
+    options: Mapping[str, object],
+    record: Record,
+    live: Backend,
+    *,
+    seed: int = 0,
+    until_call: int | None = None,
+    until_step: int | None = None,
+    reperform: Callable[[Call], bool] = nothing,
+) -> object:
+    """Run a recorded flow again; what it returns. `options` and `seed` must be those of the recorded run.
+
+    Raises:
+        DivergenceError: the flow makes other calls than it did; nothing after that line is done.
+    """
+    backend = ReplayBackend(record, live, until_call=until_call, until_step=until_step, reperform=reperform)
+    with prints_muted(lambda: not backend.is_live):
+        return flow.run(backend, options, seed=seed)
+
+
+@contextlib.contextmanager
+def prints_muted(is_muted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Drop what this thread writes to stdout, as long as the condition holds."""
+    with contextlib.redirect_stdout(_Muted(sys.stdout, threading.get_ident(), is_muted)):
+        yield
+
+
+class _Muted(io.TextIOBase):
+    """A stream that passes on only what it should."""
+
+    def __init__(self, stream: io.TextIOBase | object, thread: int, is_muted: Callable[[], bool]) -> None:
+        self._stream = stream
+        self._thread = thread
+        self._is_muted = is_muted
+
+    def write(self, text: str) -> int:
+        if not (threading.get_ident() == self._thread and self._is_muted()):
+            self._stream.write(text)  # type: ignore[attr-defined]
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()  # type: ignore[attr-defined]
+
+
+def _given(call: Call, rows: Batch) -> Call:
+    """A call whose result is there already, as every backend knows it: a source of these rows."""
+    options = {"rows": rows, "cursor": 0}
+    return replace(
+        call, engine="source", granularity=Granularity.SAMPLE, inputs=(), reads=(), writes=(), options=options, is_aligned=True
+    )
+
+
+def _diverged(where: str, recorded: str, now: str, what: str = "the flow does something else than it did") -> DivergenceError:
+    return DivergenceError(what, where=where, now=f"recorded: {recorded}\nnow:      {now}\n{_NOW}")
