@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -11,6 +11,7 @@ import msgspec
 from m2flow.cli.flow_options import flow_command
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
+from m2flow.macro.pinning import structure_of
 from m2flow.macro.tracing import trace
 from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering import lower
@@ -75,6 +76,7 @@ def _as_json(graph: MacroGraph, plan: Plan) -> str:
             }
             for call in graph.calls
         ],
+        "structure": [asdict(call) for call in structure_of(graph)],
         "barriers": [{"call": seen.call, "site": str(seen.site), "why": seen.why} for seen in graph.observations],
         "plan": msgspec.to_builtins(plan),
     }

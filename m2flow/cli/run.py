@@ -22,6 +22,7 @@ from m2flow.cli.failures import Failure, failure_of
 from m2flow.cli.flow_options import flow_command
 from m2flow.errors import RunInterrupted
 from m2flow.macro.flow import Flow
+from m2flow.macro.pinning import read_structure
 from m2flow.spec import LAPTOP, RunSettings, load_cluster
 
 _RESTARTED = "M2FLOW_RESTARTED"
@@ -32,6 +33,8 @@ _RESTARTED = "M2FLOW_RESTARTED"
 @click.option("--seed", type=int, default=0, show_default=True, help="Decides every random number of the run.")
 @click.option("--deterministic", is_flag=True, help="The same result bit by bit each time, on a CPU; slower.")
 @click.option("--eager", is_flag=True, help="Run the flow call by call in this process: the reference for every plan.")
+@click.option("--pin-plan", is_flag=True, help="Stop at a step whose calls are not those of the first one.")
+@click.option("--pin-to", type=click.Path(path_type=Path), metavar="PLAN.json", help="The same, with the step of `m2flow plan --json`.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directory goes.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of stdout is the summary as JSON; all else goes to stderr.")
 @click.option("--quiet", is_flag=True, help="Show no plan and no progress, only the summary.")
@@ -45,6 +48,8 @@ def command(
     seed: int,
     deterministic: bool,
     eager: bool,
+    pin_plan: bool,
+    pin_to: Path | None,
     runs_dir: Path,
     as_json: bool,
     quiet: bool,
@@ -64,7 +69,8 @@ def command(
     from m2flow.micro.run import Run
 
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
-    run = Run(flow, options, spec, settings, flow_file=target)
+    structure = read_structure(pin_to) if pin_to else None
+    run = Run(flow, options, spec, settings, flow_file=target, pin_plan=pin_plan, pin_to=structure)
     progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:

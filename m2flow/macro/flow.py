@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import random
@@ -9,7 +10,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,3 +151,19 @@ def seed_everything(seed: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def randomness_kept() -> Iterator[None]:
+    """Work in the flow's own process, by engines and users' functions, that leaves the flow's generators as they were."""
+    import numpy as np
+
+    states, torch = (random.getstate(), np.random.get_state()), sys.modules.get("torch")
+    torch_state = None if torch is None else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch is not None:
+            torch.set_rng_state(torch_state)

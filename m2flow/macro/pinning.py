@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from m2flow.errors import DivergenceError
+import msgspec
+
+from m2flow.errors import DivergenceError, SpecError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.recording import Around, CallRecord
 from m2flow.macro.session import Backend
@@ -45,6 +48,22 @@ def structure_of(graph: MacroGraph, step: int = 0) -> tuple[PinnedCall, ...]:
     """The structure of one step of a graph."""
     calls = [call for call in graph.calls if call.step == step]
     return tuple(PinnedCall.of(call, calls[0].ordinal) for call in calls)
+
+
+def read_structure(path: Path) -> tuple[PinnedCall, ...]:
+    """The structure in what `m2flow plan --json` printed.
+
+    Raises:
+        SpecError: the file can't be read, or has none.
+    """
+    try:
+        return tuple(msgspec.json.decode(path.read_bytes(), type=_Plan).structure)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is no plan to pin a run to: {error}", now=f"Make one: m2flow plan FLOW --json > {path}") from None
+
+
+class _Plan(msgspec.Struct):
+    structure: list[PinnedCall]
 
 
 class PinnedBackend(Around):

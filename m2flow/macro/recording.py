@@ -5,26 +5,19 @@
                          +--> RecordWriter (`MemoryRecord`; on disk `m2flow.micro.records`)
 
 A call is remembered as the program wrote it (`CallRecord`), with the cursor and a checksum of the rows that a dataset gave; a look
-(`Look`) with where and why; a value once, however often it was looked at. Limit: what a function does is known by its bytecode, so
-code that it calls may change unseen.
+(`Look`) with where and why; a value once, however often it was looked at.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import types
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from m2flow.errors import M2FlowError
-from m2flow.macro.graph import Call, Observation, Site
+from m2flow.macro.fingerprint import told
+from m2flow.macro.graph import Call, Observation
 from m2flow.macro.session import Backend
-from m2flow.samples import Batch, Ragged
 
 LogSource = tuple[int, str | None] | float
 """What a log names: a field of a call's value, or a number."""
@@ -258,63 +251,3 @@ def _step(call: CallRecord) -> str:
 
 def _inputs(call: CallRecord) -> str:
     return ", ".join(f"{name}=%{ordinal}" for name, ordinal in call.inputs) or "no input"
-
-
-def told(value: object) -> str:
-    """A value in words that are the same in every process: no addresses, functions by their code, rows by a checksum."""
-    if isinstance(value, str | bytes | None):
-        return repr(value)
-    if isinstance(value, bool | int | float | np.generic):
-        return format(value, ".17g") if not isinstance(value, int) or abs(value) < 1 << 53 else str(value)
-    if isinstance(value, Batch):
-        return f"{len(value)} rows, checksum {_checksum(value):08x}"
-    if isinstance(value, type):
-        return value.__qualname__
-    try:
-        return _told_hashable(value)
-    except TypeError:
-        return _told_compound(value)
-
-
-@functools.lru_cache(maxsize=1024)
-def _told_hashable(value: object) -> str:
-    return _told_compound(value)
-
-
-def _told_compound(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{told(key)}: {told(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [told(item) for item in value]
-        return f"[{', '.join(items if isinstance(value, list | tuple) else sorted(items))}]"
-    if is_dataclass(value):
-        return f"{type(value).__name__}({', '.join(f'{f.name}={told(getattr(value, f.name))}' for f in fields(value))})"
-    if isinstance(value, functools.partial):
-        return f"partial({told(value.func)}, {told(value.args)}, {told(value.keywords)})"
-    code = getattr(value, "__code__", None)
-    if isinstance(code, types.CodeType):
-        return f"{getattr(value, '__name__', 'function')} (code {_code_digest(code)})"
-    call = getattr(type(value).__call__, "__code__", None) if callable(value) else None
-    return type(value).__qualname__ + (f" (code {_code_digest(call)})" if isinstance(call, types.CodeType) else "")
-
-
-@functools.lru_cache(maxsize=1024)
-def _code_digest(code: types.CodeType) -> str:
-    """Of what a function does: neither its file nor its lines."""
-    total = hashlib.sha256(code.co_code)
-    total.update(repr((code.co_names, code.co_varnames, code.co_argcount)).encode())
-    for constant in code.co_consts:
-        total.update((_code_digest(constant) if isinstance(constant, types.CodeType) else told(constant)).encode())
-    return total.hexdigest()[:12]
-
-
-def _checksum(batch: Batch) -> int:
-    """CRC-32 over identities and columns."""
-    total = zlib.crc32(np.ascontiguousarray(batch.ids))
-    for name, column in batch.columns.items():
-        total = zlib.crc32(name.encode(), total)
-        for array in (column.offsets, column.values) if isinstance(column, Ragged) else (column,):
-            total = zlib.crc32(np.ascontiguousarray(array).view(np.uint8), total)
-    return total
-
-

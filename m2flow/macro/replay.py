@@ -20,12 +20,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TextIO
 
 from m2flow.errors import DivergenceError, FlowError, M2FlowError
 from m2flow.macro.eager import number_of
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Granularity, Observation
-from m2flow.macro.recording import CallRecord, Look, LogSource, Record, difference, look_of
+from m2flow.macro.recording import CallRecord, LogSource, Look, Record, difference, look_of
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
 
@@ -242,26 +243,24 @@ def prints_muted(is_muted: Callable[[], bool] = lambda: True) -> Iterator[None]:
 class _Muted(io.TextIOBase):
     """A stream that passes on only what it should."""
 
-    def __init__(self, stream: io.TextIOBase | object, thread: int, is_muted: Callable[[], bool]) -> None:
+    def __init__(self, stream: TextIO, thread: int, is_muted: Callable[[], bool]) -> None:
         self._stream = stream
         self._thread = thread
         self._is_muted = is_muted
 
     def write(self, text: str) -> int:
         if not (threading.get_ident() == self._thread and self._is_muted()):
-            self._stream.write(text)  # type: ignore[attr-defined]
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._stream.flush()  # type: ignore[attr-defined]
+        self._stream.flush()
 
 
 def _given(call: Call, rows: Batch) -> Call:
     """A call whose result is there already, as every backend knows it: a source of these rows."""
     options = {"rows": rows, "cursor": 0}
-    return replace(
-        call, engine="source", granularity=Granularity.SAMPLE, inputs=(), reads=(), writes=(), options=options, is_aligned=True
-    )
+    return replace(call, engine="source", granularity=Granularity.SAMPLE, inputs=(), reads=(), writes=(), options=options, is_aligned=True)
 
 
 def _diverged(where: str, recorded: str, now: str, what: str = "the flow does something else than it did") -> DivergenceError:

@@ -15,6 +15,7 @@ import numpy as np
 
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError
+from m2flow.macro.flow import randomness_kept
 from m2flow.macro.graph import Call
 from m2flow.micro import performing, training
 from m2flow.micro.packing import cut
@@ -97,6 +98,10 @@ class InProcess:
 
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
         """Do one whole call."""
+        with randomness_kept():
+            return self._perform(call, inputs)
+
+    def _perform(self, call: Call, inputs: Mapping[str, object]) -> object:
         self._notes.call_added(call)
         given = [value for value in inputs.values() if isinstance(value, Batch)]
         if call.is_aligned and given and not any(map(len, given[: None if performing.gives(call) == "concat" else 1])):

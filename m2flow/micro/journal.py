@@ -9,6 +9,7 @@ from pathlib import Path
 
 from m2flow.macro.graph import Call
 from m2flow.micro.ledger import Ledger
+from m2flow.micro.records import LedgerWriter
 from m2flow.micro.segments import Place
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import SpanBlock
@@ -37,6 +38,8 @@ class Journal:
     def __init__(self, run_dir: Path) -> None:
         self.tally = Tally()
         self._ledger = Ledger(run_dir / "ledger.db")
+        self.record = LedgerWriter(self._ledger)
+        """What the flow's thread writes: its calls, and what it saw."""
         self._metrics = MetricsWriter(run_dir)
         self._trace = TraceStore(run_dir)
 
@@ -50,6 +53,7 @@ class Journal:
         with contextlib.ExitStack() as closing:
             for record in (self._trace, self._metrics, self._ledger):
                 closing.callback(record.close)
+            closing.callback(self.record.flush)
 
     def call_added(self, call: Call) -> None:
         self._ledger.call_added(call)
@@ -79,6 +83,8 @@ class Journal:
     def call_done(self, call: Call, value: object) -> None:
         """A call ended well. An update's numbers become metrics: of the policy by their own names, of others under theirs."""
         self._ledger.call_ended(call.ordinal, "done")
+        if not call.is_aligned:
+            self.record.came_to(call, value)
         if call.method == "update" and isinstance(value, dict):
             prefix = "setup/" if call.step < 0 else ""
             prefix += "" if call.role == "policy" else f"{call.role}/"

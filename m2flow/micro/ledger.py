@@ -1,13 +1,14 @@
 """The ledger: who every sample is, where its tokens lie, what it was worth, and what trained on it.
 
 SQLite in WAL mode, on a local disk; tokens are in segment files (`m2flow.micro.segments`), pointed to from here. Writes gather in
-a transaction that ends with each step, and at least every second, so a crash loses at most that. One thread uses a ledger.
+a transaction that ends with each step, and at least every second, so a crash loses at most that. Several threads may write.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, memb
 CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMARY KEY (call, sample)) WITHOUT ROWID;
 CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
+CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
+CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
 """
 _COMMIT_EVERY_S = 1.0
 
@@ -39,6 +42,7 @@ class Ledger:
         self._is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._committed_s = time.monotonic()
+        self._lock = threading.RLock()
 
     def open(self) -> None:
         self._run("PRAGMA journal_mode=WAL")
@@ -54,9 +58,10 @@ class Ledger:
             self._db.close()
 
     def commit(self) -> None:
-        self._run("COMMIT")
-        self._run("BEGIN")
-        self._committed_s = time.monotonic()
+        with self._lock:
+            self._run("COMMIT")
+            self._run("BEGIN")
+            self._committed_s = time.monotonic()
 
     def commit_if_due(self) -> None:
         """Commit if the last time is a second ago."""
@@ -97,15 +102,30 @@ class Ledger:
     def logged(self, step: int, name: str, value: float) -> None:
         self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
 
+    def remembered(self, kind: str, bodies: Sequence[tuple[int, bytes]]) -> None:
+        """Parts of the flow's record (`m2flow.micro.records`): position and body."""
+        self._many("INSERT OR IGNORE INTO record VALUES (?,?,?)", [(kind, *body) for body in bodies])
+
+    def saw(self, call: int, kind: str, body: bytes) -> None:
+        """The value of a call, as the program sees it."""
+        self._run("INSERT OR IGNORE INTO seen VALUES (?,?,?)", (call, kind, body))
+
+    def has_samples(self, ids: Sequence[int]) -> bool:
+        """Whether the segments have the rows of all of these."""
+        with self._lock:
+            return all(self._db.execute("SELECT 1 FROM samples WHERE id=?", (packed,)).fetchone() for packed in ids)
+
     def _run(self, statement: str, values: Sequence[object] = ()) -> None:
         try:
-            self._db.execute(statement, values)
+            with self._lock:
+                self._db.execute(statement, values)
         except sqlite3.OperationalError as error:
             raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
 
     def _many(self, statement: str, records: Sequence[Sequence[object]]) -> None:
         try:
-            self._db.executemany(statement, records)
+            with self._lock:
+                self._db.executemany(statement, records)
         except sqlite3.OperationalError as error:
             raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
         self.commit_if_due()

@@ -9,13 +9,16 @@ import contextlib
 import hashlib
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
+from m2flow.macro.pinning import PinnedBackend, PinnedCall
+from m2flow.macro.recording import Recorder
+from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.controller import Controller
@@ -66,12 +69,24 @@ class Summary:
 class Run:
     """One run of a flow."""
 
-    def __init__(self, flow: Flow, options: Mapping[str, object], spec: ClusterSpec, settings: RunSettings, *, flow_file: str = "") -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        options: Mapping[str, object],
+        spec: ClusterSpec,
+        settings: RunSettings,
+        *,
+        flow_file: str = "",
+        pin_plan: bool = False,
+        pin_to: Sequence[PinnedCall] | None = None,
+    ) -> None:
         self.flow = flow
         self.options = dict(options)
         self.spec = spec
         self.settings = settings
         self._flow_file = flow_file
+        self._pin_to = pin_to
+        self._is_pinned = pin_plan or pin_to is not None
         self._plan: Plan | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
@@ -127,7 +142,7 @@ class Run:
         try:
             self._controller.open()
             start = time.monotonic()
-            self.flow.run(backend, self.options, seed=self.settings.seed)
+            self.flow.run(self._watched(backend), self.options, seed=self.settings.seed)
             wall_s = time.monotonic() - start
             return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
         finally:
@@ -139,11 +154,19 @@ class Run:
         try:
             performer.open()
             start = time.monotonic()
-            self.flow.run(EagerBackend(performer, self._journal), self.options, seed=self.settings.seed)
+            self.flow.run(self._watched(EagerBackend(performer, self._journal)), self.options, seed=self.settings.seed)
             wall_s = time.monotonic() - start
             return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
         finally:
             performer.close()
+
+    def _watched(self, backend: Backend) -> Backend:
+        """The backend as the flow gets it: what it does is recorded, and held to one structure if that was asked for."""
+        assert self._journal is not None
+        recorder = Recorder(backend, self._journal.record)
+        if not self._is_pinned:
+            return recorder
+        return PinnedBackend(recorder, self._pin_to, source="the given plan" if self._pin_to is not None else "the first step")
 
     def _draw(self) -> None:
         """The pictures and exports of the run, also of one that failed. What can't be drawn must not hide why it failed."""

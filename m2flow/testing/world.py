@@ -12,7 +12,7 @@ import os
 import random
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from m2flow.channels.contract import Parcel
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.errors import InternalError, M2FlowError, error_from_record
 from m2flow.macro.eager import EagerBackend, number_of
-from m2flow.macro.flow import Flow
+from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
@@ -151,8 +151,9 @@ class World(Backend):
 
     def end_step(self, step: int) -> None:
         self._flush()
-        for _ in range(self._order.randrange(20)):
-            self._turn()
+        with randomness_kept():
+            for _ in range(self._order.randrange(20)):
+                self._turn()
         if self._errors:
             raise self._errors[min(self._errors)]
 
@@ -179,10 +180,11 @@ class World(Backend):
             self._handle(Released(ordinal))
 
     def _turn_until(self, is_met) -> None:  # type: ignore[no-untyped-def]
-        for _ in range(MAX_TURNS):
-            if is_met():
-                return
-            self._turn()
+        with randomness_kept():
+            for _ in range(MAX_TURNS):
+                if is_met():
+                    return
+                self._turn()
         raise InternalError("nothing moves any more: " + "; ".join(self._scheduler.waiting()))
 
     def _turn(self) -> None:
@@ -244,6 +246,10 @@ def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]
     return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
 
 
+def _itself(backend: Backend) -> Backend:
+    return backend
+
+
 def run_planned(
     flow: Flow,
     options: Mapping[str, object],
@@ -253,8 +259,11 @@ def run_planned(
     order_seed: int = 0,
     deterministic: bool = False,
     save_to: Path | None = None,
+    around: Callable[[Backend], Backend] = _itself,
 ) -> Answer:
-    """Run a flow by the plan of a spec, with the interleaving of `order_seed`. Trained models are kept under `save_to`."""
+    """Run a flow by the plan of a spec, with the interleaving of `order_seed`. Trained models are kept under `save_to`; the flow's
+    calls go to what `around` makes of the backend: a recorder, a replay.
+    """
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
@@ -268,7 +277,7 @@ def run_planned(
         try:
             world.open()
             try:
-                flow.run(world, options, seed=seed)
+                flow.run(around(world), options, seed=seed)
             except M2FlowError as error:
                 world.answer.error = f"{type(error).__name__}: {error.what.split(' (worker')[0]}"
             for planned in plan.workers:
@@ -290,8 +299,9 @@ def run_eager(
     seed: int = 0,
     deterministic: bool = False,
     save_to: Path | None = None,
+    around: Callable[[Backend], Backend] = _itself,
 ) -> Answer:
-    """Run a flow call by call: what every plan must agree with. Trained models are kept under `save_to`."""
+    """Run a flow call by call: what every plan must agree with. `save_to` and `around` as in `run_planned`."""
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
@@ -299,7 +309,7 @@ def run_eager(
         performer = InProcess(plan, spec, RunSettings(seed=seed, deterministic=deterministic), models, Path(directory), notes)
         performer.open()
         try:
-            flow.run(EagerBackend(performer, notes), options, seed=seed)
+            flow.run(around(EagerBackend(performer, notes)), options, seed=seed)
         except M2FlowError as error:
             notes.answer.error = f"{type(error).__name__}: {error.what}"
         trained = {slot.role for worker in plan.workers for slot in worker.engines if slot.kind == "train"}
