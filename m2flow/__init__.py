@@ -12,10 +12,11 @@ def grpo(num_steps: int = 80):
         policy.update(responses, rewards)
 """
 
+from m2flow.macro.critics import Critic, RewardModel
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.flow import Flow, flow, load_flow
 from m2flow.macro.handles import Metrics, Number, Rows, Scores
-from m2flow.macro.losses import distill, loss, nll, ppo_clip, reinforce
+from m2flow.macro.losses import clipped_value, distill, loss, nll, ppo_clip, reinforce
 from m2flow.macro.ops import log, op, steps
 from m2flow.macro.roles import Policy, Reference, Reward
 from m2flow.recipe import AdamW, Counts, Loss, Sampling
@@ -27,6 +28,7 @@ __all__ = [
     "AdamW",
     "Batch",
     "Counts",
+    "Critic",
     "Dataset",
     "Finish",
     "Flow",
@@ -36,11 +38,13 @@ __all__ = [
     "Policy",
     "Reference",
     "Reward",
+    "RewardModel",
     "Rows",
     "Sample",
     "SampleId",
     "Sampling",
     "Scores",
+    "clipped_value",
     "distill",
     "flow",
     "load_flow",

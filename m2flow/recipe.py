@@ -29,6 +29,8 @@ class Model:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     chat: bool = False
     """Put each prompt through the tokenizer's chat template, as a user's message."""
+    head: Literal["lm", "value", "score"] = "lm"
+    """What the model gives: the next token, a value of each token (a critic), or a score of the whole (a reward model)."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.errors import EngineError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
 from m2flow.samples import Batch, Finish
 
@@ -39,6 +40,8 @@ class Capabilities:
     """A request may bring tokens that were generated elsewhere."""
     deterministic: bool = True
     """With `deterministic=True`, results are a function of identity: bitwise, whatever else runs."""
+    heads: tuple[str, ...] = ("lm",)
+    """Train: which `m2flow.recipe.Model.head` it can hold."""
     devices: tuple[str, ...] = ("cpu",)
     parallel_layouts: tuple[str, ...] = ("dp1",)
 
@@ -175,8 +178,9 @@ class TrainEngine(Engine):
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         """Forward and backward over one micro-batch; the gradient of the *sum* of the loss terms is added up.
 
-        The batch has the token columns of `m2flow.samples` (`tokens`, `loss_mask`, `logprobs` as behaviour) and a column for
-        each further need of the loss (`advantages` float32 [N], `reference_logprobs` ragged float32). A batch with `prompt` and
+        A model with a value head gives the loss `values`, any other `logprobs` and `entropy`. The batch has the token columns of
+        `m2flow.samples` (`tokens`, `loss_mask`, `logprobs` as behaviour) and a column for each further need of the loss: one number a
+        sample (`advantages` [N]), or ragged with one for each token (`reference_logprobs`, `returns`). A batch with `prompt` and
         `target` texts instead of `tokens` is a set of demonstrations, tokenised here, its loss mask on the target and the
         end-of-sequence token."""
 
@@ -194,6 +198,16 @@ class TrainEngine(Engine):
     @abstractmethod
     def logprobs(self, batch: Batch) -> Batch:
         """The batch's identities with `reference_logprobs`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask)."""
+
+    def values(self, batch: Batch) -> Batch:
+        """The batch's identities with `values`, ragged float32 [T_i], aligned with `tokens` (0 outside the loss mask).
+
+        A token's value is that of the state before it, from a model whose head is `value`."""
+        raise EngineError(f"the train engine {self.name!r} has no value heads")
+
+    def scores(self, batch: Batch) -> Batch:
+        """The batch's identities with `reward`, float64 [N]: what a model whose head is `score` makes of `prompt` and `text`."""
+        raise EngineError(f"the train engine {self.name!r} has no reward models")
 
     @abstractmethod
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:

@@ -1,7 +1,9 @@
-"""The embedded trainer: one Hugging Face causal language model, one process, packed micro-batches in PyTorch.
+"""The embedded trainer: one Hugging Face model, one process, packed micro-batches in PyTorch.
 
     accumulate: micro-batch --packing--> logits --token_logprobs--> loss terms --backward--> gradients add up
     apply:      gradients / denominator --clip--> AdamW
+
+A critic's or a reward model's head takes the place of the logits (`m2flow.engines.scalar_head`).
 
 Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as
 the rollout engine records them: before top-k and top-p.
@@ -22,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2flow.engines import allocator, checkpoint, packing
+from m2flow.engines import allocator, checkpoint, packing, scalar_head
 from m2flow.engines.adamw import Optimizers
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
@@ -43,7 +45,7 @@ class EmbeddedTrain(TrainEngine):
     """Packed forward and backward passes over a model that this process holds."""
 
     name = "embedded"
-    capabilities = Capabilities("train", devices=("cpu", "cuda"))
+    capabilities = Capabilities("train", heads=tuple(scalar_head.HEADS), devices=("cpu", "cuda"))
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -78,14 +80,13 @@ class EmbeddedTrain(TrainEngine):
         packed = self._pack(batch)
         metrics: dict[str, float] = {}
         if len(packed.targets):
-            logits = packing.forward_logits(self._model, packed)
-            logprobs, entropy = token_logprobs(logits, packed.targets, self._temperature(batch))
-            inputs = self._inputs(batch, loss, logprobs, entropy)
-            terms, reported = _evaluate(loss, inputs)
-            _check_terms(loss, terms, logprobs)
+            outputs = self._outputs(batch, packed)
+            terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
+            _check_terms(loss, terms, len(packed.targets))
             terms.sum().backward()
-            reported = {"loss": terms, "entropy": entropy, **self._drift(batch, logprobs), **reported}
-            sums = torch.stack([_per_token(loss, name, value, logprobs).detach().double().sum() for name, value in reported.items()])
+            reported = {"loss": terms, **self._watched(batch, outputs), **reported}
+            num_tokens = len(packed.targets)
+            sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
             metrics = dict(zip(reported, sums.tolist(), strict=True))
         return Sums(len(batch), len(packed.targets), len(batch.ragged("tokens").values), metrics)
 
@@ -95,22 +96,47 @@ class EmbeddedTrain(TrainEngine):
     def discard(self) -> None:
         self._optimizers.clear_gradients()
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def logprobs(self, batch: Batch) -> Batch:
+        self._check_head("lm", "log-probabilities")
+        return self._of_tokens(batch, "reference_logprobs", "logprobs")
+
+    def values(self, batch: Batch) -> Batch:
+        self._check_head("value", "values")
+        return self._of_tokens(batch, "values", "values")
+
+    def scores(self, batch: Batch) -> Batch:
+        self._check_head("score", "scores")
+        ordered = batch.in_order()
+        tokens, mask = scalar_head.scored_tokens(self._codec, ordered, self._model.config.get_text_config().max_position_embeddings)
+        scores = np.zeros(len(ordered), np.float64)
+        for rows in self._runs(tokens):
+            packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
+            with torch.no_grad():
+                scores[rows] = scalar_head.forward_scalars(self._model, packed).double().cpu().numpy()
+        if not np.isfinite(scores).all():
+            raise EngineError(f"the reward model {self._source.path} gave a score that is not finite")
+        return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
+
+    def _of_tokens(self, batch: Batch, column: str, output: str) -> Batch:
+        """One of the model's outputs for each masked token, 0 for the others, as a ragged column."""
         batch = self._demonstrations.tokenised(batch)
         ordered = batch.in_order()
-        budget = int(str(self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)))
-        parts = []
-        for rows in _token_budget(ordered, budget):
+        parts = [Batch(ordered.ids[:0], {column: Ragged.of([], np.float32)})]
+        for rows in self._runs(ordered.ragged("tokens")):
             part = ordered.take(rows)
             mask = part.ragged("loss_mask")
             values = np.zeros(len(mask.values), np.float32)
             packed = self._pack(part)
             if len(packed.targets):
-                logits = packing.forward_logits(self._model, packed)
-                values[mask.values.astype(bool)] = token_logprobs(logits, packed.targets, self._temperature(part))[0].cpu().numpy()
-            parts.append(Batch(part.ids, {"reference_logprobs": Ragged(values, part.ragged("tokens").offsets)}))
-        return Batch.concat(parts).select(batch.ids) if parts else Batch(batch.ids, {"reference_logprobs": Ragged.of([], np.float32)})
+                with torch.no_grad():
+                    values[mask.values.astype(bool)] = self._outputs(part, packed)[output].cpu().numpy()
+            parts.append(Batch(part.ids, {column: Ragged(values, mask.offsets)}))
+        return Batch.concat(parts).select(batch.ids)
+
+    def _runs(self, tokens: Ragged) -> Iterator[npt.NDArray[np.int64]]:
+        """Rows that go through the model together: each alone where nothing may depend on what else is there."""
+        budget = int(str(self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)))
+        return _token_budget(tokens.lengths, 0 if self._settings.deterministic else budget)
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self._demonstrations.tokenised(batch).ragged("tokens").lengths
@@ -137,14 +163,26 @@ class EmbeddedTrain(TrainEngine):
         temperature = np.where(temperature == 0, np.float32(1), temperature)
         return None if bool((temperature == 1).all()) else self._put(np.repeat(temperature, _num_masked(batch)))
 
-    def _inputs(self, batch: Batch, loss: Loss, logprobs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+    def _check_head(self, head: str, what: str) -> None:
+        if self._source.head != head:
+            raise EngineError(f"a model with a {self._source.head} head has no {what}")
+
+    def _outputs(self, batch: Batch, packed: packing.Packed) -> dict[str, Tensor]:
+        """What the model itself says of each masked token, each [T]."""
+        if self._source.head != "lm":
+            return {"values": scalar_head.forward_scalars(self._model, packed)}
+        logits = packing.forward_logits(self._model, packed)
+        logprobs, entropy = token_logprobs(logits, packed.targets, self._temperature(batch))
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    def _inputs(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the loss needs, each [T]."""
         inputs = {}
         for name in loss.needs:
-            if name == "logprobs":
-                inputs[name] = logprobs
-            elif name == "entropy":
-                inputs[name] = entropy
+            if name in outputs:
+                inputs[name] = outputs[name]
+            elif name in ("logprobs", "entropy", "values"):
+                raise EngineError(f"the loss {loss.name} needs {name}, which a model with a {self._source.head} head does not give")
             elif name == "sequence_lengths":
                 counts = _num_masked(batch)
                 inputs[name] = self._put(np.repeat(counts.astype(np.float32), counts))
@@ -165,12 +203,12 @@ class EmbeddedTrain(TrainEngine):
             raise EngineError(f"{reason}, and column {name!r} has not one number for each token")
         return self._put(column.values[batch.ragged("loss_mask").values.astype(bool)])
 
-    def _drift(self, batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
-        """How far the weights are from those that sampled the tokens."""
-        if "logprobs" not in batch:
-            return {}
-        difference = logprobs.detach() - self._column(batch, "logprobs", "the drift")
-        return {"logprob_diff_abs": difference.abs(), "ratio": difference.exp()}
+    def _watched(self, batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is reported whatever the loss: entropy, and how far the weights are from those that sampled the tokens."""
+        if "logprobs" not in outputs or "logprobs" not in batch:
+            return {name: outputs[name] for name in ("entropy",) if name in outputs}
+        difference = outputs["logprobs"].detach() - self._column(batch, "logprobs", "the drift")
+        return {"entropy": outputs["entropy"], "logprob_diff_abs": difference.abs(), "ratio": difference.exp()}
 
     def _put(self, values: npt.NDArray[Any]) -> Tensor:
         if values.dtype == np.float64:
@@ -204,19 +242,22 @@ def _function(loss: Loss) -> Callable[..., Any]:
     return function
 
 
-def _check_terms(loss: Loss, terms: Any, logprobs: Tensor) -> None:
-    terms = _per_token(loss, "its terms", terms, logprobs)
+def _check_terms(loss: Loss, terms: Any, num_tokens: int) -> None:
+    terms = _per_token(loss, "its terms", terms, num_tokens)
     if not terms.requires_grad:
-        raise OpError(f"the terms of the loss {loss.name} have no gradient", now="Compute them from `logprobs` or `entropy`, undetached.")
+        raise OpError(
+            f"the terms of the loss {loss.name} have no gradient",
+            now="Compute them from `logprobs` or `entropy`, for a critic from `values`, undetached.",
+        )
     if not math.isfinite(float(terms.detach().sum())):
         num_bad = int((~terms.detach().isfinite()).sum())
         raise EngineError(f"the loss {loss.name} is not finite for {num_bad} of {len(terms)} tokens")
 
 
-def _per_token(loss: Loss, name: str, value: Any, logprobs: Tensor) -> Tensor:
-    if not isinstance(value, Tensor) or value.shape != logprobs.shape:
+def _per_token(loss: Loss, name: str, value: Any, num_tokens: int) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != (num_tokens,):
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise OpError(f"the loss {loss.name} must return one number a token, [{len(logprobs)}]; {name} is {shape}")
+        raise OpError(f"the loss {loss.name} must return one number a token, [{num_tokens}]; {name} is {shape}")
     return value
 
 
@@ -226,9 +267,8 @@ def _num_masked(batch: Batch) -> npt.NDArray[np.int64]:
     return counts[mask.offsets[1:]] - counts[mask.offsets[:-1]]
 
 
-def _token_budget(batch: Batch, budget: int) -> Iterator[npt.NDArray[np.int64]]:
+def _token_budget(lengths: npt.NDArray[np.int64], budget: int) -> Iterator[npt.NDArray[np.int64]]:
     """Rows in runs of at most `budget` tokens, or of one sample."""
-    lengths = batch.ragged("tokens").lengths
     start, total = 0, 0
     for row, length in enumerate(lengths.tolist()):
         if row > start and total + length > budget:

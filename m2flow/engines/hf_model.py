@@ -1,4 +1,4 @@
-"""Load a Hugging Face causal language model and its tokenizer from the local disk, quietly, and say plainly what is wrong with it.
+"""Load a Hugging Face language model and its tokenizer from the local disk, quietly, and say plainly what is wrong with it.
 
     Model(path, init, seed, dtype) --load_tokenizer--> TextCodec
                                    --load_model-----> PreTrainedModel in eval mode
@@ -19,12 +19,14 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from m2flow.engines import scalar_head
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_KINDS = {"lm": "causal language model", "value": "model with a value head", "score": "reward model"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 
 
@@ -60,6 +62,13 @@ class TextCodec:
         """The ids of a text that follows a prompt: no special tokens are added."""
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
+    def encode_exchange(self, prompt: str, response: str) -> list[int]:
+        """The ids of a prompt with its whole response, as a reward model reads them: in the chat template, or with an end token."""
+        if self._chat:
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            return list(self._tokenizer.apply_chat_template(messages, return_dict=False))
+        return [*self.encode_prompt(prompt), *self.encode_target(response), self.eos_id]
+
     def decode(self, ids: list[int]) -> str:
         """The text of generated tokens, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -93,7 +102,7 @@ def load_tokenizer(model: Model) -> TextCodec:
 
 
 def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
-    """The model in eval mode on `device`.
+    """The model with its head (`m2flow.engines.scalar_head`), in eval mode on `device`.
 
     Args:
         attention: the name of an attention function that transformers knows, or that was registered with it.
@@ -106,16 +115,18 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
     directory = _model_directory(model)
     config = _read_config(directory)
     dtype = getattr(torch, model.dtype)
+    kind = getattr(transformers, scalar_head.HEADS[model.head])
+    if model.head != "lm":
+        config.num_labels = 1
     try:
         if model.init == "random":
             with torch.random.fork_rng(devices=[]):
                 # Not torch.manual_seed: it would also reseed every accelerator, which fork_rng does not bring back here.
                 torch.default_generator.manual_seed(model.seed)
-                loaded = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-                )
+                loaded = kind.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+            scalar_head.prepare(loaded, model.head, list(loaded.state_dict()), model.path)
         else:
-            loaded = _load_weights(directory, config, dtype, attention)
+            loaded = _load_weights(directory, model, kind, config, dtype, attention)
     except ModelError:
         raise
     except (OSError, SafetensorError) as error:
@@ -125,7 +136,7 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(
-            f"{directory} is not a causal language model that this installation can build: {_brief(error)}",
+            f"{directory} is not a {_KINDS[model.head]} that this installation can build: {_brief(error)}",
             now=f"Check config.json; transformers here is {transformers.__version__}.",
         ) from error
     return loaded.to(device).eval()
@@ -139,13 +150,13 @@ def use_threads(threads: int, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _load_weights(directory: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
+def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: torch.dtype, attention: str) -> Any:
     if not list(directory.glob("*.safetensors")):
         raise ModelError(
             f"{directory} has no weights: no *.safetensors in it",
             now="Copy them there, convert with `model.save_pretrained(path)`, or pass init='random'.",
         )
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded, info = kind.from_pretrained(
         str(directory),
         config=config,
         dtype=dtype,
@@ -156,7 +167,7 @@ def _load_weights(directory: Path, config: Any, dtype: torch.dtype, attention: s
         output_loading_info=True,
     )
     # transformers draws what a checkpoint lacks at random and only warns.
-    missing = sorted(info["missing_keys"])
+    missing = scalar_head.prepare(loaded, model.head, sorted(info["missing_keys"]), model.path)
     if missing:
         raise ModelError(
             f"the weights in {directory} lack {len(missing)} tensors of the model: {', '.join(missing[:4])}",

@@ -44,6 +44,7 @@ class EngineInfo:
 
 
 _DEVICES = ("cpu", "cuda")
+_HEADS = ("lm", "value", "score")
 _BUILT_IN = (
     EngineInfo(
         "embedded",
@@ -55,7 +56,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_train:EmbeddedTrain",
-        Capabilities("train", devices=_DEVICES),
+        Capabilities("train", heads=_HEADS, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
         ("torch", "transformers"),
     ),
@@ -66,7 +67,7 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fake_train:FakeTrain",
-        Capabilities("train"),
+        Capabilities("train", heads=_HEADS),
         "Exact integers in place of gradients: for tests of schedules.",
     ),
 )
@@ -104,7 +105,10 @@ def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEn
 
 
 def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine:
-    return cast(TrainEngine, _load(find_engine(name, "train"))(model, settings))
+    info = find_engine(name, "train")
+    if model.head not in info.capabilities.heads:
+        raise EngineError(f"the train engine {name!r} can't hold a model with a {model.head} head", now="See `m2flow engines`.")
+    return cast(TrainEngine, _load(info)(model, settings))
 
 
 def make_function(name: str, settings: EngineSettings) -> FunctionEngine:

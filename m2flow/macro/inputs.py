@@ -6,14 +6,15 @@ A `Wanted` says which handles fit an input. Whether the numbers behind a handle 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
-from m2flow.macro.handles import Handle, Rows, describe
+from m2flow.macro.handles import Handle, Metrics, Rows, describe
 from m2flow.macro.session import current_session
-from m2flow.recipe import AdamW, is_count
+from m2flow.recipe import AdamW, Loss, is_count
 from m2flow.samples import Batch
 
 
@@ -82,31 +83,81 @@ class Role:
             raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
         return handle.check(self._session, f"{self.name}.{method}"), handle.column or ""
 
+    def _copy(self, source: str, head: Literal["lm", "value"]) -> None:
+        """Take the weights that a policy has at this line, as far as a model with this head has them too."""
+        self._session.add_model(self.name, replace(self._session.models[source], head=head))
+        self._session.record(
+            role=self.name,
+            method="copy_of",
+            engine="train",
+            granularity=Granularity.BATCH,
+            inputs={},
+            options={"source": source},
+            shown={"source": source},
+            reads=(f"{source}.weights",),
+            writes=(self._weights,),
+            is_aligned=False,
+        )
 
-def token_logprobs(role: Role, responses: Handle) -> Rows:
-    """The log-probabilities of the responses' tokens under a role's weights as they are now."""
-    return _of_tokens(role, responses, "logprobs", "reference_logprobs")
+    def _of_tokens(self, responses: Handle, method: str, column: str) -> Rows:
+        """What the role's model, with its weights as they are at this line, says of each token of the responses."""
+        call = self._session.record(
+            role=self.name,
+            method=method,
+            engine="train",
+            granularity=Granularity.SAMPLE,
+            inputs={"samples": self._rows(responses, method, RESPONSES)},
+            options={},
+            shown={},
+            reads=(self._weights,),
+        )
+        rows = Rows(self._session, call)
+        rows.column = column
+        return rows
+
+    def _train(self, samples: Ref, given: Mapping[str, tuple[Ref, str]], passes: Passes, **options: object) -> Metrics:
+        """Record an update on these samples, with the columns that come from other calls."""
+        shown: dict[str, object] = {"loss": passes.loss.name}
+        shown |= {"advantages": options["advantages"]} if options.get("advantages") else {}
+        shown |= {"minibatch_size": passes.minibatch_size} if passes.minibatch_size is not None else {}
+        shown |= {"epochs": passes.epochs} if passes.epochs != 1 else {}
+        call = self._session.record(
+            role=self.name,
+            method="update",
+            engine="train",
+            granularity=Granularity.MINIBATCH if passes.minibatch_size else Granularity.BATCH,
+            inputs={"samples": samples, **{name: ref for name, (ref, _) in given.items()}},
+            options={
+                "advantages": None,
+                "columns": {name: column for name, (_, column) in given.items()},
+                "loss": passes.loss,
+                "optimizer": passes.optimizer,
+                "minibatch_size": passes.minibatch_size,
+                "epochs": passes.epochs,
+                **options,
+            },
+            shown=shown,
+            reads=(self._weights,),
+            writes=(self._weights,),
+            is_aligned=False,
+        )
+        return Metrics(self._session, call)
 
 
-def _of_tokens(role: Role, responses: Handle, method: str, column: str) -> Rows:
-    call = role._session.record(
-        role=role.name,
-        method=method,
-        engine="train",
-        granularity=Granularity.SAMPLE,
-        inputs={"samples": role._rows(responses, method, RESPONSES)},
-        options={},
-        shown={},
-        reads=(role._weights,),
-    )
-    rows = Rows(role._session, call)
-    rows.column = column
-    return rows
+@dataclass(frozen=True)
+class Passes:
+    """What an update minimises, and in how many steps over its samples. Raises `OptionError` for what is none."""
 
+    loss: Loss
+    optimizer: AdamW
+    minibatch_size: int | None
+    epochs: int
 
-def check_passes(minibatch_size: int | None, epochs: int, optimizer: AdamW | None) -> None:
-    """What every update may be given. Raises `OptionError`."""
-    if not (minibatch_size is None or is_count(minibatch_size)) or not is_count(epochs):
-        raise OptionError(f"minibatch_size is {minibatch_size!r} and epochs is {epochs!r}; both are whole numbers, 1 or more")
-    if not isinstance(optimizer, AdamW | None):
-        raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+    def __post_init__(self) -> None:
+        size, epochs = self.minibatch_size, self.epochs
+        if not (size is None or is_count(size)) or not is_count(epochs):
+            raise OptionError(f"minibatch_size is {size!r} and epochs is {epochs!r}; both are whole numbers, 1 or more")
+        if not isinstance(self.loss, Loss):
+            raise OptionError(f"loss={self.loss!r:.60} is no loss", now="Pass ppo_clip(), nll(), or a function under @loss(...).")
+        if not isinstance(self.optimizer, AdamW):
+            raise OptionError(f"optimizer={self.optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")

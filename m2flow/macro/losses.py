@@ -66,6 +66,16 @@ def distill(*, clip: float = 0.0, denominator: Denominator = "tokens") -> Loss:
     return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, [("clip", clip)])
 
 
+def clipped_value(*, clip: float = 0.2, denominator: Denominator = "tokens") -> Loss:
+    """The squared error of a critic, clipped around its old values; `clip=0` is without. What `Critic.update` minimises.
+
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, section 5. See `m2flow.algorithms.losses`.
+    """
+    needs = ["values", "returns"] + (["old_values"] if clip else [])
+    return _built_in("clipped_value", needs, denominator, [("clip", clip)])
+
+
 def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Callable[[Callable[..., object]], Loss]:
     """Declare a function of the user's as a loss: it gets each of `needs` as a flat tensor [T] and returns per-token terms [T].
 

@@ -13,7 +13,7 @@ from typing import Literal
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
-from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Role, check_passes, token_logprobs
+from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.recipe import COMPUTED, AdamW, Loss, Model, Sampling, is_count
 from m2flow.samples import MAX_GROUP, Sample
@@ -119,9 +119,8 @@ class Policy(Role):
         has_rewards, is_named = rewards is not None, isinstance(advantages, str)
         if is_named and advantages not in ADVANTAGES:
             raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}, or a handle with numbers of each sample")
-        check_passes(minibatch_size, epochs, optimizer)
-        if not isinstance(loss, Loss | None):
-            raise OptionError(f"loss={loss!r:.60} is no loss", now="Pass ppo_clip(), nll(), reinforce(), or a function under @loss(...).")
+        has_advantages = has_rewards or not is_named
+        passes = Passes(loss or (ppo_clip() if has_advantages else nll()), optimizer or self.optimizer, minibatch_size, epochs)
         given: dict[str, tuple[Ref, str]] = {}
         if has_rewards:
             given["rewards"] = self._column(rewards, "update", REWARDS)
@@ -133,44 +132,19 @@ class Policy(Role):
                 now="Generate with n=2 or more.",
             )
         given |= self._further_columns(columns)
-        has_advantages = has_rewards or not is_named
-        loss = loss or (ppo_clip() if has_advantages else nll())
-        if "advantages" in loss.needs and not has_advantages:
-            raise TraceError(f"the loss {loss.name} needs advantages, and this update got no rewards")
-        if "reference_logprobs" in loss.needs and reference is None:
-            raise TraceError(f"the loss {loss.name} needs a reference", now="Pass reference=Reference(...).")
+        if "advantages" in passes.loss.needs and not has_advantages:
+            raise TraceError(f"the loss {passes.loss.name} needs advantages, and this update got no rewards")
+        if "reference_logprobs" in passes.loss.needs and reference is None:
+            raise TraceError(f"the loss {passes.loss.name} needs a reference", now="Pass reference=Reference(...).")
         if isinstance(reference, Reference):
             reference = reference.logprobs(responses)
         if reference is not None:
             given["reference"] = self._column(reference, "update", REFERENCE)
-        shown: dict[str, object] = {"loss": loss.name}
-        shown |= {"advantages": advantages} if has_rewards and is_named else {}
-        shown |= {"minibatch_size": minibatch_size} if minibatch_size is not None else {}
-        shown |= {"epochs": epochs} if epochs != 1 else {}
-        call = self._session.record(
-            role=self.name,
-            method="update",
-            engine="train",
-            granularity=Granularity.MINIBATCH if minibatch_size else Granularity.BATCH,
-            inputs={"samples": samples, **{name: ref for name, (ref, _) in given.items()}},
-            options={
-                "advantages": advantages if has_rewards and is_named else None,
-                "columns": {name: column for name, (_, column) in given.items()},
-                "loss": loss,
-                "optimizer": optimizer or self.optimizer,
-                "minibatch_size": minibatch_size,
-                "epochs": epochs,
-            },
-            shown=shown,
-            reads=(self._weights,),
-            writes=(self._weights,),
-            is_aligned=False,
-        )
-        return Metrics(self._session, call)
+        return self._train(samples, given, passes, advantages=advantages if has_rewards and is_named else None)
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under the weights as they are at this line; as `Reference.logprobs`."""
-        return token_logprobs(self, responses)
+        return self._of_tokens(responses, "logprobs", "reference_logprobs")
 
     def _further_columns(self, columns: Mapping[str, Handle] | None) -> dict[str, tuple[Ref, str]]:
         for name in columns or {}:
@@ -192,24 +166,12 @@ class Reference(Role):
         super().__init__(name, "Reference")
         if not isinstance(model, Policy):
             self._session.add_model(name, Model(str(model), "pretrained", self._session.seed, chat=chat))
-            return
-        self._session.add_model(name, self._session.models[model.name])
-        self._session.record(
-            role=name,
-            method="copy_of",
-            engine="train",
-            granularity=Granularity.BATCH,
-            inputs={},
-            options={"source": model.name},
-            shown={"source": model.name},
-            reads=(f"{model.name}.weights",),
-            writes=(self._weights,),
-            is_aligned=False,
-        )
+        else:
+            self._copy(model.name, "lm")
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response."""
-        return token_logprobs(self, responses)
+        return self._of_tokens(responses, "logprobs", "reference_logprobs")
 
 
 class Reward(Role):

@@ -119,7 +119,7 @@ class InProcess:
                 self._bench.copy_weights(call)
                 return None
             case "train":
-                return self._bench.perform(call, {"samples": _batch(inputs["samples"])}, {})
+                return self._noted(call, self._bench.perform(call, {"samples": _batch(inputs["samples"])}, {}))
         raise InternalError(f"no engine for {call.name}")
 
     def save(self, path: Path) -> dict[str, str]:
@@ -147,9 +147,12 @@ class InProcess:
     def _function(self, call: Call, inputs: Mapping[str, object]) -> object:
         rows = {name: value for name, value in inputs.items() if isinstance(value, Batch)}
         result = self._bench.perform(call, rows, {name: value for name, value in inputs.items() if name not in rows})
+        return self._noted(call, result) if isinstance(result, Batch) else performing.plain_value(call, result)
+
+    def _noted(self, call: Call, result: object) -> object:
         if isinstance(result, Batch) and call.method == "score":
             self._notes.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")])
-        return result if isinstance(result, Batch) else performing.plain_value(call, result)
+        return result
 
     def _update(self, call: Call, inputs: Mapping[str, Batch]) -> dict[str, float]:
         """Mini-batches of whole groups in the order of identity, each cut into micro-batches by the token budget."""

@@ -5,7 +5,8 @@
 By rule, from the spec's `placement`. Time-shared: one worker hosts rollout and training of every model, which take turns with a
 lease; further rollout workers only generate. Split: rollout workers and one trainer, side by side. Functions have processes of
 their own either way, since they may hang, block or be slow without touching a device. Where the trace ended because Python waits
-for a value, what comes after it is unknown: each model then gets both kinds of engine, but for a reference, which is not sampled.
+for a value, what comes after it is unknown: each model then gets both kinds of engine, but for references, critics and reward
+models, which are not sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     references = {call.role for call in graph.calls} - used
     copied = {str(call.options["source"]) for call in graph.calls if call.method == "copy_of"}
     trained = [role for role in models if is_partial or role in copied or _has(graph, role, "train")]
-    sampled = [role for role in models if (is_partial and role not in references) or _has(graph, role, "rollout")]
+    sampled = [
+        role
+        for role, model in models.items()
+        if (is_partial and model.head == "lm" and role not in references) or _has(graph, role, "rollout")
+    ]
     rollout = tuple(EngineSlot(role, "rollout", spec.rollout.engine) for role in sampled)
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
     device = _device(spec)

@@ -162,7 +162,8 @@ class Workbench:
         if call.engine == "train":
             samples = inputs["samples"].in_order()
             with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(samples)):
-                return self._engine(self._train, call.role).logprobs(samples)
+                engine = self._engine(self._train, call.role)
+                return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._function is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
         rows = performing.function_input(call, inputs)
@@ -218,11 +219,12 @@ class Workbench:
     # Weights
 
     def copy_weights(self, call: Call) -> None:
-        """A reference takes the weights that its policy has now."""
+        """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own."""
         source = self._engine(self._train, str(call.options["source"])).weights()
         target = dict(self._engine(self._train, call.role).weights())
         for name, tensor in source:
-            target[name][...] = tensor
+            if name in target:
+                target[name][...] = tensor
 
     def publish(self, role: str, version: int) -> Manifest:
         """Lay a role's trained weights into shared memory."""

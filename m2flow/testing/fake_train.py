@@ -29,15 +29,15 @@ from m2flow.testing.fakes import FAKE_EOS, FAKE_WEIGHT, encode_fake, fake_hash, 
 _PRIME = (1 << 61) - 1
 _MASK = (1 << 64) - 1
 _STATE = "fake_train.json"
-_COMPUTED = {"logprobs", "entropy", "sequence_lengths"}
+_COMPUTED = {"logprobs", "entropy", "values", "sequence_lengths"}
 
 
 @final
 class FakeTrain(TrainEngine):
-    """Everything that a train engine does, in integers. Log-probabilities are multiples of 1/1024."""
+    """Everything that a train engine does, in integers. Log-probabilities, values and scores are multiples of 1/1024."""
 
     name = "fake"
-    capabilities = Capabilities(kind="train")
+    capabilities = Capabilities(kind="train", heads=("lm", "value", "score"))
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._model = model
@@ -64,6 +64,9 @@ class FakeTrain(TrainEngine):
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         self._check_place()
+        computed = ("values",) if self._model.head == "value" else ("logprobs", "entropy")
+        for name in {"logprobs", "entropy", "values"}.difference(computed).intersection(objective.loss.needs):
+            raise EngineError(f"the loss {objective.loss.name} needs {name}, which a model with a {self._model.head} head does not give")
         batch = _tokenised(batch)
         names = ["behaviour_logprobs" if name == "logprobs" else name for name in sorted(batch.columns) if name == "logprobs"]
         names = sorted({*names, *objective.loss.needs} - _COMPUTED)
@@ -103,15 +106,28 @@ class FakeTrain(TrainEngine):
         self._num_accumulated = 0
 
     def logprobs(self, batch: Batch) -> Batch:
-        self._check_place()
+        return self._of_tokens(batch, "lm", "reference_logprobs", -1)
+
+    def values(self, batch: Batch) -> Batch:
+        return self._of_tokens(batch, "value", "values", 1)
+
+    def scores(self, batch: Batch) -> Batch:
+        self._check_place("score")
+        prompts, texts = batch.ragged("prompt"), batch.ragged("text")
+        said = [f"{prompts.item(i)}\0{texts.item(i)}".encode("utf-8", "surrogatepass") for i in range(len(batch))]
+        return Batch(batch.ids, {"reward": np.array([_digest(self._weights.tobytes(), text) % 1021 / 1024 for text in said], np.float64)})
+
+    def _of_tokens(self, batch: Batch, head: str, column: str, sign: int) -> Batch:
+        """For each token under the mask a number between 0 and the sign, 0 for the others."""
+        self._check_place(head)
         batch = _tokenised(batch)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask").values.astype(bool)
         values = np.zeros(len(tokens.values), np.float32)
         seed = fake_hash(*(value & _MASK for value in self._weights.tolist())) & 0xFFFF
         position = np.arange(len(values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
         bits = (tokens.values.astype(np.int64) * 2654435761 + position * 40503 + seed * 97) % 1021
-        values[mask] = -bits[mask].astype(np.float32) / 1024
-        return Batch(batch.ids, {"reference_logprobs": Ragged(values, tokens.offsets)})
+        values[mask] = sign * bits[mask].astype(np.float32) / 1024
+        return Batch(batch.ids, {column: Ragged(values, tokens.offsets)})
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
         return _tokenised(batch).ragged("tokens").lengths
@@ -126,9 +142,11 @@ class FakeTrain(TrainEngine):
         fresh.write_text(json.dumps({"weights": self._weights.tolist(), "num_steps": self._num_steps}))
         fresh.rename(directory / _STATE)
 
-    def _check_place(self) -> None:
+    def _check_place(self, head: str | None = None) -> None:
         if self._is_away:
             raise EngineError("the engine is off its device", now="Call `onload` first.")
+        if head is not None and head != self._model.head:
+            raise EngineError(f"this needs a model with a {head} head, and this one has a {self._model.head} head")
 
     def load(self, path: str) -> None:
         try:

@@ -1,0 +1,123 @@
+"""Models that say a number: a Critic for each token, a RewardModel for a whole response; and what a critic is for, `gae`.
+
+values = critic.values(responses)
+estimate = gae(rewards, values, lam=0.95)
+policy.update(responses, rewards, advantages=estimate.advantages)
+critic.update(responses, returns=estimate.returns, old_values=values)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from m2flow.errors import OptionError, TraceError
+from m2flow.macro.graph import Granularity
+from m2flow.macro.handles import Handle, Metrics, Rows, Scores
+from m2flow.macro.inputs import NUMBERS, RESPONSES, ROWS, Passes, Role
+from m2flow.macro.losses import clipped_value
+from m2flow.macro.roles import Policy
+from m2flow.recipe import AdamW, Loss, Model
+
+
+class Critic(Role):
+    """A model with a value head: what it expects, before each token, of the reward that is still to come.
+
+    Args:
+        model: a path as `Policy` takes, whose head starts at zero unless it has one; or a policy, whose body as it is at this line is
+            copied.
+        init: `random` draws the weights instead of loading them.
+        optimizer: for `update` calls that bring none.
+    """
+
+    def __init__(
+        self,
+        model: Policy | str | Path,
+        *,
+        name: str = "critic",
+        init: Literal["pretrained", "random"] = "pretrained",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        chat: bool = False,
+        optimizer: AdamW | None = None,
+    ) -> None:
+        super().__init__(name, "Critic")
+        self.optimizer = optimizer or AdamW()
+        if isinstance(model, Policy):
+            self._copy(model.name, "value")
+        else:
+            self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="value"))
+
+    def values(self, responses: Handle) -> Rows:
+        """What is expected before each token of the responses: a ragged row a response, in the unit of the reward, 0 for the prompt."""
+        return self._of_tokens(responses, "values", "values")
+
+    def update(
+        self,
+        responses: Handle,
+        *,
+        returns: Handle,
+        old_values: Handle | None = None,
+        clip: float = 0.2,
+        loss: Loss | None = None,
+        optimizer: AdamW | None = None,
+        minibatch_size: int | None = None,
+        epochs: int = 1,
+    ) -> Metrics:
+        """Move the values towards the returns; later lines see the new weights.
+
+        Args:
+            returns: what the values should have been: one number a token, or one a response.
+            old_values: the values that the returns were estimated with. With them, no value is rewarded for moving further than `clip`.
+            loss: `clipped_value(clip=clip)` by default; it may need `values`, `returns` and `old_values`.
+            minibatch_size, epochs: as `Policy.update`.
+        Returns:
+            means over the call: `loss`, `value`, `value_error`, `value_clipped` (with old values), `grad_norm`.
+        """
+        if not isinstance(clip, int | float) or not clip >= 0:
+            raise OptionError(f"clip is {clip!r:.60}; it must be 0 (off) or a positive number, in the unit of the reward")
+        loss = loss or clipped_value(clip=clip if old_values is not None else 0.0)
+        passes = Passes(loss, optimizer or self.optimizer, minibatch_size, epochs)
+        if "old_values" in loss.needs and old_values is None:
+            raise TraceError(f"the loss {loss.name} needs old_values", now="Pass the values that the returns were estimated with.")
+        samples = self._rows(responses, "update", RESPONSES)
+        given = {"returns": self._column(returns, "update", NUMBERS)}
+        if old_values is not None:
+            given["old_values"] = self._column(old_values, "update", NUMBERS)
+        return self._train(samples, given, passes)
+
+
+class RewardModel(Role):
+    """A model that scores a whole response: a Hugging Face sequence-classification model with one label.
+
+    Args:
+        model: its directory. It reads prompt and response as texts, by its own tokenizer.
+        chat: put them through the tokenizer's chat template, as a user's message and the assistant's; otherwise an end-of-sequence
+            token follows the response.
+        init: `random` draws the weights instead of loading them.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        name: str = "reward_model",
+        init: Literal["pretrained", "random"] = "pretrained",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        chat: bool = False,
+    ) -> None:
+        super().__init__(name, "RewardModel")
+        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="score"))
+
+    def score(self, responses: Handle) -> Scores:
+        """One number for each response."""
+        call = self._session.record(
+            role=self.name,
+            method="score",
+            engine="train",
+            granularity=Granularity.SAMPLE,
+            inputs={"samples": self._rows(responses, "score", ROWS)},
+            options={},
+            shown={},
+            reads=(self._weights,),
+        )
+        return Scores(self._session, call)
