@@ -128,9 +128,10 @@ def test_a_run_that_goes_well_ends_with_json_alone_on_stdout(place: Path) -> Non
     summary = json.loads(line)
     assert list(summary) == [
         "run_dir", "steps", "samples", "tokens", "reward_first", "reward_last", "wall_s", "tokens_per_s", "samples_per_s", "busy_s",
-        "samples_sha256", "weights_sha256",
+        "calls_lowered", "calls_reused", "samples_sha256", "weights_sha256",
     ]  # fmt: skip
     assert (summary["steps"], summary["samples"]) == (2, 16)
+    assert (summary["calls_lowered"], summary["calls_reused"]) == (4, 4)
     assert f"m2flow view {summary['run_dir']}" in done.stderr
     assert "bad: split on cluster" in done.stderr
     assert "the flow speaks" in done.stderr

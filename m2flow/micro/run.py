@@ -59,6 +59,10 @@ class Summary:
     samples_per_s: float
     busy_s: dict[str, float]
     """Seconds that each worker was at work."""
+    calls_lowered: int
+    """Calls that were new to the lowering, or newly wired."""
+    calls_reused: int
+    """Calls whose stage was there already; a flow whose steps look alike has these alone after the first."""
     samples_sha256: str
     weights_sha256: str
 
@@ -91,6 +95,7 @@ class Run:
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
         self._controller: Controller | None = None
+        self._lowering: Lowering | None = None
         self.run_dir = Path()
 
     def prepare(self) -> Plan:
@@ -138,7 +143,8 @@ class Run:
         outcomes = Outcomes()
         launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir)
         self._controller = Controller(plan, self.spec, self.settings, launcher, self._journal, outcomes)
-        backend = PlannedBackend(self.flow.name, Lowering(plan, self.spec), self._controller, outcomes, self._journal)
+        self._lowering = Lowering(plan, self.spec)
+        backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal)
         try:
             self._controller.open()
             start = time.monotonic()
@@ -195,6 +201,8 @@ class Run:
             tokens_per_s=round(tally.num_tokens / max(wall_s, 1e-9), 1),
             samples_per_s=round(tally.num_samples / max(wall_s, 1e-9), 2),
             busy_s={track: round(busy, 3) for track, busy in busy_seconds(read_spans(self.run_dir)).items()},
+            calls_lowered=self._lowering.num_lowered if self._lowering else 0,
+            calls_reused=self._lowering.num_reused if self._lowering else 0,
             samples_sha256=samples_digest(self.run_dir),
             weights_sha256=weights,
         )
