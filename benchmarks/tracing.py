@@ -10,9 +10,9 @@ two levels below the flow; engines are null: whatever is asked of them is done a
     planned    the same with call bodies, lowering, the scheduler, and each message encoded and decoded once, in one thread;
                its parts are timed apart, so their sum is a little less than the whole
 
-Microseconds are the best round's, per call, after the first two steps, which have nothing to reuse. `share_of_1s_step` is what a
-step of that many calls costs of a second. Beside them, in the same run: a bare Python call that appends a tuple to a list, and
-cloudpickle on one of the flow's functions. The last line is JSON.
+Microseconds a call are of CPU time, since all of it is one thread, of the median step after the first two (which have nothing to
+reuse) in the best round. `share_of_1s_step` is what a step of that many calls costs of a second. Beside them, in the same run: a
+bare Python call that appends a tuple to a list, and cloudpickle on one of the flow's functions. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Timed(Backend):
         pass
 
     def end_step(self, step: int) -> None:
-        self.ends_s.append(time.perf_counter())
+        self.ends_s.append(time.process_time())
 
     def finish(self) -> None:
         pass
@@ -171,9 +171,9 @@ class Planned(Timed):
 
     def submit(self, call: Call) -> None:
         super().submit(call)
-        start = time.perf_counter()
+        start = time.process_time()
         self._bodies[call.ordinal] = call_body(call)
-        self.spent_s["body"] += time.perf_counter() - start
+        self.spent_s["body"] += time.process_time() - start
         self._segment.append(call)
 
     def release(self, ordinal: int) -> None:
@@ -181,9 +181,9 @@ class Planned(Timed):
 
     def end_step(self, step: int) -> None:
         calls, self._segment = self._segment, []
-        start = time.perf_counter()
+        start = time.process_time()
         stages = self.lowering.stages(MacroGraph("many_calls", tuple(calls)))
-        self.spent_s["lowering"] += time.perf_counter() - start
+        self.spent_s["lowering"] += time.process_time() - start
         for call, stage in zip(calls, stages, strict=True):
             self._calls[call.ordinal] = call
             self._handle(CallAdded(call, stage))
@@ -200,14 +200,14 @@ class Planned(Timed):
         super().end_step(step)
 
     def _handle(self, event: Event) -> None:
-        start = time.perf_counter()
+        start = time.process_time()
         commands = self._scheduler.handle(event)
-        between = time.perf_counter()
+        between = time.process_time()
         self.spent_s["scheduler"] += between - start
         for command in commands:
             if isinstance(command, Send) and command.worker != CONTROLLER:
                 self._send(command.worker, command.message)
-        self.spent_s["messages"] += time.perf_counter() - between
+        self.spent_s["messages"] += time.process_time() - between
 
     def _send(self, worker: str, message: m.ToWorker) -> None:
         if isinstance(message, m.Task) and message.call >= 0 and message.call not in self._defined[worker]:
@@ -269,17 +269,17 @@ def bare_us(num_calls: int) -> float:
     def call(name: str, ordinal: int, value: float) -> None:
         kept.append((name, ordinal, value))
 
-    start = time.perf_counter()
+    start = time.process_time()
     for ordinal in range(num_calls):
         call("right.score", ordinal, 0.5)
-    return (time.perf_counter() - start) / num_calls * 1e6
+    return (time.process_time() - start) / num_calls * 1e6
 
 
 def cloudpickle_us(num_calls: int) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(num_calls):
         cloudpickle.dumps(right)
-    return (time.perf_counter() - start) / num_calls * 1e6
+    return (time.process_time() - start) / num_calls * 1e6
 
 
 def main() -> None:
