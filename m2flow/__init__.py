@@ -12,7 +12,7 @@ def grpo(num_steps: int = 80):
         policy.update(responses, rewards)
 """
 
-from m2flow.macro.critics import Critic, RewardModel
+from m2flow.macro.critics import Critic, RewardModel, gae
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.flow import Flow, flow, load_flow
 from m2flow.macro.handles import Metrics, Number, Rows, Scores
@@ -47,6 +47,7 @@ __all__ = [
     "clipped_value",
     "distill",
     "flow",
+    "gae",
     "load_flow",
     "log",
     "loss",

@@ -8,16 +8,21 @@ critic.update(responses, returns=estimate.returns, old_values=values)
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity
-from m2flow.macro.handles import Handle, Metrics, Rows, Scores
-from m2flow.macro.inputs import NUMBERS, RESPONSES, ROWS, Passes, Role
+from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
+from m2flow.macro.inputs import NUMBERS, RESPONSES, REWARDS, ROWS, Passes, Role, Wanted
 from m2flow.macro.losses import clipped_value
 from m2flow.macro.roles import Policy
+from m2flow.macro.session import current_session
 from m2flow.recipe import AdamW, Loss, Model
+from m2flow.samples import Batch
 
 
 class Critic(Role):
@@ -121,3 +126,73 @@ class RewardModel(Role):
             reads=(self._weights,),
         )
         return Scores(self._session, call)
+
+
+def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None = None, gamma: float = 1.0, lam: float = 0.95) -> Estimate:
+    """Advantages and returns of every generated token, from rewards and a critic's values.
+
+    Args:
+        rewards: one number a response, which its last token gets, or one a token.
+        values: what `critic.values(responses)` gave.
+        kl: a penalty for each token, taken off its reward: `0.05 * (responses.logprobs - reference.logprobs(responses))`.
+        gamma: discount of a token. lam: 0 trusts the values alone, 1 the rewards alone.
+    Source:
+        Schulman et al. 2016, arXiv:1506.02438. The equations are at `m2flow.algorithms.gae.gae`; the penalty in the reward is that of
+        Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
+    """
+    session = current_session("gae()")
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise OptionError(f"{name} is {value!r:.60}; it must lie in 0..1")
+    given = {"rewards": (rewards, REWARDS), "values": (values, NUMBERS)} | ({"penalties": (kl, NUMBERS)} if kl is not None else {})
+    inputs, columns = {"samples": _fitting(responses, "responses", RESPONSES).check(session, "gae")}, {}
+    for name, (handle, wants) in given.items():
+        rows = _fitting(handle, "kl" if name == "penalties" else name, wants)
+        inputs[name], columns[name] = rows.check(session, "gae"), rows.column or ""
+    call = session.record(
+        role="gae",
+        method="",
+        engine="function",
+        granularity=Granularity.SAMPLE,
+        inputs=inputs,
+        options={
+            "function": _Columns("m2flow.algorithms.gae", "gae_rows", (("gamma", float(gamma)), ("lam", float(lam)))),
+            "style": "columns",
+            "gives": "rows",
+            "columns": columns,
+            "fields": frozenset({"advantages", "returns"}),
+            "timeout_s": None,
+        },
+        shown={"gamma": gamma, "lam": lam},
+    )
+    return Estimate(session, call)
+
+
+class Estimate(Handle):
+    """What `gae` gives: `advantages` and `returns`, each a ragged row a response, aligned with its tokens."""
+
+    @property
+    def advantages(self) -> Rows:
+        return Rows(self._session, self._call, "advantages", owner=self)
+
+    @property
+    def returns(self) -> Rows:
+        return Rows(self._session, self._call, "returns", owner=self)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A function on columns by its name: what it computes with is loaded by the worker that runs it."""
+
+    module: str
+    name: str
+    options: tuple[tuple[str, float], ...]
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
+        return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))
+
+
+def _fitting(handle: object, name: str, wants: Wanted) -> Rows:
+    if not isinstance(handle, Rows) or not wants.fit(handle):
+        raise TraceError(f"gae needs {name}: {wants.what}; and got {describe(handle)}", now=wants.now)
+    return handle

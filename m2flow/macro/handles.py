@@ -16,13 +16,19 @@ from m2flow.samples import Batch, Ragged
 
 
 class Handle:
-    """The result of one call."""
+    """The result of one call.
 
-    def __init__(self, session: Session, call: Call) -> None:
+    Args:
+        owner: the handle that this is a view of: of the same call, whose result lives as long as either.
+    """
+
+    def __init__(self, session: Session, call: Call, *, owner: Handle | None = None) -> None:
         self._session = session
         self._call = call
-        session.remember(call)
-        weakref.finalize(self, _release, session, call.ordinal).atexit = False
+        self._owner = owner
+        if owner is None:
+            session.remember(call)
+            weakref.finalize(self, _release, session, call.ordinal).atexit = False
 
     @property
     def ref(self) -> Ref:
@@ -121,6 +127,11 @@ class Rows(Handle):
 
     column: str | None = None
     """The column that the rows stand for when looked at; None: whole samples."""
+
+    def __init__(self, session: Session, call: Call, column: str | None = None, *, owner: Handle | None = None) -> None:
+        super().__init__(session, call, owner=owner)
+        if column is not None:
+            self.column = column
 
     def batch(self) -> Batch:
         """The rows, as a batch in the order of identity. Python waits for it."""
