@@ -18,6 +18,7 @@ from m2flow.macro.flow import Flow, flow, load_flow
 from m2flow.macro.handles import Metrics, Number, Rows, Scores
 from m2flow.macro.losses import clipped_value, distill, loss, nll, ppo_clip, reinforce
 from m2flow.macro.ops import log, op, steps
+from m2flow.macro.refill import informative
 from m2flow.macro.roles import Policy, Reference, Reward
 from m2flow.recipe import AdamW, Counts, Loss, Sampling
 from m2flow.samples import Batch, Finish, Sample, SampleId
@@ -48,6 +49,7 @@ __all__ = [
     "distill",
     "flow",
     "gae",
+    "informative",
     "load_flow",
     "log",
     "loss",

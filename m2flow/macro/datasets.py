@@ -17,7 +17,7 @@ from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Rows
 from m2flow.macro.session import Session, current_session
 from m2flow.recipe import is_count
-from m2flow.samples import Batch, Column, column_of, make_ids
+from m2flow.samples import Batch, Column, column_of, make_ids, prompt_positions
 
 Row = Mapping[str, object]
 
@@ -59,6 +59,9 @@ class Dataset:
         self._shuffle = shuffle
         self._cursor = 0
         self._num_alls = 0
+        self._first_unsure = 0
+        self._refilled: Rows | None = None
+        """What a refill kept of the rows from `_first_unsure` on; how many it used says its last sample, and so where the cursor is."""
         self._session: Session | None = None
         self._key = ""
         self._order: tuple[int, list[int]] | None = None
@@ -76,6 +79,7 @@ class Dataset:
     @property
     def cursor(self) -> int:
         """Rows drawn so far, over all epochs."""
+        self._settle()
         return self._cursor
 
     def take(self, count: int) -> Rows:
@@ -83,9 +87,21 @@ class Dataset:
         if not is_count(count):
             raise DatasetError(f"take({count!r}) of the dataset {self.name!r}: it takes a whole number of rows, 1 or more")
         session = self._join()
+        self._settle()
         positions = [self._position(self._cursor + i) for i in range(count)]
         seeds = [_seed(self._key, "take", self._cursor + i) for i in range(count)]
         return self._record(session, "take", positions, seeds, {"count": count}, moves_by=count)
+
+    def upto(self, count: int) -> Rows:
+        """The next `count` rows, of which some may go back (`return_rest`): for a refill, which does not know yet how many it needs."""
+        self._join()
+        self._settle()
+        self._first_unsure = self._cursor
+        return self.take(count)
+
+    def return_rest(self, kept: Rows) -> None:
+        """Of the rows that the last `upto` gave, only those up to the one that these samples end with are used."""
+        self._refilled = kept
 
     def all(self) -> Rows:
         """Every row, in the dataset's order; the cursor stays."""
@@ -108,8 +124,33 @@ class Dataset:
         session = current_session(f"the dataset {self.name!r}")
         if self._session is not session:
             self._session, self._key, self._cursor, self._order = session, session.key_dataset(self.name), 0, None
-            self._num_alls = 0
+            self._num_alls, self._refilled = 0, None
         return session
+
+    def _settle(self) -> None:
+        """Wait until it is known how many rows the last refill used."""
+        kept, self._refilled = self._refilled, None
+        if kept is None or self._session is None:
+            return
+        call = self._session.record(
+            role=self.name,
+            method="num_used",
+            engine="function",
+            granularity=Granularity.BATCH,
+            inputs={"samples": kept.ref},
+            options={
+                "function": _num_used,
+                "timeout_s": None,
+                "column": "value",
+                "style": "columns",
+                "expected": kept.call.options["refill"],
+            },
+            shown={},
+            is_aligned=False,
+        )
+        used = self._session.observe(call.ordinal, f"the cursor of {self.name}, which a refill moves")
+        assert isinstance(used, int | float)
+        self._cursor = self._first_unsure + int(used)
 
     def _position(self, drawn: int) -> int:
         assert self._session is not None
@@ -147,3 +188,8 @@ class Dataset:
 def _seed(dataset: str, how: str, drawn: int) -> int:
     """What the random numbers of a row's responses start from: which draw of which dataset it was, however many were drawn at a time."""
     return int.from_bytes(hashlib.blake2b(f"{dataset}/{how}/{drawn}".encode(), digest_size=8).digest(), "little")
+
+
+def _num_used(rows: Batch, values: Mapping[str, object]) -> int:
+    """Rows of the source up to the last one whose group was kept."""
+    return int(prompt_positions(rows.ids).max()) + 1

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from m2flow.errors import InternalError, M2FlowError, TraceError
 from m2flow.macro.graph import Call, Observation
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A call under a refill, which is done group by group by the call that keeps groups."""
+
+    call: Call
+    inputs: Mapping[str, object]
 
 
 class Performer(Protocol):
@@ -47,7 +56,13 @@ class EagerBackend(Backend):
         error = self._inherited(call)
         if error is None:
             try:
-                value = self._performer.perform(call, {name: self._values[ref.call] for name, ref in call.inputs})
+                inputs = {name: self._values[ref.call] for name, ref in call.inputs}
+                if call.is_gated and not call.drops:
+                    self._values[call.ordinal] = Deferred(call, inputs)
+                    return
+                value = self._performer.perform(call, inputs)
+                for deferred in [value for value in inputs.values() if isinstance(value, Deferred)]:
+                    self._journal.call_done(deferred.call, None)
             except M2FlowError as raised:
                 error = raised.located(call.site.describe())
             except Exception as raised:

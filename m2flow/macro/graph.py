@@ -105,6 +105,16 @@ class Call:
     def name(self) -> str:
         return f"{self.role}.{self.method}" if self.method else self.role
 
+    @property
+    def drops(self) -> bool:
+        """Whether the call itself decides which of its rows stay."""
+        return self.options.get("gives") == "kept"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it is part of a refill (`m2flow.macro.refill`): it works on candidates, as many as are needed."""
+        return "refill" in self.options
+
     def input(self, name: str) -> Ref | None:
         return next((ref for key, ref in self.inputs if key == name), None)
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
+from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
 from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role
 from m2flow.macro.losses import nll, ppo_clip
+from m2flow.macro.refill import Keep, refill
 from m2flow.recipe import COMPUTED, AdamW, Loss, Model, Sampling, is_count
-from m2flow.samples import MAX_GROUP, Sample
+from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 ADVANTAGES: tuple[AdvantageName, ...] = ("grpo", "dr_grpo", "rloo")
@@ -52,7 +54,7 @@ class Policy(Role):
 
     def generate(
         self,
-        prompts: Handle,
+        prompts: Handle | Dataset,
         *,
         n: int = 1,
         max_new_tokens: int,
@@ -60,19 +62,35 @@ class Policy(Role):
         top_p: float = 1.0,
         top_k: int = 0,
         min_new_tokens: int = 0,
+        count: int | None = None,
+        score: Reward | None = None,
+        keep: Keep | None = None,
+        max_draws: int | None = None,
     ) -> Rows:
         """`n` responses to each prompt, drawn from the weights as they are at this line.
 
+        Args:
+            prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
+            count: groups to keep; rejected ones are replaced while others still run.
+            score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
+            keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.
+            max_draws: most prompts to draw; by default 16 for each group.
         Returns:
             one row a response: its tokens, log-probabilities and versions, its `text`, and the prompt's columns.
         Raises:
             PromptTooLong (at the first look): a prompt and `max_new_tokens` exceed the model's context.
+            DatasetError (at the first look): fewer than `count` groups were kept among `max_draws` prompts.
         """
         if not is_count(n) or n > MAX_GROUP:
             raise OptionError(f"n is {n!r}; a prompt has from 1 to {MAX_GROUP} responses, a whole number")
         sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_new_tokens)
         shown: dict[str, object] = {"n": n, "max_new_tokens": max_new_tokens}
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
+        if isinstance(prompts, Dataset):
+            return refill(self, prompts, n=n, sampling=sampling, count=count, score=score, keep=keep, max_draws=max_draws, shown=shown)
+        if not (count is None and score is None and keep is None and max_draws is None):
+            now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
+            raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
         asked = self._rows(prompts, "generate", PROMPTS)
         call = self._session.record(
             role=self.name,
@@ -189,8 +207,10 @@ class Reward(Role):
         self.function = function
         self.timeout_s = timeout_s
 
-    def score(self, responses: Handle) -> Scores:
-        """One finite number for each response."""
+    def score(self, responses: Handle, *, refill: int | None = None) -> Scores:
+        """One finite number for each response. `refill` is `generate`'s, whose groups are scored as they come."""
+        if isinstance(responses, Rows) and responses.call.options.get("scored_by") is self.function:
+            return _scores_held(responses)
         call = self._session.record(
             role=self.name,
             method="score",
@@ -201,7 +221,27 @@ class Reward(Role):
                 "function": self.function,
                 "timeout_s": self.timeout_s,
                 "column": "reward",
+                **({"refill": refill} if refill is not None else {}),
             },
             shown={},
         )
         return Scores(self._session, call)
+
+
+def _scores_held(responses: Rows) -> Scores:
+    """The rewards that rows have already, from a refill."""
+    session = responses._session
+    call = session.record(
+        role="rewards",
+        method="",
+        engine="function",
+        granularity=Granularity.SAMPLE,
+        inputs={"samples": responses.ref},
+        options={"function": _reward_column, "timeout_s": None, "column": "reward", "style": "columns"},
+        shown={},
+    )
+    return Scores(session, call)
+
+
+def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
+    return rows["reward"]

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call, Effect
 from m2flow.micro import messages as m
-from m2flow.micro.events import CONTROLLER, Command, Forgotten, Reject, Resolve, Send
+from m2flow.micro.events import CONTROLLER, Command, Discarded, Forgotten, Reject, Resolve, Send
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
+from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
 from m2flow.samples import SampleId, group_key, make_ids
@@ -79,6 +80,8 @@ class Board:
         self._wanted: set[int] = set()
         self._waiting_for: dict[int, list[CallState]] = {}
         """Call -> those that wait until it is done."""
+        self._members: dict[Refill, list[CallState]] = {}
+        """Refill -> the calls that are part of it."""
         self._perhaps_unreachable: set[int] = set()
         self.functions = StartQueue(self._has_function_work)
 
@@ -120,7 +123,7 @@ class Board:
         """Fix the rows of a call, if those of what it works on are known; and then those of its consumers."""
         if state.is_prepared or state.is_over:
             return
-        results = [self.calls[base].result for base in state.bases]
+        results = [self._rows_for(state, self.calls[base]) for base in state.bases]
         if any(result is None for result in results):
             return
         rows_of = sorted(row for result in results for row in result or ())
@@ -133,6 +136,8 @@ class Board:
         n = state.call.options.get("n", 1)
         assert isinstance(n, int)
         is_rollout = state.call.engine == "rollout"
+        if state.call.is_gated:
+            state.refill = self._refill_of(state, len(rows_of))
         state.prepare(make_ids(state.call.ordinal, len(rows_of), n).tolist() if is_rollout else rows_of, rows_of)
         if state.is_update:
             state.update = self._progress(state.call, state.stage, state.ids)
@@ -144,6 +149,49 @@ class Board:
             self.complete(state, None)
         elif state.result is not None:
             self._prepare_consumers(state)
+
+    def _rows_for(self, state: CallState, base: CallState) -> list[int] | None:
+        """Which rows a call has from one of its inputs, if that is known. Calls of one refill hand on every candidate."""
+        if state.call.is_gated and base.refill is not None:
+            return base.ids if base.is_prepared else None
+        return base.result
+
+    def _refill_of(self, state: CallState, num_candidates: int) -> Refill:
+        refill = self.calls[state.bases[0]].refill
+        count = state.call.options["refill"]
+        assert isinstance(count, int)
+        refill = refill or Refill(num_candidates, count)
+        self._members.setdefault(refill, []).append(state)
+        return refill
+
+    def judge(self, state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> None:
+        """These candidates of a refill are kept or not, or judging them failed; end it if that decides it."""
+        assert state.refill is not None
+        for position in {SampleId.unpack(row).prompt for row in rows}:
+            state.refill.judge(position, verdict)
+        end = state.refill.end()
+        if end is not None:
+            self._end_refill(self._members.pop(state.refill), end, state)
+
+    def _end_refill(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
+        """Give up what still runs beyond what was needed, and let the calls of the refill end with what it gives."""
+        self.commands.append(Discarded(members[0].call.ordinal, end.last))
+        error = end.error
+        if end.is_dry:
+            judged, error = members[-1], ran_dry(members[-1].call, len(end.kept), end.last + 1)
+        for member in members:
+            member.result = [row for row in member.ids if SampleId.unpack(row).prompt in end.kept]
+            member.ready.clear()
+            if member is judged and error is not None:
+                self.fail(member, error)
+            elif not member.is_over:
+                self._abandon(member)
+                self.complete(member, None)
+
+    def _abandon(self, state: CallState) -> None:
+        """Tell workers to give up what they have of a call."""
+        for worker in {task.worker for task in self.tasks.values() if task.message.call == state.call.ordinal}:
+            self.send(worker, m.Abort(state.call.ordinal))
 
     def _prepare_consumers(self, state: CallState) -> None:
         for consumer in self._consumers.get(state.call.ordinal, []):
@@ -184,7 +232,11 @@ class Board:
             if other is not None and not other.is_over:
                 other.arrived(rows, state.num_tokens)
                 self._queue(other)
-        if state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
+        if state.refill is not None:
+            if state.call.drops:
+                self.judge(state, rows, True) if rows else None
+                self.judge(state, gone, False) if gone and not state.is_over else None
+        elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
         return len(rows)
 
@@ -212,8 +264,7 @@ class Board:
         self._errors[state.call.ordinal] = error
         self._leave(state)
         self.commands.append(Reject(state.call.ordinal, error))
-        for worker in {task.worker for task in self.tasks.values() if task.message.call == state.call.ordinal}:
-            self.send(worker, m.Abort(state.call.ordinal))
+        self._abandon(state)
         self._waiting_for.pop(state.call.ordinal, None)
         for other in list(self._unfinished()):
             if state.call.ordinal in other.waits_for or state.call.ordinal in other.aligned_inputs:

@@ -27,6 +27,7 @@ from m2flow.micro.events import (
     CONTROLLER,
     CallAdded,
     Command,
+    Discarded,
     Event,
     Forgotten,
     FromWorker,
@@ -239,6 +240,8 @@ class Controller:
                 self._consuming = {number: task for number, task in self._consuming.items() if task.call != ordinal}
                 self._journal.call_failed(self._calls[ordinal], error)
                 self._outcomes.reject(self._calls[ordinal], error)
+            case Discarded(ordinal, last):
+                self._journal.discarded(self._calls[ordinal], last)
             case Forgotten(ordinal):
                 self._outcomes.forget(self._calls.pop(ordinal))
                 del self._bodies[ordinal]

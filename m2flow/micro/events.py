@@ -87,4 +87,12 @@ class Forgotten:
     call: int
 
 
-Command = Send | Resolve | Reject | Forgotten
+@dataclass(frozen=True)
+class Discarded:
+    """Of the samples that a call made, those of prompts beyond this position were not needed, and do not count."""
+
+    call: int
+    last: int
+
+
+Command = Send | Resolve | Reject | Forgotten | Discarded

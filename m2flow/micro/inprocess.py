@@ -15,11 +15,13 @@ import numpy as np
 
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError
+from m2flow.macro.eager import Deferred
 from m2flow.macro.flow import randomness_kept
 from m2flow.macro.graph import Call
 from m2flow.micro import performing, training
 from m2flow.micro.packing import cut
 from m2flow.micro.plan import Plan
+from m2flow.micro.refilling import ran_dry
 from m2flow.micro.segments import Place, SegmentWriter
 from m2flow.micro.workbench import Workbench
 from m2flow.observe.recorder import Recorder
@@ -111,6 +113,8 @@ class InProcess:
                 return call.options["rows"]
             case "rollout":
                 return self._generate(call, _batch(inputs["prompts"]).in_order())
+            case "function" if call.is_gated:
+                return self._refill(call, inputs)
             case "function":
                 return self._function(call, inputs)
             case "train" if call.method == "update":
@@ -126,7 +130,26 @@ class InProcess:
         """Write every role's model; the digest of its weights by role."""
         return {role: self._bench.save(role, str(path / role)) for role in sorted(self._roles)}
 
-    def _generate(self, call: Call, prompts: Batch) -> Batch:
+    def _refill(self, call: Call, inputs: Mapping[str, object]) -> Batch:
+        """Draw a prompt, answer it, score the group, keep it or not; until there are enough."""
+        generate, score = inputs["samples"], inputs["reward"]
+        assert isinstance(generate, Deferred)
+        assert isinstance(score, Deferred)
+        self._notes.call_added(generate.call)
+        self._notes.call_added(score.call)
+        prompts, kept = _batch(generate.inputs["prompts"]), []
+        for position in range(len(prompts)):
+            samples = self._generate(generate.call, prompts.take([position]), first=position)
+            rewards = self._function(score.call, {"samples": samples})
+            rows = self._function(call, {"samples": samples, "reward": rewards})
+            if len(_batch(rows)):
+                kept.append(_batch(rows))
+            if len(kept) == call.options["refill"]:
+                return Batch.concat(kept)
+        raise ran_dry(call, len(kept), len(prompts))
+
+    def _generate(self, call: Call, prompts: Batch, first: int = 0) -> Batch:
+        """Responses to prompts, of which the first has this position in its call."""
         version = call.reads[0].version
         if call.role in self._trained and version != self._held.get(call.role, 0):
             self._bench.load_weights(call.role, version, None)
@@ -134,7 +157,7 @@ class InProcess:
         n = call.options["n"]
         assert isinstance(n, int)
         rows = [row for row in range(len(prompts)) for _ in range(n)]
-        self._bench.generate(call, make_ids(call.ordinal, len(prompts), n).tolist(), prompts.take(rows))
+        self._bench.generate(call, make_ids(call.ordinal, first + len(prompts), n)[first * n :].tolist(), prompts.take(rows))
         parts = []
         while self._bench.num_unfinished:
             parts += [batch for _, batch in self._bench.step()]

@@ -77,6 +77,10 @@ class Journal:
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
         self._ledger.rewarded(call, ids, values)
 
+    def discarded(self, call: Call, last: int) -> None:
+        """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""
+        self._ledger.discarded(call.ordinal, last)
+
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self._ledger.consumed(call.ordinal, epoch, ids)
 

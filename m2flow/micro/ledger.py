@@ -27,9 +27,14 @@ CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, memb
     num_generated INTEGER, finish INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
 CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMARY KEY (call, sample)) WITHOUT ROWID;
 CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
+CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
 CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
+"""
+_COUNTED = """
+SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON samples.call = discarded.call
+WHERE last_prompt IS NULL OR prompt <= last_prompt ORDER BY id
 """
 _COMMIT_EVERY_S = 1.0
 
@@ -99,6 +104,10 @@ class Ledger:
         except sqlite3.IntegrityError:
             raise InternalError(f"a sample was trained on twice in epoch {epoch} of call {update_call}") from None
 
+    def discarded(self, call: int, last_prompt: int) -> None:
+        """Samples of this call's prompts beyond the last one do not count, whether they have come in or not."""
+        self._run("INSERT INTO discarded VALUES (?,?)", (call, last_prompt))
+
     def logged(self, step: int, name: str, value: float) -> None:
         self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
 
@@ -132,14 +141,14 @@ class Ledger:
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
-    """Each generated sample of a run (a batch of one) with its rewards in the order of their calls; in the order of identity."""
+    """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity."""
     db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
     try:
         rewards: dict[int, list[float]] = {}
         for sample, value in db.execute("SELECT sample, value FROM rewards ORDER BY call, sample"):
             rewards.setdefault(sample, []).append(value)
         records: dict[Place, tuple[Batch, dict[int, int]]] = {}
-        for packed, *place in db.execute("SELECT id, segment, offset, size, checksum FROM samples ORDER BY id"):
+        for packed, *place in db.execute(_COUNTED):
             where: Place = (place[0], place[1], place[2], place[3])
             if where not in records:
                 batch = read_segment(run_dir / "segments", where)

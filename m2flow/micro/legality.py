@@ -24,6 +24,8 @@ def legal_stages(graph: MacroGraph) -> tuple[Stage, ...]:
 def _stage(call: Call) -> Stage:
     unit = call.granularity
     name: Literal["sample", "group", "minibatch", "batch"] = unit.value
+    if call.is_gated and call.engine == "function":
+        name = "group"  # A refill keeps or rejects whole groups, and an error in one that was not needed must not count.
     if call.engine == "train" and call.method == "update":
         if not call.writes:
             raise PlanError(f"{call.name} declares no write, so nothing would order what comes after it", where=call.site.describe())

@@ -107,7 +107,7 @@ class RolloutDesk:
 
     def _has_left(self, state: CallState) -> bool:
         """Whether a call has, or may yet have, samples that no worker has."""
-        return not state.is_prepared or len(state.done) + self._num_out(state) < len(state.ids)
+        return not state.is_prepared or state.refill is not None or len(state.done) + self._num_out(state) < len(state.ids)
 
     def _num_out(self, state: CallState) -> int:
         """Samples of a call that workers have."""
@@ -116,10 +116,14 @@ class RolloutDesk:
     def _quota(self, worker: WorkerState, state: CallState) -> int:
         """How many samples of a call this worker may take now: its even share of what is left, if there is room."""
         workers = [self._board.workers[name] for name in state.stage.workers]
-        left = len(state.ids) - len(state.done)
+        n = state.call.options["n"]
+        assert isinstance(n, int)
+        allowed = len(state.ids) if state.refill is None else state.refill.num_allowed * n
+        left = allowed - len(state.done)
         here = sum(t.rows_left for t in self._board.tasks.values() if t.worker == worker.name and t.message.call == state.call.ordinal)
         room = state.stage.chunk - worker.num_running
-        return min(room, math.ceil(left / len(workers)) - here)
+        not_begun = allowed - (len(state.ids) - len(state.ready))
+        return min(room, not_begun, math.ceil(left / len(workers)) - here)
 
     def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
         rows = state.ready[:quota]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from m2flow.macro.graph import Call
 from m2flow.micro.plan import Stage
+from m2flow.micro.refilling import Refill
 from m2flow.micro.updating import UpdateProgress
 from m2flow.samples import group_key
 
@@ -30,6 +31,8 @@ class CallState:
     aligned_inputs: tuple[int, ...]
     """Calls whose rows it takes as they come."""
     update: UpdateProgress | None = None
+    refill: Refill | None = None
+    """Shared by the calls of a refill; they work on all candidates, and give what it keeps."""
     units: dict[int, tuple[int, ...]] = field(default_factory=dict)
     missing: dict[int, int] = field(default_factory=dict)
     """Unit -> rows of inputs still to come."""
@@ -59,11 +62,6 @@ class CallState:
     @property
     def is_update(self) -> bool:
         return self.call.engine == "train" and self.call.method == "update"
-
-    @property
-    def drops(self) -> bool:
-        """Whether the call itself decides which of its rows stay."""
-        return self.call.options.get("gives") == "kept"
 
     @property
     def is_union(self) -> bool:
@@ -108,7 +106,7 @@ class CallState:
     def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
         """The rows are known: set up the units, and for a generation which rows come from which prompt."""
         self.ids, self.is_prepared = ids, True
-        if not self.drops:
+        if not self.call.drops and self.refill is None:
             self.result = ids
         if self.call.engine == "rollout":
             n = len(self.ids) // max(len(prompts), 1)

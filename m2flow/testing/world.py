@@ -29,7 +29,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro import performing
 from m2flow.micro.bodies import call_body
-from m2flow.micro.events import CONTROLLER, CallAdded, Event, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
+from m2flow.micro.events import CONTROLLER, CallAdded, Discarded, Event, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
 from m2flow.micro.inprocess import InProcess
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.plan import WorkerPlan
@@ -39,7 +39,7 @@ from m2flow.micro.store import RowStore
 from m2flow.micro.worker import Worker, WorkerSettings
 from m2flow.observe.spans import SpanBlock
 from m2flow.recipe import Model
-from m2flow.samples import Batch
+from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
 
 MAX_TURNS = 2_000_000
@@ -105,6 +105,7 @@ class World(Backend):
         self._consuming: dict[int, m.Accumulate] = {}
         self._logged: list[tuple[int, str, tuple[int, str | None] | float]] = []
         self._released: list[int] = []
+        self._discarded: dict[int, int] = {}
         self._run_dir = Path()
 
     def open(self) -> None:
@@ -166,6 +167,16 @@ class World(Backend):
             value = source if isinstance(source, float) else number_of(self._values[source[0]], source[1])
             self.answer.logs.append((step, name, value))
 
+    def forget_discarded(self) -> None:
+        """Drop from the answer what was generated for nothing."""
+
+        def counts(packed: int) -> bool:
+            who = SampleId.unpack(packed)
+            return who.prompt <= self._discarded.get(who.call, who.prompt)
+
+        self.answer.samples = {packed: sample for packed, sample in self.answer.samples.items() if counts(packed)}
+        self.answer.rewards = {key: value for key, value in self.answer.rewards.items() if counts(key[1])}
+
     def _flush(self) -> None:
         calls, self._segment = self._segment, []
         stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls))) if calls else ()
@@ -224,6 +235,8 @@ class World(Backend):
                     self._rows.forget(call)
                 case Send(worker, message):
                     self._tell(worker, message)
+                case Discarded(call, last):
+                    self._discarded[call] = last
                 case Resolve(call, value):
                     self._values[call] = value
                 case Reject(call, error):
@@ -280,6 +293,7 @@ def run_planned(
                 flow.run(around(world), options, seed=seed)
             except M2FlowError as error:
                 world.answer.error = f"{type(error).__name__}: {error.what.split(' (worker')[0]}"
+            world.forget_discarded()
             for planned in plan.workers:
                 trained = [slot.role for slot in planned.engines if slot.kind == "train"]
                 world.answer.weights |= {
