@@ -74,7 +74,10 @@ def said(answer: Answer) -> list[tuple[int, ...]]:
 @given(specs(), options, st.integers(0, 2**30), st.booleans())
 def test_a_refill_gives_the_same_under_every_plan(spec, options, order_seed, by_identity):
     eager = run_eager(refilling, options, spec)
-    assert run_planned(refilling, options, spec, order_seed=order_seed, deterministic=by_identity) == eager
+    planned = run_planned(refilling, options, spec, order_seed=order_seed, deterministic=by_identity)
+    if eager.error:  # What was logged before is then known at another time.
+        planned.logs = eager.logs = []
+    assert planned == eager
 
 
 @few

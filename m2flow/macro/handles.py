@@ -125,6 +125,8 @@ class Number:
 class Rows(Handle):
     """A result with a row for each sample."""
 
+    scored_by: object = None
+    """The role whose rewards these samples have already, from a refill."""
     column: str | None = None
     """The column that the rows stand for when looked at; None: whole samples."""
 

@@ -87,11 +87,11 @@ def refill(
             "gives": "kept",
             "columns": {"reward": "reward"},
             "refill": count,
-            "scored_by": score.function,
         },
         shown={"keep": keep, "count": count},
     )
     rows = Rows(session, kept)
+    rows.scored_by = score
     source.return_rest(rows)
     return rows
 

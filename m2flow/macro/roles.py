@@ -209,7 +209,7 @@ class Reward(Role):
 
     def score(self, responses: Handle, *, refill: int | None = None) -> Scores:
         """One finite number for each response. `refill` is `generate`'s, whose groups are scored as they come."""
-        if isinstance(responses, Rows) and responses.call.options.get("scored_by") is self.function:
+        if isinstance(responses, Rows) and responses.scored_by is self:
             return _scores_held(responses)
         call = self._session.record(
             role=self.name,
