@@ -86,6 +86,8 @@ class ClusterSpec(_Strict):
     train: TrainSpec = TrainSpec()
     functions: FunctionSpec = FunctionSpec()
     channels: ChannelSpec = ChannelSpec()
+    run_ahead_bytes: int = Field(2**30, ge=1)
+    """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
 
     @property
     def num_cores(self) -> int:

@@ -14,7 +14,7 @@ import pytest
 from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
-from m2flow.micro import board, performing, rollout_desk, tracking, training
+from m2flow.micro import board, performing, rollout_desk, tracking, training, workbench
 from m2flow.micro import messages as m
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.rollout_desk import RolloutDesk
@@ -216,8 +216,9 @@ def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
 
 
 def stale_weights_are_good_enough(patch: Patch) -> None:
-    version = rollout_desk._version
-    patch.setattr(rollout_desk, "_version", lambda state: max(version(state) - 1, 0))
+    patch.setattr(rollout_desk, "window", lambda call: (max(call.reads[0].version - 1, 0), call.reads[0].version))
+    patch.setattr(workbench, "check_admission", lambda call, version: None)
+    patch.setattr(training, "check_consumption", lambda call, samples: None)
 
 
 def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:
@@ -227,6 +228,7 @@ def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:
         state = add(self, call, stage)
         if state.call.engine != "function":
             state.waits_for.clear()
+            self._trained.update((state.call.role, effect.version) for effect in state.call.writes)
         return state
 
     patch.setattr(board.Board, "add_call", at_once)

@@ -20,7 +20,7 @@ from rich.console import Console
 from m2flow.cli import display
 from m2flow.cli.failures import Failure, failure_of
 from m2flow.cli.flow_options import flow_command
-from m2flow.errors import RunInterrupted
+from m2flow.errors import OptionError, RunInterrupted
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
 from m2flow.spec import LAPTOP, RunSettings, load_cluster
@@ -35,6 +35,12 @@ _RESTARTED = "M2FLOW_RESTARTED"
 @click.option("--eager", is_flag=True, help="Run the flow call by call in this process: the reference for every plan.")
 @click.option("--pin-plan", is_flag=True, help="Stop at a step whose calls are not those of the first one.")
 @click.option("--pin-to", type=click.Path(path_type=Path), metavar="PLAN.json", help="The same, with the step of `m2flow plan --json`.")
+@click.option(
+    "--decisions",
+    type=click.Path(path_type=Path),
+    metavar="RUN_DIR",
+    help="With --eager: what time decided in that run (which weights generated each sample) is decided so again.",
+)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directory goes.")
 @click.option("--json", "as_json", is_flag=True, help="The last line of stdout is the summary as JSON; all else goes to stderr.")
 @click.option("--quiet", is_flag=True, help="Show no plan and no progress, only the summary.")
@@ -50,6 +56,7 @@ def command(
     eager: bool,
     pin_plan: bool,
     pin_to: Path | None,
+    decisions: Path | None,
     runs_dir: Path,
     as_json: bool,
     quiet: bool,
@@ -66,11 +73,15 @@ def command(
     settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
+    from m2flow.micro.ledger import read_decisions
     from m2flow.micro.run import Run
 
+    if decisions is not None and not eager:
+        raise OptionError("--decisions goes with --eager", now="A planned run decides by its own time. Add --eager.")
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
     structure = read_structure(pin_to) if pin_to else None
-    run = Run(flow, options, spec, settings, flow_file=target, pin_plan=pin_plan, pin_to=structure)
+    record = read_decisions(decisions) if decisions else None
+    run = Run(flow, options, spec, settings, flow_file=target, pin_plan=pin_plan, pin_to=structure, decisions=record)
     progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import cloudpickle
 
@@ -39,6 +40,8 @@ class Flow:
     """A user's function that is an RL loop."""
 
     function: Callable[..., object]
+    staleness: int | str = 0
+    """Versions that a generate call in the loop may be behind; or the name of the parameter that says it."""
 
     @property
     def name(self) -> str:
@@ -67,6 +70,21 @@ class Flow:
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function(*args, **kwargs)
 
+    def staleness_for(self, options: Mapping[str, object]) -> int:
+        """The staleness of a run with these options.
+
+        Raises:
+            OptionError: it is no whole number, 0 or more.
+        """
+        value: object = self.staleness
+        if isinstance(value, str):
+            default = next(parameter.default for parameter in self.parameters if parameter.name == value)
+            value = options.get(value, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            source = f"the parameter {self.staleness!r}" if isinstance(self.staleness, str) else "@flow(staleness=...)"
+            raise OptionError(f"{source} of the flow {self.name} is {value!r:.60}; a staleness is a whole number of versions, 0 or more")
+        return value
+
     def run(self, backend: Backend, options: Mapping[str, object], *, seed: int = 0, max_steps: int | None = None) -> object:
         """Run the function with its calls recorded into the backend, and wait for all of them."""
         known = {parameter.name for parameter in self.parameters}
@@ -77,24 +95,48 @@ class Flow:
             if name not in known:
                 raise OptionError(f"the flow {self.name} has no option {name!r}; it has {', '.join(sorted(known)) or 'none'}")
         seed_everything(seed)
-        session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps)
+        session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps, staleness=self.staleness_for(options))
         with recording(session):
             result = self.function(**options)
             session.finish()
         return result
 
 
-def flow(function: Callable[..., object]) -> Flow:
+@overload
+def flow(function: Callable[..., object], /) -> Flow: ...
+
+
+@overload
+def flow(*, staleness: int | str = 0) -> Callable[[Callable[..., object]], Flow]: ...
+
+
+def flow(function: Callable[..., object] | None = None, /, *, staleness: int | str = 0) -> Flow | Callable[[Callable[..., object]], Flow]:
     """Make a function a flow. Its parameters become the options of `m2flow run`.
 
+    Args:
+        staleness: versions of the weights that a `generate` in the loop may be behind what this line would have if the calls ran one by
+            one; each token records the version that it came from. 0, the default: the calls run as if one by one. More: the next
+            responses are generated while an update runs. A text is the name of the flow's parameter that says it.
     Raises:
-        FlowLoadError: it is no plain function: its calls would not run when it is called.
+        FlowLoadError: it is no plain function: its calls would not run when it is called. Or no parameter has the name.
+        OptionError: the staleness is no whole number, 0 or more.
     """
+    if function is None:
+        return lambda decorated: _flow(decorated, staleness)
+    return _flow(function, staleness)
+
+
+def _flow(function: Callable[..., object], staleness: int | str) -> Flow:
     if not callable(function):
         raise FlowLoadError(f"@flow got a {type(function).__name__} instead of a function")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise FlowLoadError(f"the flow {function.__name__} is async or has a yield; a flow is a plain function")
-    return Flow(function)
+    made = Flow(function, staleness)
+    if not isinstance(staleness, str):
+        made.staleness_for({})
+    elif staleness not in inspect.signature(function).parameters:
+        raise FlowLoadError(f"the flow {function.__name__} has no parameter {staleness!r} to take its staleness from")
+    return made
 
 
 def load_flow(target: str) -> Flow:

@@ -68,9 +68,17 @@ class Effect:
 
     resource: str
     version: int
+    """The one that sequential execution has there."""
+    oldest: int | None = field(default=None, compare=False)
+    """Of a read that may be stale: the oldest version that will do; any from here to `version` may be read."""
+
+    @property
+    def first(self) -> int:
+        """The oldest version that will do."""
+        return self.version if self.oldest is None else self.oldest
 
     def __str__(self) -> str:
-        return f"{self.resource}@{self.version}"
+        return f"{self.resource}@{self.version}" if self.first == self.version else f"{self.resource}@{self.first}..{self.version}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,8 @@ class Call:
     """The result has a row for each sample; otherwise it is one value."""
     shown: Mapping[str, object] = field(default_factory=dict)
     """The options as the user wrote them, for the printed form."""
+    most_rows: int = 0
+    """Rows of its samples, at most: a filter on the way leaves fewer. Of a refill those that it gives, not its candidates."""
 
     @property
     def name(self) -> str:
@@ -127,6 +137,10 @@ class Observation:
     site: Site
     why: str
     """What the program did with the handle: `float()`, `len()`, a loop."""
+    step: int = -1
+    """The step that Python was in."""
+    lag: int = 0
+    """Steps ago that the value is from: `lagged(2)` waits for what is most likely done."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +180,9 @@ class MacroGraph:
         for call in self.calls:
             graph.add_node(call.ordinal, call=call)
             for effect in call.reads:
-                if effect in writers:
-                    graph.add_edge(writers[effect], call.ordinal, kind="effect", label=str(effect))
+                needed = Effect(effect.resource, effect.first)
+                if needed in writers:
+                    graph.add_edge(writers[needed], call.ordinal, kind="effect", label=str(effect))
                 readers.setdefault(effect, []).append(call.ordinal)
             for effect in call.writes:
                 before = Effect(effect.resource, effect.version - 1)
@@ -202,6 +217,12 @@ class MacroGraph:
             for ordinal in dict.fromkeys(ref.call for _, ref in call.inputs):
                 found.setdefault(ordinal, []).append(call)
         return found
+
+    @property
+    def staleness(self) -> int:
+        """Versions that a generate call of this graph may be behind, at most."""
+        declared = (call.options.get("staleness", 0) for call in self.calls)
+        return max((versions for versions in declared if isinstance(versions, int)), default=0)
 
     def structure_hash(self) -> str:
         """Equal for segments that may share a lowering: the calls' shape and relative wiring, not their values or versions."""

@@ -74,7 +74,7 @@ class Metrics(Handle):
         ordinal = self._session.recall(self._call, steps)
         if ordinal is None:
             return None
-        value = self._session.observe(ordinal, f"lagged({steps})")
+        value = self._session.observe(ordinal, f"lagged({steps})", lag=steps)
         assert isinstance(value, dict)
         return _own(value)
 

@@ -14,6 +14,7 @@ from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, describe
 from m2flow.macro.session import current_session
+from m2flow.macro.soundness import check_update
 from m2flow.recipe import AdamW, Loss, is_count
 from m2flow.samples import Batch
 
@@ -121,6 +122,18 @@ class Role:
         shown |= {"advantages": options["advantages"]} if options.get("advantages") else {}
         shown |= {"minibatch_size": passes.minibatch_size} if passes.minibatch_size is not None else {}
         shown |= {"epochs": passes.epochs} if passes.epochs != 1 else {}
+        shown |= {"allow_unsound": True} if passes.allow_unsound else {}
+        origins = [call for call in self._session.origins(samples.call) if call.engine == "rollout"]
+        if not passes.allow_unsound:
+            own = [call for call in origins if call.role == self.name]
+            check_update(
+                passes.loss,
+                own,
+                name=self.name,
+                version=self._session.version(self._weights),
+                epochs=passes.epochs,
+                minibatch_size=passes.minibatch_size,
+            )
         call = self._session.record(
             role=self.name,
             method="update",
@@ -134,6 +147,7 @@ class Role:
                 "optimizer": passes.optimizer,
                 "minibatch_size": passes.minibatch_size,
                 "epochs": passes.epochs,
+                "windows": {call.ordinal: (call.reads[0].first, call.reads[0].version) for call in origins},
                 **options,
             },
             shown=shown,
@@ -152,6 +166,7 @@ class Passes:
     optimizer: AdamW
     minibatch_size: int | None
     epochs: int
+    allow_unsound: bool = False
 
     def __post_init__(self) -> None:
         size, epochs = self.minibatch_size, self.epochs

@@ -46,6 +46,7 @@ def refill(
     score: Reward | None,
     keep: Keep | None,
     max_draws: int | None,
+    staleness: int,
     shown: Mapping[str, object],
 ) -> Rows:
     """Record the calls of `policy.generate(source, count=..., score=..., keep=...)`; the rows have a column `reward`."""
@@ -68,9 +69,16 @@ def refill(
         engine="rollout",
         granularity=Granularity.SAMPLE,
         inputs={"prompts": prompts.ref},
-        options={"n": n, "sampling": sampling, "repeat": session.count_generation(policy.name, prompts.ref.call), "refill": count},
+        options={
+            "n": n,
+            "sampling": sampling,
+            "repeat": session.count_generation(policy.name, prompts.ref.call),
+            "staleness": staleness,
+            "refill": count,
+        },
         shown={**shown, "count": count},
         reads=(policy._weights,),
+        staleness=staleness,
     )
     responses = Rows(session, generated)
     rewards = score.score(responses, refill=count)

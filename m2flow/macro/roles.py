@@ -66,8 +66,9 @@ class Policy(Role):
         score: Reward | None = None,
         keep: Keep | None = None,
         max_draws: int | None = None,
+        staleness: int | None = None,
     ) -> Rows:
-        """`n` responses to each prompt, drawn from the weights as they are at this line.
+        """`n` responses to each prompt, drawn from the weights as they are at this line, or older ones as far as the staleness allows.
 
         Args:
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
@@ -75,6 +76,7 @@ class Policy(Role):
             score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
             keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.
             max_draws: most prompts to draw; by default 16 for each group.
+            staleness: versions that the weights may be behind; by default the flow's. 0 for an evaluation that must be of these weights.
         Returns:
             one row a response: its tokens, log-probabilities and versions, its `text`, and the prompt's columns.
         Raises:
@@ -86,8 +88,21 @@ class Policy(Role):
         sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_new_tokens)
         shown: dict[str, object] = {"n": n, "max_new_tokens": max_new_tokens}
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
+        shown |= {"staleness": staleness} if staleness is not None else {}
+        allowed = self._session.staleness_of_generate(staleness)
         if isinstance(prompts, Dataset):
-            return refill(self, prompts, n=n, sampling=sampling, count=count, score=score, keep=keep, max_draws=max_draws, shown=shown)
+            return refill(
+                self,
+                prompts,
+                n=n,
+                sampling=sampling,
+                count=count,
+                score=score,
+                keep=keep,
+                max_draws=max_draws,
+                staleness=allowed,
+                shown=shown,
+            )
         if not (count is None and score is None and keep is None and max_draws is None):
             now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
             raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
@@ -98,9 +113,15 @@ class Policy(Role):
             engine="rollout",
             granularity=Granularity.SAMPLE,
             inputs={"prompts": asked},
-            options={"n": n, "sampling": sampling, "repeat": self._session.count_generation(self.name, asked.call)},
+            options={
+                "n": n,
+                "sampling": sampling,
+                "repeat": self._session.count_generation(self.name, asked.call),
+                "staleness": allowed,
+            },
             shown=shown,
             reads=(self._weights,),
+            staleness=allowed,
         )
         return Rows(self._session, call)
 
@@ -116,6 +137,7 @@ class Policy(Role):
         optimizer: AdamW | None = None,
         minibatch_size: int | None = None,
         epochs: int = 1,
+        allow_unsound: bool = False,
     ) -> Metrics:
         """Train on these samples; later lines see the new weights.
 
@@ -128,9 +150,11 @@ class Policy(Role):
             columns: what else the loss needs, by name: numbers in the same forms as advantages. They win over a column of the samples.
             minibatch_size: prompts in a mini-batch, one optimiser step each; all of them by default. Membership goes by identity.
             epochs: passes over the samples.
+            allow_unsound: train also where the loss can't be right for samples of other weights than these; the plan shows it.
         Returns:
             means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports.
         Raises:
+            TraceError: the loss takes the samples for those of the current weights, which they need not be (`m2flow.macro.soundness`).
             OpError (at the first look): numbers that do not fit the tokens of their samples.
         """
         samples = self._rows(responses, "update", RESPONSES)
@@ -138,7 +162,8 @@ class Policy(Role):
         if is_named and advantages not in ADVANTAGES:
             raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}, or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
-        passes = Passes(loss or (ppo_clip() if has_advantages else nll()), optimizer or self.optimizer, minibatch_size, epochs)
+        chosen = loss or (ppo_clip() if has_advantages else nll())
+        passes = Passes(chosen, optimizer or self.optimizer, minibatch_size, epochs, allow_unsound)
         given: dict[str, tuple[Ref, str]] = {}
         if has_rewards:
             given["rewards"] = self._column(rewards, "update", REWARDS)

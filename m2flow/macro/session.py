@@ -14,11 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 
-from m2flow.errors import FlowError, TraceError
+from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.recipe import Model
+from m2flow.samples import Batch
 
 _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None)
 
@@ -58,10 +59,12 @@ class Backend(ABC):
 class Session:
     """One run of one flow."""
 
-    def __init__(self, backend: Backend, *, flow: str, seed: int = 0, max_steps: int | None = None) -> None:
+    def __init__(self, backend: Backend, *, flow: str, seed: int = 0, max_steps: int | None = None, staleness: int = 0) -> None:
         self.backend = backend
         self.flow = flow
         self.seed = seed
+        self.staleness = staleness
+        """Versions that a generate call of a loop may be behind."""
         self.max_steps = max_steps
         self.step = -1
         self.num_steps = 0
@@ -75,6 +78,8 @@ class Session:
         self._roots: dict[int, frozenset[int]] = {}
         """Call -> the calls that made the samples of its rows: several for a union."""
         self._versions: dict[str, int] = {}
+        self._versions_before: dict[str, int] = {}
+        """Of each resource before the loop: no call of the loop may read older ones."""
         self._in_steps = False
         self._next_step = 0
         self._left_step: int | None = None
@@ -83,6 +88,7 @@ class Session:
         """The program has looked at a value: a trace ends there."""
         self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
         self._captures = Captures()
+        self._most_rows: dict[int, int] = {}
         self._makers: dict[int, Call] = {}
         """Call -> the call that made the samples that its result has rows of."""
         self._values: set[int] = set()
@@ -104,8 +110,9 @@ class Session:
         reads: tuple[str, ...] = (),
         writes: tuple[str, ...] = (),
         is_aligned: bool = True,
+        staleness: int = 0,
     ) -> Call:
-        """Number a call, stamp its effects with versions, and hand it to the backend."""
+        """Number a call, stamp its effects with versions, and hand it to the backend. Its reads may be `staleness` versions behind."""
         if not self.is_open:
             raise TraceError(f"{role}.{method} was called after its flow had ended", where=user_site().describe())
         self._end_left_step()
@@ -118,12 +125,13 @@ class Session:
             granularity=granularity,
             inputs=tuple((name, ref) for name, ref in inputs.items() if ref is not None),
             options=self._captures.options(options, site),
-            reads=tuple(Effect(r, self._versions.get(r, 0)) for r in reads),
+            reads=tuple(self._read(r, staleness) for r in reads),
             writes=tuple(Effect(r, self._versions.get(r, 0) + 1) for r in writes),
             site=site,
             step=self.step,
             is_aligned=is_aligned,
             shown=dict(shown),
+            most_rows=self._count_rows(engine, inputs, options),
         )
         self._makers[call.ordinal] = self._maker(call)
         is_new = call.engine in ("source", "rollout") or not call.inputs
@@ -131,10 +139,44 @@ class Session:
         self._roots[call.ordinal] = frozenset({call.ordinal}) if is_new else frozenset().union(*roots)
         if not call.is_aligned:
             self._values.add(call.ordinal)
+        self._most_rows[call.ordinal] = call.most_rows
         self._versions |= {effect.resource: effect.version for effect in call.writes}
         self._num_calls += 1
         self.backend.submit(call)
         return call
+
+    def staleness_of_generate(self, asked: int | None) -> int:
+        """The staleness that a generate call made now may have: what it asks for, by default the flow's; none outside the loop."""
+        if asked is None:
+            return self.staleness if self._in_steps else 0
+        if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= self.staleness:
+            raise OptionError(
+                f"generate(staleness={asked!r:.60}): a call may ask for 0 up to the flow's own staleness, which is {self.staleness}",
+                where=user_site().describe(),
+                now="The flow's bound is @flow(staleness=k).",
+            )
+        return asked if self._in_steps else 0
+
+    def version(self, resource: str) -> int:
+        """The version that a call made now would read."""
+        return self._versions.get(resource, 0)
+
+    def _read(self, resource: str, staleness: int) -> Effect:
+        """Outside the loop, and up to its first update, a read is exact: what came before the loop is no older version of the policy."""
+        version = self.version(resource)
+        oldest = max(version - staleness, self._versions_before.get(resource, 0)) if self._in_steps else version
+        return Effect(resource, version, oldest if oldest < version else None)
+
+    def _count_rows(self, engine: EngineKind, inputs: Mapping[str, Ref | None], options: Mapping[str, object]) -> int:
+        """Rows of a call, at most; of a refill those that it gives."""
+        rows, n = options.get("rows"), options.get("n", 1)
+        if isinstance(rows, Batch):
+            return len(rows)
+        counts = [self._most_rows[ref.call] for ref in inputs.values() if ref is not None]
+        assert isinstance(n, int)
+        if engine == "rollout" and isinstance(kept := options.get("refill"), int):
+            return kept * n
+        return (sum(counts) if options.get("gives") == "concat" else next(iter(counts), 0)) * (n if engine == "rollout" else 1)
 
     @property
     def log_step(self) -> int:
@@ -171,7 +213,7 @@ class Session:
         self._num_generations.update({(role, root): repeat + 1 for root in roots})
         return repeat
 
-    def observe(self, ordinal: int, why: str) -> object:
+    def observe(self, ordinal: int, why: str, *, lag: int = 0) -> object:
         site = user_site()
         if not self.is_open:
             raise TraceError(
@@ -179,7 +221,7 @@ class Session:
             )
         maker = self._makers[ordinal]
         self._is_cut = self._is_cut or not (maker.ordinal == ordinal and maker.engine == "source")
-        self.backend.observed(Observation(ordinal, site, why))
+        self.backend.observed(Observation(ordinal, site, why, self.step, lag))
         return self.backend.value(ordinal)
 
     def remember(self, call: Call) -> None:
@@ -192,6 +234,10 @@ class Session:
         count = history[call.step].index(call.ordinal)
         then = history.get(call.step - steps_ago, []) if call.step >= 0 else []
         return then[count] if count < len(then) else None
+
+    def origins(self, ordinal: int) -> list[Call]:
+        """The calls that made the samples of a call's rows: several for a union."""
+        return [self._makers[root] for root in sorted(self._roots[ordinal])]
 
     def maker(self, call: Call) -> Call:
         """The call that made the samples that this one's result has rows of."""
@@ -223,6 +269,7 @@ class Session:
             return
         self._end_left_step()
         self._in_steps = True
+        self._versions_before = dict(self._versions)
         self.num_steps += count
         try:
             for index in range(count if self.max_steps is None else min(count, self.max_steps)):

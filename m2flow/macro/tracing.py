@@ -83,7 +83,7 @@ def trace(
 
     backend = TracingBackend(assume)
     seed_everything(seed)
-    session = Session(backend, flow=flow.name, seed=seed, max_steps=steps)
+    session = Session(backend, flow=flow.name, seed=seed, max_steps=steps, staleness=flow.staleness_for(options))
     with recording(session), contextlib.suppress(_Observed):
         flow.function(**options)
         session.finish()

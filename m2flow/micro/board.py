@@ -70,9 +70,12 @@ class Board:
         }
         self.commands: list[Command] = []
         self._num_tasks = 0
-        self._writers: dict[tuple[str, int], int] = {}
+        self._writers: dict[str, dict[int, int]] = {}
+        """Resource -> version -> the call that writes it, unless that is done and a newer one is known."""
         self._readers: dict[str, list[CallState]] = {}
         """Resource -> calls that read it, in program order."""
+        self._trained: dict[str, int] = {}
+        self._replacing: set[str] = set()
         self._consumers: dict[int, list[int]] = {}
         self._places: dict[int, dict[str, set[int]]] = {}
         self._owners: dict[int, dict[int, str]] = {}
@@ -90,10 +93,12 @@ class Board:
     def add_call(self, call: Call, stage: Stage) -> CallState:
         """Take a call in: find what it waits for, and count what is there already."""
         inputs = [ref.call for _, ref in call.inputs]
-        before = {*inputs, *(self._writers[e.resource, e.version] for e in call.reads if (e.resource, e.version) in self._writers)}
+        written = [(e, version, c) for e in call.reads for version, c in self._writers.get(e.resource, {}).items() if version <= e.version]
+        needs = {*inputs, *(c for e, version, c in written if version <= e.first)}
+        before = needs | {c for _, _, c in written}
         aligned = tuple(c for c in inputs if self.calls[c].call.is_aligned)
-        waits_for = {c for c in before if c not in aligned and not self._is_done(c)}
-        state = CallState(call, stage, [], waits_for, aligned)
+        waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
+        state = CallState(call, stage, [], waits_for, aligned, frozenset(before - needs))
         self.calls[call.ordinal] = state
         self.active[call.engine].append(state)
         for needed in inputs:
@@ -103,9 +108,8 @@ class Board:
         for effect in call.reads:
             self._readers.setdefault(effect.resource, []).append(state)
         for effect in call.writes:
-            # New calls read the newest version alone.
-            self._writers.pop((effect.resource, effect.version - 1), None)
-            self._writers[effect.resource, effect.version] = call.ordinal
+            known = self._writers.get(effect.resource, {})
+            self._writers[effect.resource] = {v: c for v, c in known.items() if not self._is_done(c)} | {effect.version: call.ordinal}
         failed = min((c for c in before if c in self._errors), default=None)
         if failed is not None:
             self.fail(state, self._errors[failed])
@@ -244,6 +248,10 @@ class Board:
         """A call is done."""
         state.is_done = True
         state.value = value
+        if state.call.engine == "train":
+            for effect in state.call.writes:
+                self._trained[state.call.role] = effect.version
+            self._replacing.discard(state.call.role)
         self._leave(state)
         if state.result is None:
             state.result = sorted(state.done)
@@ -267,7 +275,7 @@ class Board:
         self._abandon(state)
         self._waiting_for.pop(state.call.ordinal, None)
         for other in list(self._unfinished()):
-            if state.call.ordinal in other.waits_for or state.call.ordinal in other.aligned_inputs:
+            if state.call.ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
                 self.fail(other, error)
 
     def want(self, state: CallState) -> None:
@@ -300,6 +308,18 @@ class Board:
                 self._owners.pop(ordinal, None)
                 self._consumers.pop(ordinal, None)
                 del self.calls[ordinal]
+
+    def newest(self, role: str) -> int:
+        """The role's newest version that is there."""
+        return self._trained.get(role, 0)
+
+    def trained(self, role: str) -> int | None:
+        """The version that the role's trainer holds; None between the first optimiser step of an update and its last."""
+        return None if role in self._replacing else self.newest(role)
+
+    def replace_weights(self, role: str) -> None:
+        """An optimiser step was given out: the trainer's weights are no version until the update is done."""
+        self._replacing.add(role)
 
     def reads_before(self, call: Call) -> Iterator[CallState]:
         """Earlier calls, not over, that read a version which this call replaces."""

@@ -287,6 +287,8 @@ class Controller:
             )
         if message.values:
             self._journal.rewarded(call, message.ids, message.values)
+        if message.versions:
+            self._journal.decided(call, message.ids, message.versions)
         self._handle(FromWorker(worker, message))
 
     def _collect(self, parcel: Parcel) -> None:

@@ -19,10 +19,12 @@ from m2flow.macro.eager import Deferred
 from m2flow.macro.flow import randomness_kept
 from m2flow.macro.graph import Call
 from m2flow.micro import performing, training
+from m2flow.micro.held_weights import HeldWeights
 from m2flow.micro.packing import cut
 from m2flow.micro.plan import Plan
 from m2flow.micro.refilling import ran_dry
 from m2flow.micro.segments import Place, SegmentWriter
+from m2flow.micro.staleness import is_time_dependent, versions_of
 from m2flow.micro.workbench import Workbench
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanBlock
@@ -49,6 +51,8 @@ class Notes(Protocol):
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None: ...
 
+    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None: ...
+
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None: ...
 
     def spans(self, block: SpanBlock) -> None: ...
@@ -58,7 +62,14 @@ class InProcess:
     """A `m2flow.macro.eager.Performer` on engines of this process."""
 
     def __init__(
-        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, models: Mapping[str, Model], run_dir: Path, notes: Notes
+        self,
+        plan: Plan,
+        spec: ClusterSpec,
+        settings: RunSettings,
+        models: Mapping[str, Model],
+        run_dir: Path,
+        notes: Notes,
+        decisions: Mapping[int, int] | None = None,
     ) -> None:
         slots = tuple(dict.fromkeys(slot for worker in plan.workers for slot in worker.engines))
         threads = 1 if settings.deterministic else spec.num_cores
@@ -85,7 +96,7 @@ class InProcess:
         )
         self._trained = {slot.role for slot in slots if slot.kind == "train"}
         self._roles = {slot.role for slot in slots if slot.kind != "function"}
-        self._held: dict[str, int] = {}
+        self._weights = HeldWeights(self._bench, self._trained, decisions)
         self._token_budget = spec.train.token_budget
         self._segments = SegmentWriter(run_dir / "segments", "eager")
         self._notes = notes
@@ -150,21 +161,21 @@ class InProcess:
 
     def _generate(self, call: Call, prompts: Batch, first: int = 0) -> Batch:
         """Responses to prompts, of which the first has this position in its call."""
-        version = call.reads[0].version
-        if call.role in self._trained and version != self._held.get(call.role, 0):
-            self._bench.load_weights(call.role, version, None)
-            self._held[call.role] = version
         n = call.options["n"]
         assert isinstance(n, int)
-        rows = [row for row in range(len(prompts)) for _ in range(n)]
-        self._bench.generate(call, make_ids(call.ordinal, first + len(prompts), n)[first * n :].tolist(), prompts.take(rows))
+        ids = make_ids(call.ordinal, first + len(prompts), n)[first * n :].tolist()
         parts = []
-        while self._bench.num_unfinished:
-            parts += [batch for _, batch in self._bench.step()]
+        for version, positions in self._weights.by_version(call, ids).items():
+            self._weights.take(call.role, version)
+            self._bench.generate(call, [ids[i] for i in positions], prompts.take([i // n for i in positions]))
+            while self._bench.num_unfinished:
+                parts += [batch for _, batch in self._bench.step()]
         result = Batch.concat(parts).in_order()
         example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")] if len(result) else []
         numbers = (performing.num_tokens_of(result), performing.num_generated_of(result), performing.finish_of(result))
         self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
+        if is_time_dependent(call):
+            self._notes.decided(call, result.ids.tolist(), versions_of(result))
         return result
 
     def _function(self, call: Call, inputs: Mapping[str, object]) -> object:
@@ -179,6 +190,7 @@ class InProcess:
 
     def _update(self, call: Call, inputs: Mapping[str, Batch]) -> dict[str, float]:
         """Mini-batches of whole groups in the order of identity, each cut into micro-batches by the token budget."""
+        self._weights.keep(call)
         samples = inputs["samples"].in_order()
         size, epochs = call.options["minibatch_size"], call.options["epochs"]
         assert isinstance(epochs, int)

@@ -81,6 +81,9 @@ class Journal:
         """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""
         self._ledger.discarded(call.ordinal, last)
 
+    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
+        self._ledger.decided(call, ids, versions)
+
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self._ledger.consumed(call.ordinal, epoch, ids)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from m2flow.errors import EngineError, InternalError
+from m2flow.errors import EngineError, InternalError, SpecError
 from m2flow.macro.graph import Call
 from m2flow.micro.segments import Place, read_segment
 from m2flow.samples import Batch, SampleId, Segment
@@ -28,6 +28,7 @@ CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, memb
 CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMARY KEY (call, sample)) WITHOUT ROWID;
 CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
 CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
+CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, version INTEGER);
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
 CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
@@ -97,6 +98,11 @@ class Ledger:
             "INSERT OR IGNORE INTO rewards VALUES (?,?,?,?)", [(i, call.ordinal, call.role, v) for i, v in zip(ids, values, strict=True)]
         )
 
+    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
+        """Which version of the weights generated each sample, of a call where that depended on time."""
+        records = [(packed, call.ordinal, version) for packed, version in zip(ids, versions, strict=True)]
+        self._many("INSERT OR IGNORE INTO decisions VALUES (?,?,?)", records)
+
     def consumed(self, update_call: int, epoch: int, ids: Iterable[int]) -> None:
         """These samples went into an update's gradient. The same once more in one epoch is an error of ours."""
         try:
@@ -157,6 +163,24 @@ def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
             yield batch.take([rows[packed]]), rewards.get(packed, [])
     finally:
         db.close()
+
+
+def read_decisions(run_dir: Path) -> dict[int, int]:
+    """What depended on time in a run: sample -> version of the weights that generated it. Of other samples the program says it.
+
+    Raises:
+        SpecError: the directory has no ledger with such a record.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            return dict(db.execute("SELECT sample, version FROM decisions"))
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the decisions of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
 
 
 def samples_digest(run_dir: Path) -> str:

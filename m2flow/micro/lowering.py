@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.soundness import asynchrony
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
 from m2flow.micro.arithmetic import arithmetic
 from m2flow.micro.chunking import chunk
@@ -56,7 +57,7 @@ def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, 
         syncs=plan_syncs(workers),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
-        notes=notes,
+        notes=notes + asynchrony(graph, names),
     ).verify()
 
 

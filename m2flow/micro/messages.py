@@ -161,6 +161,8 @@ class Finished(Message, frozen=True):
     """File, offset, size and CRC-32 of the record that holds them."""
     dropped: list[int] = []
     """Samples of the task that the call left out of its result."""
+    versions: list[int] = []
+    """Of the weights that generated each sample, where the call may use several; else empty."""
 
 
 class TaskDone(Message, frozen=True):

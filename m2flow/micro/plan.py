@@ -62,7 +62,8 @@ class Route(msgspec.Struct, frozen=True):
     target: str
     transport: Literal["same process", "zmq ipc", "zmq tcp"]
     capacity: int
-    """Most samples under way; enough for all that a step produces, so that nothing waits for room across a lease."""
+    """Most samples under way; enough for all that a step produces, and those that staleness lets run beside it, so that nothing waits
+    for room across a lease."""
 
 
 class WeightSync(msgspec.Struct, frozen=True):

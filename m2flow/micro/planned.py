@@ -1,7 +1,7 @@
 """The planned backend: what a flow's calls become when a plan runs them.
 
 Calls gather until Python waits for something or the step ends; then they are lowered as one segment and handed to the controller.
-Python may be one step ahead of the work, so that the next step's calls are known before they can start.
+Python may be some steps ahead of the work (`m2flow.micro.run_ahead`), so that the next calls are known before they can start.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from m2flow.micro.events import Released, Wanted
 from m2flow.micro.journal import Journal
 from m2flow.micro.lowering import Lowering
 from m2flow.micro.outcomes import Outcomes
-
-_STEPS_AHEAD = 1
+from m2flow.micro.run_ahead import RunAhead
 
 
 class PlannedBackend(Backend):
     """Runs calls on the workers of a plan."""
 
-    def __init__(self, flow: str, lowering: Lowering, controller: Controller, outcomes: Outcomes, journal: Journal) -> None:
+    def __init__(
+        self, flow: str, lowering: Lowering, controller: Controller, outcomes: Outcomes, journal: Journal, ahead: RunAhead
+    ) -> None:
         self._flow = flow
         self._lowering = lowering
         self._controller = controller
         self._outcomes = outcomes
         self._journal = journal
+        self._ahead = ahead
         self._segment: list[Call] = []
         self._bodies: dict[int, bytes] = {}
         self._later: list[Post] = []
@@ -44,6 +46,7 @@ class PlannedBackend(Backend):
         if call.is_aligned:
             self._aligned.add(call.ordinal)
         self._segment.append(call)
+        self._ahead.add(call)
 
     def value(self, ordinal: int) -> object:
         self._flush()
@@ -65,9 +68,10 @@ class PlannedBackend(Backend):
 
     def end_step(self, step: int) -> None:
         self._flush()
-        self._outcomes.wait_step(step - _STEPS_AHEAD)
+        due = self._ahead.due(step)
+        self._outcomes.wait_step(due)
         self._num_steps = step + 1
-        self._journal.tally.num_steps = max(0, self._num_steps - _STEPS_AHEAD)
+        self._journal.tally.num_steps = due + 1
 
     def finish(self) -> None:
         self._flush()

@@ -1,8 +1,9 @@
 """Rollout: which samples go to which worker, and when an engine takes new weights.
 
-An engine has one set of weights. A generate call that reads version v runs only where v is held; an engine takes v when nothing of
-its role runs on it and no earlier call of the role has samples left to hand out. Samples of a call are shared out evenly over its
-workers, whole groups together where there is room, so that a prompt is prefilled once.
+An engine has one set of weights. A generate call runs only where a version of its window is held (`m2flow.micro.staleness`: one
+version alone, unless the flow allows older ones). An engine takes the newest version that the trainer has, when nothing runs on it and
+the earliest call with samples left may use that one. Samples of a call are shared out evenly over its workers, whole groups
+together where there is room, so that a prompt is prefilled once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from m2flow.channels.weights import Manifest
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.staleness import window
 from m2flow.micro.tracking import CallState
 from m2flow.samples import group_key
 
@@ -28,6 +30,8 @@ class RolloutDesk:
         self._published: dict[str, tuple[int, Manifest]] = {}
         self._publishing: set[str] = set()
         self._num_loads: dict[str, int] = {}
+        self._loading: set[tuple[str, str]] = set()
+        """Worker and role whose engine is told to take weights."""
 
     def offer(self, worker: WorkerState) -> Offer | None:
         """The next thing that this worker's rollout engines could do."""
@@ -37,9 +41,10 @@ class RolloutDesk:
                 return found
         return None
 
-    def needs_loading(self, call_version: int, role: str) -> bool:
-        """Whether some rollout engine of the role still has to take this version."""
-        return any(worker.held.get(role, 0) < call_version for worker in self._board.workers.values() if role in worker.roles["rollout"])
+    def needs_loading(self, reader: CallState) -> bool:
+        """Whether some rollout engine of the role still has to take weights before it can run this call."""
+        role, (oldest, _) = reader.call.role, window(reader.call)
+        return any(worker.held.get(role, 0) < oldest for worker in self._board.workers.values() if role in worker.roles["rollout"])
 
     def publish_offer(self, worker: WorkerState) -> Offer | None:
         """What this worker's trainer could lay into shared memory for others that wait for it."""
@@ -60,50 +65,69 @@ class RolloutDesk:
 
     def loaded(self, worker: WorkerState, message: m.LoadWeights) -> None:
         worker.held[message.role] = message.version
+        self._loading.discard((worker.name, message.role))
         if message.manifest is not None:
             self._num_loads[message.role] -= 1
 
     def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
-        calls = [state for state in self._board.active["rollout"] if state.call.role == role]
-        held = worker.held.get(role, 0)
-        oldest = next((s for s in calls if self._has_left(s)), None)
-        if oldest is None:
+        first = self._first(role)
+        if first is None or (worker.name, role) in self._loading:
             return None
-        version = _version(oldest)
-        if version != held:
-            return None if oldest.waits_for or not oldest.is_prepared else self._load_offer(worker, role, version)
-        for state in calls:
-            if _version(state) == held and state.ready and not state.waits_for:
+        held = worker.held.get(role, 0)
+        newest = self._loadable(worker, role, first)
+        if not _may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
+            is_sure = first.is_prepared and not first.waits_for
+            return self._load_offer(worker, role, newest) if newest > held and is_sure else None
+        for state in self._calls(role):
+            if _may_use(state, held) and state.ready and not state.waits_for:
                 quota = self._quota(worker, state)
                 if quota > 0:
                     return lambda state=state, quota=quota: self._hand_out(worker, state, quota)  # type: ignore[misc]
         return None
 
+    def _calls(self, role: str) -> list[CallState]:
+        return [state for state in self._board.active["rollout"] if state.call.role == role]
+
+    def _first(self, role: str) -> CallState | None:
+        """The earliest call with samples left to hand out. One that no version is there for is passed over: what it waits for may be
+        what later calls make."""
+        for state in self._calls(role):
+            if self._has_left(state) and window(state.call)[0] <= self._board.newest(role):
+                return state
+        return None
+
+    def _loadable(self, worker: WorkerState, role: str, first: CallState) -> int:
+        """The newest version that this worker could take now and the call may use; the one that it holds if there is none."""
+        held = worker.held.get(role, 0)
+        if role in worker.roles["train"]:
+            found = self._board.trained(role)
+        else:
+            found = self._published[role][0] if role in self._published else None
+        return found if found is not None and found > held and _may_use(first, found) else held
+
     def _load_offer(self, worker: WorkerState, role: str, version: int) -> Offer | None:
         if worker.num_tasks["rollout"]:
             return None
-        if role in worker.roles["train"]:
-            return lambda: self._load(worker, role, version, None)
-        if role in self._published and self._published[role][0] == version:
-            manifest = self._published[role][1]
-            return lambda: self._load(worker, role, version, manifest)
-        return None
+        manifest = None if role in worker.roles["train"] else self._published[role][1]
+        return lambda: self._load(worker, role, version, manifest)
 
     def _load(self, worker: WorkerState, role: str, version: int, manifest: Manifest | None) -> None:
         if manifest is not None:
             self._num_loads[role] = self._num_loads.get(role, 0) + 1
+        self._loading.add((worker.name, role))
         self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest))
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
         self._publishing.add(role)
+        self._published.pop(role, None)  # The new weights are written over the old ones.
         self._board.start(worker, "train", m.PublishWeights(self._board.next_task(), -1, role, version))
 
     def _awaited(self, role: str) -> int | None:
-        """The version that the oldest generate call with samples left reads, if it exists already."""
-        for state in self._board.active["rollout"]:
-            if state.call.role == role and self._has_left(state):
-                return None if state.waits_for or not state.is_prepared or _version(state) == 0 else _version(state)
-        return None
+        """The trainer's version, if the earliest generate call with samples left may use it."""
+        first, trained = self._first(role), self._board.trained(role)
+        if first is None or first.waits_for or not first.is_prepared:
+            return None
+        return trained if trained and _may_use(first, trained) else None
 
     def _has_left(self, state: CallState) -> bool:
         """Whether a call has, or may yet have, samples that no worker has."""
@@ -138,5 +162,6 @@ class RolloutDesk:
         self._board.start(worker, "rollout", task, rows=len(rows))
 
 
-def _version(state: CallState) -> int:
-    return state.call.reads[0].version
+def _may_use(state: CallState, version: int) -> bool:
+    oldest, newest = window(state.call)
+    return oldest <= version <= newest

@@ -30,6 +30,7 @@ from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.plan import Plan
 from m2flow.micro.planned import PlannedBackend
+from m2flow.micro.run_ahead import RunAhead
 from m2flow.micro.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
 from m2flow.observe.curve import write_curve
 from m2flow.observe.perfetto import write_trace
@@ -71,7 +72,7 @@ class Summary:
 
 
 class Run:
-    """One run of a flow."""
+    """One run of a flow. With `decisions` of another run (`m2flow.micro.ledger.read_decisions`), an eager one repeats what time decided."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class Run:
         flow_file: str = "",
         pin_plan: bool = False,
         pin_to: Sequence[PinnedCall] | None = None,
+        decisions: Mapping[int, int] | None = None,
     ) -> None:
         self.flow = flow
         self.options = dict(options)
@@ -91,6 +93,7 @@ class Run:
         self._flow_file = flow_file
         self._pin_to = pin_to
         self._is_pinned = pin_plan or pin_to is not None
+        self._decisions = decisions
         self._plan: Plan | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
@@ -144,7 +147,8 @@ class Run:
         launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir)
         self._controller = Controller(plan, self.spec, self.settings, launcher, self._journal, outcomes)
         self._lowering = Lowering(plan, self.spec)
-        backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal)
+        ahead = RunAhead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
+        backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal, ahead)
         try:
             self._controller.open()
             start = time.monotonic()
@@ -156,7 +160,7 @@ class Run:
 
     def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
-        performer = InProcess(plan, self.spec, self.settings, self._models, self.run_dir, self._journal)
+        performer = InProcess(plan, self.spec, self.settings, self._models, self.run_dir, self._journal, self._decisions)
         try:
             performer.open()
             start = time.monotonic()

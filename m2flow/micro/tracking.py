@@ -30,6 +30,8 @@ class CallState:
     """Calls that must be done before it may start: whole values, and effects."""
     aligned_inputs: tuple[int, ...]
     """Calls whose rows it takes as they come."""
+    fails_with: frozenset[int] = frozenset()
+    """Calls that write a version which it may do without, though sequential execution has it: it starts without them."""
     update: UpdateProgress | None = None
     refill: Refill | None = None
     """Shared by the calls of a refill; they work on all candidates, and give what it keeps."""

@@ -1,8 +1,8 @@
 """Training: micro-batches as groups come in, optimiser steps at the end of mini-batches, log-probabilities, weights to publish.
 
 One worker trains a role. Its updates go in program order, each from the weights that the one before it left. A step that would
-replace weights waits until every earlier reader of them has had them: the rollout engines have taken them, log-probabilities
-and copies are done.
+replace weights waits until every earlier reader of them has had them: the rollout engines have taken them, or hold older ones that
+will do, and log-probabilities and copies are done.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TrainDesk:
     def _may_replace(self, state: CallState) -> bool:
         """Whether every earlier reader of the weights that the update replaces has had them."""
         for reader in self._board.reads_before(state.call):
-            if reader.call.engine != "rollout" or self._rollout.needs_loading(reader.call.reads[0].version, reader.call.role):
+            if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
                 return False
         return True
 
@@ -73,6 +73,7 @@ class TrainDesk:
             self._board.bring_inputs(state, step.ids, worker.name)
             self._board.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
         else:
+            self._board.replace_weights(call.role)
             self._board.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
 
     def _copy(self, worker: WorkerState, state: CallState) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from m2flow.engines.contract import Objective, Sums
 from m2flow.errors import OpError, RewardError
 from m2flow.macro.graph import Call
+from m2flow.micro.staleness import check_consumption
 from m2flow.recipe import AdamW, Counts, Loss
 from m2flow.samples import Batch, Column, IdArray, Ragged, SampleId, group_keys
 
@@ -31,6 +32,7 @@ def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
         OpError: a column is no number a sample, and no numbers that fit the sample's tokens.
     """
     samples = inputs["samples"].in_order()
+    check_consumption(call, samples)
     named = call.options["columns"]
     assert isinstance(named, Mapping)
     for name, rows in inputs.items():

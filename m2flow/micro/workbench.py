@@ -19,6 +19,7 @@ from m2flow.errors import EngineError, InternalError, OpError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.micro import performing, training
 from m2flow.micro.plan import EngineSlot
+from m2flow.micro.staleness import check_admission
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
 from m2flow.recipe import Model
@@ -105,8 +106,10 @@ class Workbench:
 
     def generate(self, call: Call, ids: Sequence[int], prompts: Batch) -> None:
         """Queue samples; row i of `prompts` is the prompt of sample i."""
+        engine = self._engine(self._rollout, call.role)
+        check_admission(call, engine.version)
         requests = performing.requests(call, ids, prompts, self._run_seed)
-        self._engine(self._rollout, call.role).add(requests)
+        engine.add(requests)
         start = now_ns()
         self._growing.update((r.id, _Growing(call, prompts, row, r.seed, start)) for row, r in enumerate(requests))
 
@@ -246,6 +249,15 @@ class Workbench:
                 reader = self._readers.setdefault(role, SharedWeightsReader())
                 engine.load_weights(_tensors(reader.read(manifest)), version)
 
+    def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
+        """A copy of a role's trained weights as they are now."""
+        return [(name, _copied(weight)) for name, weight in _plain(self._engine(self._train, role).weights())]
+
+    def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]]) -> None:
+        """Take weights that `keep_weights` gave into the role's rollout engine."""
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role):
+            self._engine(self._rollout, role).load_weights(_tensors(kept), version)
+
     def _compare(self, role: str, sent: str, received: str) -> None:
         if sent != received:
             raise EngineError(f"the weights of {role} differ between trainer and rollout after a sync", now="Please report this run.")
@@ -289,6 +301,10 @@ def _plain(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Weight]
             yield name, RawBits(tensor.detach().cpu().view(torch.uint16).numpy(), "bfloat16")
         else:
             yield name, tensor.detach().cpu().numpy()
+
+
+def _copied(weight: Weight) -> Weight:
+    return RawBits(weight.bits.copy(), weight.dtype) if isinstance(weight, RawBits) else weight.copy()
 
 
 def _tensors(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Tensor]]:

@@ -28,6 +28,7 @@ from m2flow.micro import performing, training
 from m2flow.micro.bodies import call_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.segments import SegmentWriter
+from m2flow.micro.staleness import is_time_dependent, versions_of
 from m2flow.micro.store import RowStore
 from m2flow.micro.workbench import Workbench
 from m2flow.observe.recorder import Recorder, now_ns
@@ -289,6 +290,7 @@ class Worker:
                 texts,
                 place,
                 list(dropped),
+                versions_of(rows) if is_time_dependent(call) else [],
             )
         )
 

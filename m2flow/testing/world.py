@@ -57,6 +57,8 @@ class Answer:
     consumed: list[tuple[int, int, int]] = field(default_factory=list)
     """(update call, epoch, sample), sorted."""
     logs: list[tuple[int, str, float]] = field(default_factory=list)
+    decisions: dict[int, int] = field(default_factory=dict)
+    """Sample -> version of the weights that generated it, where that depended on time."""
     weights: dict[str, str] = field(default_factory=dict)
     """Role -> digest of its trained weights."""
     error: str = ""
@@ -175,6 +177,7 @@ class World(Backend):
             return who.prompt <= self._discarded.get(who.call, who.prompt)
 
         self.answer.samples = {packed: sample for packed, sample in self.answer.samples.items() if counts(packed)}
+        self.answer.decisions = {packed: version for packed, version in self.answer.decisions.items() if counts(packed)}
         self.answer.rewards = {key: value for key, value in self.answer.rewards.items() if counts(key[1])}
 
     def _flush(self) -> None:
@@ -225,6 +228,7 @@ class World(Backend):
             rows = read_segment(self._run_dir / "segments", message.segment).select(np.array(message.ids, np.int64))
             self.answer.samples.update(samples_of(rows))
         self.answer.rewards.update(((message.call, packed), value) for packed, value in zip(message.ids, message.values, strict=False))
+        self.answer.decisions.update(zip(message.ids, message.versions, strict=False))
 
     def _handle(self, event: Event) -> None:
         for command in self._scheduler.handle(event):
@@ -314,13 +318,18 @@ def run_eager(
     deterministic: bool = False,
     save_to: Path | None = None,
     around: Callable[[Backend], Backend] = _itself,
+    decisions: Mapping[int, int] | None = None,
 ) -> Answer:
-    """Run a flow call by call: what every plan must agree with. `save_to` and `around` as in `run_planned`."""
+    """Run a flow call by call: what every plan must agree with. `save_to` and `around` as in `run_planned`.
+
+    Where the flow makes time part of the meaning, a planned run's `Answer.decisions` say what time decided there.
+    """
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
         notes = _Notes(Path(directory))
-        performer = InProcess(plan, spec, RunSettings(seed=seed, deterministic=deterministic), models, Path(directory), notes)
+        settings = RunSettings(seed=seed, deterministic=deterministic)
+        performer = InProcess(plan, spec, settings, models, Path(directory), notes, decisions)
         performer.open()
         try:
             flow.run(around(EagerBackend(performer, notes)), options, seed=seed)
@@ -358,6 +367,9 @@ class _Notes:
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
         self.answer.rewards.update(((call.ordinal, packed), value) for packed, value in zip(ids, values, strict=True))
+
+    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
+        self.answer.decisions.update(zip(ids, versions, strict=True))
 
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self.answer.consumed += [(call.ordinal, epoch, packed) for packed in ids]

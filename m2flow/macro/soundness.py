@@ -1,0 +1,84 @@
+"""Refuse, when it is traced, an update whose loss can't be right for its samples.
+
+A policy gradient without importance weights is right for samples of the very weights that it changes, and for them alone. Samples are
+of other weights where a generate may be stale, where an update makes several optimiser steps, and where the weights were
+updated since. A loss says by its `needs` whether it corrects for that (`behaviour_logprobs`); nothing else of it is looked at, so a
+loss that names them and ignores them passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from m2flow.errors import TraceError
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.recipe import Loss
+
+
+def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int, epochs: int, minibatch_size: int | None) -> None:
+    """Check an update of the role `name`, which reads its weights at `version`, on samples that `origins` drew from that role.
+
+    Raises:
+        TraceError: the samples may be of other weights, and the loss does not need `behaviour_logprobs`.
+    """
+    if not origins or "behaviour_logprobs" in loss.needs:
+        return
+    found = _reuse(origins, version, epochs, minibatch_size)
+    if found is not None:
+        reason, instead = found
+        raise TraceError(
+            f"{name}.update with the loss {loss.name} can't be right: {reason}, and {loss.name} does not need 'behaviour_logprobs', so "
+            "it takes them for samples of the weights that it changes",
+            now=f"Take a loss that corrects for it (ppo_clip, or needs=['behaviour_logprobs', ...]), or {instead}.\n"
+            "allow_unsound=True does it nevertheless; the plan then says so.",
+        )
+
+
+def _reuse(origins: Sequence[Call], version: int, epochs: int, minibatch_size: int | None) -> tuple[str, str] | None:
+    """Why samples may be of other weights than those that an update changes, and how not."""
+    stale = next((call for call in origins if call.options["staleness"]), None)
+    if stale is not None:
+        found = f"with staleness={stale.options['staleness']} the samples of {stale.site} may be of older weights"
+        return found, "generate them with staleness=0"
+    if epochs > 1:
+        return f"with epochs={epochs} all passes but the first train weights that the samples are not of", "take epochs=1"
+    if minibatch_size is not None and minibatch_size < sum(_most_groups(call) for call in origins):
+        return "each of its mini-batches but the first trains weights that the samples are not of", "leave out minibatch_size"
+    older = next((call for call in origins if call.reads[0].version < version), None)
+    if older is not None:
+        updates = version - older.reads[0].version
+        many = "once" if updates == 1 else f"{updates} times"
+        return f"the weights were updated {many} since the samples of {older.site} were generated", "generate new ones before it"
+    return None
+
+
+def _most_groups(call: Call) -> int:
+    n = call.options["n"]
+    assert isinstance(n, int)
+    return call.most_rows // n
+
+
+def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
+    """What the plan says about a flow with staleness: what may differ from one run to the next, and where Python takes the gain away.
+
+    An observation in the loop keeps the later steps' calls from being known; one of `lag` steps ago, at least as many as the staleness,
+    keeps nothing from running.
+    """
+    staleness = graph.staleness
+    if not staleness:
+        return ()
+    notes = [
+        f"staleness={staleness}: responses may come from weights that are up to {staleness} updates older than the loop would have "
+        "one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it"
+    ]
+    by_ordinal = {call.ordinal: call for call in graph.calls}
+    for seen in graph.observations:
+        call = by_ordinal.get(seen.call)
+        if seen.step < 0 or seen.lag >= staleness or call is None or call.engine == "source":
+            continue
+        effect = f"lets no more than {seen.lag} steps run ahead" if seen.lag else "makes this flow synchronous, whatever its staleness"
+        notes.append(
+            f"waiting for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}) {effect}; "
+            f"metrics.lagged({staleness}), the value of {staleness} steps ago, would not"
+        )
+    return tuple(dict.fromkeys(notes))
