@@ -50,7 +50,7 @@ def call_body(call: Call) -> bytes:
             (call.ordinal, call.role, call.method, call.engine, call.granularity.value),
             tuple([(name, ref.call) for name, ref in call.inputs]),
             options,
-            tuple([(effect.resource, effect.version) for effect in call.reads]),
+            tuple([(effect.resource, effect.version, effect.oldest) for effect in call.reads]),
             tuple([(effect.resource, effect.version) for effect in call.writes]),
             (site.file, site.line, site.text, site.path),
             (call.step, call.is_aligned),

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.soundness import asynchrony
@@ -53,7 +55,7 @@ def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, 
         structure=first.structure_hash(),
         workers=workers,
         stages=stages,
-        routes=routes,
+        routes=tuple(msgspec.structs.replace(route, capacity=route.capacity * (1 + graph.staleness)) for route in routes),
         syncs=plan_syncs(workers),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),

@@ -27,7 +27,7 @@ def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tu
         stage = by_call[call.ordinal]
         consumers = [by_call[c.ordinal] for c in graph.consumers(call.ordinal)]
         if call.is_aligned:
-            capacity = count_samples(graph, call) * (1 + graph.staleness)
+            capacity = count_samples(graph, call)
             for consumer in consumers:
                 routes += _between(stage, consumer, spec, capacity)
         targets = {c.workers[0] for c in consumers if len(c.workers) == 1}
