@@ -112,12 +112,12 @@ def test_each_call_may_be_cut_down_to_its_declared_unit_and_only_a_function_on_a
     ]
 
 
-def test_an_update_that_writes_nothing_and_a_function_on_minibatches_are_refused_with_their_line():
+def test_an_update_that_writes_nothing_and_a_function_on_minibatches_of_no_size_are_refused_with_their_line():
     graph = trace(whole, {})[0]
     update, score = graph.calls[1], graph.calls[6]
     with pytest.raises(PlanError, match="declares no write") as unwritten:
         legal_stages(MacroGraph("f", (replace(update, writes=()),)))
-    with pytest.raises(PlanError, match="only an update can be run on mini-batches") as wrong:
+    with pytest.raises(PlanError, match="does not say of how many prompts") as wrong:
         legal_stages(MacroGraph("f", (replace(score, granularity=Granularity.MINIBATCH),)))
     assert unwritten.value.where.startswith("tests/test_lowering.py:")
     assert "verifier.score(responses)" in wrong.value.where

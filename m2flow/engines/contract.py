@@ -230,10 +230,37 @@ class FunctionEngine(Engine):
     """Runs users' Python functions on whole units of their granularity."""
 
     @abstractmethod
-    def call(self, function: Callable[..., object], batch: Batch, *, granularity: str, timeout_s: float | None) -> Sequence[object]:
-        """One result a unit (sample, group or batch), in order of identity.
+    def call(
+        self,
+        function: Callable[..., object],
+        batch: Batch,
+        *,
+        granularity: str,
+        timeout_s: float | None,
+        size: int | None = None,
+        in_turn: bool = False,
+    ) -> Sequence[object]:
+        """One result a unit (sample, group, mini-batch or batch), in order of identity.
 
-        Raises `OpError` that names the sample if the function raises or takes longer than `timeout_s` for one unit."""
+        Args:
+            size: groups in a mini-batch.
+            in_turn: one unit after the other, each seeing what the one before it left.
+        Raises:
+            OpError: the function raises, or takes longer than `timeout_s` for one unit; the sample is named.
+        """
+
+
+def unit_bounds(batch: Batch, granularity: str, size: int | None = None) -> list[tuple[int, int]]:
+    """Row ranges [start, end) of the units that have more than a sample. The batch must be in order, its mini-batches whole."""
+    if granularity == "batch":
+        return [(0, len(batch))]
+    bounds = batch.group_bounds()
+    if granularity == "group":
+        return bounds
+    if granularity == "minibatch" and size is not None:
+        parts = [bounds[i : i + size] for i in range(0, len(bounds), size)]
+        return [(part[0][0], part[-1][1]) for part in parts]
+    raise EngineError(f"a function's granularity is sample, group, minibatch or batch, not {granularity!r}")
 
 
 RolloutFactory = Callable[[Model, EngineSettings], RolloutEngine]

@@ -1,6 +1,6 @@
 """Users' Python functions as an engine: rewards and ops, plain or async, one call a unit, with a time limit.
 
-    sample -> function(Sample)      group, batch -> function(list[Sample])
+    sample -> function(Sample)      group, mini-batch, batch -> function(list[Sample])
 
 Each unit runs on a daemon thread: a function that hangs is abandoned there, and neither the next unit nor the end of the process
 waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limit: an abandoned thread lives on, and keeps what it holds;
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine
+from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine, unit_bounds
 from m2flow.errors import EngineError, M2FlowError, OpError
 from m2flow.samples import Batch, Sample, SampleId
 
@@ -61,9 +61,18 @@ class PythonFunctions(FunctionEngine):
     def stop(self) -> None:
         pass
 
-    def call(self, function: Callable[..., object], batch: Batch, *, granularity: str, timeout_s: float | None) -> Sequence[object]:
-        units = _units(batch.in_order().frozen(), granularity)
-        concurrency = int(str(self._settings.options.get("concurrency", 1)))
+    def call(
+        self,
+        function: Callable[..., object],
+        batch: Batch,
+        *,
+        granularity: str,
+        timeout_s: float | None,
+        size: int | None = None,
+        in_turn: bool = False,
+    ) -> Sequence[object]:
+        units = _units(batch.in_order().frozen(), granularity, size)
+        concurrency = 1 if in_turn else int(str(self._settings.options.get("concurrency", 1)))
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         results: list[object] = [None] * len(units)
         deadlines: dict[int, float] = {}
@@ -97,17 +106,12 @@ class PythonFunctions(FunctionEngine):
         return results
 
 
-def _units(batch: Batch, granularity: str) -> list[_Unit]:
+def _units(batch: Batch, granularity: str, size: int | None) -> list[_Unit]:
     samples = list(batch.rows())
     names = [str(SampleId.unpack(packed)) for packed in batch.ids.tolist()]
     if granularity == "sample":
         return [_Unit(i, f"sample {name}", sample) for i, (name, sample) in enumerate(zip(names, samples, strict=True))]
-    if granularity == "group":
-        bounds = batch.group_bounds()
-    elif granularity == "batch":
-        bounds = [(0, len(batch))]
-    else:
-        raise EngineError(f"a function's granularity is sample, group or batch, not {granularity!r}")
+    bounds = unit_bounds(batch, granularity, size)
     return [_Unit(i, _span(granularity, names[start:end]), samples[start:end]) for i, (start, end) in enumerate(bounds)]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Literal, SupportsFloat
+from collections.abc import Callable, Iterator, Sequence
+from typing import SupportsFloat
 
-from m2flow.errors import OptionError, TraceError
+from m2flow.errors import TraceError
+from m2flow.macro.arguments import UnitName, check_unit, gather, resources
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
 from m2flow.macro.session import current_session
@@ -19,33 +20,55 @@ class OpRows(Rows):
 
 
 def op(
-    *, granularity: Literal["sample", "group", "batch"] = "sample", timeout_s: float | None = None
-) -> Callable[[Callable[..., object]], Callable[[Handle], Handle]]:
-    """Make a function a call of the graph, run on a worker, on units of this size.
+    *,
+    granularity: UnitName = "sample",
+    size: int | None = None,
+    timeout_s: float | None = None,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+) -> Callable[[Callable[..., object]], Callable[..., Handle]]:
+    """Make a function, plain or async, a call of the graph, run on a worker, on units of this size.
 
-    A function on a `sample` gets a `Sample` and returns one value; on a `group`, a list of the samples of one prompt, and
-    returns a list of as many values; on a `batch`, the list of all samples, and returns one value.
+    A function on a `sample` returns one value; on a `group` (the samples of one prompt) or a `minibatch` (those of `size` prompts, in
+    the order of identity) a list of as many values, or an array; on a `batch` one value for all.
+
+    What it is called with may be handles and constants: see `m2flow.macro.arguments`. A parameter `rng` that the call leaves out gets a
+    `random.Random`, or a `numpy.random.Generator` if it is annotated so, which depends on the run's seed, the op and the unit alone.
+
+    Args:
+        size: prompts in a mini-batch.
+        timeout_s: seconds that one unit may take.
+        reads, writes: resources outside, such as a file or a service, by names that you choose. Calls that touch the same one, at least
+            one of them writing, run in the order of the program; others may run at the same time.
     """
 
-    if granularity not in ("sample", "group", "batch"):
-        raise OptionError(f"@op(granularity={granularity!r}); known are sample, group, batch")
+    what = "@op"
+    unit = check_unit(what, granularity, size)
+    read, written = resources(what, reads, "reads"), resources(what, writes, "writes")
 
-    def decorate(function: Callable[..., object]) -> Callable[[Handle], Handle]:
+    def decorate(function: Callable[..., object]) -> Callable[..., Handle]:
+        name = str(getattr(function, "__name__", "op"))
+
         @functools.wraps(function)
-        def call_it(samples: Handle) -> Handle:
-            name = getattr(function, "__name__", "op")
+        def call_it(*args: object, **kwargs: object) -> Handle:
             session = current_session(f"the op {name}")
-            if not isinstance(samples, Rows):
-                raise TraceError(f"the op {name} got {describe(samples)}; it needs rows: a dataset's, responses, rewards")
-            unit = Granularity(granularity)
+            given = gather(session, name, function, unit, args, kwargs)
             call = session.record(
                 role=name,
                 method="",
                 engine="function",
                 granularity=unit,
-                inputs={"samples": samples.check(session, name)},
-                options={"function": function, "timeout_s": timeout_s, "column": "value"},
-                shown={},
+                inputs=given.inputs,
+                options={
+                    "function": function,
+                    "timeout_s": timeout_s,
+                    "column": "value",
+                    **given.options(session, name),
+                    **({"minibatch_size": size} if size is not None else {}),
+                },
+                shown=given.constants,
+                reads=tuple(dict.fromkeys((*read, *written))),
+                writes=written,
                 is_aligned=unit is not Granularity.BATCH,
             )
             return OpRows(session, call) if call.is_aligned else Handle(session, call)

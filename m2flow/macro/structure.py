@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from m2flow.macro.graph import Call
 
-STRUCTURAL = frozenset({"advantages", "column", "epochs", "gives", "minibatch_size", "n", "refill", "source", "style"})
+STRUCTURAL = frozenset({"advantages", "column", "epochs", "gives", "minibatch_size", "n", "refill", "source", "state", "style"})
 """The options that a lowering pass may read. The passes get calls without the others, so that none can be forgotten here."""
 
 _IN_ORDER = tuple(sorted(STRUCTURAL))

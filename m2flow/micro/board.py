@@ -85,6 +85,7 @@ class Board:
         """Call -> those that wait until it is done."""
         self._members: dict[Refill, list[CallState]] = {}
         """Refill -> the calls that are part of it."""
+        self._followers: dict[int, list[CallState]] = {}
         self._perhaps_unreachable: set[int] = set()
         self.functions = StartQueue(self._has_function_work)
 
@@ -105,6 +106,10 @@ class Board:
             self._consumers.setdefault(needed, []).append(call.ordinal)
         for needed in waits_for:
             self._waiting_for.setdefault(needed, []).append(state)
+        if call.engine == "function":
+            state.follows = {reader.call.ordinal for reader in self.reads_before(call)}
+            for followed in state.follows:
+                self._followers.setdefault(followed, []).append(state)
         for effect in call.reads:
             self._readers.setdefault(effect.resource, []).append(state)
         for effect in call.writes:
@@ -340,6 +345,9 @@ class Board:
 
     def _leave(self, state: CallState) -> None:
         self.active[state.call.engine].remove(state)
+        for follower in self._followers.pop(state.call.ordinal, []):
+            follower.follows.discard(state.call.ordinal)
+            self._queue(follower)
         self._perhaps_unreachable.add(state.call.ordinal)
         self._perhaps_unreachable.update([ref.call for _, ref in state.call.inputs])
 
@@ -352,7 +360,7 @@ class Board:
             self.functions.may_start(state)
 
     def _has_function_work(self, state: CallState) -> bool:
-        if state.waits_for:
+        if state.waits_for or state.follows:
             return False
         if not state.ids and not state.call.is_aligned:  # Nothing to work on is worked on too, once.
             return state.is_prepared and not any(t.message.call == state.call.ordinal for t in self.tasks.values())

@@ -9,7 +9,6 @@ from m2flow.micro import messages as m
 from m2flow.micro.board import Board, WorkerState
 from m2flow.micro.rollout_desk import Offer
 from m2flow.micro.tracking import CallState
-from m2flow.samples import group_key
 
 _MAX_QUEUED = 2
 """Tasks that a process has at a time: one in hand, and one to begin with at once."""
@@ -42,11 +41,10 @@ class FunctionDesk:
         self._board.start(worker, "function", task)
 
     def _next_rows(self, state: CallState) -> list[int]:
-        """Up to a chunk of ready rows, and the rest of the last one's group where groups belong together."""
-        chunk = 1 if state.refill is not None else state.stage.chunk  # Of a refill one group at a time, which may turn out not to count.
-        rows = state.ready[:chunk]
-        if state.stage.unit == "group":
-            rest = state.ready[chunk:]
-            while rest and group_key(rest[0]) == group_key(rows[-1]):
+        """Up to a chunk of ready rows, and the rest of the last one's unit."""
+        rows = state.ready[: state.stage.chunk]
+        if state.stage.unit != "sample":
+            rest = state.ready[state.stage.chunk :]
+            while rest and state.unit_of(rest[0]) == state.unit_of(rows[-1]):
                 rows.append(rest.pop(0))
         return rows

@@ -4,7 +4,7 @@
 
 A call may be chunked down to its declared granularity and no further. An update adds up gradients group by group (advantages
 need whole groups) and steps at the end of its mini-batch, so it is no barrier although it is declared on a batch. A function
-on a batch is one.
+on a batch is one, and so is one that writes a resource: it takes its units in the order of identity.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def _stage(call: Call) -> Stage:
         if not call.writes:
             raise PlanError(f"{call.name} declares no write, so nothing would order what comes after it", where=call.site.describe())
         return Stage(call.name, call.engine, name, is_barrier=False)
-    if unit is Granularity.MINIBATCH:
-        raise PlanError(f"{call.name}: only an update can be run on mini-batches", where=call.site.describe())
-    return Stage(call.name, call.engine, name, is_barrier=unit is Granularity.BATCH)
+    if unit is Granularity.MINIBATCH and not call.options.get("minibatch_size"):
+        raise PlanError(f"{call.name} runs on mini-batches and does not say of how many prompts", where=call.site.describe())
+    is_barrier = unit is Granularity.BATCH or (call.engine == "function" and bool(call.writes))
+    return Stage(call.name, call.engine, name, is_barrier=is_barrier, state=str(call.options.get("state", "")))
 
 
 def accumulation_unit(call: Call) -> Granularity:

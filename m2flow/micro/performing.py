@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from m2flow.engines.contract import Generated, Request
+from m2flow.engines.contract import Generated, Request, unit_bounds
 from m2flow.errors import InternalError, OpError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.recipe import Sampling
@@ -187,7 +187,7 @@ def _is_number(value: object) -> bool:
 
 def _json_column(call: Call, ids: Sequence[int], results: Sequence[object]) -> Ragged:
     """Values of any kind in one kind of column, whatever the values of other chunks are."""
-    plain = [value.item() if isinstance(value, np.generic) else value for value in results]
+    plain = [as_python(value) for value in results]
     for packed, value in zip(ids, plain, strict=True):
         try:
             json.dumps(value)
@@ -207,27 +207,38 @@ def plain_value(call: Call, value: object) -> dict[str, float] | float | str | N
     """
     if isinstance(value, dict) and all(_is_number(number) for number in value.values()):
         return {str(key): float(number) for key, number in value.items()}
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = as_python(value)
     if value is None or isinstance(value, int | float | str):
         return value
     raise OpError(f"{call.name} returned a {type(value).__name__}", now="An op on a batch returns a number, a text, or a dict of numbers.")
 
 
-def flatten_groups(call: Call, samples: Batch, results: Sequence[object]) -> list[object]:
-    """One value a sample, from one list a group."""
+def flatten_units(call: Call, samples: Batch, results: Sequence[object]) -> list[object]:
+    """One value a sample, from one list a group or mini-batch.
+
+    Raises:
+        OpError: what the function returned for a unit is no list or array of one value for each of its samples.
+    """
     flat: list[object] = []
-    for (start, end), values in zip(samples.group_bounds(), results, strict=True):
-        if isinstance(values, np.ndarray):
-            values = values.tolist()
+    size = call.options.get("minibatch_size")
+    assert size is None or isinstance(size, int)
+    for (start, end), returned in zip(unit_bounds(samples, call.granularity.value, size), results, strict=True):
+        values = as_python(returned)
         if not isinstance(values, list | tuple) or len(values) != end - start:
-            first = SampleId.unpack(int(samples.ids[start]))
+            first, last = (SampleId.unpack(int(samples.ids[row])) for row in (start, end - 1))
+            unit = f"the group of prompt {first.prompt}" if call.granularity == "group" else f"the mini-batch {first} to {last}"
             raise OpError(
-                f"{call.name} returned {values!r:.80} for the group of prompt {first.prompt}, which has {end - start} samples",
-                now="An op on groups returns a list with one value for each sample.",
+                f"{call.name} returned {values!r:.80} for {unit}, which has {end - start} samples",
+                now=f"An op on a {call.granularity.value} returns a list with one value for each sample.",
             )
         flat += values
     return flat
+
+
+def as_python(value: object) -> object:
+    """Numbers and lists instead of NumPy's, torch's or anybody's arrays and scalars; all else as it is."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value
 
 
 def num_tokens_of(batch: Batch) -> list[int]:

@@ -11,6 +11,7 @@ models, which are not sampled.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,8 +74,14 @@ def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:
 
 
 def place_stages(stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
-    """Each stage with the workers that host its kind of engine."""
-    return tuple(msgspec.structs.replace(stage, workers=_hosts(stage.engine, workers)) for stage in stages)
+    """Each stage with the workers that host its kind of engine; with the one that has the state it works on, if it does."""
+    hosts = {kind: _hosts(kind, workers) for kind in {stage.engine for stage in stages}}
+    return tuple(msgspec.structs.replace(s, workers=_home(s.state, hosts[s.engine]) if s.state else hosts[s.engine]) for s in stages)
+
+
+def _home(role: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Where a role's state is: the same in every segment, since the name alone decides."""
+    return (hosts[zlib.crc32(role.encode()) % len(hosts)],) if hosts else ()
 
 
 def _hosts(kind: str, workers: tuple[WorkerPlan, ...]) -> tuple[str, ...]:

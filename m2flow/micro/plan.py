@@ -51,6 +51,8 @@ class Stage(msgspec.Struct, frozen=True):
     """Train: tokens that a micro-batch is filled up to. 0 elsewhere."""
     forward_to: tuple[str, ...] = ()
     """Workers that get each row as soon as it is there."""
+    state: str = ""
+    """The role whose state it reads or writes, which is on one worker; empty if it may run anywhere."""
 
 
 class Route(msgspec.Struct, frozen=True):

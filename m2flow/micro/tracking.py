@@ -53,6 +53,9 @@ class CallState:
     is_done: bool = False
     is_failed: bool = False
     is_released: bool = False
+    follows: set[int] = field(default_factory=set)
+    """Calls that must be over, well or not, before it may start: they read what it overwrites."""
+    _minibatch_of: dict[int, int] = field(default_factory=dict)
     _unit_by_row: dict[int, int] = field(default_factory=dict)
     _by_prompt: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _prompt_of: dict[int, int] = field(default_factory=dict)
@@ -103,7 +106,19 @@ class CallState:
     def _unit_of(self, row: int) -> int:
         if self.is_update or self.stage.unit == "group":
             return group_key(row)
+        if self.stage.unit == "minibatch":
+            return self._minibatch_of[group_key(row)]
         return row if self.stage.unit == "sample" else _EVERYTHING
+
+    def _minibatches(self, ids: Sequence[int]) -> dict[int, int]:
+        """Group -> its mini-batch, by identity: the first `minibatch_size` groups are the first one."""
+        size = self.call.options["minibatch_size"]
+        assert isinstance(size, int)
+        return {key: place // size for place, key in enumerate(sorted({group_key(row) for row in ids}))}
+
+    def unit_of(self, row: int) -> int:
+        """The unit that one of its rows belongs to."""
+        return self._unit_by_row[row]
 
     def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
         """The rows are known: set up the units, and for a generation which rows come from which prompt."""
@@ -121,6 +136,7 @@ class CallState:
             self.units = {row: (row,) for row in ids}
             self.missing = dict.fromkeys(ids, num_inputs)
             return
+        self._minibatch_of = self._minibatches(ids) if self.stage.unit == "minibatch" and not self.is_update else {}
         self._unit_by_row = {row: self._unit_of(row) for row in ids}
         units: dict[int, list[int]] = {}
         for row, unit in self._unit_by_row.items():

@@ -18,6 +18,7 @@ from m2flow.engines.registry import make_function, make_rollout, make_train
 from m2flow.errors import EngineError, InternalError, OpError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.micro import performing, training
+from m2flow.micro.arguments import Arguments
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.staleness import check_admission
 from m2flow.observe.recorder import Recorder, now_ns
@@ -169,27 +170,35 @@ class Workbench:
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._function is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
-        rows = performing.function_input(call, inputs)
+        is_sorted = "arguments" in call.options
+        rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else performing.function_input(call, inputs)
         with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(rows), samples=rows.ids.tolist()):
             if performing.gives(call) == "concat":
                 return rows
             if call.options.get("style") == "columns":
                 return performing.columns_result(call, rows, performing.function_of(call)(rows, values))
-            return self._by_unit(call, rows)
+            return self._by_unit(call, rows, inputs, values)
 
-    def _by_unit(self, call: Call, rows: Batch) -> Batch | object:
-        """The user's function on one sample, group or batch after the other."""
+    def _by_unit(self, call: Call, rows: Batch, inputs: Mapping[str, Batch], values: Mapping[str, object]) -> Batch | object:
+        """The user's function on one sample, group, mini-batch or batch after the other."""
         assert self._function is not None
-        timeout_s = call.options["timeout_s"]
+        timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
         assert timeout_s is None or isinstance(timeout_s, int | float)
+        assert size is None or isinstance(size, int)
+        function = performing.function_of(call)
+        if "arguments" in call.options:
+            function = arguments = Arguments(call, function, inputs, values, self._run_seed)
+            rows = arguments.rows
         try:
-            results = self._function.call(performing.function_of(call), rows, granularity=call.granularity.value, timeout_s=timeout_s)
+            results = self._function.call(
+                function, rows, granularity=call.granularity.value, size=size, timeout_s=timeout_s, in_turn=bool(call.writes)
+            )
         except OpError as error:
             raise performing.function_error(call, error) from error
         if not call.is_aligned:
             return results[0]
-        if call.granularity is Granularity.GROUP:
-            results = performing.flatten_groups(call, rows, results)
+        if call.granularity in (Granularity.GROUP, Granularity.MINIBATCH):
+            results = performing.flatten_units(call, rows, results)
         return performing.function_rows(call, rows, results)
 
     # Training

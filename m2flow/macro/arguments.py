@@ -1,0 +1,185 @@
+"""How a call passes on what the user gave to an op or a role's method: handles become inputs, everything else a constant.
+
+    near(responses, rewards, 0.5, rng)  ->  inputs {responses, rewards}, arguments saying what each parameter gets
+
+The first handle with rows says which samples the call works on; further ones must be of these same samples, and are joined by
+identity. Of rows with one value a sample (rewards, an op's results) the function gets that value, of whole samples a `Sample`; of a
+group, a mini-batch or a batch it gets lists of them. A call's single value arrives as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from m2flow.errors import OptionError, TraceError
+from m2flow.macro.graph import Granularity, Ref
+from m2flow.macro.handles import Handle, Number, Rows, describe
+from m2flow.macro.session import Session
+from m2flow.recipe import is_count
+
+RNG = "rng"
+"""A parameter of this name gets a generator of random numbers, unless the call gives it something."""
+
+UnitName = Literal["sample", "group", "minibatch", "batch"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What one parameter of the user's function gets."""
+
+    parameter: str
+    kind: Literal["rows", "column", "value", "constant", "random", "numpy"]
+    """The last two are generators of random numbers."""
+    is_keyword: bool
+    field: str | None = None
+    """Of a whole value: the one number of it that counts."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A call's arguments, sorted."""
+
+    inputs: dict[str, Ref]
+    arguments: tuple[Argument, ...]
+    columns: dict[str, str]
+    """Input -> the column of its rows that counts."""
+    constants: dict[str, object]
+    base: Rows | None
+    """The first handle with rows."""
+
+    def options(self, session: Session, name: str) -> dict[str, object]:
+        """What the call's options say of them, for `m2flow.micro.arguments`."""
+        wants_random = any(argument.kind in ("random", "numpy") for argument in self.arguments)
+        repeat = session.next_ordinal
+        if wants_random and self.base is not None:
+            repeat = session.count_generation(f"op {name}", self.base.ref.call)
+        return {
+            "arguments": self.arguments,
+            "columns": self.columns,
+            "constants": self.constants,
+            **({"repeat": repeat} if wants_random else {}),
+        }
+
+
+def check_unit(what: str, granularity: str, size: int | None) -> Granularity:
+    """The granularity that a decorator was given.
+
+    Raises:
+        OptionError: there is no such; or `size`, the prompts in a mini-batch, is missing, no count, or given for another one.
+    """
+    if granularity not in ("sample", "group", "minibatch", "batch"):
+        raise OptionError(f"{what}(granularity={granularity!r}); known are sample, group, minibatch, batch")
+    if (granularity == "minibatch") != (size is not None) or not (size is None or is_count(size)):
+        raise OptionError(
+            f"{what}(granularity={granularity!r}, size={size!r}): size is the number of prompts in a mini-batch, 1 or more",
+            now="Give it for granularity='minibatch', and only there.",
+        )
+    return Granularity(granularity)
+
+
+def resources(what: str, names: Sequence[str], kind: str) -> tuple[str, ...]:
+    """The resources that a decorator names.
+
+    Raises:
+        OptionError: a name is none, or belongs to m2flow: weights and cursors have writers of their own.
+    """
+    if isinstance(names, str):
+        raise OptionError(f"{what}({kind}={names!r}) is a text", now=f"Give a list: {kind}=[{names!r}].")
+    for name in names:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise OptionError(f"{what}({kind}=[{name!r}]): a resource has a name such as 'judge.memory'")
+        if kind == "writes" and name.endswith((".weights", ".cursor")):
+            raise OptionError(f"{what}(writes=[{name!r}]): only m2flow's own roles and datasets write that")
+    return tuple(dict.fromkeys(names))
+
+
+def gather(
+    session: Session, name: str, function: Callable[..., object], unit: Granularity, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Given:
+    """Sort what a call was given by the function's signature.
+
+    Raises:
+        TraceError: the arguments do not fit it, or there are no rows to work on.
+    """
+    bound, has_free_rng = _bind(name, function, args, kwargs)
+    inputs: dict[str, Ref] = {}
+    arguments: list[Argument] = []
+    columns: dict[str, str] = {}
+    constants: dict[str, object] = {}
+    base: Rows | None = None
+    for parameter, is_keyword, value in bound:
+        if isinstance(value, Number):
+            ordinal, field = value.source(session, name)
+            inputs[parameter] = Ref(ordinal)
+            arguments.append(Argument(parameter, "value", is_keyword, field))
+        elif isinstance(value, Handle):
+            inputs[parameter] = value.check(session, name)
+            column = value.column if isinstance(value, Rows) else None
+            kind: Literal["rows", "column", "value"] = "column" if column else "rows" if isinstance(value, Rows) else "value"
+            arguments.append(Argument(parameter, kind, is_keyword))
+            columns |= {parameter: column} if column else {}
+            base = value if base is None and isinstance(value, Rows) else base
+        else:
+            _refuse_hidden(name, parameter, value)
+            constants[parameter] = value
+            arguments.append(Argument(parameter, "constant", is_keyword))
+    if has_free_rng:
+        arguments.append(Argument(RNG, _generator_kind(function), is_keyword=True))
+    if base is None and unit is not Granularity.BATCH:
+        got = ", ".join(describe(value) for _, _, value in bound) or "nothing"
+        raise TraceError(
+            f"{name} runs on each {unit.value}, and got {got}; it needs rows: a dataset's, responses, rewards",
+            now="Pass a handle with rows, or declare granularity='batch'.",
+        )
+    return Given(inputs, tuple(arguments), columns, constants, base)
+
+
+def _bind(
+    name: str, function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[list[tuple[str, bool, object]], bool]:
+    """(parameter, whether by keyword, value) for each argument, each under a name of its own; and whether `rng` is left to us."""
+    signature = inspect.signature(function)
+    wants_rng = RNG in signature.parameters and RNG not in kwargs
+    free = {RNG: None} if wants_rng and signature.parameters[RNG].kind is not inspect.Parameter.POSITIONAL_ONLY else {}
+    try:
+        bound = signature.bind(*args, **kwargs, **free)
+    except TypeError as error:
+        try:
+            bound, free = signature.bind(*args, **kwargs), {}  # `rng` was given by position.
+        except TypeError:
+            shown = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+            raise TraceError(f"{name}{inspect.Signature(shown)} can't be called like this: {error}") from None
+    found: list[tuple[str, bool, object]] = []
+    for parameter, value in bound.arguments.items():
+        kind = signature.parameters[parameter].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found += [(f"{parameter}_{i}", False, item) for i, item in enumerate(value)]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            found += [(key, True, item) for key, item in value.items()]
+        elif not (parameter == RNG and free):
+            found.append((parameter, kind is inspect.Parameter.KEYWORD_ONLY, value))
+    return found, bool(free)
+
+
+def _refuse_hidden(name: str, parameter: str, value: object) -> None:
+    """A handle inside a container is no input: nobody would wait for it."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for item in items:
+        if isinstance(item, Handle | Number):
+            raise TraceError(
+                f"{name} got {describe(item)} inside a {type(value).__name__}, for {parameter}",
+                now="Pass each handle as an argument of its own, with *args in the function's signature if there are many.",
+            )
+        _refuse_hidden(name, parameter, item)
+
+
+def _generator_kind(function: Callable[..., object]) -> Literal["random", "numpy"]:
+    """What the annotation of `rng` asks for: NumPy's `Generator`, or Python's `random.Random`."""
+    annotation = inspect.signature(function).parameters[RNG].annotation
+    if annotation in (inspect.Parameter.empty, random.Random):
+        return "random"
+    return "numpy" if "Generator" in str(getattr(annotation, "__name__", annotation)) else "random"
