@@ -231,8 +231,8 @@ def mixed_values() -> None:
         return (None, 1, 1.5, "text", [1, {"a": None}], True, np.int64(3), np.float32(0.5))[sample.id.prompt]
 
     @op()
-    def kind(sample: Sample) -> str:
-        return type(sample.value).__name__
+    def kind(value: object) -> str:
+        return type(value).__name__
 
     policy, prompts = Policy("fake"), Dataset(ROWS)
     kinds = list(kind(mixed(policy.generate(prompts.take(8), max_new_tokens=3))))  # type: ignore[call-overload]
