@@ -297,7 +297,7 @@ def _metrics_scored(policy: Policy, prompts: Dataset) -> None:
         ),
         (lambda p, d: list(steps(-1)), r"steps\(-1\): the number of steps is a whole number"),
         (lambda p, d: Policy("fake"), "this flow has two roles named 'policy'"),
-        (lambda p, d: op(granularity="token"), r"@op\(granularity='token'\); known are sample, group, batch"),
+        (lambda p, d: op(granularity="token"), r"@op\(granularity='token'\); known are sample, group, minibatch, batch"),
         (lambda p, d: op()(one)(3), "the op one got a int; it needs rows"),
     ],
 )
