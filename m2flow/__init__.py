@@ -12,6 +12,7 @@ def grpo(num_steps: int = 80):
         policy.update(responses, rewards)
 """
 
+from m2flow.macro.combining import concat, join, where
 from m2flow.macro.critics import Critic, RewardModel, gae
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.flow import Flow, flow, load_flow
@@ -46,10 +47,12 @@ __all__ = [
     "Sampling",
     "Scores",
     "clipped_value",
+    "concat",
     "distill",
     "flow",
     "gae",
     "informative",
+    "join",
     "load_flow",
     "log",
     "loss",
@@ -58,4 +61,5 @@ __all__ = [
     "ppo_clip",
     "reinforce",
     "steps",
+    "where",
 ]

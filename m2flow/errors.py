@@ -5,6 +5,7 @@
     │   ├── FlowLoadError        no such file, a syntax error, no flow in it, or two
     │   ├── OptionError          an option that the flow does not have, or a value it can't take
     │   ├── TraceError           a call or a handle used in a way that can't be recorded
+    │   │   └── FieldError       a column that the samples do not have
     │   ├── DatasetError         no rows, rows of different shape
     │   ├── DivergenceError      a replay, or a step under --pin-plan, that makes other calls than it should
     │   ├── OpError              the user's function raised, or returned what it may not
@@ -88,6 +89,10 @@ class OptionError(FlowError, ValueError):
 
 class TraceError(FlowError, TypeError):
     """A call or handle used in a way that can't be recorded."""
+
+
+class FieldError(TraceError, AttributeError):
+    """A column that the samples do not have."""
 
 
 class DatasetError(FlowError, ValueError):

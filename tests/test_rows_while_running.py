@@ -114,7 +114,7 @@ def filtering(how: str, num_steps: int = 2, batch: int = 4, n: int = 3, minibatc
         other = short.score(kept)
         rewards = record(weighted, Scores, "column", {"rewards": other, "other": everything})
         mean = rewards.mean()
-        shaped = record(centred, Scores, "column", {"samples": rewards, "mean": mean._handle})
+        shaped = record(centred, Scores, "column", {"samples": rewards, "mean": mean.holder})
         metrics = policy.update(kept, shaped, minibatch_size=minibatch or None)
         log(sequences=metrics["num_sequences"])
 
@@ -132,7 +132,7 @@ def joining(how: str, num_steps: int = 2, batch: int = 4, n: int = 3, minibatch:
             log(seen=float(len(both)))
         again = record(prompts_again, Rows, "rows", {"samples": right})
         verdicts = judge.generate(again, max_new_tokens=4)
-        log(both=Number(count(both)), verdicts=verifier.score(verdicts).mean())
+        log(both=Number(count(both)), verdicts=verifier.score(verdicts).sum())
         policy.update(both, verifier.score(both), minibatch_size=minibatch or None)
 
 

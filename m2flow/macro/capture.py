@@ -101,7 +101,7 @@ class Captures:
                 return type(value)(self.take(item, site) for item in value)
             case set() | bytearray() | np.ndarray():
                 return copy.deepcopy(value)
-        if dataclasses.is_dataclass(value) and type(value).__module__.startswith("m2flow.") and not callable(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith("m2flow."):
             held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
             changed = {name: taken for name, item in held.items() if callable(item) and (taken := self.take(item, site)) is not item}
             return dataclasses.replace(value, **changed) if changed else value
@@ -194,7 +194,7 @@ def _can_be_taken(value: object) -> bool:
 def _kind(value: object) -> tuple[str, str] | None:
     """What it is in words, and what to do about it, of the things that people capture by accident."""
     inside = "Make it inside the function, or in a module of its own that the function imports."
-    if type(value).__module__.startswith("m2flow.macro.") and any(hasattr(value, held) for held in ("_session", "_handle", "backend")):
+    if type(value).__module__.startswith("m2flow.macro.") and any(hasattr(value, held) for held in ("_session", "_of", "backend")):
         return (
             f"a {type(value).__name__} of the flow",
             "Pass a handle to the call as an input, or look at it first: float(number), list(rows).",

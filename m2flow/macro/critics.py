@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
-from m2flow.macro.graph import Granularity
+from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
 from m2flow.macro.inputs import NUMBERS, RESPONSES, REWARDS, ROWS, Passes, Role, Wanted
 from m2flow.macro.losses import clipped_value
 from m2flow.macro.roles import Policy
-from m2flow.macro.session import current_session
+from m2flow.macro.session import Session, current_session
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch
 
@@ -165,19 +165,23 @@ def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None
         },
         shown={"gamma": gamma, "lam": lam},
     )
-    return Estimate(session, call)
+    return Estimate(session, call, responses)
 
 
 class Estimate(Handle):
     """What `gae` gives: `advantages` and `returns`, each a ragged row a response, aligned with its tokens."""
 
+    def __init__(self, session: Session, call: Call, responses: Handle) -> None:
+        super().__init__(session, call)
+        self._responses = responses if isinstance(responses, Rows) else None
+
     @property
     def advantages(self) -> Rows:
-        return Rows(self._session, self._call, "advantages", owner=self)
+        return Rows(self._session, self._call, "advantages", owner=self, tokens_of=self._responses)
 
     @property
     def returns(self) -> Rows:
-        return Rows(self._session, self._call, "returns", owner=self)
+        return Rows(self._session, self._call, "returns", owner=self, tokens_of=self._responses)
 
 
 @dataclass(frozen=True)

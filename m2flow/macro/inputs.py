@@ -112,9 +112,7 @@ class Role:
             shown={},
             reads=(self._weights,),
         )
-        rows = Rows(self._session, call)
-        rows.column = column
-        return rows
+        return Rows(self._session, call, column, tokens_of=responses if isinstance(responses, Rows) else None)
 
     def _train(self, samples: Ref, given: Mapping[str, tuple[Ref, str]], passes: Passes, **options: object) -> Metrics:
         """Record an update on these samples, with the columns that come from other calls."""

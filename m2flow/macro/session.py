@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref
+from m2flow.macro.lineage import Lineage
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.recipe import Model
 from m2flow.samples import Batch
@@ -75,8 +76,6 @@ class Session:
         self._num_datasets: dict[str, int] = {}
         self._num_generations: dict[tuple[str, int], int] = {}
         """(role, call that made the prompts) -> generate calls so far."""
-        self._roots: dict[int, frozenset[int]] = {}
-        """Call -> the calls that made the samples of its rows: several for a union."""
         self._versions: dict[str, int] = {}
         self._versions_before: dict[str, int] = {}
         """Of each resource before the loop: no call of the loop may read older ones."""
@@ -89,10 +88,7 @@ class Session:
         self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
         self._captures = Captures()
         self._most_rows: dict[int, int] = {}
-        self._makers: dict[int, Call] = {}
-        """Call -> the call that made the samples that its result has rows of."""
-        self._values: set[int] = set()
-        """Calls whose result is one value: whatever samples that came from, it goes with any others."""
+        self.lineage = Lineage()
 
     def __reduce__(self) -> str:
         raise TypeError("what belongs to a running flow can't leave it")
@@ -133,12 +129,7 @@ class Session:
             shown=dict(shown),
             most_rows=self._count_rows(engine, inputs, options),
         )
-        self._makers[call.ordinal] = self._maker(call)
-        is_new = call.engine in ("source", "rollout") or not call.inputs
-        roots = [] if is_new else [self._roots[ref.call] for _, ref in call.inputs]
-        self._roots[call.ordinal] = frozenset({call.ordinal}) if is_new else frozenset().union(*roots)
-        if not call.is_aligned:
-            self._values.add(call.ordinal)
+        self.lineage.add(call)
         self._most_rows[call.ordinal] = call.most_rows
         self._versions |= {effect.resource: effect.version for effect in call.writes}
         self._num_calls += 1
@@ -208,7 +199,7 @@ class Session:
 
     def count_generation(self, role: str, prompts: int) -> int:
         """How often this role had to answer these prompts, or others made of the same, before: its random numbers are keyed by it."""
-        roots = self._roots[prompts]
+        roots = {maker.ordinal for maker in self.lineage.makers(prompts)}
         repeat = max(self._num_generations.get((role, root), 0) for root in roots)
         self._num_generations.update({(role, root): repeat + 1 for root in roots})
         return repeat
@@ -219,8 +210,7 @@ class Session:
             raise TraceError(
                 "a handle was used after its flow had ended", where=site.describe(), now="Return or log the value inside the flow."
             )
-        maker = self._makers[ordinal]
-        self._is_cut = self._is_cut or not (maker.ordinal == ordinal and maker.engine == "source")
+        self._is_cut = self._is_cut or self.lineage.known(ordinal).call.engine != "source"
         self.backend.observed(Observation(ordinal, site, why, self.step, lag))
         return self.backend.value(ordinal)
 
@@ -237,28 +227,7 @@ class Session:
 
     def origins(self, ordinal: int) -> list[Call]:
         """The calls that made the samples of a call's rows: several for a union."""
-        return [self._makers[root] for root in sorted(self._roots[ordinal])]
-
-    def maker(self, call: Call) -> Call:
-        """The call that made the samples that this one's result has rows of."""
-        return self._makers[call.ordinal]
-
-    def _maker(self, call: Call) -> Call:
-        """The same of a new call, whose inputs must all be about the same samples."""
-        rows = [(name, ref) for name, ref in call.inputs if ref.call not in self._values]
-        if call.engine in ("source", "rollout") or not rows or call.options.get("gives") == "concat":
-            return call
-        makers = [self._makers[ref.call] for _, ref in rows]
-        for (name, _), maker in zip(rows, makers, strict=True):
-            if maker is not makers[0]:
-                of, first = rows[0][0], makers[0]
-                raise TraceError(
-                    f"{call.name} got {of} that {first.name} made at {first.site}, and {name} of others, which {maker.name} made at "
-                    f"{maker.site}",
-                    where=call.site.describe(),
-                    now=f"The {name} must be those of the very samples that they go with.",
-                )
-        return makers[0]
+        return self.lineage.makers(ordinal)
 
     def iterate(self, count: int) -> Iterator[int]:
         """The steps of the flow's outermost iterator. An inner one is plain iteration: its calls belong to the outer step."""

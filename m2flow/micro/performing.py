@@ -101,7 +101,8 @@ def gives(call: Call) -> str:
 def function_input(call: Call, inputs: Mapping[str, Batch]) -> Batch:
     """The rows that a function works on: those of its first input with rows, joined by identity with a column of each further one.
 
-    A further input has one column that counts, named in the call's option `columns`; it is joined under the input's own name.
+    Of a further input the column counts that the call's option `columns` names, and is joined under the input's own name; where it
+    names none, all do, under their own.
     """
     named = call.options.get("columns", {})
     assert isinstance(named, Mapping)
@@ -116,12 +117,13 @@ def function_input(call: Call, inputs: Mapping[str, Batch]) -> Batch:
     if first in named:
         rows = rows.with_columns(**{first: rows[named[first]]})
     for name, other in others:
-        rows = rows.with_columns(**{name: other.select(rows.ids)[named[name]]})
+        found = other.select(rows.ids)
+        rows = rows.with_columns(**({name: found[named[name]]} if name in named else found.columns))
     return rows
 
 
-def columns_result(call: Call, rows: Batch, result: object) -> Batch | object:
-    """What a function on columns gave, checked: a column, rows, the rows that stay, or one value."""
+def columns_result(call: Call, inputs: Mapping[str, Batch], rows: Batch, result: object) -> Batch | object:
+    """What a function on columns gave, checked: a column, rows, the rows that stay as the first input has them, or one value."""
     if not call.is_aligned:
         return result
     kind = gives(call)
@@ -131,7 +133,11 @@ def columns_result(call: Call, rows: Batch, result: object) -> Batch | object:
         return result
     if not isinstance(result, np.ndarray | Ragged) or len(result) != len(rows):
         raise InternalError(f"{call.name} must return a column of {len(rows)} rows")
-    return kept_rows(rows, result) if kind == "kept" else Batch(rows.ids, {str(call.options["column"]): result})
+    return (
+        kept_rows(next(iter(inputs.values())).in_order(), result)
+        if kind == "kept"
+        else Batch(rows.ids, {str(call.options["column"]): result})
+    )
 
 
 def kept_rows(rows: Batch, is_kept: object) -> Batch:

@@ -176,7 +176,7 @@ class Workbench:
             if performing.gives(call) == "concat":
                 return rows
             if call.options.get("style") == "columns":
-                return performing.columns_result(call, rows, performing.function_of(call)(rows, values))
+                return performing.columns_result(call, inputs, rows, performing.function_of(call)(rows, values))
             return self._by_unit(call, rows, inputs, values)
 
     def _by_unit(self, call: Call, rows: Batch, inputs: Mapping[str, Batch], values: Mapping[str, object]) -> Batch | object:

@@ -1,0 +1,277 @@
+"""What the algebra on handles computes: pure functions on columns, which the workers run and import by their path.
+
+    rewards - beta * kl      two calls; each is an `Elementwise` on the rows of a chunk
+
+A column is dense (a value a sample) or ragged (a row of numbers a sample: one a token). Of one dense and one ragged column, each
+sample's value goes with all its numbers. Numbers become int64, float64 or bool first. So a result never depends on how the rows were
+cut into chunks: an operation looks at one sample at a time. As in NumPy, a division by zero gives inf or nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import OpError
+from m2flow.samples import Batch, Column, Ragged, SampleId, column_of
+
+Array = npt.NDArray[np.generic]
+Scalar = bool | int | float | str
+
+_ARITHMETIC: Mapping[str, Callable[..., Array]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.true_divide,
+    "floor_divide": np.floor_divide,
+    "remainder": np.remainder,
+    "power": np.power,
+    "negative": np.negative,
+    "positive": np.positive,
+    "absolute": np.absolute,
+}
+_ORDER: Mapping[str, Callable[..., Array]] = {
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+}
+_EQUALITY: Mapping[str, Callable[..., Array]] = {"equal": np.equal, "not_equal": np.not_equal}
+_LOGIC: Mapping[str, Callable[..., Array]] = {
+    "both": np.logical_and,
+    "either": np.logical_or,
+    "differ": np.logical_xor,
+    "invert": np.logical_not,
+}
+OPERATIONS = frozenset({*_ARITHMETIC, *_ORDER, *_EQUALITY, *_LOGIC, "where"})
+TRUTHS = frozenset({*_ORDER, *_EQUALITY, *_LOGIC})
+"""Operations that give True or False."""
+
+
+@dataclass(frozen=True)
+class Rowwise:
+    """An operand: the column of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An operand: the whole value of this input, or a field of it. The same for every sample."""
+
+    name: str
+    field: str | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """An operand: a value that the program had at hand."""
+
+    value: Scalar
+
+
+Operand = Rowwise | Whole | Given
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """One operation on the operands, sample by sample; on whole values alone, once."""
+
+    operation: str
+    operands: tuple[Operand | Elementwise, ...]
+    """An operand that is an operation is one on whole values alone."""
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column | float:
+        found = [value_of(operand, rows, values) for operand in self.operands]
+        if not any(isinstance(operand, Rowwise) for operand in self.operands):
+            return float(scalar(self.operation, *found))  # type: ignore[arg-type]
+        return elementwise(self.operation, found, rows)
+
+
+def value_of(operand: Operand | Elementwise, rows: Batch, values: Mapping[str, object]) -> Column | Scalar:
+    """An operand's column, or its one value."""
+    match operand:
+        case Elementwise():
+            result = operand(rows, values)
+            assert isinstance(result, float)
+            return result
+        case Rowwise(name):
+            return rows[name]
+        case Given(value):
+            return value
+        case Whole(name, field):
+            return whole(values[name], field)
+
+
+def whole(value: object, field: str | None) -> Scalar:
+    """A number or text out of a call's value. A worker gets numbers as floats; so this gives them everywhere.
+
+    Raises:
+        OpError: there is no such field, or it is neither a number nor a text.
+    """
+    if field is not None:
+        if not isinstance(value, Mapping) or field not in value:
+            known = f"; there are {', '.join(sorted(map(str, value)))}" if isinstance(value, Mapping) else ""
+            raise OpError(f"there is no metric {field!r}{known}")
+        value = value[field]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float | np.number | np.bool_):
+        return float(value)
+    raise OpError(f"a {type(value).__name__} is no number to calculate with")
+
+
+def scalar(operation: str, *operands: Scalar) -> Scalar:
+    """An operation on whole values alone."""
+    if operation == "where":
+        condition, first, second = operands
+        return first if condition else second
+    if operation in _EQUALITY and any(isinstance(operand, str) for operand in operands):
+        return (operands[0] == operands[1]) is (operation == "equal")
+    for operand in operands:
+        if isinstance(operand, str):
+            raise OpError(f"{operation} got the text {operand!r:.60}; it takes numbers")
+    if operation in _LOGIC:
+        return bool(_LOGIC[operation](*operands))
+    result = _apply(operation, [np.float64(operand) for operand in operands])
+    return bool(result) if operation in TRUTHS else float(result)
+
+
+def elementwise(operation: str, operands: Sequence[Column | Scalar], rows: Batch) -> Column:
+    """An operation on columns and single values: a column.
+
+    Raises:
+        OpError: two ragged columns of which a sample has more numbers in one; texts or lists where numbers must be.
+    """
+    if operation == "where":
+        return _where(operands, rows)
+    if operation in _EQUALITY and any(_is_text(operand) for operand in operands):
+        left, right = (objects(operand, len(rows)) for operand in operands)
+        return np.array([(a == b) is (operation == "equal") for a, b in zip(left, right, strict=True)], bool)
+    columns = [operand if isinstance(operand, bool | int | float) else numbers(operand, operation, rows) for operand in operands]
+    if operation in _LOGIC:
+        _check_truths(operation, columns)
+    flat, offsets = _level(operation, columns, rows)
+    result = _apply(operation, flat)
+    return result if offsets is None else Ragged(result, offsets)
+
+
+def numbers(column: Column | Scalar, wanted_by: str, rows: Batch) -> Column:
+    """A column as int64, float64 or bool. What a user's function gave travels as JSON, and is read here.
+
+    Raises:
+        OpError: it has something else; the first sample of which that is so is named.
+    """
+    if isinstance(column, str) or (isinstance(column, Ragged) and column.kind == "text"):
+        raise OpError(f"{wanted_by} got texts; it takes numbers", now="Compare texts with == and !=, or .map(...) them to numbers first.")
+    if isinstance(column, Ragged) and column.kind == "json":
+        column = _from_json(column, wanted_by, rows)
+    if isinstance(column, Ragged):
+        return Ragged(_plain(column.values), column.offsets)
+    return _plain(np.asarray(column))
+
+
+def objects(operand: Column | Scalar, count: int) -> list[object]:
+    """The values one by one, as Python has them."""
+    if isinstance(operand, Ragged):
+        return [operand.item(i) for i in range(len(operand))]
+    if isinstance(operand, np.ndarray):
+        return list(operand.tolist())
+    return [operand] * count
+
+
+def truths(column: Column | Scalar, wanted_by: str, rows: Batch) -> npt.NDArray[np.bool_]:
+    """A column of True and False, one a sample."""
+    found = numbers(column, wanted_by, rows)
+    if isinstance(found, Ragged) or found.dtype != np.bool_:
+        what = "several values a sample" if isinstance(found, Ragged) else "numbers"
+        raise OpError(f"{wanted_by} got {what}; it takes True or False of each sample", now="Compare first: rewards > 0.5.")
+    return found.astype(np.bool_)
+
+
+def _from_json(column: Ragged, wanted_by: str, rows: Batch) -> Column:
+    found = [column.item(i) for i in range(len(column))]
+    for i, value in enumerate(found):
+        of = value if isinstance(value, list) else [value]
+        if isinstance(value, list) != isinstance(found[0], list) or not all(isinstance(part, bool | int | float) for part in of):
+            shown = f"{value!r:.60} on sample {SampleId.unpack(int(rows.ids[i]))}"
+            raise OpError(f"{wanted_by} got {shown}; it takes numbers")
+    if not any(isinstance(value, list) for value in found):
+        return column_of(found)
+    rows_of = [value for value in found if isinstance(value, list)]
+    flat = column_of([part for value in rows_of for part in value])
+    dtype = flat.dtype if isinstance(flat, np.ndarray) else np.float64
+    return Ragged.of(rows_of, dtype)
+
+
+def _plain(values: Array) -> Array:
+    if values.dtype.kind in "iu":
+        return values.astype(np.int64)
+    return values if values.dtype == np.bool_ else values.astype(np.float64)
+
+
+def _is_text(operand: Column | Scalar) -> bool:
+    return isinstance(operand, str) or (isinstance(operand, Ragged) and operand.kind == "text")
+
+
+def _check_truths(operation: str, columns: Sequence[Column | Scalar]) -> None:
+    sign = {"both": "&", "either": "|", "differ": "^", "invert": "~"}[operation]
+    for column in columns:
+        kind = column.values.dtype if isinstance(column, Ragged) else np.asarray(column).dtype
+        if kind != np.bool_ and (isinstance(column, Ragged) or np.asarray(column).size):
+            now = f"Compare first: (rewards > 0.5) {sign} (length < 100)." if sign != "~" else "Compare first: ~(rewards > 0.5)."
+            raise OpError(f"{sign} got numbers; it takes True or False", now=now)
+
+
+def _level(operation: str, columns: Sequence[Column | Scalar], rows: Batch) -> tuple[list[Array | Scalar], npt.NDArray[np.int64] | None]:
+    """The columns' numbers, as many of each; and the offsets that they have, if one is ragged."""
+    ragged = [column for column in columns if isinstance(column, Ragged)]
+    if not ragged:
+        return list(columns), None  # type: ignore[arg-type]
+    lengths = ragged[0].lengths
+    for other in ragged[1:]:
+        if not np.array_equal(lengths, other.lengths):
+            i = int(np.flatnonzero(lengths != other.lengths)[0])
+            sample = SampleId.unpack(int(rows.ids[i]))
+            raise OpError(
+                f"{operation} got {lengths[i]} numbers and {other.lengths[i]} numbers of sample {sample}",
+                now="Per-token columns go together if they are of the same samples' tokens. Reduce one: kl.sum(over='sample').",
+            )
+    flat = [
+        column.values if isinstance(column, Ragged) else np.repeat(column, lengths) if isinstance(column, np.ndarray) else column
+        for column in columns
+    ]
+    return flat, ragged[0].offsets
+
+
+def _apply(operation: str, operands: Sequence[Array | Scalar]) -> Array:
+    """NumPy's operation, on truths as on 0 and 1. A power is a float; so is what is left of a division of whole numbers by zero."""
+    with np.errstate(all="ignore"):
+        if operation in _ARITHMETIC:
+            operands = [np.asarray(o, np.int64) if np.asarray(o).dtype == np.bool_ else o for o in operands]
+            if operation == "power" or (operation in ("floor_divide", "remainder") and not np.all(operands[1])):
+                operands = [np.asarray(operand, np.float64) for operand in operands]
+            return _plain(np.asarray(_ARITHMETIC[operation](*operands)))
+        return np.asarray({**_ORDER, **_EQUALITY, **_LOGIC}[operation](*operands))
+
+
+def _where(operands: Sequence[Column | Scalar], rows: Batch) -> Column:
+    """The first choice where the condition holds, else the second; texts and lists too, where a sample has one condition."""
+    condition, *choices = operands
+    if not isinstance(condition, np.ndarray | Ragged):
+        condition = np.full(len(rows), bool(condition))
+    condition = numbers(condition, "where", rows)
+    _check_truths("both", [condition])
+    if isinstance(condition, np.ndarray) and any(
+        _is_text(choice) or (isinstance(choice, Ragged) and choice.kind == "json") for choice in choices
+    ):
+        first, second = (objects(choice, len(rows)) for choice in choices)
+        chosen = [a if is_first else b for is_first, a, b in zip(condition.tolist(), first, second, strict=True)]
+        return Ragged.texts([str(value) for value in chosen]) if all(map(_is_text, choices)) else Ragged.json(chosen)
+    columns = [choice if isinstance(choice, bool | int | float) else numbers(choice, "where", rows) for choice in choices]
+    flat, offsets = _level("where", [condition, *columns], rows)
+    result = _plain(np.where(*flat))
+    return result if offsets is None else Ragged(result, offsets)

@@ -1,0 +1,153 @@
+"""Which samples a call's result has rows of, and with which columns: known when the call is recorded, before anything runs.
+
+    responses[rewards > 0.5]    rows of policy.generate, less those that this filter drops: one `Part`, with one filter
+
+Two results may be joined if one certainly has the rows of the other: the same call made their samples, and the one went through all
+filters of the other. What a filter really keeps is only known when it has run; so of two different filters of the same samples
+nothing is certain, and joining them is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from m2flow.errors import TraceError
+from m2flow.macro.graph import Call, Ref
+from m2flow.samples import Batch
+
+_OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths")
+GENERATED = frozenset((*_OF_TOKENS, "seed", "finish", "temperature", "text"))
+"""Columns that a generate call adds to those of its prompts."""
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """Samples that one call made, less those that filters dropped."""
+
+    maker: int
+    filters: tuple[int, ...] = ()
+    """Calls, in program order."""
+
+    def is_within(self, other: Part) -> bool:
+        """Whether the other certainly has all rows of this."""
+        return self.maker == other.maker and self.filters[: len(other.filters)] == other.filters
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a call's result."""
+
+    call: Call
+    parts: tuple[Part, ...]
+    fields: frozenset[str] | None
+    """Names of its columns; None: unknown."""
+
+    def is_within(self, other: Known) -> bool:
+        return all(any(part.is_within(of) for of in other.parts) for part in self.parts)
+
+
+class Lineage:
+    """What is known of each call of a session."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Known] = {}
+        self._makers: dict[int, Call] = {}
+
+    def add(self, call: Call) -> None:
+        """Take a new call in.
+
+        Raises:
+            TraceError: its inputs are not about the same samples, or are filtered in different ways.
+        """
+        if call.engine in ("source", "rollout") or not self._aligned(call):
+            self._makers[call.ordinal] = call
+        self._known[call.ordinal] = Known(call, self._parts(call), self._fields(call))
+
+    def known(self, ordinal: int) -> Known:
+        return self._known[ordinal]
+
+    def makers(self, ordinal: int) -> list[Call]:
+        """The calls that made the samples of a result: one, unless it is a concatenation."""
+        return [self._makers[maker] for maker in dict.fromkeys(part.maker for part in self._known[ordinal].parts)]
+
+    def narrowest(self, refs: Iterable[Ref]) -> Ref | None:
+        """The one whose rows all others certainly have."""
+        found = list(refs)
+        return next((ref for ref in found if all(self._known[ref.call].is_within(self._known[o.call]) for o in found)), None)
+
+    def mismatch(self, what: str, inputs: Sequence[tuple[str, Ref]]) -> TraceError:
+        """Inputs that do not go together: two of them, what they are, and where they are from."""
+        (name, ref), (other, by) = next(pair for pair in itertools.combinations(inputs, 2) if self.narrowest(of for _, of in pair) is None)
+        mine, others = self.makers(ref.call), self.makers(by.call)
+        if {call.ordinal for call in mine} != {call.ordinal for call in others}:
+            text = f"{what} got {name} that {_made(mine)}, and {other} of others, which {_made(others)}"
+            return TraceError(text, now=f"The {other} must be those of the very samples that they go with.")
+        text = f"{what} got {name} {self._filtered(ref)} and {other} {self._filtered(by)}, which are different rows of the same samples"
+        return TraceError(text, now="Filter once and go on with what is left, or filter both by one condition: a & b.")
+
+    def _filtered(self, ref: Ref) -> str:
+        filters = [self._known[ordinal].call for part in self._known[ref.call].parts for ordinal in part.filters]
+        return "filtered at " + ", ".join(dict.fromkeys(str(call.site) for call in filters)) if filters else "of all samples"
+
+    def _aligned(self, call: Call) -> list[tuple[str, Ref]]:
+        return [(name, ref) for name, ref in call.inputs if self._known[ref.call].call.is_aligned]
+
+    def _parts(self, call: Call) -> tuple[Part, ...]:
+        inputs = self._aligned(call)
+        if call.ordinal in self._makers:
+            return (Part(call.ordinal),)
+        if call.options.get("gives") == "concat":
+            return self._union(call, inputs)
+        base, *others = inputs
+        parts = self._known[base[1].call].parts
+        for other in others:
+            if self.narrowest([base[1], other[1]]) is None:
+                raise self.mismatch(call.name, [base, other]).located(call.site.describe())
+            if not self._known[base[1].call].is_within(self._known[other[1].call]):
+                raise TraceError(
+                    f"{call.name} got {base[0]} of more samples than {other[0]}, which are {self._filtered(other[1])}",
+                    where=call.site.describe(),
+                    now=f"Filter the {base[0]} in the same way.",
+                )
+        if call.options.get("gives") == "kept":
+            return tuple(Part(part.maker, (*part.filters, call.ordinal)) for part in parts)
+        return parts
+
+    def _union(self, call: Call, inputs: Sequence[tuple[str, Ref]]) -> tuple[Part, ...]:
+        parts: list[Part] = []
+        for _, ref in inputs:
+            for part in self._known[ref.call].parts:
+                if any(part.is_within(other) or other.is_within(part) for other in parts):
+                    raise TraceError(
+                        f"{call.name} got samples twice that {_made([self._makers[part.maker]])}",
+                        where=call.site.describe(),
+                        now="Its inputs must be different samples; to bring columns of the same samples together, join them.",
+                    )
+                parts.append(part)
+        return tuple(sorted(parts))
+
+    def _fields(self, call: Call) -> frozenset[str] | None:
+        rows, named = call.options.get("rows"), call.options.get("fields")
+        if isinstance(rows, Batch):
+            return frozenset(rows.columns)
+        if isinstance(named, tuple | frozenset):
+            return frozenset(named)
+        found = [self._known[ref.call].fields for _, ref in self._aligned(call)]
+        if not call.is_aligned or not found or any(fields is None for fields in found):
+            return None
+        fields = [of for of in found if of is not None]
+        if call.engine == "rollout":
+            return fields[0] | GENERATED
+        gives = call.options.get("gives", "column")
+        if gives == "concat":
+            return frozenset.intersection(*fields)
+        if gives == "kept":  # With a function of the user's, a column that was joined for it stays.
+            joined = call.options.get("columns")
+            return fields[0] | frozenset(joined if isinstance(joined, dict) and call.options.get("style") != "columns" else ())
+        return frozenset({str(call.options["column"])}) if gives == "column" and "column" in call.options else None
+
+
+def _made(makers: Sequence[Call]) -> str:
+    return ", ".join(f"{maker.name} made at {maker.site}" for maker in makers)
