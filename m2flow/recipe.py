@@ -105,7 +105,10 @@ class Counts:
     """Prompts that the sequences answer."""
 
 
-COMPUTED = frozenset({"logprobs", "entropy", "values", "sequence_lengths", "behaviour_logprobs"})
+HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
+"""Head of a model that is trained -> what it gives a loss, with gradient."""
+
+COMPUTED = frozenset({"sequence_lengths", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
 """What a loss may need and an engine has by itself, on samples with behaviour log-probabilities; anything else is a column."""
 
 

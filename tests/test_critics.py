@@ -35,12 +35,13 @@ def ppo(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epoc
     prompts = Dataset(ROWS)
     for _ in steps(num_steps):
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
-        scores, rewards, values = judge.score(responses), rule.score(responses), critic.values(responses)
-        estimate = gae(responses, rewards, values, kl=penalty(responses), gamma=0.9, lam=0.8)
+        rewards, values = 0.5 * judge.score(responses) + rule.score(responses), critic.values(responses)
+        kl = responses.logprobs - reference.logprobs(responses)
+        estimate = gae(responses, rewards, values, kl=0.1 * kl, gamma=0.9, lam=0.8)
         passes = {"minibatch_size": minibatch or None, "epochs": epochs}
-        metrics = policy.update(responses, scores, advantages=estimate.advantages, reference=reference, **passes)
+        metrics = policy.update(responses, rewards, advantages=estimate.advantages, **passes)
         critic.update(responses, returns=estimate.returns, old_values=values, **passes)
-        log(reward=metrics["reward"])
+        log(reward=metrics["reward"], kl=kl.mean(), advantage=estimate.advantages.mean())
 
 
 @st.composite

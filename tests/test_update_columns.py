@@ -50,8 +50,11 @@ def names(sample: Sample) -> str:
     return "p"
 
 
-@loss(needs=["logprobs", "advantages", "bonus", "teacher_logprobs"], denominator=lambda counts: 3.0 * counts.num_groups + counts.num_tokens)
-def shaped(*, logprobs: object, advantages: object, bonus: object, teacher_logprobs: object) -> object:
+@loss(
+    needs=["logprobs", "behaviour_logprobs", "advantages", "bonus", "teacher_logprobs"],
+    denominator=lambda counts: 3.0 * counts.num_groups + counts.num_tokens,
+)
+def shaped(**tensors: object) -> object:
     raise AssertionError("the fake reads the declaration alone")
 
 
@@ -211,6 +214,25 @@ def test_columns_with_a_name_that_is_taken_and_advantages_that_are_none_are_refu
         traced(taken)
     with pytest.raises(TraceError, match="needs numbers of each sample"):
         traced(none)
+
+
+def test_a_loss_that_needs_what_nobody_has_is_refused_with_what_there_is():
+    @loss(needs=["logprobs", "advantages", "bonus"])
+    def needy(**tensors: object) -> None: ...
+
+    @loss(needs=["values", "advantages"])
+    def critical(**tensors: object) -> None: ...
+
+    def body_of(declared: Loss, **more: str) -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset([row | more for row in ROWS]).take(1), max_new_tokens=3)
+        policy.update(responses, advantages=by_length(responses), loss=declared)
+
+    with pytest.raises(TraceError, match=r"needs 'bonus', which neither the samples nor this policy\.update have; the samples have finish"):
+        traced(lambda: body_of(needy))
+    traced(lambda: body_of(needy, bonus="a column of the dataset's rows"))
+    with pytest.raises(TraceError, match="needs 'values', which are a critic's"):
+        traced(lambda: body_of(critical))
 
 
 def test_columns_of_other_samples_are_refused():

@@ -31,7 +31,7 @@ from m2flow.engines.demonstrations import Demonstrations
 from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
 from m2flow.engines.token_logprobs import token_logprobs
 from m2flow.errors import EngineError, OpError
-from m2flow.recipe import AdamW, Loss, Model
+from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged
 
 # Shapes: N samples, T tokens under the loss mask.
@@ -181,7 +181,7 @@ class EmbeddedTrain(TrainEngine):
         for name in loss.needs:
             if name in outputs:
                 inputs[name] = outputs[name]
-            elif name in ("logprobs", "entropy", "values"):
+            elif any(name in given for given in HEAD_OUTPUTS.values()):
                 raise EngineError(f"the loss {loss.name} needs {name}, which a model with a {self._source.head} head does not give")
             elif name == "sequence_lengths":
                 counts = _num_masked(batch)

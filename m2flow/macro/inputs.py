@@ -15,7 +15,7 @@ from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, describe
 from m2flow.macro.session import current_session
 from m2flow.macro.soundness import check_update
-from m2flow.recipe import AdamW, Loss, is_count
+from m2flow.recipe import COMPUTED, HEAD_OUTPUTS, AdamW, Loss, is_count
 from m2flow.samples import Batch
 
 
@@ -116,6 +116,7 @@ class Role:
 
     def _train(self, samples: Ref, given: Mapping[str, tuple[Ref, str]], passes: Passes, **options: object) -> Metrics:
         """Record an update on these samples, with the columns that come from other calls."""
+        self._check_needs(samples, passes.loss, given)
         shown: dict[str, object] = {"loss": passes.loss.name}
         shown |= {"advantages": options["advantages"]} if options.get("advantages") else {}
         shown |= {"minibatch_size": passes.minibatch_size} if passes.minibatch_size is not None else {}
@@ -154,6 +155,23 @@ class Role:
             is_aligned=False,
         )
         return Metrics(self._session, call)
+
+    def _check_needs(self, samples: Ref, loss: Loss, given: Mapping[str, tuple[Ref, str]]) -> None:
+        """Refuse a loss that needs what neither the model, nor the samples, nor this update have, as far as that is known."""
+        head = self._session.models[self.name].head
+        foreign = HEAD_OUTPUTS["value" if head == "lm" else "lm"]
+        fields = self._session.lineage.known(samples.call).fields
+        for need in loss.needs:
+            if need in foreign:
+                whose = "a language model's, and this is a critic" if head == "value" else "a critic's: Critic(...).update"
+                raise TraceError(f"the loss {loss.name} needs {need!r}, which are {whose}")
+            is_given = need in given or need in COMPUTED or need in ("advantages", "reference_logprobs")
+            if not is_given and fields is not None and need not in fields:
+                raise TraceError(
+                    f"the loss {loss.name} needs {need!r}, which neither the samples nor this {self.name}.update have; the samples have "
+                    f"{', '.join(sorted(fields))}",
+                    now=f"Pass it: update(..., columns={{{need!r}: ...}}), one number a sample or one a token.",
+                )
 
 
 @dataclass(frozen=True)

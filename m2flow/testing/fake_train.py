@@ -22,14 +22,14 @@ import numpy.typing as npt
 
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.errors import EngineError, ModelError
-from m2flow.recipe import AdamW, Model
+from m2flow.recipe import HEAD_OUTPUTS, AdamW, Model
 from m2flow.samples import Batch, Ragged
 from m2flow.testing.fakes import FAKE_EOS, FAKE_WEIGHT, encode_fake, fake_hash, initial_fake_weights
 
 _PRIME = (1 << 61) - 1
 _MASK = (1 << 64) - 1
 _STATE = "fake_train.json"
-_COMPUTED = {"logprobs", "entropy", "values", "sequence_lengths"}
+_COMPUTED = {"sequence_lengths"}.union(*HEAD_OUTPUTS.values())
 
 
 @final
@@ -64,8 +64,8 @@ class FakeTrain(TrainEngine):
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         self._check_place()
-        computed = ("values",) if self._model.head == "value" else ("logprobs", "entropy")
-        for name in {"logprobs", "entropy", "values"}.difference(computed).intersection(objective.loss.needs):
+        foreign = HEAD_OUTPUTS["lm" if self._model.head == "value" else "value"]
+        for name in foreign.intersection(objective.loss.needs):
             raise EngineError(f"the loss {objective.loss.name} needs {name}, which a model with a {self._model.head} head does not give")
         batch = _tokenised(batch)
         names = ["behaviour_logprobs" if name == "logprobs" else name for name in sorted(batch.columns) if name == "logprobs"]
