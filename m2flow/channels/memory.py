@@ -36,6 +36,8 @@ class MemoryInbox(Inbox):
         return self._address
 
     def receive(self, timeout_s: float) -> list[Parcel]:
+        if self._is_open and not self._parcels and timeout_s <= 0:
+            return []
         with self._changed:
             start = time.monotonic()
             self._changed.wait_for(lambda: self._parcels or not self._is_open, max(timeout_s, 0.0))

@@ -2,14 +2,15 @@
 
     sample -> function(Sample)      group, mini-batch, batch -> function(list[Sample])
 
-Each unit runs on a daemon thread: a function that hangs is abandoned there, and neither the next unit nor the end of the process
-waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limit: an abandoned thread lives on, and keeps what it holds;
-threads share the interpreter lock, so `concurrency` helps functions that wait, not functions that compute.
+Units run on daemon threads, which take one after the other: a function that hangs is abandoned on its thread, and neither the next
+unit nor the end of the process waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limit: an abandoned thread lives on,
+and keeps what it holds; threads share the interpreter lock, so `concurrency` helps functions that wait, not functions that compute.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import os
 import queue
@@ -52,6 +53,7 @@ class PythonFunctions(FunctionEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        self._idle: list[_Hand] = []
 
     def start(self) -> None:
         concurrency = self._settings.options.get("concurrency", 1)
@@ -59,7 +61,9 @@ class PythonFunctions(FunctionEngine):
             raise EngineError(f"concurrency is {concurrency!r}; it must be a positive integer")
 
     def stop(self) -> None:
-        pass
+        for hand in self._idle:
+            hand.dismiss()
+        self._idle.clear()
 
     def call(
         self,
@@ -76,6 +80,7 @@ class PythonFunctions(FunctionEngine):
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         results: list[object] = [None] * len(units)
         deadlines: dict[int, float] = {}
+        hands: dict[int, _Hand] = {}
         num_started, num_done = 0, 0
         failures: dict[int, OpError] = {}
         while num_done < len(units):
@@ -83,7 +88,8 @@ class PythonFunctions(FunctionEngine):
             while num_started < len(units) and len(deadlines) < concurrency and not failures:
                 unit = units[num_started]
                 deadlines[unit.position] = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-                threading.Thread(target=_run, args=(function, unit, outcomes), name=f"m2flow-{unit.label}", daemon=True).start()
+                hands[unit.position] = self._idle.pop() if self._idle else _Hand()
+                hands[unit.position].run(function, unit, outcomes)
                 num_started += 1
             if not deadlines:
                 break
@@ -91,9 +97,11 @@ class PythonFunctions(FunctionEngine):
             if outcome is None:
                 late = min(deadlines, key=lambda position: (deadlines[position], position))
                 del deadlines[late]
+                hands.pop(late).dismiss()
                 failures[late] = _too_slow(function, units[late], timeout_s)
             elif outcome.position in deadlines:
                 del deadlines[outcome.position]
+                self._idle.append(hands.pop(outcome.position))
                 if outcome.error is None:
                     results[outcome.position] = outcome.result
                 else:
@@ -104,6 +112,28 @@ class PythonFunctions(FunctionEngine):
         if failures:
             raise failures[min(failures)]
         return results
+
+
+class _Hand:
+    """A thread that runs units, until it is dismissed."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="m2flow-function", daemon=True)
+        self._thread.start()
+
+    def run(self, function: Callable[..., object], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome]) -> None:
+        self._thread.name = f"m2flow-{unit.label}"
+        # A context of its own: what a function sets in one must not be there for the next unit, which may be run elsewhere.
+        self._work.put(lambda: contextvars.Context().run(_run, function, unit, outcomes))
+
+    def dismiss(self) -> None:
+        """End, when the unit in hand ends, if it does."""
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
 
 
 def _units(batch: Batch, granularity: str, size: int | None) -> list[_Unit]:

@@ -8,6 +8,7 @@ The built-in ones are listed here; others register an `EngineInfo` under the ent
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -75,13 +76,19 @@ _BUILT_IN = (
 
 def engines() -> list[EngineInfo]:
     """Every engine known, built-in ones first."""
-    found = list(_BUILT_IN)
+    return [*_BUILT_IN, *_registered()]
+
+
+@functools.cache
+def _registered() -> tuple[EngineInfo, ...]:
+    """What other packages registered when this process began: reading it takes as long as a small run."""
+    found = []
     for entry in importlib.metadata.entry_points(group="m2flow.engines"):
         info = entry.load()
         if not isinstance(info, EngineInfo):
             raise EngineError(f"the entry point {entry.value} is no EngineInfo", now="See m2flow.engines.registry.")
         found.append(info)
-    return found
+    return tuple(found)
 
 
 def find_engine(name: str, kind: EngineKind) -> EngineInfo:
