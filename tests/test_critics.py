@@ -11,6 +11,7 @@ from m2flow import Critic, Dataset, Policy, Reference, Reward, RewardModel, Samp
 from m2flow.algorithms.gae import gae as gae_of_arrays
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.tracing import trace
+from m2flow.micro.lowering import lower
 from m2flow.samples import Ragged
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
@@ -172,6 +173,20 @@ def test_numbers_that_do_not_fit_the_tokens_are_refused_with_the_sample():
 
 def traced(body) -> str:  # type: ignore[no-untyped-def]
     return str(trace(flow(body), {})[0])
+
+
+def test_critics_and_reward_models_get_no_rollout_engine_where_the_trace_ends_early():
+    def looks() -> None:
+        policy, critic = Policy("fake"), Critic("fake")
+        judge = RewardModel("fake", name="judge")
+        responses = policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+        if float(judge.score(responses).mean()) > 0:
+            policy.update(responses, advantages=critic.values(responses))
+
+    graph, models, _ = trace(flow(looks), {})
+    slots = {(slot.role, slot.kind) for worker in lower(graph, models, SPEC).workers for slot in worker.engines}
+    assert {("policy", "rollout"), ("critic", "train"), ("judge", "train")} <= slots
+    assert not slots & {("critic", "rollout"), ("judge", "rollout")}
 
 
 def test_a_critic_is_neither_sampled_nor_a_reference_and_what_it_gets_is_checked():

@@ -270,6 +270,16 @@ def test_a_denominator_is_given_the_counts_of_the_whole_mini_batch_however_it_wa
     assert set(seen) == {Counts(num_tokens=12, num_sequences=6, num_groups=3)}
 
 
+def test_counts_start_anew_with_each_mini_batch():
+    counted = tally([[3, 4]])
+    declared = Loss("mine", "", (), lambda counts: counts.num_groups * 100.0 + counts.num_tokens)
+    assert counted.denominator(declared) == 207.0
+    counted.stepped({}, 207.0)
+    rows = Batch(make_ids(1, 1, 2))
+    counted.add(Sums(2, 5, 0, {}), rows, epoch=0)
+    assert counted.denominator(declared) == 105.0
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_denominator_that_is_no_positive_number_is_refused(bad):
     with pytest.raises(OpError, match="the denominator of the loss mine is "):

@@ -199,18 +199,26 @@ class Policy(Role):
 
 
 class Reference(Role):
-    """A frozen model, for log-probabilities to compare with.
+    """A frozen model, for log-probabilities to compare with: where a policy started, or a teacher.
 
     Args:
         model: a policy, whose weights as they are at this line are kept; or a path as `Policy` takes.
+        dtype, chat: of a path; as `Policy`.
     """
 
-    def __init__(self, model: Policy | str | Path, *, name: str = "reference", chat: bool = False) -> None:
+    def __init__(
+        self,
+        model: Policy | str | Path,
+        *,
+        name: str = "reference",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        chat: bool = False,
+    ) -> None:
         super().__init__(name, "Reference")
-        if not isinstance(model, Policy):
-            self._session.add_model(name, Model(str(model), "pretrained", self._session.seed, chat=chat))
-        else:
+        if isinstance(model, Policy):
             self._copy(model.name, "lm")
+        else:
+            self._session.add_model(name, Model(str(model), "pretrained", self._session.seed, dtype, chat))
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response."""
