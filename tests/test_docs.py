@@ -106,6 +106,11 @@ def test_every_layer_has_a_line_in_the_tree_of_the_readme() -> None:
     assert not [name for name in packages if f"\n  {name}/ " not in tree]
 
 
+def test_every_flow_has_a_line_in_the_tree_of_the_readme() -> None:
+    tree = next(block for block in _blocks(README, "") if "clusters/" in block)
+    assert not [path.name for path in (ROOT / "flows").glob("*.py") if f"\n  {path.name} " not in tree]
+
+
 def test_every_decision_has_its_number_a_choice_and_what_it_costs() -> None:
     for number, page in enumerate(sorted((ROOT / "docs" / "decisions").glob("*.md")), 1):
         text = page.read_text()

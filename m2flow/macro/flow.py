@@ -97,11 +97,7 @@ class Flow:
         seed_everything(seed)
         session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps, staleness=self.staleness_for(options))
         with recording(session):
-            try:
-                result = self.function(**options)
-            except Exception:
-                backend.raise_due()
-                raise
+            result = self.function(**options)
             session.finish()
         return result
 

@@ -74,12 +74,10 @@ class Resolve:
 
 @dataclass(frozen=True)
 class Reject:
-    """A call failed, itself or through what it depends on. It may come again, with an earlier root."""
+    """A call failed, itself or through what it depends on."""
 
     call: int
     error: M2FlowError
-    root: int
-    """The call that failed by itself."""
 
 
 @dataclass(frozen=True)
