@@ -24,10 +24,8 @@ def where(condition: object, first: object, second: object) -> Rows | Number:
     Each of the three is a column, a number that is not computed yet, or a plain value. Both choices are computed, whatever the condition.
     """
     operands = (condition, first, second)
-    by = next((operand for operand in operands if isinstance(operand, Rows)), None) or next(
-        (operand for operand in operands if isinstance(operand, Number)), None
-    )
-    result = by.operate("where", *operands) if by is not None else NotImplemented
+    lazy = sorted((operand for operand in operands if isinstance(operand, Rows | Number)), key=lambda operand: isinstance(operand, Number))
+    result = lazy[0].operate("where", *operands) if lazy else NotImplemented
     if result is NotImplemented:
         given = ", ".join(map(describe, operands))
         raise TraceError(f"where got {given}", now="It takes columns and numbers: where(rewards > 0.5, rewards, 0.0).")
