@@ -282,7 +282,7 @@ def _metrics_scored(policy: Policy, prompts: Dataset) -> None:
         ),
         (_other_reference, r"policy\.update got samples that .*, and reference of others, which policy\.generate made"),
         (_swapped, r"policy\.update needs responses, or rows with a 'target', and got the rows of one\.score"),
-        (_one_response, r"advantages='grpo' compares the responses to one prompt, and the rows of policy\.generate .* has one for each"),
+        (_one_response, r"advantages='grpo' compares the responses to one prompt, and the rows of policy\.generate .* have one for each"),
         (_metrics_scored, r"one\.score needs responses, and got the value of policy\.update"),
         (lambda p, d: p.generate(d.take(1), n=4097, max_new_tokens=1), "n is 4097; a prompt has from 1 to 4096 responses"),
         (lambda p, d: p.generate(d.take(1), n=2.0, max_new_tokens=1), r"n is 2\.0; a prompt has from 1"),

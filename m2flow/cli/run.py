@@ -152,7 +152,8 @@ def _left_behind(run: display.Watched) -> str:
     tally = run.tally
     if not tally.num_samples:
         return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}."
+    done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
     return (
-        f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {tally.num_steps} steps are done.\n"
+        f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"
         f"  What was done when: m2flow view {run.run_dir}"
     )

@@ -171,7 +171,7 @@ class Policy(Role):
             given["advantages"] = self._column(advantages, "update", NUMBERS)
         elif has_rewards and responses.maker.engine == "rollout" and responses.maker.options["n"] == 1:
             raise TraceError(
-                f"advantages={advantages!r} compares the responses to one prompt, and {describe(responses)} has one for each",
+                f"advantages={advantages!r} compares the responses to one prompt, and {describe(responses)} have one for each",
                 now="Generate with n=2 or more.",
             )
         given |= self._further_columns(columns)

@@ -72,13 +72,15 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
         "one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it"
     ]
     by_ordinal = {call.ordinal: call for call in graph.calls}
+    told = set()
     for seen in graph.observations:
         call = by_ordinal.get(seen.call)
-        if seen.step < 0 or seen.lag >= staleness or call is None or call.engine == "source":
+        if seen.step < 0 or seen.lag >= staleness or call is None or call.engine == "source" or (seen.site, seen.why) in told:
             continue
+        told.add((seen.site, seen.why))  # The line of a loop is told once, with its first turn.
         effect = f"lets no more than {seen.lag} steps run ahead" if seen.lag else "makes this flow synchronous, whatever its staleness"
         notes.append(
             f"waiting for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}) {effect}; "
             f"metrics.lagged({staleness}), the value of {staleness} steps ago, would not"
         )
-    return tuple(dict.fromkeys(notes))
+    return tuple(notes)
