@@ -23,7 +23,7 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "writing-flows.md").read_text()
+PAGES = "".join((ROOT / "docs" / f"writing-flows{part}.md").read_text() for part in ("", "-algorithms", "-order"))
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"# (\w+\.py)\n")
@@ -44,10 +44,10 @@ CLUSTERS = {
 
 
 def _files() -> dict[str, str]:
-    """The files of the page, in its order."""
+    """The files of the tutorial, in its order."""
     found: dict[str, str] = {}
     last = ""
-    for language, body in _FENCE.findall(PAGE):
+    for language, body in _FENCE.findall(PAGES):
         if language != "python":
             continue
         named = _NAME.match(body)
@@ -61,8 +61,8 @@ def _files() -> dict[str, str]:
 
 
 def _sessions() -> Iterator[tuple[str, str]]:
-    """Commands of the page, each with what it prints."""
-    for language, body in _FENCE.findall(PAGE):
+    """Commands of the tutorial, each with what it prints."""
+    for language, body in _FENCE.findall(PAGES):
         if language == "console":
             yield from re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
 
@@ -74,7 +74,7 @@ SESSIONS = list(_sessions())
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page's files where the page says to put them: beside `flows`."""
+    """The tutorial's files where it says to put them: beside `flows`."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "flows").symlink_to(ROOT / "flows")
