@@ -32,6 +32,8 @@ An error says what happened, where, and what to do now. It survives pickling and
 
 from __future__ import annotations
 
+import traceback
+
 import msgspec
 
 
@@ -47,6 +49,9 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 class M2FlowError(Exception):
     """The root. `what` happened, `where` in the flow or the files, what to do `now`, and the `remote` traceback if there is one."""
+
+    row: int = -1
+    """The first sample that it is about, packed, in the process that raised it; -1: of none in particular."""
 
     def __init__(self, what: str, *, where: str = "", now: str = "", remote: str = "") -> None:
         super().__init__(what)
@@ -69,7 +74,12 @@ class M2FlowError(Exception):
 
     def located(self, where: str) -> M2FlowError:
         """The same error with a place, if it has none yet."""
-        return self if self.where else _rebuild(type(self).__name__, self.what, where, self.now, self.remote)
+        return self if self.where else _rebuild(type(self).__name__, self.what, where, self.now, self.remote).about(self.row)
+
+    def about(self, row: int) -> M2FlowError:
+        """The same error, which is about this sample."""
+        self.row = row
+        return self
 
     def to_record(self) -> ErrorRecord:
         return ErrorRecord(type(self).__name__, *map(_encodable, (self.what, self.where, self.now, self.remote)))
@@ -173,6 +183,13 @@ class RunInterrupted(M2FlowError, KeyboardInterrupt):
 
 class InternalError(M2FlowError, AssertionError):
     """A fault of m2flow's own; please report it with the run directory."""
+
+
+def unexpected(call: str, error: Exception) -> M2FlowError:
+    """What a call raised that nobody raises on purpose."""
+    if isinstance(error, MemoryError):
+        return EngineError(f"{call}: out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec.")
+    return InternalError(f"{call}: {error!r}", remote="".join(traceback.format_exception(error)))
 
 
 def _encodable(text: str) -> str:

@@ -21,6 +21,9 @@ class Breaking:
         self.failures = failures
         self.performed: list[str] = []
 
+    def check(self, call: Call) -> None:
+        pass
+
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
         self.performed.append(call.name)
         if call.name in self.failures:

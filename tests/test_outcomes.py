@@ -67,7 +67,7 @@ def test_rows_wake_who_waits_for_them_and_may_be_looked_at_twice():
 
 def test_a_failed_call_raises_its_own_error_and_no_other():
     outcomes = opened(call(1), call(2))
-    outcomes.reject(call(1), RewardError("no"))
+    outcomes.reject(call(1), RewardError("no"), 1)
     outcomes.resolve(call(2), None)
     assert outcomes.wait_value(2) is None
     with pytest.raises(RewardError, match="no"):
@@ -86,10 +86,56 @@ def test_a_step_is_over_when_its_calls_and_those_of_earlier_steps_are():
 
 def test_of_several_errors_the_earliest_in_program_order_is_raised():
     outcomes = opened(call(1), call(2))
-    outcomes.reject(call(2), RewardError("second"))
-    outcomes.reject(call(1), RewardError("first"))
+    outcomes.reject(call(2), RewardError("second"), 2)
+    outcomes.reject(call(1), RewardError("first"), 1)
     with pytest.raises(RewardError, match="first"):
         outcomes.wait_all()
+
+
+def test_an_error_is_raised_only_when_no_earlier_call_can_fail_any_more():
+    outcomes = opened(call(1), call(2), call(3))
+    waits = [waiting(outcomes.wait_step, 0), waiting(outcomes.wait_value, 3)]
+    outcomes.reject(call(3), RewardError("third"), 3)
+    outcomes.resolve(call(2), None)
+    assert all(thread.is_alive() for thread, _ in waits)
+    outcomes.reject(call(1), RewardError("first"), 1)
+    for (thread, got), expected in zip(waits, ["first", "third"], strict=True):
+        thread.join()
+        assert str(got[0]) == expected
+
+
+def test_what_fails_anew_because_of_an_earlier_call_has_that_ones_error():
+    outcomes = opened(call(1), call(2), call(3))
+    outcomes.reject(call(2), RewardError("second"), 2)
+    outcomes.reject(call(3), RewardError("second"), 2)
+    thread, got = waiting(outcomes.wait_value, 3)
+    outcomes.reject(call(3), RewardError("first"), 1)  # In this order, as the scheduler says it.
+    outcomes.reject(call(1), RewardError("first"), 1)
+    thread.join()
+    assert str(got[0]) == "first"
+
+
+def test_an_error_of_a_step_that_has_ended_comes_before_whatever_the_program_does_next():
+    outcomes = opened(call(1), call(2))
+    outcomes.step_ended()
+    outcomes.submitted(call(3, 1))
+    outcomes.reject(call(3, 1), RewardError("third"), 3)
+    thread, got = waiting(outcomes.wait_due)
+    outcomes.resolve(call(2), None)
+    outcomes.reject(call(1), RewardError("first"), 1)
+    thread.join()
+    assert str(got[0]) == "first"
+
+
+def test_what_the_program_raises_itself_stands_if_nothing_before_it_failed():
+    outcomes = opened(call(1))
+    outcomes.step_ended()
+    outcomes.submitted(call(2, 1))
+    outcomes.reject(call(2, 1), RewardError("second"), 2)
+    thread, got = waiting(outcomes.wait_due)
+    outcomes.resolve(call(1), None)
+    thread.join()
+    assert got == [None]
 
 
 def test_the_end_of_the_run_answers_every_wait_with_its_first_reason():

@@ -307,7 +307,7 @@ def test_a_failed_task_fails_its_call_and_exactly_what_depends_on_it(cluster, se
     assert rig.resolved == set(rig.calls) - set(rig.rejected)
     assert all(f"call {failing} failed" in error for error in rig.rejected.values())
     assert rig.scheduler.is_idle
-    assert rig.forgotten == set(rig.calls)
+    assert rig.forgotten == set(rig.calls) - set(rig.rejected)  # An earlier failure might still have reached those.
 
 
 def first(rig: Rig, method: str, role: str = "") -> int:

@@ -34,6 +34,8 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 class _Unit:
     position: int
     label: str
+    row: int
+    """Its first sample; -1 if it has none."""
     argument: Sample | list[Sample]
 
 
@@ -110,7 +112,8 @@ class PythonFunctions(FunctionEngine):
                 continue  # it was abandoned, and came after all
             num_done += 1
         if failures:
-            raise failures[min(failures)]
+            first = min(failures)
+            raise failures[first].about(units[first].row)
         return results
 
 
@@ -137,12 +140,15 @@ class _Hand:
 
 
 def _units(batch: Batch, granularity: str, size: int | None) -> list[_Unit]:
-    samples = list(batch.rows())
-    names = [str(SampleId.unpack(packed)) for packed in batch.ids.tolist()]
+    samples, ids = list(batch.rows()), batch.ids.tolist()
+    names = [str(SampleId.unpack(packed)) for packed in ids]
     if granularity == "sample":
-        return [_Unit(i, f"sample {name}", sample) for i, (name, sample) in enumerate(zip(names, samples, strict=True))]
+        return [_Unit(i, f"sample {name}", ids[i], samples[i]) for i, name in enumerate(names)]
     bounds = unit_bounds(batch, granularity, size)
-    return [_Unit(i, _span(granularity, names[start:end]), samples[start:end]) for i, (start, end) in enumerate(bounds)]
+    return [
+        _Unit(i, _span(granularity, names[start:end]), ids[start] if start < end else -1, samples[start:end])
+        for i, (start, end) in enumerate(bounds)
+    ]
 
 
 def _span(granularity: str, names: list[str]) -> str:
@@ -175,6 +181,8 @@ def _next_outcome(outcomes: queue.SimpleQueue[_Outcome], deadline: float) -> _Ou
 
 
 def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) -> OpError:
+    if isinstance(error, OpError) and error.row >= 0:
+        return error  # It is about what the function returned.
     # Lines of ours above the user's frames say nothing to the user.
     frames = _frames_after(error.__traceback__)
     remote = "".join(traceback.format_exception(type(error), error, frames))

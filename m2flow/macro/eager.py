@@ -6,12 +6,11 @@ sitting. What a call *means* on given inputs comes from a `Performer`; when to d
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from m2flow.errors import InternalError, M2FlowError, TraceError
+from m2flow.errors import M2FlowError, TraceError, unexpected
 from m2flow.macro.graph import Call, Observation
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
@@ -27,6 +26,9 @@ class Deferred:
 
 class Performer(Protocol):
     """Does one whole call on whole inputs."""
+
+    def check(self, call: Call) -> None:
+        """Raises PlanError: nothing here can do a call of this kind, which is said when the program makes it."""
 
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object: ...
 
@@ -48,13 +50,15 @@ class EagerBackend(Backend):
         self._performer = performer
         self._journal = journal
         self._values: dict[int, object] = {}
-        self._errors: dict[int, M2FlowError] = {}
+        self._errors: dict[int, tuple[int, M2FlowError]] = {}
+        """Failed call -> the call that failed by itself, and its error."""
         self._writers: dict[str, int] = {}
         """Resource -> the call that wrote it last."""
 
     def submit(self, call: Call) -> None:
-        error = self._inherited(call)
-        if error is None:
+        self._performer.check(call)
+        failed = self._inherited(call)
+        if failed is None:
             try:
                 inputs = {name: self._values[ref.call] for name, ref in call.inputs}
                 if call.is_gated and not call.drops:
@@ -64,25 +68,24 @@ class EagerBackend(Backend):
                 for deferred in [value for value in inputs.values() if isinstance(value, Deferred)]:
                     self._journal.call_done(deferred.call, None)
             except M2FlowError as raised:
-                error = raised.located(call.site.describe())
+                failed = call.ordinal, raised.located(call.site.describe())
             except Exception as raised:
-                error = InternalError(f"{call.name}: {raised!r}", where=call.site.describe(), remote=traceback.format_exc())
+                failed = call.ordinal, unexpected(call.name, raised).located(call.site.describe())
             else:
                 self._values[call.ordinal] = value
                 self._journal.call_done(call, value)
-        if error is not None:
-            self._errors[call.ordinal] = error
+        if failed is not None:
+            self._errors[call.ordinal] = failed
         self._writers.update({effect.resource: call.ordinal for effect in call.writes})
 
-    def _inherited(self, call: Call) -> M2FlowError | None:
-        """The error of what this call depends on, by data or by effect; of several, that of the earliest call."""
+    def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
+        """The error of what this call depends on, by data or by effect; of several, that of the earliest call that failed by itself."""
         needed = {ref.call for _, ref in call.inputs} | {self._writers[e.resource] for e in call.reads if e.resource in self._writers}
-        failed = needed & self._errors.keys()
-        return self._errors[min(failed)] if failed else None
+        return min((self._errors[ordinal] for ordinal in needed & self._errors.keys()), key=lambda failed: failed[0], default=None)
 
     def value(self, ordinal: int) -> object:
         if ordinal in self._errors:
-            raise self._errors[ordinal]
+            raise self._errors[ordinal][1]
         return self._values[ordinal]
 
     def observed(self, observation: Observation) -> None:
@@ -108,7 +111,7 @@ class EagerBackend(Backend):
 
     def _raise_first(self) -> None:
         if self._errors:
-            raise self._errors[min(self._errors)]
+            raise self._errors[min(self._errors)][1]
 
 
 def number_of(value: object, name: str | None) -> float:

@@ -97,7 +97,11 @@ class Flow:
         seed_everything(seed)
         session = Session(backend, flow=self.name, seed=seed, max_steps=max_steps, staleness=self.staleness_for(options))
         with recording(session):
-            result = self.function(**options)
+            try:
+                result = self.function(**options)
+            except Exception:
+                backend.raise_due()
+                raise
             session.finish()
         return result
 

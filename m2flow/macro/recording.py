@@ -172,6 +172,9 @@ class Around(Backend):
     def end_step(self, step: int) -> None:
         self._live.end_step(step)
 
+    def raise_due(self) -> None:
+        self._live.raise_due()
+
     def finish(self) -> None:
         self._live.finish()
 

@@ -140,6 +140,9 @@ class ReplayBackend(Backend):
             self._live.end_step(step)
         self._is_live = self._is_live or self._is_due(step + 1)
 
+    def raise_due(self) -> None:
+        self._live.raise_due()
+
     def finish(self) -> None:
         if not self._is_live and not self._is_due(None):
             look = self._next_look

@@ -30,7 +30,10 @@ class Backend(ABC):
 
     @abstractmethod
     def submit(self, call: Call) -> None:
-        """Take a call, in program order. Never raises for what the call does: that stays with its handle."""
+        """Take a call, in program order. Never raises for what the call does: that stays with its handle.
+
+        Raises PlanError if no plan can do it.
+        """
 
     @abstractmethod
     def value(self, ordinal: int) -> object:
@@ -51,6 +54,9 @@ class Backend(ABC):
     @abstractmethod
     def end_step(self, step: int) -> None:
         """A step's calls are all submitted. May wait, to bound how far Python runs ahead; raises errors that are due."""
+
+    def raise_due(self) -> None:
+        """The program has raised something itself. Raises an error of an earlier step first, if Python ran ahead of one."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -79,7 +79,8 @@ class Board:
         self._consumers: dict[int, list[int]] = {}
         self._places: dict[int, dict[str, set[int]]] = {}
         self._owners: dict[int, dict[int, str]] = {}
-        self._errors: dict[int, M2FlowError] = {}
+        self._errors: dict[int, tuple[int, M2FlowError]] = {}
+        """Failed call -> the call that failed by itself, and its error."""
         self._wanted: set[int] = set()
         self._waiting_for: dict[int, list[CallState]] = {}
         """Call -> those that wait until it is done."""
@@ -115,9 +116,9 @@ class Board:
         for effect in call.writes:
             known = self._writers.get(effect.resource, {})
             self._writers[effect.resource] = {v: c for v, c in known.items() if not self._is_done(c)} | {effect.version: call.ordinal}
-        failed = min((c for c in before if c in self._errors), default=None)
+        failed = min((self._errors[c] for c in before if c in self._errors), key=lambda found: found[0], default=None)
         if failed is not None:
-            self.fail(state, self._errors[failed])
+            self.fail(state, failed[1], root=failed[0])
         elif call.engine != "source":
             self._prepare(state)
         return state
@@ -247,6 +248,8 @@ class Board:
                 self.judge(state, gone, False) if gone and not state.is_over else None
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
+        elif state.failure is not None and state.has_settled:
+            self.fail(state, state.failure[1])
         return len(rows)
 
     def complete(self, state: CallState, value: object) -> None:
@@ -269,19 +272,40 @@ class Board:
             self._wanted.discard(state.call.ordinal)
             self.want(state)
 
-    def fail(self, state: CallState, error: M2FlowError) -> None:
-        """A call failed, and with it whatever depends on it, by data or by effect."""
-        if state.is_over:
+    def task_failed(self, state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
+        """A task of a call failed, at this row if that is known. Of a call's failing samples the earliest counts, whoever came first."""
+        rows = getattr(task, "ids", [])
+        if not rows or not state.call.is_aligned:
+            self.fail(state, error)
             return
-        state.is_failed = True
-        self._errors[state.call.ordinal] = error
-        self._leave(state)
-        self.commands.append(Reject(state.call.ordinal, error))
-        self._abandon(state)
-        self._waiting_for.pop(state.call.ordinal, None)
-        for other in list(self._unfinished()):
-            if state.call.ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
-                self.fail(other, error)
+        state.failed_at(row if row in rows else min(rows), error, [before for before in rows if before < row])
+        if state.has_settled:
+            assert state.failure is not None
+            self.fail(state, state.failure[1])
+        else:
+            self._queue(state)
+
+    def fail(self, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
+        """A call failed, and with it whatever depends on it, by data or by effect.
+
+        `root` is the call that failed by itself. What has failed already fails anew if this root is earlier than the one known.
+        """
+        ordinal = state.call.ordinal
+        root = ordinal if root is None else root
+        known = self._errors.get(ordinal)
+        if state.is_done or (known is not None and known[0] <= root):
+            return
+        self._errors[ordinal] = (root, error)
+        if known is None:
+            state.is_failed = True
+            self._leave(state)
+            self._abandon(state)
+            self._waiting_for.pop(ordinal, None)
+        for other in list(self.calls.values()):
+            if ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
+                self.fail(other, error, root=root)
+        # What depends on it comes first: who waits for that must not see this call ended, and a later call's error still there.
+        self.commands.append(Reject(ordinal, error, root))
 
     def want(self, state: CallState) -> None:
         """Bring a call's rows to the controller, as soon as it is done."""
@@ -304,7 +328,7 @@ class Board:
             if (
                 state is not None
                 and state.is_released
-                and state.is_over
+                and state.is_done  # What failed is kept: an earlier failure may still reach what depends on it.
                 and not any(not self.calls[c].is_over for c in self._consumers.get(ordinal, []) if c in self.calls)
             ):
                 for place in self._places.pop(ordinal, {}):

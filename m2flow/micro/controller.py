@@ -235,11 +235,11 @@ class Controller:
                 self._journal.call_done(done, value)
                 self._outcomes.resolve(done, value)
                 self._write_logs(ordinal)
-            case Reject(ordinal, error):
+            case Reject(ordinal, error, root):
                 # Its tasks that are given up end as done, but nothing was trained on.
                 self._consuming = {number: task for number, task in self._consuming.items() if task.call != ordinal}
                 self._journal.call_failed(self._calls[ordinal], error)
-                self._outcomes.reject(self._calls[ordinal], error)
+                self._outcomes.reject(self._calls[ordinal], error, root)
             case Discarded(ordinal, last):
                 self._journal.discarded(self._calls[ordinal], last)
             case Forgotten(ordinal):

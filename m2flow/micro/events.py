@@ -74,10 +74,12 @@ class Resolve:
 
 @dataclass(frozen=True)
 class Reject:
-    """A call failed, itself or through what it depends on."""
+    """A call failed, itself or through what it depends on. It may come again, with an earlier root."""
 
     call: int
     error: M2FlowError
+    root: int
+    """The call that failed by itself."""
 
 
 @dataclass(frozen=True)

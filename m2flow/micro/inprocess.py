@@ -21,6 +21,7 @@ from m2flow.macro.graph import Call
 from m2flow.micro import performing, training
 from m2flow.micro.held_weights import HeldWeights
 from m2flow.micro.packing import cut
+from m2flow.micro.placement import check_place, places
 from m2flow.micro.plan import Plan
 from m2flow.micro.refilling import ran_dry
 from m2flow.micro.segments import Place, SegmentWriter
@@ -94,6 +95,7 @@ class InProcess:
             shared_prefix="",
             gather_s=math.inf,
         )
+        self._hosted = places(plan.workers)
         self._trained = {slot.role for slot in slots if slot.kind == "train"}
         self._roles = {slot.role for slot in slots if slot.kind != "function"}
         self._weights = HeldWeights(self._bench, self._trained, decisions)
@@ -108,6 +110,9 @@ class InProcess:
         self._notes.spans(self._recorder.drain())
         self._segments.close()
         self._bench.close()
+
+    def check(self, call: Call) -> None:
+        check_place(call, self._hosted)
 
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object:
         """Do one whole call."""

@@ -21,7 +21,7 @@ from m2flow.micro.arithmetic import arithmetic
 from m2flow.micro.chunking import chunk
 from m2flow.micro.legality import legal_stages
 from m2flow.micro.packing import pack
-from m2flow.micro.placement import check_places, place_stages, place_workers
+from m2flow.micro.placement import check_place, check_places, place_stages, place_workers, places
 from m2flow.micro.plan import Plan, Route, Stage, WorkerPlan
 from m2flow.micro.routing import route
 from m2flow.micro.syncs import plan_switches, plan_syncs
@@ -74,6 +74,7 @@ class Lowering:
     def __init__(self, plan: Plan, spec: ClusterSpec) -> None:
         self._plan = plan
         self._spec = spec
+        self._hosted = places(plan.workers)
         self._shapes: dict[Shape, int] = {}
         self._segments: dict[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = {}
         self._calls: dict[tuple[int, ...], Stage] = {}
@@ -82,6 +83,10 @@ class Lowering:
         """Calls."""
         self.num_reused = 0
         """Calls whose stage was there already."""
+
+    def check(self, call: Call) -> None:
+        """Raises PlanError: no worker has the engine that a new call needs."""
+        check_place(call, self._hosted)
 
     def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
         """One stage a call.

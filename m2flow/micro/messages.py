@@ -179,6 +179,8 @@ class TaskFailed(Message, frozen=True):
     task: int
     call: int
     error: ErrorRecord
+    row: int = -1
+    """The first sample that the error is about; -1: not of one in particular."""
 
 
 class Spans(Message, frozen=True):

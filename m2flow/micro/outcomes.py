@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from m2flow.errors import InternalError, M2FlowError, WorkerError
 from m2flow.macro.eager import number_of
 from m2flow.macro.graph import Call
+from m2flow.micro.settling import Settling
 from m2flow.samples import Batch
 
 
@@ -18,7 +19,7 @@ class Outcomes:
         self._changed = threading.Condition()
         self._values: dict[int, object] = {}
         self._rows: dict[int, Batch] = {}
-        self._errors: dict[int, M2FlowError] = {}
+        self._settling = Settling()
         self._num_open: dict[int, int] = {}
         self._end: M2FlowError | None = None
         self._is_ready = False
@@ -29,18 +30,22 @@ class Outcomes:
     def submitted(self, call: Call) -> None:
         """A call is on its way; its step is not over before it is."""
         with self._changed:
+            self._settling.added(call.ordinal)
             self._num_open[call.step] = self._num_open.get(call.step, 0) + 1
 
     def resolve(self, call: Call, value: object) -> None:
         with self._changed:
             self._values[call.ordinal] = value
+            self._settling.done(call.ordinal)
             self._close(call)
             self._changed.notify_all()
 
-    def reject(self, call: Call, error: M2FlowError) -> None:
+    def reject(self, call: Call, error: M2FlowError, root: int) -> None:
+        """A call failed because of the call `root`; later perhaps because of an earlier one."""
         with self._changed:
-            self._errors[call.ordinal] = error
-            self._close(call)
+            if not self._settling.has_ended(call.ordinal):
+                self._close(call)
+            self._settling.failed(call.ordinal, root, error)
             self._changed.notify_all()
 
     def deliver(self, ordinal: int, rows: Batch) -> None:
@@ -87,11 +92,12 @@ class Outcomes:
             raise WorkerError(f"the workers did not come up in {timeout_s:.0f} s", now="See the logs in the run directory.")
 
     def wait_value(self, ordinal: int) -> object:
-        """The value of a call, or None for one with rows. Raises its error."""
-        self._wait(lambda: ordinal in self._values or ordinal in self._errors)
+        """The value of a call, or None for one with rows. Raises its error, when no earlier call can still fail."""
+        self._wait(lambda: ordinal in self._values or self._settling.of(ordinal) is not None)
         with self._changed:
-            if ordinal in self._errors:
-                raise self._errors[ordinal]
+            error = self._settling.of(ordinal)
+            if error is not None:
+                raise error
             return self._values[ordinal]
 
     def wait_rows(self, ordinal: int) -> Batch:
@@ -100,9 +106,25 @@ class Outcomes:
             return self._rows[ordinal]
 
     def wait_step(self, step: int) -> None:
-        """Until every call up to this step is over. Raises the earliest error, if there is one."""
-        self._wait(lambda: bool(self._errors) or not any(s <= step for s in self._num_open))
+        """Until every call up to this step is over. Raises the earliest error, if there is one, when no earlier call can still fail."""
+
+        def is_met() -> bool:
+            return self._settling.first is not None if self._settling.has_failed else not any(s <= step for s in self._num_open)
+
+        self._wait(is_met)
         self.raise_first()
+
+    def step_ended(self) -> None:
+        """The errors of the calls so far are due."""
+        with self._changed:
+            self._settling.step_ended()
+
+    def wait_due(self) -> None:
+        """The program has raised something. Raises an error that sequential execution would have raised before, if there is one."""
+        self._wait(lambda: self._settling.is_due_known or self._end is not None)
+        with self._changed:
+            if self._settling.due is not None:
+                raise self._settling.due
 
     def wait_all(self) -> None:
         """Until every call is over. Raises the earliest error, if there is one."""
@@ -118,8 +140,8 @@ class Outcomes:
     def raise_first(self) -> None:
         """The earliest error in program order."""
         with self._changed:
-            if self._errors:
-                raise self._errors[min(self._errors)]
+            if self._settling.first is not None:
+                raise self._settling.first
 
     def _close(self, call: Call) -> None:
         self._num_open[call.step] -= 1

@@ -6,18 +6,20 @@ where something is done, but not what.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from m2flow.engines.contract import Generated, Request, unit_bounds
-from m2flow.errors import InternalError, OpError, RewardError
-from m2flow.macro.graph import Call
+from m2flow.engines.contract import Generated, Request
+from m2flow.errors import InternalError, M2FlowError, OpError, RewardError
+from m2flow.macro.graph import Call, Granularity
 from m2flow.recipe import Sampling
-from m2flow.samples import Batch, Column, Finish, Ragged, SampleId, Segment
+from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment
 
 
 def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) -> int:
@@ -87,10 +89,12 @@ def function_of(call: Call) -> Callable[..., object]:
 
 def function_error(call: Call, error: OpError) -> OpError:
     """An error of a user's function, as that of a reward if it is one."""
-    if call.options["column"] != "reward":
+    if call.options["column"] != "reward" or isinstance(error, RewardError):
         return error
     now = error.now or "Mend it, or catch the error in the reward and return 0.0 for what can't be judged, so that it is counted."
-    return RewardError(error.what.replace("the function", "the reward function", 1), where=error.where, now=now, remote=error.remote)
+    found = RewardError(error.what.replace("the function", "the reward function", 1), where=error.where, now=now, remote=error.remote)
+    found.row = error.row
+    return found
 
 
 def gives(call: Call) -> str:
@@ -146,38 +150,76 @@ def kept_rows(rows: Batch, is_kept: object) -> Batch:
     return rows.take(np.flatnonzero(np.asarray(values, bool)))
 
 
+def checked(call: Call, function: Callable[..., object]) -> Callable[..., object]:
+    """The user's function; what it returns on a unit is looked at before the next unit's turn.
+
+    So of several faults the earliest sample's is the one that counts, whether the function raised or returned what it may not.
+    """
+
+    @functools.wraps(function)
+    def run(unit: Sample | list[Sample]) -> object:
+        result = function(unit)
+        return later(unit, result) if inspect.isawaitable(result) else _checked(call, unit, result)
+
+    async def later(unit: Sample | list[Sample], result: Awaitable[object]) -> object:
+        return _checked(call, unit, await result)
+
+    return run
+
+
 def function_rows(call: Call, rows: Batch, results: Sequence[object]) -> Batch:
-    """The rows of a user's function's results, checked: as many as there are samples, and for a reward finite numbers.
+    """The rows of what a `checked` function gave on samples or groups."""
+    values = [value for group in results for value in group] if call.granularity is not Granularity.SAMPLE else results  # type: ignore[attr-defined]
+    column = str(call.options["column"])
+    if gives(call) == "kept":
+        return kept_rows(rows, values)
+    is_reward = column == "reward"
+    return Batch(rows.ids, {column: np.array(values, np.float64) if is_reward else Ragged.json(values)})
+
+
+def _checked(call: Call, unit: Sample | list[Sample], result: object) -> object:
+    """One value of a sample, or a list of one for each.
 
     Raises:
-        RewardError, OpError: they are not; the sample is named.
+        RewardError, OpError: it is something else; the sample is named.
     """
-    ids, column = rows.ids.tolist(), str(call.options["column"])
-    error = RewardError if column == "reward" else OpError
-    if len(results) != len(ids):
-        raise error(f"{call.name} returned {len(results)} values for {len(ids)} samples", now="It must return one value for each sample.")
+    if not call.is_aligned:
+        return result
+    if isinstance(unit, Sample):
+        return _checked_value(call, unit.id, result)
+    values = as_python(result)
+    if not isinstance(values, list | tuple) or len(values) != len(unit):
+        first, last = unit[0].id, unit[-1].id
+        named = f"the group of prompt {first.prompt}" if call.granularity == "group" else f"the mini-batch {first} to {last}"
+        what = f"{call.name} returned {values!r:.80} for {named}, which has {len(unit)} samples"
+        raise _fault(call, first, what, f"An op on a {call.granularity} returns a list with one value for each sample.")
+    return [_checked_value(call, sample.id, value) for sample, value in zip(unit, values, strict=True)]
+
+
+def _checked_value(call: Call, sample: SampleId, value: object) -> object:
     if gives(call) == "kept":
-        return kept_rows(rows, [_truth(call, packed, value) for packed, value in zip(ids, results, strict=True)])
-    if column != "reward":
-        return Batch(rows.ids, {column: _json_column(call, ids, results)})
-    for packed, value in zip(ids, results, strict=True):
+        if isinstance(value, bool | np.bool_):
+            return bool(value)
+        what = f"{call.name} returned {value!r:.80} on sample {sample}, which is neither True nor False"
+        raise _fault(call, sample, what, "A filter's function says for each sample whether it stays.")
+    if call.options["column"] == "reward":
         if _is_finite(value):
-            continue
+            return float(value)  # type: ignore[arg-type]
         shown = f"{value!r:.80}" if isinstance(value, int | float | np.number) else f"{type(value).__name__}: {value!r:.80}"
-        raise error(
-            f"the reward {call.role} returned {shown} on sample {SampleId.unpack(packed)}",
-            now="A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted.",
-        )
-    return Batch(rows.ids, {column: np.array([float(v) for v in results], np.float64)})  # type: ignore[arg-type]
+        what = f"the reward {call.role} returned {shown} on sample {sample}"
+        raise _fault(call, sample, what, "A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted.")
+    plain = as_python(value)
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        what = f"{call.name} returned a {type(plain).__name__} on sample {sample}, which can't travel: {error}"
+        raise _fault(call, sample, what, "An op returns numbers, texts, None, or lists and dicts of them.") from None
+    return plain
 
 
-def _truth(call: Call, packed: int, value: object) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    raise OpError(
-        f"{call.name} returned {value!r:.80} on sample {SampleId.unpack(packed)}, which is neither True nor False",
-        now="A filter's function says for each sample whether it stays.",
-    )
+def _fault(call: Call, sample: SampleId, what: str, now: str) -> M2FlowError:
+    kind = RewardError if call.options["column"] == "reward" else OpError
+    return kind(what, now=now).about(sample.pack())
 
 
 def _is_finite(value: object) -> bool:
@@ -189,20 +231,6 @@ def _is_finite(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, bool | np.bool_ | int | float | np.integer | np.floating)
-
-
-def _json_column(call: Call, ids: Sequence[int], results: Sequence[object]) -> Ragged:
-    """Values of any kind in one kind of column, whatever the values of other chunks are."""
-    plain = [as_python(value) for value in results]
-    for packed, value in zip(ids, plain, strict=True):
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise OpError(
-                f"{call.name} returned a {type(value).__name__} on sample {SampleId.unpack(packed)}, which can't travel: {error}",
-                now="An op returns numbers, texts, None, or lists and dicts of them.",
-            ) from None
-    return Ragged.json(plain)
 
 
 def plain_value(call: Call, value: object) -> dict[str, float] | float | str | None:
@@ -217,28 +245,6 @@ def plain_value(call: Call, value: object) -> dict[str, float] | float | str | N
     if value is None or isinstance(value, int | float | str):
         return value
     raise OpError(f"{call.name} returned a {type(value).__name__}", now="An op on a batch returns a number, a text, or a dict of numbers.")
-
-
-def flatten_units(call: Call, samples: Batch, results: Sequence[object]) -> list[object]:
-    """One value a sample, from one list a group or mini-batch.
-
-    Raises:
-        OpError: what the function returned for a unit is no list or array of one value for each of its samples.
-    """
-    flat: list[object] = []
-    size = call.options.get("minibatch_size")
-    assert size is None or isinstance(size, int)
-    for (start, end), returned in zip(unit_bounds(samples, call.granularity.value, size), results, strict=True):
-        values = as_python(returned)
-        if not isinstance(values, list | tuple) or len(values) != end - start:
-            first, last = (SampleId.unpack(int(samples.ids[row])) for row in (start, end - 1))
-            unit = f"the group of prompt {first.prompt}" if call.granularity == "group" else f"the mini-batch {first} to {last}"
-            raise OpError(
-                f"{call.name} returned {values!r:.80} for {unit}, which has {end - start} samples",
-                now=f"An op on a {call.granularity.value} returns a list with one value for each sample.",
-            )
-        flat += values
-    return flat
 
 
 def as_python(value: object) -> object:

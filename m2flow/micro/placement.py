@@ -12,13 +12,13 @@ models, which are not sampled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from m2flow.errors import PlanError
-from m2flow.macro.graph import MacroGraph
+from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
@@ -63,14 +63,24 @@ def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:
     Raises:
         PlanError: a call has none.
     """
-    hosted = {(slot.role, slot.kind) for worker in workers for slot in worker.engines}
+    hosted = places(workers)
     for call in graph.calls:
-        if call.engine in ("rollout", "train") and (call.role, call.engine) not in hosted:
-            raise PlanError(
-                f"no worker has a {call.engine} engine for {call.role}, which {call.name} needs",
-                where=call.site.describe(),
-                now="Processes are placed by what the first step of the flow calls. Make this call there too, in the first step.",
-            )
+        check_place(call, hosted)
+
+
+def places(workers: Iterable[WorkerPlan]) -> frozenset[tuple[str, str]]:
+    """(role, kind) of every engine that some worker has."""
+    return frozenset((slot.role, slot.kind) for worker in workers for slot in worker.engines)
+
+
+def check_place(call: Call, hosted: frozenset[tuple[str, str]]) -> None:
+    """The same of one call, when the program makes it: in eager too, which could make the engine but must give the plan's answer."""
+    if call.engine in ("rollout", "train") and (call.role, call.engine) not in hosted:
+        raise PlanError(
+            f"no worker has a {call.engine} engine for {call.role}, which {call.name} needs",
+            where=call.site.describe(),
+            now="Processes are placed by what the first step of the flow calls. Make this call there too, in the first step.",
+        )
 
 
 def place_stages(stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:

@@ -41,6 +41,7 @@ class PlannedBackend(Backend):
         """Whose calls are all submitted."""
 
     def submit(self, call: Call) -> None:
+        self._lowering.check(call)
         self._outcomes.submitted(call)
         self._bodies[call.ordinal] = call_body(call)
         if call.is_aligned:
@@ -68,10 +69,14 @@ class PlannedBackend(Backend):
 
     def end_step(self, step: int) -> None:
         self._flush()
+        self._outcomes.step_ended()
         due = self._ahead.due(step)
         self._outcomes.wait_step(due)
         self._num_steps = step + 1
         self._journal.tally.num_steps = due + 1
+
+    def raise_due(self) -> None:
+        self._outcomes.wait_due()
 
     def finish(self) -> None:
         self._flush()

@@ -105,11 +105,13 @@ class Scheduler:
         if isinstance(message, m.TaskFailed):
             if message.call < 0:
                 raise error_from_record(message.error)
-            if state is not None and state.refill is not None and isinstance(ended.message, m.Perform):
-                if not state.is_over:
-                    board.judge(state, ended.message.ids, error_from_record(message.error).located(state.call.site.describe()))
-            elif state is not None:
-                board.fail(state, error_from_record(message.error).located(state.call.site.describe()))
+            if state is not None:
+                error = error_from_record(message.error).located(state.call.site.describe())
+                if state.refill is not None and isinstance(ended.message, m.Perform):
+                    if not state.is_over:
+                        board.judge(state, ended.message.ids, error)
+                else:
+                    board.task_failed(state, ended.message, message.row, error)
             return
         self._task_done(board.workers[name], ended.message, message)
 

@@ -6,9 +6,11 @@ rows has come in from each aligned input. Pure bookkeeping; the decisions are th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro.plan import Stage
 from m2flow.micro.refilling import Refill
@@ -50,6 +52,10 @@ class CallState:
     """Of a call that gives one value, once it is done."""
     is_prepared: bool = False
     """Whether `ids` are known: those of an input that drops rows are, when it is done."""
+    failure: tuple[int, M2FlowError] | None = None
+    """The earliest row that is known to fail. The call fails with it when all rows before it have turned out well."""
+    passed: set[int] = field(default_factory=set)
+    """Rows that turned out well in a task that failed at a later one."""
     is_done: bool = False
     is_failed: bool = False
     is_released: bool = False
@@ -78,13 +84,28 @@ class CallState:
         """The inputs that say which rows it works on."""
         return self.aligned_inputs if self.is_union else self.aligned_inputs[:1]
 
+    def failed_at(self, row: int, error: M2FlowError, passed: Iterable[int]) -> None:
+        """A task failed at this row, after others that were well. What comes after the row need not be tried any more."""
+        self.passed.update(passed)
+        if self.failure is None or row < self.failure[0]:
+            self.failure = (row, error)
+            self.ready = [ready for ready in self.ready if ready < row]
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether nothing that is still under way can fail before the earliest failure."""
+        if self.failure is None:
+            return False
+        before = set(itertools.takewhile(lambda row: row < self.failure[0], self.ids))  # type: ignore[index]
+        return before <= self.done | self.dropped | self.passed
+
     def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> None:
         """These rows of one aligned input are there. Those that this call does not work on don't matter."""
         if not self.is_prepared:
             return
         if self.call.engine == "rollout":
             for row in ids:
-                self.ready.extend(self._by_prompt[row])
+                self._offer(self._by_prompt[row])
             return
         units, tokens, missing = self._unit_by_row, self.num_tokens, self.missing
         for row in ids:
@@ -101,7 +122,10 @@ class CallState:
         if self.update is not None:
             self.update.add(unit, sum(self.num_tokens[row] for row in rows))
         else:
-            self.ready.extend(rows)
+            self._offer(rows)
+
+    def _offer(self, rows: Iterable[int]) -> None:
+        self.ready.extend(row for row in rows if self.failure is None or row < self.failure[0])
 
     def _unit_of(self, row: int) -> int:
         if self.is_update or self.stage.unit == "group":

@@ -6,6 +6,7 @@ where they are from and where they go is the caller's.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,10 +14,11 @@ from typing import TypeVar
 import numpy as np
 
 from m2flow.channels.weights import Manifest, RawBits, SharedWeights, SharedWeightsReader, Weight, digest
-from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, RolloutEngine, Tensor, TrainEngine
+from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, Request, RolloutEngine, Tensor, TrainEngine
 from m2flow.engines.registry import make_function, make_rollout, make_train
-from m2flow.errors import EngineError, InternalError, OpError
-from m2flow.macro.graph import Call, Granularity
+from m2flow.errors import EngineError, InternalError, M2FlowError, OpError, PromptTooLong
+from m2flow.macro.graph import Call
+from m2flow.macro.sites import is_of_user
 from m2flow.micro import performing, training
 from m2flow.micro.arguments import Arguments
 from m2flow.micro.plan import EngineSlot
@@ -110,7 +112,7 @@ class Workbench:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
         requests = performing.requests(call, ids, prompts, self._run_seed)
-        engine.add(requests)
+        _add(engine, requests)
         start = now_ns()
         self._growing.update((r.id, _Growing(call, prompts, row, r.seed, start)) for row, r in enumerate(requests))
 
@@ -191,14 +193,17 @@ class Workbench:
             rows = arguments.rows
         try:
             results = self._function.call(
-                function, rows, granularity=call.granularity.value, size=size, timeout_s=timeout_s, in_turn=bool(call.writes)
+                performing.checked(call, function),
+                rows,
+                granularity=call.granularity.value,
+                size=size,
+                timeout_s=timeout_s,
+                in_turn=bool(call.writes),
             )
         except OpError as error:
             raise performing.function_error(call, error) from error
         if not call.is_aligned:
             return results[0]
-        if call.granularity in (Granularity.GROUP, Granularity.MINIBATCH):
-            results = performing.flatten_units(call, rows, results)
         return performing.function_rows(call, rows, results)
 
     # Training
@@ -211,7 +216,15 @@ class Workbench:
         tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
         ids = rows.ids.tolist()
         with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **_about(call), num_samples=len(ids), samples=ids) as span:
-            sums = self._engine(self._train, call.role).accumulate(rows, training.objective(call))
+            objective = training.objective(call)
+            try:
+                sums = self._engine(self._train, call.role).accumulate(rows, objective)
+            except M2FlowError:
+                raise
+            except Exception as error:
+                if not is_of_user(error):
+                    raise
+                raise OpError(f"the loss {objective.loss.name} raised {error!r}", remote=traceback.format_exc()) from error
             span.set(num_tokens=sums.num_context_tokens)
         tally.add(sums, rows, epoch=epoch)
 
@@ -326,6 +339,20 @@ def _tensors(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Tenso
             yield name, torch.from_numpy(weight.bits.copy()).view(getattr(torch, weight.dtype))
         else:
             yield name, weight
+
+
+def _add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
+    """Queue requests. If one does not fit, none is queued, and the error knows which it was."""
+    try:
+        engine.add(requests)
+    except PromptTooLong as error:
+        for position, request in enumerate(requests):
+            try:
+                engine.add([request])
+            except PromptTooLong as of_this:
+                engine.abort([r.id for r in requests[:position]])
+                raise of_this.about(request.id) from None
+        raise error
 
 
 def _about(call: Call) -> dict[str, object]:

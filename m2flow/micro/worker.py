@@ -11,7 +11,6 @@ generation interleave, and an abort takes effect between two tokens. Its links a
 from __future__ import annotations
 
 import os
-import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import msgspec
 
 from m2flow.channels.contract import Inbox, Outbox, Parcel
 from m2flow.engines.contract import EngineSettings
-from m2flow.errors import EngineError, InternalError, M2FlowError
+from m2flow.errors import InternalError, M2FlowError, unexpected
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro import performing, training
@@ -187,10 +186,8 @@ class Worker:
             done = self._perform(task)
         except M2FlowError as error:
             self._failed(task, error)
-        except MemoryError:
-            self._failed(task, EngineError("out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec."))
         except Exception as error:
-            self._failed(task, InternalError(f"{type(task).__name__}: {error!r}", remote=traceback.format_exc()))
+            self._failed(task, unexpected(self._calls[task.call].name if task.call >= 0 else type(task).__name__, error))
         else:
             if done is not None:
                 self._send(done)
@@ -198,7 +195,7 @@ class Worker:
     def _failed(self, task: m.Task, error: M2FlowError) -> None:
         where = f" (worker {self.settings.name}, pid {os.getpid()})"
         named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
-        self._send(m.TaskFailed(task.number, task.call, named.to_record()))
+        self._send(m.TaskFailed(task.number, task.call, named.to_record(), error.row))
 
     def _perform(self, task: m.Task) -> m.TaskDone | None:
         """Do a task. A generation only begins here; it is done when its last sample is."""

@@ -35,6 +35,7 @@ from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.plan import WorkerPlan
 from m2flow.micro.scheduler import Scheduler
 from m2flow.micro.segments import Place, read_segment
+from m2flow.micro.settling import Settling
 from m2flow.micro.store import RowStore
 from m2flow.micro.worker import Worker, WorkerSettings
 from m2flow.observe.spans import SpanBlock
@@ -63,6 +64,8 @@ class Answer:
     """Role -> digest of its trained weights."""
     error: str = ""
     """The error that the flow ended with."""
+    where: str = ""
+    """The line that it names, and how the program got there."""
 
 
 class _Link:
@@ -102,7 +105,7 @@ class World(Backend):
         self._defined: dict[str, set[int]] = {name: set() for name in workers}
         self._segment: list[Call] = []
         self._values: dict[int, object] = {}
-        self._errors: dict[int, M2FlowError] = {}
+        self._settling = Settling()
         self._collected: dict[int, list[Batch]] = {}
         self._consuming: dict[int, m.Accumulate] = {}
         self._logged: list[tuple[int, str, tuple[int, str | None] | float]] = []
@@ -127,15 +130,18 @@ class World(Backend):
         self._inbox.close()
 
     def submit(self, call: Call) -> None:
+        self._lowering.check(call)
         self._calls[call.ordinal] = call
+        self._settling.added(call.ordinal)
         self._bodies[call.ordinal] = call_body(call)
         self._segment.append(call)
 
     def value(self, ordinal: int) -> object:
         self._flush()
-        self._turn_until(lambda: ordinal in self._values or ordinal in self._errors)
-        if ordinal in self._errors:
-            raise self._errors[ordinal]
+        self._turn_until(lambda: ordinal in self._values or self._settling.of(ordinal) is not None)
+        error = self._settling.of(ordinal)
+        if error is not None:
+            raise error
         if not self._calls[ordinal].is_aligned:
             return self._values[ordinal]
         self._handle(Wanted(ordinal))
@@ -157,14 +163,19 @@ class World(Backend):
         with randomness_kept():
             for _ in range(self._order.randrange(20)):
                 self._turn()
-        if self._errors:
-            raise self._errors[min(self._errors)]
+        self._settling.step_ended()
+        self._turn_until(lambda: not self._settling.has_failed or self._settling.first is not None)
+        self._raise_first()
+
+    def raise_due(self) -> None:
+        self._turn_until(lambda: self._settling.is_due_known)
+        if self._settling.due is not None:
+            raise self._settling.due
 
     def finish(self) -> None:
         self._flush()
         self._turn_until(lambda: self._scheduler.is_idle)
-        if self._errors:
-            raise self._errors[min(self._errors)]
+        self._raise_first()
         for step, name, source in self._logged:
             value = source if isinstance(source, float) else number_of(self._values[source[0]], source[1])
             self.answer.logs.append((step, name, value))
@@ -179,6 +190,10 @@ class World(Backend):
         self.answer.samples = {packed: sample for packed, sample in self.answer.samples.items() if counts(packed)}
         self.answer.decisions = {packed: version for packed, version in self.answer.decisions.items() if counts(packed)}
         self.answer.rewards = {key: value for key, value in self.answer.rewards.items() if counts(key[1])}
+
+    def _raise_first(self) -> None:
+        if self._settling.first is not None:
+            raise self._settling.first
 
     def _flush(self) -> None:
         calls, self._segment = self._segment, []
@@ -243,9 +258,10 @@ class World(Backend):
                     self._discarded[call] = last
                 case Resolve(call, value):
                     self._values[call] = value
-                case Reject(call, error):
+                    self._settling.done(call)
+                case Reject(call, error, root):
                     self._consuming = {number: task for number, task in self._consuming.items() if task.call != call}
-                    self._errors[call] = error
+                    self._settling.failed(call, root, error)
 
     def _tell(self, worker: str, message: m.ToWorker) -> None:
         link = self._workers[worker][1]
@@ -296,7 +312,7 @@ def run_planned(
             try:
                 flow.run(around(world), options, seed=seed)
             except M2FlowError as error:
-                world.answer.error = f"{type(error).__name__}: {error.what.split(' (worker')[0]}"
+                world.answer.error, world.answer.where = f"{type(error).__name__}: {error.what.split(' (worker')[0]}", error.where
             world.forget_discarded()
             for planned in plan.workers:
                 trained = [slot.role for slot in planned.engines if slot.kind == "train"]
@@ -334,7 +350,7 @@ def run_eager(
         try:
             flow.run(around(EagerBackend(performer, notes)), options, seed=seed)
         except M2FlowError as error:
-            notes.answer.error = f"{type(error).__name__}: {error.what}"
+            notes.answer.error, notes.answer.where = f"{type(error).__name__}: {error.what}", error.where
         trained = {slot.role for worker in plan.workers for slot in worker.engines if slot.kind == "train"}
         digests = performer.save(save_to or Path(directory))
         notes.answer.weights = {role: digests[role] for role in trained}
