@@ -95,7 +95,7 @@ def tiny(extra: bool = False):
     settings = RunSettings(eager=True, runs_dir=str(tmp_path))
     program = load_flow(str(tmp_path / "tiny.py"))
     assert Run(program, {}, SPEC, settings, pin_to=structure).execute().steps == 2
-    with pytest.raises(DivergenceError, match=r"tiny\.py:8 .*\n  call 2 of step 0 is not that of the given plan"):
+    with pytest.raises(DivergenceError, match=r"tiny\.py:9 .*\n  call 2 of step 0 is not that of the given plan"):
         Run(program, {"extra": True}, SPEC, settings, pin_to=structure).execute()
     assert Run(program, {"extra": True}, SPEC, settings, pin_plan=True).execute().steps == 2
     (tmp_path / "plan.json").write_text("{}")

@@ -1,7 +1,8 @@
 """Values in words that are the same in every process: what a recorded call was given, to be compared when the flow runs again.
 
 Numbers of equal value are equal words. Rows are known by a checksum, functions by their bytecode: neither by an address, nor by
-the lines where they stand. Limit: what a function calls may change unseen, and so may an object's inside.
+the lines where they stand. Limits: what a function calls may change unseen, and so may an object's inside;
+of a function with large captures only the name is known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import fields, is_dataclass
 
 import numpy as np
 
+from m2flow.macro.capture import LARGE_BYTES, Snapshot
 from m2flow.samples import Batch, Ragged
 
 
@@ -34,7 +36,7 @@ def told(value: object) -> str:
         return _told_compound(value)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _told_hashable(value: object) -> str:
     return _told_compound(value)
 
@@ -49,6 +51,8 @@ def _told_compound(value: object) -> str:
         return f"{type(value).__name__}({', '.join(f'{f.name}={told(getattr(value, f.name))}' for f in fields(value))})"
     if isinstance(value, functools.partial):
         return f"partial({told(value.func)}, {told(value.args)}, {told(value.keywords)})"
+    if isinstance(value, Snapshot):
+        return told(value.fresh()) if len(value.body) <= LARGE_BYTES else value.__qualname__
     code = getattr(value, "__code__", None)
     if isinstance(code, types.CodeType):
         return f"{getattr(value, '__name__', 'function')} (code {_code_digest(code)})"
@@ -72,5 +76,5 @@ def _checksum(batch: Batch) -> int:
     for name, column in batch.columns.items():
         total = zlib.crc32(name.encode(), total)
         for array in (column.offsets, column.values) if isinstance(column, Ragged) else (column,):
-            total = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, total)
+            total = zlib.crc32(np.ascontiguousarray(array).data.cast("B") if array.size else b"", total)
     return total

@@ -10,7 +10,8 @@ A call is remembered as the program wrote it (`CallRecord`), with the cursor and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,7 @@ class CallRecord:
 
     @classmethod
     def of(cls, call: Call) -> CallRecord:
+        shown, hidden = _told_options(call)
         return cls(
             call.ordinal,
             call.step,
@@ -49,8 +51,8 @@ class CallRecord:
             str(call.site),
             call.site.text,
             tuple((name, ref.call) for name, ref in call.inputs),
-            tuple((name, told(value)) for name, value in call.shown.items()),
-            tuple((name, told(value)) for name, value in call.options.items() if name not in call.shown),
+            shown,
+            hidden,
             (*(f"reads {effect}" for effect in call.reads), *(f"writes {effect}" for effect in call.writes)),
         )
 
@@ -246,6 +248,30 @@ def difference(recorded: CallRecord, now: CallRecord, *, what: str = "recorded")
     if recorded.text != now.text or recorded.site.rpartition(":")[0] != now.site.rpartition(":")[0]:
         return f"the line has another text; {what} was: {recorded.text}"
     return None
+
+
+_Told = tuple[tuple[str, str], ...]
+
+
+def _told_options(call: Call) -> tuple[_Told, _Told]:
+    if "rows" in call.options:  # They are new each time, and would be held.
+        return _told_items(call.shown.items(), call.options.items())
+    try:
+        return _told_hashable_options(tuple(call.shown.items()), tuple(call.options.items()))
+    except TypeError:
+        return _told_items(call.shown.items(), call.options.items())
+
+
+@functools.lru_cache(maxsize=256)
+def _told_hashable_options(shown: tuple[tuple[str, object], ...], options: tuple[tuple[str, object], ...]) -> tuple[_Told, _Told]:
+    """Calls of a line mostly have the options that they had before."""
+    return _told_items(shown, options)
+
+
+def _told_items(shown: Iterable[tuple[str, object]], options: Iterable[tuple[str, object]]) -> tuple[_Told, _Told]:
+    as_written = tuple((name, told(value)) for name, value in shown)
+    names = dict(as_written)
+    return as_written, tuple((name, told(value)) for name, value in options if name not in names)
 
 
 def _step(call: CallRecord) -> str:
