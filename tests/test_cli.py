@@ -115,16 +115,27 @@ def test_plan_prints_calls_barriers_and_arithmetic() -> None:
     assert "16 prompts x n=8" in shown.stdout
 
 
-def test_plan_names_where_python_waits_and_goes_on_with_an_assumed_value(tmp_path: Path) -> None:
-    body = LOOP + '\n        if float(policy.update(responses)["loss"]) > 1:\n            prompts.take(3)'
+def test_plan_shows_both_outcomes_of_what_python_waits_for_or_the_one_that_is_assumed(tmp_path: Path) -> None:
+    body = LOOP + '\n        if float(policy.update(responses)["loss"]) > 1:\n            print("seen")\n            prompts.take(3)'
     flow = write(tmp_path, body)
-    ended = m2flow("plan", flow).stdout
-    assert "tiny.py:25" in ended.partition("barriers: here Python waits")[2]
-    assert "--assume NUMBER" in ended
-    assert "take(count=3)" not in ended
-    assumed = m2flow("plan", flow, "--assume", "2").stdout
-    assert "take(count=3)" in assumed
-    assert "--assume NUMBER" not in assumed
+    shown = m2flow("plan", flow).stdout
+    calls, _, barriers = shown.partition("barriers: here Python waits")
+    assert "tiny.py:25" in barriers
+    assert "--assume NAME=NUMBER" in barriers
+    assert calls.index("if %policy['loss'] > 1:") < calls.index("take(count=3)")
+    assert "seen" not in shown.splitlines()
+    low, high = (m2flow("plan", flow, "--assume", f"loss={value}").stdout for value in (0, 2))
+    assert "take(count=3)" not in low
+    assert "take(count=3)" in high
+    assert "by --assume loss=2" in high
+    assert "--assume NAME=NUMBER" not in high
+    assert [path["outcomes"][0]["outcome"] for path in json.loads(m2flow("plan", flow, "--json").stdout)["paths"]] == [False, True]
+
+
+def test_plan_from_what_is_no_run_says_so(tiny: str, tmp_path: Path) -> None:
+    result = m2flow("plan", tiny, "--from", str(tmp_path))
+    assert result.exit_code == 2
+    assert "SpecError: there is no run in" in result.stderr
 
 
 def test_plan_as_json_has_the_calls_and_the_plan() -> None:

@@ -9,75 +9,120 @@ import click
 import msgspec
 
 from m2flow.cli.flow_options import flow_command
+from m2flow.macro.exploring import Exploration, explore, follow
+from m2flow.macro.exploring import Path as FlowPath
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
+from m2flow.macro.known import Assumption, Known
+from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.pinning import structure_of
-from m2flow.macro.tracing import trace
 from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering import lower
 from m2flow.micro.plan import Plan
+from m2flow.micro.records import read_record
 from m2flow.spec import LAPTOP, load_cluster
+
+_MOST_ASKED = 1_000
+"""Conditions that are answered along the path that the plan is made for."""
 
 
 @flow_command("plan")
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to show.")
-@click.option("--assume", type=float, metavar="NUMBER", help="What every number has that Python waits for; without, the trace ends there.")
+@click.option(
+    "--assume",
+    multiple=True,
+    metavar="[NAME=]NUMBER",
+    help="What a number is that Python waits for: each, those of a name (reward=0.5), or at a line (flows/x.py:31=0.5). May be repeated.",
+)
+@click.option("--from", "run_dir", type=click.Path(path_type=Path), metavar="RUN", help="Take the values that Python waits for from a run.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    target: str, flow: Flow, options: dict[str, object], cluster: Path | None, steps: int, assume: float | None, seed: int, as_json: bool
+    target: str,
+    flow: Flow,
+    options: dict[str, object],
+    cluster: Path | None,
+    steps: int,
+    assume: tuple[str, ...],
+    run_dir: Path | None,
+    seed: int,
+    as_json: bool,
 ) -> None:
     """Show a flow's calls and how they would run, without running them.
 
     \b
-    Example:
+    Examples:
       m2flow plan flows/grpo.py --batch 64 --cluster clusters/laptop-split.yaml
+      m2flow plan flows/mine.py --assume reward=0.5 --from runs/mine-20260102-030405
     """
     spec = load_cluster(cluster) if cluster else LAPTOP
-    graph, models, num_steps = trace(flow, options, steps=max(steps, TRACED_STEPS), seed=seed, assume=assume)
-    plan = lower(graph, models, spec, num_steps=num_steps)
-    graph = graph.first_steps(steps)
-    click.echo(_as_json(graph, plan) if as_json else _as_text(graph, plan, target, steps, num_steps, assume))
-
-
-def _as_text(graph: MacroGraph, plan: Plan, target: str, steps: int, num_steps: int, assume: float | None) -> str:
-    traced = f"the first {steps} of {num_steps} steps" if steps > 1 else f"the first of {num_steps} steps"
-    lines = [
-        f"calls of {graph.flow} ({target}), " + (traced if num_steps else "which is one step"),
-        str(replace(graph, observations=())),
-        "",
-    ]
-    names = graph.names()
-    barriers = [f"  %{names.get(seen.call, seen.call)}  {seen.why}  {seen.site}" for seen in graph.observations]
-    if barriers:
-        lines += ["barriers: here Python waits for a value, and what follows can't start before; log() does not wait", *barriers]
-        lines += ["  The trace ends there. --assume NUMBER goes on as if the value were that."] if assume is None else []
+    record = read_record(run_dir) if run_dir else None
+    known = Known(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
+    exploration = explore(flow, options, steps=steps, seed=seed, known=known)
+    outcomes = [fork.outcome for fork in exploration.longest.forks]
+    whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=_MOST_ASKED).path.graph
+    plan = lower(replace(whole, observations=()), exploration.models, spec, num_steps=exploration.num_steps)
+    if as_json:
+        click.echo(_as_json(exploration, plan))
     else:
-        lines += ["barriers: none. Python waits for no value in these steps."]
-    return "\n".join([*lines, "", str(plan)])
+        click.echo("\n".join([*_as_text(exploration, target, steps), "", str(plan)]))
 
 
-def _as_json(graph: MacroGraph, plan: Plan) -> str:
-    names = graph.names()
+def _as_text(exploration: Exploration, target: str, steps: int) -> list[str]:
+    num_steps = exploration.num_steps
+    traced = f"the first {steps} of {num_steps} steps" if steps > 1 else f"the first of {num_steps} steps"
+    flow = exploration.paths[0].graph.flow
+    lines = [f"calls of {flow} ({target}), " + (traced if num_steps else "which is one step"), *calls_listing(exploration), ""]
+    barriers = barriers_listing(exploration)
+    if not barriers:
+        return [*lines, "barriers: none. Python waits for no value in these steps."]
+    lines += ["barriers: here Python waits for a value, and what follows can't start before; log() does not wait", *barriers]
+    lines += [f"  {line}" for line in bounds_listing(exploration)]
+    sources = [source for path in exploration.paths for look in path.looks for source in look.sources]
+    if any("not known" in source for source in sources):
+        lines += ["  --assume NAME=NUMBER follows the outcomes of one value; --from RUN takes the values that a run has had."]
+    if len(exploration.paths) > 1:
+        lines += ["  The plan below is made for the outcomes with the most calls."]
+    return lines
+
+
+def _as_json(exploration: Exploration, plan: Plan) -> str:
+    graph = exploration.longest.graph
     document = {
         "flow": graph.flow,
-        "calls": [
-            {
-                "ordinal": call.ordinal,
-                "result": names[call.ordinal],
-                "call": call.name,
-                "inputs": {name: ref.call for name, ref in call.inputs},
-                "granularity": str(call.granularity),
-                "step": call.step,
-                "site": str(call.site),
-                "reads": [str(effect) for effect in call.reads],
-                "writes": [str(effect) for effect in call.writes],
-            }
-            for call in graph.calls
-        ],
+        "calls": _calls(graph),
         "structure": [asdict(call) for call in structure_of(graph)],
         "barriers": [{"call": seen.call, "site": str(seen.site), "why": seen.why} for seen in graph.observations],
+        "paths": [_path(path) for path in exploration.paths],
+        "outcomes_not_followed": exploration.num_left,
         "plan": msgspec.to_builtins(plan),
     }
     return msgspec.json.format(msgspec.json.encode(document)).decode()
+
+
+def _path(path: FlowPath) -> dict[str, object]:
+    return {
+        "outcomes": [{"question": fork.question, "site": str(fork.site), "outcome": fork.outcome} for fork in path.forks],
+        "values": [{"site": str(look.observation.site), "call": look.observation.call, "sources": look.sources} for look in path.looks],
+        "calls": _calls(path.graph),
+        "end": path.error or path.end,
+    }
+
+
+def _calls(graph: MacroGraph) -> list[dict[str, object]]:
+    names = graph.names()
+    return [
+        {
+            "ordinal": call.ordinal,
+            "result": names[call.ordinal],
+            "call": call.name,
+            "inputs": {name: ref.call for name, ref in call.inputs},
+            "granularity": str(call.granularity),
+            "step": call.step,
+            "site": str(call.site),
+            "reads": [str(effect) for effect in call.reads],
+            "writes": [str(effect) for effect in call.writes],
+        }
+        for call in graph.calls
+    ]

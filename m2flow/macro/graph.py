@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -230,19 +231,19 @@ class MacroGraph:
 
     def __str__(self) -> str:
         names = self.names()
-        rows = []
-        for call in self.calls:
-            arguments = [f"%{names.get(ref.call, ref.call)}" for _, ref in call.inputs]
-            arguments += [f"{key}={_brief(value)}" for key, value in call.shown.items()]
-            granularity = "" if call.engine == "source" else f"@{call.granularity}"
-            effects = [f"reads {e}" for e in call.reads] + [f"writes {e}" for e in call.writes]
-            left = f"%{names[call.ordinal]}"
-            rows.append((left, f"{call.name}({', '.join(arguments)})", granularity, str(call.site), "  ".join(effects)))
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
-        lines = [f"{a:{widths[0]}} = {b:{widths[1]}}  {c:{widths[2]}}  {d:{widths[3]}}  {e}".rstrip() for a, b, c, d, e in rows]
+        rows = [self.row(call, names) for call in self.calls]
+        lines = aligned(rows)
         for seen in self.observations:
             lines.append(f"-- Python waits for %{names.get(seen.call, seen.call)}: {seen.why}  {seen.site}")
         return "\n".join(lines)
+
+    def row(self, call: Call, names: Mapping[int, str]) -> tuple[str, str, str, str, str]:
+        """A call in the printed form: its result, what it is, granularity, line, effects."""
+        arguments = [f"%{names.get(ref.call, ref.call)}" for _, ref in call.inputs]
+        arguments += [f"{key}={_brief(value)}" for key, value in call.shown.items()]
+        granularity = "" if call.engine == "source" else f"@{call.granularity}"
+        effects = [f"reads {e}" for e in call.reads] + [f"writes {e}" for e in call.writes]
+        return f"%{names[call.ordinal]}", f"{call.name}({', '.join(arguments)})", granularity, str(call.site), "  ".join(effects)
 
     def names(self) -> dict[int, str]:
         """A name for each call: the variable that the program assigns it to, or its ordinal; made unique."""
@@ -251,7 +252,7 @@ class MacroGraph:
         last_of_line = {(call.step, str(call.site)): call.ordinal for call in self.calls}
         for call in self.calls:
             is_last = last_of_line[call.step, str(call.site)] == call.ordinal
-            name = (_assigned_name(call.site.text) if is_last else None) or str(call.ordinal)
+            name = (assigned_name(call.site.text) if is_last else None) or str(call.ordinal)
             if name in used:
                 name = f"{name}.{call.ordinal}"
             used.add(name)
@@ -259,7 +260,16 @@ class MacroGraph:
         return names
 
 
-def _assigned_name(line: str) -> str | None:
+def aligned(rows: Sequence[tuple[str, str, str, str, str]], indents: Sequence[int] | None = None) -> list[str]:
+    """Rows of the printed form as lines, column under column."""
+    indents = indents or [0] * len(rows)
+    rows = [(" " * indent + row[0], *row[1:]) for indent, row in zip(indents, rows, strict=True)]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    return [f"{a:{widths[0]}} = {b:{widths[1]}}  {c:{widths[2]}}  {d:{widths[3]}}  {e}".rstrip() for a, b, c, d, e in rows]
+
+
+@functools.lru_cache(maxsize=4096)
+def assigned_name(line: str) -> str | None:
     """The variable that a line assigns a call to; the call may go on in the next lines."""
     first = None
     for text in (line, line + ")"):

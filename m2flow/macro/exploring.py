@@ -1,0 +1,266 @@
+"""Run a flow through both outcomes of each condition on a value that nobody has computed: what `m2flow plan` shows.
+
+    flow --traced again for each path--> Path, Path, ... --> Exploration
+
+What the flow sees is, in this order: assumed (`--assume`), taken from an earlier run's record (`--from`), or an `Unknown` number,
+whose comparisons fork the path. Paths are taken breadth first, up to a bound, so that what lies near the start is seen from all
+sides; the first path answers every question with no.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from m2flow.errors import FlowError, TraceError
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import Call, MacroGraph, Observation, Site, assigned_name
+from m2flow.macro.known import Earlier, Known, num_rows
+from m2flow.macro.replay import prints_muted
+from m2flow.macro.session import Session
+from m2flow.macro.sites import user_site
+from m2flow.macro.tracing import Answers, EndOfTrace, Numbers, TracingBackend, run_traced
+from m2flow.macro.unknown import Decider, Facts, Unknown, floats_found
+from m2flow.recipe import Model
+from m2flow.samples import Batch, make_ids
+
+MAX_PATHS = 16
+MAX_FORKS = 8
+"""Questions on one path."""
+MAX_TURNS = 3
+"""Questions at one line in one step: a loop that goes on until a value is right is followed for so many turns."""
+MAX_CALLS = 20_000
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look at a value on a path, and where the value came from."""
+
+    observation: Observation
+    num_calls: int
+    """Calls made before it."""
+    sources: list[str] = field(default_factory=list)
+    """`explored`, `0.5 by --assume reward=0.5`, `0.53 from runs/x`; grows as the program reads fields of the value."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A condition on an unknown value, and its outcome on this path."""
+
+    question: str
+    site: Site
+    num_calls: int
+    outcome: bool
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way through the flow."""
+
+    graph: MacroGraph
+    forks: tuple[Fork, ...]
+    looks: tuple[Look, ...]
+    end: Literal["end", "unknown rows", "bound", "error"]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """All paths that were taken; the first answers every question with no."""
+
+    paths: tuple[Path, ...]
+    models: Mapping[str, Model]
+    num_steps: int
+    num_left: int
+    """Outcomes that were not followed, for the bound."""
+
+    @property
+    def longest(self) -> Path:
+        """The path with the most calls: what the plan is made for."""
+        return max(self.paths, key=lambda path: len(path.graph.calls))
+
+
+class Explorer(Answers, Decider):
+    """Answers on one path: the given outcomes first, then no."""
+
+    def __init__(self, known: Known, outcomes: Sequence[bool], max_forks: int) -> None:
+        self.forks: list[Fork] = []
+        self.looks: list[Look] = []
+        self.is_cut = False
+        self.unknown: dict[float, Unknown] = {}
+        """By nominal value, which is nobody else's."""
+        self._assumptions = known.assumptions
+        self._earlier = Earlier(known.record) if known.record is not None else None
+        self._record_name = known.record_name
+        self._outcomes = outcomes
+        self._max_forks = max_forks
+        self._facts = Facts(self)
+        self._by_text: dict[str, Unknown] = {}
+        self._num_calls = 0
+        self._step = -1
+        self._names: dict[int, str] = {}
+        self._turns: dict[tuple[Site, int], int] = {}
+
+    def value(self, call: Call, observation: Observation, calls: Sequence[Call]) -> object:
+        look = Look(observation, len(calls))
+        self.looks.append(look)
+        self._num_calls = len(calls)
+        name = self._name(call)
+        found = self._earlier.value(call, calls) if self._earlier is not None else None
+        if call.is_aligned:
+            return self._rows(call, observation, calls, look, found)
+        if call.engine == "train":
+            known = found if isinstance(found, dict) else {}
+            return Numbers(lambda field: self._number(look, f"{name}[{field!r}]", [field, call.role, name], known.get(field)))
+        return self._number(look, name, [call.role, name], found)
+
+    def _number(self, look: Look, text: str, names: Sequence[str], found: object) -> float:
+        assumed = next((a for a in reversed(self._assumptions) if a.holds_for(names, look.observation.site)), None)
+        if assumed is not None:
+            _note(look, f"{text} is {assumed.value:g}, by {assumed}")
+            return assumed.value
+        if isinstance(found, int | float):
+            _note(look, f"{text} was {found:.4g} in {self._record_name}")
+            return found
+        if isinstance(found, str):
+            _note(look, f"{text} was {found!r:.40} in {self._record_name}")
+            return found  # type: ignore[return-value]
+        _note(look, f"{text} is not known")
+        text = f"%{text}"
+        if text not in self._by_text:
+            nominal = 0.5 + (len(self._by_text) + 1) * 2.0**-40
+            self._by_text[text] = self.unknown[nominal] = Unknown(nominal, text, self._facts)
+        return self._by_text[text]
+
+    def _name(self, call: Call) -> str:
+        """The variable that a call is assigned to; made unique, since what is known of a number goes by its name."""
+        if call.ordinal not in self._names:
+            name = assigned_name(call.site.text) or call.role
+            self._names[call.ordinal] = name if name not in self._names.values() else f"{name}.{call.ordinal}"
+        return self._names[call.ordinal]
+
+    def _rows(self, call: Call, observation: Observation, calls: Sequence[Call], look: Look, found: object) -> Batch:
+        if isinstance(found, Batch):
+            _note(look, f"its {len(found)} rows are those of {self._record_name}")
+            return found
+        count = num_rows(call, calls) if observation.why == "len()" else None
+        if count is None:
+            _note(look, "its rows are not known, and a path can't be tried for each: the trace ends here")
+            raise EndOfTrace
+        _note(look, f"it has {count} rows, whatever they are")
+        return Batch(make_ids(call.ordinal, count))
+
+    def decide(self, question: str) -> bool:
+        position, site = len(self.forks), user_site()
+        turn = self._turns[site, self._step] = self._turns.get((site, self._step), 0) + 1
+        if position >= self._max_forks or turn > min(MAX_TURNS, self._max_forks):
+            self._cut()
+        outcome = self._outcomes[position] if position < len(self._outcomes) else False
+        self.forks.append(Fork(question, site, self._num_calls, outcome))
+        return outcome
+
+    def submitted(self, call: Call) -> None:
+        """The path has one more call."""
+        self._num_calls, self._step = call.ordinal + 1, call.step
+        if self._num_calls > MAX_CALLS:
+            self._cut()
+
+    def _cut(self) -> NoReturn:
+        self.is_cut = True
+        raise EndOfTrace
+
+
+class _Counting(TracingBackend):
+    """Tells the explorer how far the path is."""
+
+    def __init__(self, explorer: Explorer) -> None:
+        super().__init__(explorer)
+        self._explorer = explorer
+
+    def submit(self, call: Call) -> None:
+        super().submit(call)
+        self._explorer.submitted(call)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A path, and what the flow said of itself on it."""
+
+    path: Path
+    models: Mapping[str, Model]
+    num_steps: int
+    error: FlowError | None
+
+
+def follow(
+    flow: Flow,
+    options: Mapping[str, object],
+    outcomes: Sequence[bool],
+    *,
+    steps: int = 1,
+    seed: int = 0,
+    known: Known | None = None,
+    max_forks: int = MAX_FORKS,
+) -> Followed:
+    """One path: these outcomes of its first conditions, and no to all later ones."""
+    explorer = Explorer(known or Known(), outcomes, max_forks)
+    backend = _Counting(explorer)
+    session: Session | None = None
+    error: FlowError | None = None
+    try:
+        with floats_found(flow.function.__globals__, explorer.unknown), prints_muted():
+            session = run_traced(flow, options, backend, steps=steps, seed=seed)
+    except FlowError as raised:
+        error = raised
+    graph = MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify()
+    path = _path(graph, explorer, error)
+    return Followed(path, dict(session.models) if session else {}, session.num_steps if session else 0, error)
+
+
+def explore(
+    flow: Flow,
+    options: Mapping[str, object],
+    *,
+    steps: int = 1,
+    seed: int = 0,
+    known: Known | None = None,
+    max_paths: int = MAX_PATHS,
+    max_forks: int = MAX_FORKS,
+) -> Exploration:
+    """Every way through a flow's first steps that conditions on unknown values leave open. Runs no engine.
+
+    Raises:
+        FlowError: what the flow does wrong on every path. On one of several it is told as that path's end.
+    """
+    followed: list[Followed] = []
+    todo: deque[tuple[bool, ...]] = deque([()])
+    while todo and len(followed) < max_paths:
+        outcomes = todo.popleft()
+        followed.append(follow(flow, options, outcomes, steps=steps, seed=seed, known=known, max_forks=max_forks))
+        taken = [fork.outcome for fork in followed[-1].path.forks]
+        todo += [(*taken[:position], not taken[position]) for position in range(len(outcomes), len(taken))]
+    good = [one for one in followed if one.error is None]
+    if not good and followed[0].error is not None:
+        raise followed[0].error
+    if not any(one.path.graph.calls for one in good):
+        raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
+    most = max(one.num_steps for one in good)
+    return Exploration(tuple(one.path for one in followed), good[0].models, most, len(todo))
+
+
+def _path(graph: MacroGraph, explorer: Explorer, error: FlowError | None) -> Path:
+    end: Literal["end", "unknown rows", "bound", "error"] = "end"
+    if error is not None:
+        end = "error"
+    elif explorer.is_cut:
+        end = "bound"
+    elif explorer.looks and any("the trace ends here" in source for source in explorer.looks[-1].sources):
+        end = "unknown rows"
+    return Path(graph, tuple(explorer.forks), tuple(explorer.looks), end, f"{type(error).__name__}: {error}" if error else "")
+
+
+def _note(look: Look, source: str) -> None:
+    if source not in look.sources:
+        look.sources.append(source)
