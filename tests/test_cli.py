@@ -116,13 +116,14 @@ def test_plan_prints_calls_barriers_and_arithmetic() -> None:
 
 
 def test_plan_shows_both_outcomes_of_what_python_waits_for_or_the_one_that_is_assumed(tmp_path: Path) -> None:
-    body = LOOP + '\n        if float(policy.update(responses)["loss"]) > 1:\n            print("seen")\n            prompts.take(3)'
+    loop = LOOP.replace("policy.update", "metrics = policy.update")
+    body = loop + '\n        if float(metrics["loss"]) > 1:\n            print("seen")\n            prompts.take(3)'
     flow = write(tmp_path, body)
     shown = m2flow("plan", flow).stdout
     calls, _, barriers = shown.partition("barriers: here Python waits")
     assert "tiny.py:25" in barriers
     assert "--assume NAME=NUMBER" in barriers
-    assert calls.index("if %policy['loss'] > 1:") < calls.index("take(count=3)")
+    assert calls.index("if %metrics['loss'] > 1:") < calls.index("take(count=3)")
     assert "seen" not in shown.splitlines()
     low, high = (m2flow("plan", flow, "--assume", f"loss={value}").stdout for value in (0, 2))
     assert "take(count=3)" not in low

@@ -66,6 +66,34 @@ def test_both_outcomes_are_shown_with_the_calls_of_each():
     ]
 
 
+def test_conditions_on_what_is_calculated_from_handles_are_followed_too():
+    @flow
+    def body() -> None:
+        policy, judge, prompts = Policy("fake"), Reward(share), Dataset(ROWS)
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=4)
+        rewards = judge.score(responses)
+        metrics = policy.update(responses, rewards)
+        if metrics["reward"] - 0.1 * metrics["loss"] > 0.9:
+            policy.generate(prompts.take(1), max_new_tokens=5)
+        if float(metrics["reward"] * 2) < 0.3:
+            policy.generate(prompts.take(1), max_new_tokens=6)
+        if (rewards.mean() > 0.5) & ~(rewards.std() > 0.1):
+            policy.generate(prompts.take(1), max_new_tokens=7)
+
+    assert listed(explore(body, {})) == [
+        "generate 4",
+        "if (%metrics['reward'] - (0.1 * %metrics['loss'])) > 0.9",
+        "    generate 5",
+        "if (%metrics['reward'] * 2) < 0.3",
+        "    generate 6",
+        "if %mean > 0.5",
+        "    if %std > 0.1",
+        "        no call here",
+        "    else:",
+        "        generate 7",
+    ]
+
+
 def test_an_outcome_is_the_same_wherever_it_is_asked_again():
     @flow
     def body() -> None:

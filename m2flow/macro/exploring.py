@@ -32,6 +32,8 @@ MAX_FORKS = 8
 MAX_TURNS = 3
 """Questions at one line in one step: a loop that goes on until a value is right is followed for so many turns."""
 MAX_CALLS = 20_000
+_NOMINAL = 0.5
+"""What an unknown number is where Python needs a plain one."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,6 @@ class Explorer(Answers, Decider):
         self.forks: list[Fork] = []
         self.looks: list[Look] = []
         self.is_cut = False
-        self.unknown: dict[float, Unknown] = {}
-        """By nominal value, which is nobody else's."""
         self._assumptions = known.assumptions
         self._earlier = Earlier(known.record) if known.record is not None else None
         self._record_name = known.record_name
@@ -130,8 +130,7 @@ class Explorer(Answers, Decider):
         _note(look, f"{text} is not known")
         text = f"%{text}"
         if text not in self._by_text:
-            nominal = 0.5 + (len(self._by_text) + 1) * 2.0**-40
-            self._by_text[text] = self.unknown[nominal] = Unknown(nominal, text, self._facts)
+            self._by_text[text] = Unknown(_NOMINAL, text, self._facts)
         return self._by_text[text]
 
     def _name(self, call: Call) -> str:
@@ -210,7 +209,7 @@ def follow(
     session: Session | None = None
     error: FlowError | None = None
     try:
-        with floats_found(flow.function.__globals__, explorer.unknown), prints_muted():
+        with floats_found(flow.function.__globals__), prints_muted():
             session = run_traced(flow, options, backend, steps=steps, seed=seed)
     except FlowError as raised:
         error = raised

@@ -106,7 +106,7 @@ def _plain(text: str) -> str:
 def _consequence(source: str, asked: bool) -> str:
     if not source.endswith("is not known"):
         return ""
-    return "; both outcomes of what is asked about it are followed above" if asked else "; no condition asks about it"
+    return "; both outcomes of what is asked about it are followed above" if asked else "; 0.5 is taken for it, and no condition asks"
 
 
 def _branch(paths: Sequence[Path], depth: int, start: int) -> tuple[_Node, ...]:

@@ -18,6 +18,7 @@ from m2flow.macro.columns import TRUTHS, Elementwise, Given, Operand, Scalar, sc
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.operators import Operators
 from m2flow.macro.session import Session
+from m2flow.macro.unknown import Unknown, calculate, plain_float
 
 
 class Holder(Protocol):
@@ -115,12 +116,14 @@ class Number(Operators["Number"]):
         value = self._look(why)
         if isinstance(value, str) or value is None:
             raise TraceError(f"{self!r} is {value!r:.60}, which is not a number")
-        return float(value)
+        return plain_float(value)
 
     def _look(self, why: str) -> Scalar | None:
         """The value. Python waits for every call that it needs."""
         if isinstance(self._of, Expression):
             found = [part._look(why) if isinstance(part, Number) else part for part in self._of.operands]
+            if any(isinstance(value, Unknown) for value in found):
+                return calculate(self._of.operation, found)
             try:
                 return scalar(self._of.operation, *(whole(value, None) for value in found))
             except OpError as error:

@@ -4,7 +4,7 @@
     if reward > 0.9: ...          `Facts` answers, from what it answered before, or as its `Decider` chooses
 
 So a flow can be run through both outcomes of a condition. `float(handle)` must be a plain float, says Python: while a path runs, the
-user's modules have a `float` of their own, which finds the unknown number again by its nominal value.
+user's modules have a `float` of their own, which finds the unknown number again.
 
 Limits: what Python can't do with a float's subclass it does with the nominal value: `int(x)`, `math.log(x)`, formatting, NumPy. An
 interval is kept for each number and each expression by itself, so `x > 1` and `2 * x < 1` may both come true.
@@ -16,7 +16,7 @@ import contextlib
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from m2flow.macro.sites import owner
@@ -173,22 +173,64 @@ class _FloatType(type):
 class ExploredFloat(float, metaclass=_FloatType):
     """What `float` is to the user's modules while a path runs. A class that can be imported, since functions capture it."""
 
-    unknown: ClassVar[Mapping[float, Unknown]] = {}
+    handed: ClassVar[Unknown | None] = None
+    """The unknown number that `plain_float` was asked for last."""
 
     def __new__(cls, value: object = 0.0) -> float:  # type: ignore[misc]
         if isinstance(value, Unknown):
             return value
+        ExploredFloat.handed = None
         number = float(value)  # type: ignore[arg-type]
-        return ExploredFloat.unknown.get(number, number)
+        found, ExploredFloat.handed = ExploredFloat.handed, None
+        return number if found is None else found
+
+
+def plain_float(value: float) -> float:
+    """A number as Python wants it of `__float__`. Of an unknown one it is the nominal value, and `ExploredFloat` finds the number."""
+    if not isinstance(value, Unknown):
+        return float(value)
+    ExploredFloat.handed = value
+    return _nominal(value)
+
+
+def calculate(operation: str, operands: Sequence[object]) -> Any:
+    """An operation of `m2flow.macro.columns` on numbers of which some are unknown."""
+    if operation == "where":
+        condition, first, second = operands
+        return first if condition else second
+    return _OPERATIONS[operation](*operands)
+
+
+_OPERATIONS: Mapping[str, Callable[..., object]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+    "power": operator.pow,
+    "negative": operator.neg,
+    "positive": lambda value: value,
+    "absolute": abs,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+    "equal": operator.eq,
+    "not_equal": operator.ne,
+    "both": lambda first, second: bool(first) and bool(second),
+    "either": lambda first, second: bool(first) or bool(second),
+    "differ": lambda first, second: bool(first) is not bool(second),
+    "invert": operator.not_,
+}
 
 
 @contextlib.contextmanager
-def floats_found(names_of_flow: dict[str, Any], unknown: Mapping[float, Unknown]) -> Iterator[None]:
+def floats_found(names_of_flow: dict[str, Any]) -> Iterator[None]:
     """Give the user's modules their own `float`, if they have not one already."""
     files = ((module, getattr(module, "__file__", None)) for module in list(sys.modules.values()))
     of_users = [vars(module) for module, path in files if isinstance(path, str) and owner(path) == "user"]
     places = {id(names): names for names in [names_of_flow, *of_users] if "float" not in names}
-    ExploredFloat.unknown = unknown
     try:
         for names in places.values():
             names["float"] = ExploredFloat
@@ -196,4 +238,4 @@ def floats_found(names_of_flow: dict[str, Any], unknown: Mapping[float, Unknown]
     finally:
         for names in places.values():
             names.pop("float", None)
-        ExploredFloat.unknown = {}
+        ExploredFloat.handed = None
