@@ -123,7 +123,8 @@ class Number(Operators["Number"]):
         if isinstance(self._of, Expression):
             found = [part._look(why) if isinstance(part, Number) else part for part in self._of.operands]
             if any(isinstance(value, Unknown) for value in found):
-                return calculate(self._of.operation, found)
+                explored: Scalar = calculate(self._of.operation, found)
+                return explored
             try:
                 return scalar(self._of.operation, *(whole(value, None) for value in found))
             except OpError as error:
