@@ -32,10 +32,10 @@ class Answers(ABC):
 class TracingBackend(Backend):
     """Keeps the calls."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Answers | None = None) -> None:
         self.calls: list[Call] = []
         self.observations: list[Observation] = []
-        self._answers = answers
+        self._answers = answers or _Assumed(None)
 
     def submit(self, call: Call) -> None:
         self.calls.append(call)
