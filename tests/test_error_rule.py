@@ -13,12 +13,18 @@ from test_same_answer import specs
 
 from m2flow import Dataset, Policy, Reward, Rows, Sample, Scores, flow, log, op, steps
 from m2flow.errors import FlowError
-from m2flow.recipe import Loss
+from m2flow.recipe import Counts, Loss
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.fakes import FAKE_CONTEXT, fake_hash
 from m2flow.testing.world import run_eager, run_planned
 
-BROKEN_LOSS = Loss("broken", "m2flow.algorithms.losses:nll", ("logprobs", "behaviour_logprobs", "advantages", "nothing"))
+
+def never(counts: Counts) -> float:
+    raise ValueError("no denominator")
+
+
+BROKEN_LOSS = Loss("broken", "m2flow.algorithms.losses:nll", ("logprobs", "behaviour_logprobs", "advantages"), never)
+"""An update with it fails at the end of its mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def test_what_depends_on_two_failures_has_the_error_of_the_earlier_one_that_come
         float(policy.update(second, Reward(broken).score(second))["loss"])
 
     eager = run_eager(two_failures, {}, SPEC)
-    assert "the loss broken needs nothing" in eager.error
+    assert "the denominator of the loss broken raised ValueError" in eager.error
     assert "float(" not in eager.where
     for order_seed in range(10):
         planned = run_planned(two_failures, {}, SPEC, order_seed=order_seed)
