@@ -82,6 +82,8 @@ class Board:
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
         self._wanted: set[int] = set()
+        self._shown: set[int] = set()
+        """Calls of datasets whose rows the program has looked at."""
         self._waiting_for: dict[int, list[CallState]] = {}
         """Call -> those that wait until it is done."""
         self._members: dict[Refill, list[CallState]] = {}
@@ -309,10 +311,15 @@ class Board:
 
     def want(self, state: CallState) -> None:
         """Bring a call's rows to the controller, as soon as it is done."""
-        if state.is_done:
-            self.bring(state.call.ordinal, state.result or (), CONTROLLER)
-        else:
-            self._wanted.add(state.call.ordinal)
+        ordinal = state.call.ordinal
+        if not state.is_done:
+            self._wanted.add(ordinal)
+        elif state.call.engine != "source":
+            self.bring(ordinal, state.result or (), CONTROLLER)
+        elif ordinal not in self._shown:
+            # Its rows are at the controller already, but not where those go that the program waits for.
+            self._shown.add(ordinal)
+            self.send(CONTROLLER, m.Push(ordinal, list(state.result or ()), CONTROLLER))
 
     def release(self, ordinal: int) -> None:
         """The program can't reach a call's result any more."""
@@ -335,6 +342,7 @@ class Board:
                     self.send(place, m.Forget(ordinal))
                 self.commands.append(Forgotten(ordinal))
                 self._owners.pop(ordinal, None)
+                self._shown.discard(ordinal)
                 self._consumers.pop(ordinal, None)
                 del self.calls[ordinal]
 

@@ -105,7 +105,8 @@ class CallState:
             return
         if self.call.engine == "rollout":
             for row in ids:
-                self._offer(self._by_prompt[row])
+                # A refill's last call has judged some groups that it does not give.
+                self._offer(self._by_prompt.get(row, ()))
             return
         units, tokens, missing = self._unit_by_row, self.num_tokens, self.missing
         for row in ids:

@@ -44,7 +44,9 @@ from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
 
 MAX_TURNS = 2_000_000
-"""Turns without an end that count as a deadlock."""
+"""Turns without an end that count as a deadlock, though somebody still moves."""
+_LOOKS_AFTER = 200
+"""Turns after which it is asked whether anybody still has something to do."""
 
 
 @dataclass
@@ -210,11 +212,21 @@ class World(Backend):
 
     def _turn_until(self, is_met) -> None:  # type: ignore[no-untyped-def]
         with randomness_kept():
-            for _ in range(MAX_TURNS):
+            for number in range(MAX_TURNS):
                 if is_met():
                     return
+                if number % _LOOKS_AFTER == _LOOKS_AFTER - 1 and self._is_stuck():
+                    break
                 self._turn()
         raise InternalError("nothing moves any more: " + "; ".join(self._scheduler.waiting()))
+
+    def _is_stuck(self) -> bool:
+        """Whether nobody has anything to do, nor ever will."""
+        if any(link.to_worker or link.to_controller for _, link in self._workers.values()):
+            return False
+        for worker, _ in self._workers.values():
+            worker.turn()  # It takes in the rows that have come.
+        return not any(worker.has_work or link.to_worker or link.to_controller for worker, link in self._workers.values())
 
     def _turn(self) -> None:
         """One thing happens somewhere."""

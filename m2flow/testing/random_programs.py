@@ -1,0 +1,149 @@
+"""Strategies that draw programs, plans and orders of events (hypothesis), and the property that all of them must have.
+
+    @given(programs(), clusters(), st.integers(0, 2**30))
+    def test_my_scheduler(program, spec, order_seed):
+        assert difference(program, spec, order_seed=order_seed) is None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing import programs as p
+from m2flow.testing.world import Answer, run_eager, run_planned
+
+_small = st.integers(0, 2)
+_roles = st.integers(0, 1)
+
+_generate = st.builds(
+    p.Generate,
+    policy=_roles,
+    source=st.sampled_from(["take", "take", "all", "samples"]),
+    which=_small,
+    count=st.integers(1, 3),
+    n=st.sampled_from([2, 3, 1]),
+    longest=st.sampled_from([2, 6, 14]),
+)
+_refill = st.builds(
+    p.Refill,
+    policy=_roles,
+    dataset=_roles,
+    n=st.integers(2, 3),
+    count=st.integers(1, 2),
+    reward=st.sampled_from([2, 0, 1, 3]),
+    keep=st.integers(0, 3),
+    most=st.sampled_from([9, 9, 9, 3]),
+)
+_update = st.builds(
+    p.Update,
+    policy=_roles,
+    samples=_small,
+    numbers=_small,
+    minibatch=_small,
+    epochs=st.integers(1, 2),
+    form=st.sampled_from(["rewards", "advantages", "reference"]),
+)
+_simple: Sequence[st.SearchStrategy[p.Statement]] = (
+    _generate,
+    _generate,
+    _update,
+    _update,
+    st.builds(p.Score, reward=st.integers(0, 4), samples=_small),
+    st.builds(p.ApplyOp, unit=st.sampled_from(["sample", "group", "batch"]), samples=_small),
+    st.builds(p.Combine, how=st.sampled_from(["weighted", "centred", "of group", "of key", "where"]), first=_small, second=_small),
+    st.builds(p.Filter, how=st.sampled_from(["numbers", "lengths", "samples", "groups", "none"]), samples=_small),
+    st.builds(p.Union, first=_small, second=_small),
+    st.builds(p.Demonstrate, policy=_roles, minibatch=st.sampled_from([0, 2])),
+    st.builds(p.Actor, policy=_roles, samples=_small, numbers=_small),
+    st.builds(p.Log, which=st.integers(0, 5)),
+    _refill,
+)
+_leaf = st.one_of(*_simple)
+_looked_at = st.sampled_from(["mean", "metric", "len", "value", "rows", "cursor"])
+
+
+def _block(statements: st.SearchStrategy[p.Statement], most: int) -> st.SearchStrategy[tuple[p.Statement, ...]]:
+    return st.lists(statements, max_size=most).map(tuple)
+
+
+_inner = st.one_of(_leaf, _leaf, _leaf, st.builds(p.Leave, how=st.sampled_from(["break", "continue"])))
+_nested: st.SearchStrategy[p.Statement] = st.one_of(
+    _leaf,
+    _leaf,
+    _leaf,
+    st.builds(p.Look, what=_looked_at, which=_small, then=_block(_inner, 2), otherwise=_block(_inner, 2)),
+    st.builds(p.OnStep, body=_block(_inner, 2)),
+    st.builds(p.Repeat, times=st.integers(1, 2), body=_block(_inner, 2), until=st.booleans()),
+)
+
+
+def programs(*, fails: bool | None = False) -> st.SearchStrategy[p.Program]:
+    """Programs of a few statements each.
+
+    Args:
+        fails: whether a user's function in it may raise on some samples; None: in some.
+    """
+    # Most begin with something to work on, and train on it.
+    body = st.tuples(_generate, _block(_nested, 5), _block(_update, 1)).map(lambda parts: (parts[0], *parts[1], *parts[2]))
+    return st.builds(
+        p.Program,
+        num_policies=st.integers(1, 2),
+        num_steps=st.integers(1, 2),
+        before=_block(_leaf, 2),
+        body=body,
+        after=_block(_leaf, 1),
+        fails=st.booleans() if fails is None else st.just(fails),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterSpec:
+    """Placements, worker counts, chunks and budgets that the planner might choose."""
+    return ClusterSpec(
+        placement=draw(st.sampled_from(["time-shared", "split"])),
+        cores=2,
+        device="cpu",
+        rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 3)), max_running=draw(st.sampled_from([64, 5, 2, 1]))),
+        train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([4096, 60, 20, 1]))),
+        functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([64, 3, 1]))),
+    )
+
+
+def difference(program: p.Program, spec: ClusterSpec, *, order_seed: int, seed: int = 0, by_identity: bool = False) -> str | None:
+    """Run a program in both ways; what differs, in words, or None."""
+    flow = program.as_flow()
+    eager = run_eager(flow, {}, spec, seed=seed)
+    planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity)
+    return difference_of(planned, eager)
+
+
+def difference_of(planned: Answer, eager: Answer) -> str | None:
+    """What differs between two answers, in words, or None.
+
+    A run that ends with an error has done what it had to before it was raised; how much else it has done is a matter of time.
+    """
+    for name, answer in (("planned", planned), ("eager", eager)):
+        if len(answer.consumed) != len(set(answer.consumed)):
+            return f"{name}: a sample was trained on twice in an epoch"
+    if planned.error != eager.error:
+        return f"planned ended with {planned.error or 'no error'!r}, eager with {eager.error or 'no error'!r}"
+    fields = ("samples", "rewards") if eager.error else ("samples", "rewards", "consumed", "logs", "weights")
+    for field in fields:
+        ours, theirs = getattr(planned, field), getattr(eager, field)
+        if eager.error:
+            shared = ours.keys() & theirs.keys()
+            ours, theirs = ({key: held[key] for key in shared} for held in (ours, theirs))
+        if repr(ours) != repr(theirs) if field == "logs" else ours != theirs:  # A NaN in a log is no equal of itself.
+            return f"{field}: planned {_brief(ours, theirs)}, eager {_brief(theirs, ours)}"
+    return None
+
+
+def _brief(mine: object, other: object) -> str:
+    if isinstance(mine, dict) and isinstance(other, dict):
+        return f"{len(mine)} with {dict([(k, v) for k, v in mine.items() if other.get(k) != v][:2])}"
+    if isinstance(mine, list) and isinstance(other, list):
+        return f"{len(mine)} with {[item for item in mine if item not in other][:2]}"
+    return repr(mine)
