@@ -1,6 +1,7 @@
 """Which tests run, and an account of those that do not.
 
     --write-skipped=FILE   one line for each test that was skipped: `did not run: GROUP (REASON)`, a tab, its node
+    --long                 random programs twenty times as many
     --rest-of=FILE         what `-m "not slow and not gpu"` left out, and what FILE says was skipped then
 
 The group of a test is its mark, or else its file.
@@ -18,6 +19,7 @@ _MARKS = ("gpu", "slow")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("m2flow")
     group.addoption("--write-skipped", metavar="FILE", help="write a line for each test that was skipped")
+    group.addoption("--long", action="store_true", help="draw twenty times as many random programs")
     group.addoption("--rest-of", metavar="FILE", help="run what the core leaves out, and what FILE says was skipped there")
 
 

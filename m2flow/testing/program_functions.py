@@ -1,0 +1,91 @@
+"""The users' functions that random programs run on workers: rewards, ops, keeps and filters, some of which raise on some samples."""
+
+from __future__ import annotations
+
+from m2flow.macro.ops import op
+from m2flow.macro.refill import Keep, informative
+from m2flow.samples import Sample
+from m2flow.testing.fakes import fake_hash
+
+
+def digit_share(sample: Sample) -> float:
+    text = str(sample.text)
+    return round(sum(c.isdigit() for c in text) / (len(text) + 1), 6)
+
+
+def length_penalty(sample: Sample) -> float:
+    return -sample.num_tokens / 64
+
+
+def at_random(sample: Sample) -> float:
+    return float(_hash(sample) % 2)
+
+
+def raises_on_some(sample: Sample) -> float:
+    if _hash(sample) % 5 == 0:
+        raise ValueError("no verdict")
+    return float(_hash(sample) % 2)
+
+
+def no_number_on_some(sample: Sample) -> object:
+    return "none" if _hash(sample) % 7 == 0 else 0.5
+
+
+def _hash(sample: Sample) -> int:
+    return fake_hash(*(ord(c) for c in str(sample.text)))
+
+
+@op()
+def doubled_length(sample: Sample) -> float:
+    return 2.0 * sample.num_tokens
+
+
+@op(granularity="group")
+def rank_in_group(samples: list[Sample]) -> list[int]:
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].num_tokens, i))
+    return [order.index(i) for i in range(len(samples))]
+
+
+@op(granularity="batch")
+def digest_of_all(samples: list[Sample]) -> float:
+    return float(fake_hash(len(samples), *(_hash(sample) & 0xFFFF for sample in samples)) % 997)
+
+
+@op()
+def raising_op(sample: Sample) -> float:
+    return raises_on_some(sample)
+
+
+@op(granularity="group")
+def raising_on_groups(samples: list[Sample]) -> list[int]:
+    if _hash(samples[0]) % 4 == 0:
+        raise KeyError(samples[0].text)
+    return [len(samples)] * len(samples)
+
+
+def longest_differs(group: list[Sample]) -> bool:
+    return max(sample.num_tokens for sample in group) % 3 != 0
+
+
+def every_second(group: list[Sample]) -> bool:
+    return bool(_hash(group[0]) % 2)
+
+
+def keep_raises(group: list[Sample]) -> bool:
+    if _hash(group[0]) % 6 == 0:
+        raise RuntimeError("can't say")
+    return bool(_hash(group[0]) % 2)
+
+
+def is_odd_text(sample: Sample) -> bool:
+    return bool(_hash(sample) % 2)
+
+
+def lengths_differ(samples: list[Sample]) -> bool:
+    return len({s.num_tokens for s in samples}) > 1
+
+
+REWARDS = (digit_share, length_penalty, at_random, raises_on_some, no_number_on_some)
+KEEPS: tuple[Keep, ...] = (informative, longest_differs, every_second, keep_raises)
+NUM_SAFE = 3
+"""The first rewards and the first keeps raise nothing."""

@@ -1,0 +1,111 @@
+"""The first promise, for programs that nobody wrote: under every plan and order of events a flow gives what it gives call by call.
+
+Random programs (`m2flow.testing.programs`) times random plans times random orders: calls of all granularities, several policies,
+effects, loops in loops, branches on what was looked at, filters, unions, refills, functions that raise. `--long` draws more.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing import world
+from m2flow.testing.programs import Filter, Generate, Log, Look, OnStep, Program, Refill, Score, Update
+from m2flow.testing.random_programs import clusters, difference, difference_of, programs
+from m2flow.testing.world import run_eager, run_planned
+
+NUM_CASES = 1000
+"""Of each of the two properties; less than two minutes in all on an idle core."""
+TIMES_LONG = 20
+
+orders = st.integers(0, 2**30)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What makes a small run slow: torch's threads for a dozen numbers, files on a disk. And a deadlock is one after seconds."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(world, "MAX_TURNS", 50_000)
+    if Path("/dev/shm").is_dir():
+        monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def check(config: pytest.Config, fails: bool) -> None:
+    num_cases = NUM_CASES * (TIMES_LONG if config.getoption("--long") else 1)
+
+    @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
+    @given(programs(fails=fails), clusters(), orders, st.booleans())
+    def agrees(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool) -> None:
+        assert difference(program, spec, order_seed=order_seed, by_identity=by_identity) is None
+
+    agrees()
+
+
+@pytest.mark.timeout(0)
+def test_a_random_program_gives_the_same_under_every_plan_and_order_of_events(request):
+    check(request.config, fails=False)
+
+
+@pytest.mark.timeout(0)
+def test_a_random_program_whose_functions_raise_ends_with_the_same_error_everywhere(request):
+    check(request.config, fails=True)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+@given(programs(fails=None), st.data())
+def test_a_program_is_legal_however_it_was_drawn(program, data):
+    """What it ends with is a fault of its functions, or none: never one of the flow's text, or of ours."""
+    error = run_eager(program.as_flow(), {}, SPEC).error
+    assert not error or (program.fails and error.startswith(("RewardError", "OpError", "DatasetError"))) or "only" in error, error
+
+
+SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), functions=FunctionSpec())
+ASK = Generate(policy=0, source="take", which=0, count=2, n=2, longest=6)
+
+FOUND = {
+    "the rows of a dataset are looked at": Program(num_policies=1, num_steps=1, before=(), body=(ASK, OnStep(body=())), after=()),
+    "prompts are what a refill has kept": Program(
+        num_policies=1,
+        num_steps=1,
+        before=(),
+        body=(
+            Refill(policy=0, dataset=0, n=2, count=1, reward=2, keep=2, most=9),
+            Generate(policy=0, source="samples", which=0, count=1, n=1, longest=6),
+        ),
+        after=(),
+    ),
+    "a mean of no samples is logged": Program(
+        num_policies=1, num_steps=1, before=(), body=(ASK, Filter("none", 0), Score(0, 0), Log(1), Look("mean", 0, (), ())), after=()
+    ),
+}
+"""What random programs have found, once each."""
+
+
+@pytest.mark.parametrize("program", FOUND.values(), ids=list(FOUND))
+@pytest.mark.parametrize("order_seed", range(3))
+def test_what_was_found_once_stays_right(program, order_seed):
+    assert run_eager(program.as_flow(), {}, SPEC).error == ""
+    assert difference(program, SPEC, order_seed=order_seed) is None
+
+
+def test_a_difference_is_told_in_words():
+    trained = Program(1, 1, (), (ASK, Update(0, 0, 0, 0, 1, "rewards")))
+    otherwise = Program(1, 1, (), (ASK, Update(0, 0, 0, 0, 1, "advantages")))
+    planned, eager = run_planned(otherwise.as_flow(), {}, SPEC), run_eager(trained.as_flow(), {}, SPEC)
+    assert str(difference_of(planned, eager)).startswith("weights: planned 1 with {'policy_0': ")
+    planned.consumed *= 2
+    assert difference_of(planned, eager) == "planned: a sample was trained on twice in an epoch"
+    planned.error = "OpError: no"
+    assert difference_of(planned, planned) == "planned: a sample was trained on twice in an epoch"
+    planned.consumed = []
+    assert difference_of(planned, eager) == "planned ended with 'OpError: no', eager with 'no error'"
