@@ -64,7 +64,9 @@ def concat(handles: Sequence[Rows]) -> Rows:
     inputs = Inputs(session, "concat")
     for handle in handles:
         inputs.rows(handle.check(session, "concat"), None, "rows")
-    call = inputs.record("concat", None, gives="concat")
+    known = [handle.fields for handle in handles]
+    shared = None if None in known else frozenset.intersection(*(fields for fields in known if fields is not None))
+    call = inputs.record("concat", None, gives="concat", fields=shared)
     of = [handle.tokens_of for handle in handles]
     if all(samples is None for samples in of):
         return handles[0].like(call)

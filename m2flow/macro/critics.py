@@ -84,7 +84,7 @@ class Critic(Role):
         passes = Passes(loss, optimizer or self.optimizer, minibatch_size, epochs)
         if "old_values" in loss.needs and old_values is None:
             raise TraceError(f"the loss {loss.name} needs old_values", now="Pass the values that the returns were estimated with.")
-        samples = self._rows(responses, "update", RESPONSES)
+        samples = self._rows(self._common(responses, returns, old_values), "update", RESPONSES)
         given = {"returns": self._column(returns, "update", NUMBERS)}
         if old_values is not None:
             given["old_values"] = self._column(old_values, "update", NUMBERS)

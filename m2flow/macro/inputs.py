@@ -84,6 +84,13 @@ class Role:
             raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
         return handle.check(self._session, f"{self.name}.{method}"), handle.column or ""
 
+    def _common(self, responses: Handle, *others: object) -> Handle:
+        """The responses, less those that a filter of what goes with them has dropped."""
+        for other in others:
+            if isinstance(responses, Rows) and isinstance(other, Rows):
+                responses = responses.within(other)
+        return responses
+
     def _copy(self, source: str, head: Literal["lm", "value"]) -> None:
         """Take the weights that a policy has at this line, as far as a model with this head has them too."""
         self._session.add_model(self.name, replace(self._session.models[source], head=head))

@@ -21,6 +21,9 @@ _OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segmen
 GENERATED = frozenset((*_OF_TOKENS, "seed", "finish", "temperature", "text"))
 """Columns that a generate call adds to those of its prompts."""
 
+TWICE = "Its inputs must be different samples; to bring columns of the same samples together, join them."
+"""What to do about a concatenation that has a sample twice."""
+
 
 @dataclass(frozen=True, order=True)
 class Part:
@@ -123,7 +126,7 @@ class Lineage:
                     raise TraceError(
                         f"{call.name} got samples twice that {_made([self._makers[part.maker]])}",
                         where=call.site.describe(),
-                        now="Its inputs must be different samples; to bring columns of the same samples together, join them.",
+                        now=TWICE,
                     )
                 parts.append(part)
         return tuple(sorted(parts))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call, Effect
+from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
 from m2flow.micro.events import CONTROLLER, Command, Discarded, Forgotten, Reject, Resolve, Send
 from m2flow.micro.plan import Plan, Stage
@@ -141,9 +142,8 @@ class Board:
         rows_of = sorted(row for result in results for row in result or ())
         if state.is_union and len(set(rows_of)) < len(rows_of):
             twice = next(a for a, b in itertools.pairwise(rows_of) if a == b)
-            now = "Its inputs must be different samples; to bring columns of the same samples together, join them."
             where = state.call.site.describe()
-            self.fail(state, OpError(f"{state.call.name} got sample {SampleId.unpack(twice)} twice", where=where, now=now))
+            self.fail(state, OpError(f"{state.call.name} got sample {SampleId.unpack(twice)} twice", where=where, now=TWICE))
             return
         n = state.call.options.get("n", 1)
         assert isinstance(n, int)

@@ -18,6 +18,7 @@ import numpy as np
 from m2flow.engines.contract import Generated, Request
 from m2flow.errors import InternalError, M2FlowError, OpError, RewardError
 from m2flow.macro.graph import Call, Granularity
+from m2flow.macro.lineage import TWICE
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment
 
@@ -112,18 +113,31 @@ def function_input(call: Call, inputs: Mapping[str, Batch]) -> Batch:
     assert isinstance(named, Mapping)
     if gives(call) == "concat":
         batches = [batch for batch in inputs.values() if len(batch)]
+        fields = call.options.get("fields")  # The same for every chunk, whichever inputs' rows are in it.
         shared = set.intersection(*(set(batch.columns) for batch in batches)) if batches else set()
-        return Batch.concat([batch.only(sorted(shared)) for batch in batches]).in_order()
+        shared &= set(fields) if isinstance(fields, tuple) else shared
+        rows = Batch.concat([batch.only(sorted(shared)) for batch in batches]).in_order()
+        again = np.flatnonzero(np.diff(rows.ids) == 0)
+        if len(again):
+            raise OpError(f"{call.name} got sample {SampleId.unpack(int(rows.ids[again[0]]))} twice", now=TWICE)
+        return rows
     if not inputs or not len(next(iter(inputs.values()))):
         return Batch(np.zeros(0, np.int64))  # No rows have no columns either, whatever they were to be.
     (first, rows), *others = inputs.items()
     rows = rows.in_order()
     if first in named:
-        rows = rows.with_columns(**{first: rows[named[first]]})
+        rows = rows.with_columns(**{first: _column(call, rows, named[first])})
     for name, other in others:
         found = other.select(rows.ids)
-        rows = rows.with_columns(**({name: found[named[name]]} if name in named else found.columns))
+        rows = rows.with_columns(**({name: _column(call, found, named[name])} if name in named else found.columns))
     return rows
+
+
+def _column(call: Call, rows: Batch, name: str) -> Column:
+    if name not in rows:
+        known = ", ".join(sorted(rows.columns))
+        raise OpError(f"{call.name} needs the column {name!r}, which its rows do not have", now=f"They have {known}.")
+    return rows[name]
 
 
 def columns_result(call: Call, inputs: Mapping[str, Batch], rows: Batch, result: object) -> Batch | object:

@@ -1,0 +1,541 @@
+"""The algebra on handles: what is calculated from them is what NumPy gives of the observed rows, planned and eager."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2flow import (
+    Dataset,
+    Flow,
+    Metrics,
+    Number,
+    Policy,
+    Reference,
+    Reward,
+    Rows,
+    Sample,
+    concat,
+    flow,
+    join,
+    log,
+    op,
+    ppo_clip,
+    steps,
+    where,
+)
+from m2flow.errors import FieldError, TraceError
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.world import Answer, run_eager, run_planned
+
+ROWS = [{"prompt": f"{i * 7919 % 100000}=", "level": i % 3, "kind": ["easy", "hard"][i % 2]} for i in range(12)]
+SPEC = ClusterSpec(
+    placement="split",
+    cores=2,
+    device="cpu",
+    rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
+    train=TrainSpec(engine="fake"),
+    functions=FunctionSpec(workers=2, chunk=2),
+)
+
+
+def digit_share(sample: Sample) -> float:
+    text = str(sample.text)
+    return round(sum(c.isdigit() for c in text) / (len(text) + 1), 6)
+
+
+@op(granularity="group")
+def rank(samples: list[Sample]) -> list[int]:
+    return [sorted(range(len(samples)), key=lambda i: (str(samples[i].text), i)).index(j) for j in range(len(samples))]
+
+
+class Rollout:
+    """Responses of a first step, and what was computed of them."""
+
+    def __init__(self, n: int = 3, batch: int = 4) -> None:
+        self.policy = Policy("fake")
+        self.reference = Reference("fake")
+        self.verifier = Reward(digit_share)
+        self.responses = self.policy.generate(Dataset(ROWS).take(batch), n=n, max_new_tokens=10)
+        self.rewards = self.verifier.score(self.responses)
+
+    def leaf(self, name: str) -> Rows | Number:
+        match name:
+            case "rewards":
+                return self.rewards
+            case "ranks":
+                return rank(self.responses)  # type: ignore[return-value]
+            case "mean":
+                return self.rewards.mean()
+            case "kl":
+                return self.responses.logprobs - self.reference.logprobs(self.responses)
+            case _:
+                return getattr(self.responses, name)  # type: ignore[no-any-return]
+
+
+def eager(body: Callable[[], object]) -> Answer:
+    answer = run_eager(flow(body), {}, SPEC)
+    assert answer.error == "", answer.error
+    return answer
+
+
+def same(body: Flow, **options: object) -> Answer:
+    """What a flow comes to, eager and planned alike."""
+    answer = run_eager(body, options, SPEC)
+    assert answer.error == "", answer.error
+    for order_seed in (1, 2):
+        assert run_planned(body, options, SPEC, order_seed=order_seed) == answer
+    return answer
+
+
+def logged(answer: Answer) -> dict[str, float]:
+    return {name: value for _, name, value in answer.logs}
+
+
+ARITHMETIC: dict[str, Callable[[object, object], object]] = {
+    "+": lambda a, b: a + b,  # type: ignore[operator]
+    "-": lambda a, b: a - b,  # type: ignore[operator]
+    "*": lambda a, b: a * b,  # type: ignore[operator]
+    "/": lambda a, b: a / b,  # type: ignore[operator]
+    "//": lambda a, b: a // b,  # type: ignore[operator]
+    "%": lambda a, b: a % b,  # type: ignore[operator]
+    "**": lambda a, b: abs(a) ** b,  # type: ignore[operator,arg-type]
+    ">": lambda a, b: a > b,  # type: ignore[operator]
+    "<=": lambda a, b: a <= b,  # type: ignore[operator]
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+}
+ONE: dict[str, Callable[[object], object]] = {"-": lambda a: -a, "abs": abs, "+": lambda a: +a}  # type: ignore[operator,dict-item]
+
+leaves = st.sampled_from(["rewards", "ranks", "length", "level", "mean", "kl", "logprobs"]) | st.integers(-3, 3) | st.floats(-2, 2)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.tuples(st.sampled_from(sorted(ARITHMETIC)), inner, inner) | st.tuples(st.sampled_from(sorted(ONE)), inner),
+    max_leaves=6,
+)
+
+
+def of_handles(tree: object, rollout: Rollout) -> object:
+    match tree:
+        case (sign, left, right):
+            return ARITHMETIC[sign](of_handles(left, rollout), of_handles(right, rollout))
+        case (sign, inner):
+            return ONE[sign](of_handles(inner, rollout))
+        case str():
+            return rollout.leaf(tree)
+    return tree
+
+
+def of_one_sample(tree: object, known: dict[str, object]) -> object:
+    """The same of one sample, with NumPy, on what was observed."""
+    match tree:
+        case (sign, left, right):
+            found = ARITHMETIC[sign](of_one_sample(left, known), of_one_sample(right, known))
+        case (sign, inner):
+            found = ONE[sign](of_one_sample(inner, known))
+        case str():
+            found = known[tree]
+        case _:
+            found = tree
+    return np.asarray(found, np.float64)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(trees, st.integers(0, 2**30))
+def test_any_expression_of_columns_is_what_numpy_makes_of_the_observed_rows_in_both_modes(tree, order_seed):
+    names = ["rewards", "ranks", "length", "level", "mean", "kl", "logprobs"]
+
+    def calculates() -> None:
+        try:
+            rollout = Rollout()
+            with np.errstate(all="ignore"):
+                result = of_handles(tree, rollout)
+        except (ZeroDivisionError, OverflowError):
+            return  # of two plain numbers, by Python itself
+        if not isinstance(result, Rows):
+            return
+        known = {name: list(found) for name in names if isinstance(found := rollout.leaf(name), Rows)}
+        known["mean"] = [np.float64(float(rollout.rewards.mean()))] * len(result)
+        for i, value in enumerate(result):
+            with np.errstate(all="ignore"):
+                expected = of_one_sample(tree, {name: np.asarray(column[i], np.float64) for name, column in known.items()})
+            np.testing.assert_allclose(np.asarray(value, np.float64), expected, rtol=1e-9, atol=1e-12)
+
+    calculating = flow(calculates)
+    assert run_eager(calculating, {}, SPEC).error == ""
+    assert run_planned(calculating, {}, SPEC, order_seed=order_seed).error == ""
+
+
+REDUCTIONS: dict[str, Callable[[np.ndarray], object]] = {
+    "mean": np.mean,
+    "sum": np.sum,
+    "min": np.min,
+    "max": np.max,
+    "std": np.std,
+    "any": np.any,
+    "all": np.all,
+    "count": np.size,
+}
+
+
+@pytest.mark.parametrize("how", REDUCTIONS)
+def test_reductions_over_all_samples_groups_and_tokens_are_numpys(how):
+    @flow
+    def reduces() -> None:
+        rollout = Rollout(n=3)
+        rewards, kl, length = rollout.rewards, rollout.leaf("kl"), rollout.responses.length
+        mask = list(rollout.responses.loss_mask)
+        assert isinstance(kl, Rows)
+        tokens = [np.asarray(row)[np.asarray(m, bool)] for row, m in zip(kl, mask, strict=True)]
+        cases = [(getattr(column, how)(), np.array(list(column))) for column in (rewards, length)]
+        cases += [
+            (getattr(rewards, how)(over="group"), np.array(list(rewards)).reshape(-1, 3)),
+            (getattr(kl, how)(), np.concatenate(tokens)),
+        ]
+        for got, values in cases[:2] + cases[3:]:
+            assert float(got) == pytest.approx(float(REDUCTIONS[how](values)))
+            log(value=got)
+        groups, values = cases[2]
+        assert list(groups) == pytest.approx([REDUCTIONS[how](group) for group in values for _ in range(3)])
+        assert list(getattr(kl, how)(over="sample")) == pytest.approx([REDUCTIONS[how](row) for row in tokens])
+
+    same(reduces)
+
+
+def test_a_group_keeps_its_value_whatever_lies_beside_it():
+    @flow
+    def normalises(num_steps: int = 2) -> None:
+        policy, verifier, prompts = Policy("fake"), Reward(digit_share), Dataset(ROWS)
+        for _ in steps(num_steps):
+            responses = policy.generate(prompts.take(4), n=3, max_new_tokens=9)
+            rewards = verifier.score(responses)
+            advantages = (rewards - rewards.mean(over="group")) / (rewards.std(over="group") + 1e-6)
+            metrics = policy.update(responses, rewards - 0.01 * responses.length, advantages=advantages)
+            log(spread=advantages.std(), gap=metrics["reward"] - rewards.mean(), top=(rewards == rewards.max(over="group")).sum())
+
+    same(normalises)
+
+
+def test_conditions_are_joined_and_turned_round_by_signs_and_decide_nothing_by_themselves():
+    @flow
+    def judges() -> None:
+        rollout = Rollout()
+        rewards, length = rollout.rewards, rollout.responses.length
+        observed = list(zip(rewards, length, strict=True))
+        good, long = rewards > 0.1, length >= 5
+        for condition, expected in [
+            (good & long, [r > 0.1 and n >= 5 for r, n in observed]),
+            (good | long, [r > 0.1 or n >= 5 for r, n in observed]),
+            (good ^ long, [(r > 0.1) != (n >= 5) for r, n in observed]),
+            (~good, [r <= 0.1 for r, _ in observed]),
+            (good & True, [r > 0.1 for r, _ in observed]),
+        ]:
+            assert list(condition) == expected
+        for decide in (lambda: bool(good), lambda: good and long, lambda: 0 < rewards < 1, lambda: rewards in [length]):
+            with pytest.raises(TraceError, match=r"many rows; its truth is not defined(.|\n)*any\(\)"):
+                decide()
+        assert bool(good.any()) == any(r > 0.1 for r, _ in observed)
+        assert not (rewards < 0).any()
+
+    same(judges)
+
+
+def test_texts_are_compared_and_chosen():
+    @flow
+    def compares() -> None:
+        responses = Rollout().responses
+        kinds = list(responses.kind)
+        assert list(responses.kind == "hard") == [kind == "hard" for kind in kinds]
+        assert list(responses.kind != responses.text) == [True] * len(kinds)
+        assert list(where(responses.kind == "hard", responses.kind, "no")) == [kind if kind == "hard" else "no" for kind in kinds]
+        first = responses.text.map(lambda text: text[:1])
+        assert list(first) == [sample.text[:1] for sample in responses]
+
+    same(compares)
+
+
+def test_where_takes_rows_numbers_and_plain_values_on_each_side():
+    @flow
+    def chooses() -> None:
+        rollout = Rollout()
+        rewards, kl = rollout.rewards, rollout.leaf("kl")
+        mean = rewards.mean()
+        observed, at = list(rewards), float(mean)
+        assert list(where(rewards > mean, rewards, 0)) == [r if r > at else 0.0 for r in observed]
+        assert list(where(rewards > mean, 1, mean)) == [1.0 if r > at else at for r in observed]
+        assert list(where(mean > 10, rewards, -rewards)) == [-r for r in observed]
+        clipped = where(kl > 0, kl, 0.0)
+        for got, row in zip(clipped, kl, strict=True):
+            assert np.array_equal(got, np.maximum(row, 0))
+        assert float(where(mean > 10, 1.0, mean)) == at
+        assert isinstance(where(mean > 10, 1.0, mean), Number)
+        with pytest.raises(TraceError, match="where got a bool, a float, a float"):
+            where(True, 1.0, 2.0)
+
+    same(chooses)
+
+
+def test_filters_keep_the_rows_of_the_source_with_all_their_columns():
+    @flow
+    def filters() -> None:
+        rollout = Rollout()
+        responses, rewards = rollout.responses, rollout.rewards
+        expected = [sample.text for sample, reward in zip(responses, rewards, strict=True) if reward > 0.08]
+        assert 0 < len(expected) < len(responses)
+        for kept in (
+            responses[rewards > 0.08],
+            responses.select(rewards > 0.08),
+            responses.filter(rewards > 0.08),
+            responses.filter(lambda sample: digit_share(sample) > 0.08),
+        ):
+            assert [sample.text for sample in kept] == expected
+            assert list(kept.text) == expected
+            assert kept.fields == responses.fields
+        assert list(rewards[rewards > 0.08]) == [reward for reward in rewards if reward > 0.08]
+        assert list(rewards.filter(lambda reward: reward > 0.08)) == [reward for reward in rewards if reward > 0.08]
+        assert [s.text for s in responses[2:7:2]] == [s.text for s in list(responses)[2:7:2]]
+        assert [s.text for s in responses[-3:]] == [s.text for s in list(responses)[-3:]]
+        groups = responses.filter_groups(lambda group: len({sample.text for sample in group}) > 1)
+        assert len(groups) % 3 == 0
+        log(kept=responses[rewards > 2].count(), groups=groups.count(), mean=rewards[rewards > 0.08].mean())
+
+    assert logged(same(filters))["kept"] == 0
+
+
+def test_what_was_filtered_goes_with_its_source_in_either_order_and_the_filtered_one_decides():
+    @flow
+    def joins() -> None:
+        rollout = Rollout()
+        responses, rewards = rollout.responses, rollout.rewards
+        good = responses[rewards > 0.08]
+        chosen = [(sample.text, reward) for sample, reward in zip(responses, rewards, strict=True) if reward > 0.08]
+        assert list(good.length * rewards) == list(rewards * good.length)
+        assert len(good.length * rewards) == len(chosen)
+        for both in (join(good, rewards), join(responses, good), join(responses, rewards, size=good.length)):
+            assert [sample.text for sample in both] == [text for text, _ in chosen]
+        assert [sample.reward for sample in join(responses, rewards, size=good.length)] == [reward for _, reward in chosen]
+        assert [sample.size for sample in join(responses, size=good.length)] == list(good.length)
+        again = rollout.verifier.score(good)
+        assert [sample.text for sample in responses[again > 0.1]] == [text for text, reward in chosen if reward > 0.1]
+        rollout.policy.update(good, rewards)
+        rollout.policy.update(responses, again, reference=rollout.reference, loss=ppo_clip(kl_coef=0.1))
+
+    same(joins)
+
+
+def test_rows_of_different_samples_or_of_different_filters_do_not_go_together_and_both_are_named():
+    @flow
+    def mixes() -> None:
+        rollout = Rollout()
+        responses, rewards = rollout.responses, rollout.rewards
+        others = rollout.verifier.score(rollout.policy.generate(Dataset(ROWS, name="other").take(2), max_new_tokens=4))
+        high = rewards[rewards > 0.5]
+        low = rewards[rewards < 0.1]
+        place = r"tests/test_algebra.py:\d+"
+        for mix in (lambda: rewards - others, lambda: join(responses, others), lambda: responses.with_columns(other=others)):
+            with pytest.raises(
+                TraceError, match=rf"that policy.generate made at {place}, and .* of others, which policy.generate made at {place}"
+            ):
+                mix()
+        with pytest.raises(TraceError, match=rf"filtered at {place} and right filtered at {place}, which are different rows of the same"):
+            high - low
+        with pytest.raises(TraceError, match=r"concat got samples twice that policy.generate made"):
+            concat([rewards, high])
+
+    eager(mixes.function)
+
+
+def test_parts_of_the_same_samples_are_put_together_and_go_with_them_again():
+    @flow
+    def parts() -> None:
+        rollout = Rollout()
+        responses, rewards = rollout.responses, rollout.rewards
+        high = rewards > 0.08
+        both = concat([responses[high], responses[~high]])
+        assert [sample.text for sample in both] == [sample.text for sample in responses]
+        assert list(both.length + rewards) == list(responses.length + rewards)
+        more = rollout.policy.generate(Dataset([{"prompt": "9=", "kind": "new"}], name="more").all(), n=3, max_new_tokens=5)
+        everything = concat([responses, more])
+        assert everything.fields == more.fields == responses.fields - {"level"} == set(everything.batch().columns)
+        scored = concat([rewards, rollout.verifier.score(more)])
+        assert list(scored) == [digit_share(sample) for sample in everything]
+        kl = concat([rollout.leaf("kl"), more.logprobs - rollout.reference.logprobs(more)])
+        rollout.policy.update(everything, scored - 0.01 * kl.sum(over="sample"))
+        log(kl=kl.mean())
+
+    same(parts)
+
+
+def test_concat_of_overlapping_filters_is_an_error_that_names_a_sample():
+    @flow
+    def overlaps() -> None:
+        rewards = Rollout().rewards
+        log(count=concat([rewards[rewards >= 0], rewards[rewards > 0.08]]).count())
+
+    for answer in (run_eager(overlaps, {}, SPEC), run_planned(overlaps, {}, SPEC)):
+        assert "got sample p" in answer.error
+        assert "twice" in answer.error
+
+
+def test_groupby_gives_a_number_for_each_key_or_each_row_that_of_its_key():
+    @flow
+    def groups() -> None:
+        rollout = Rollout()
+        responses, rewards = rollout.responses, rollout.rewards
+        by_level: dict[str, list[float]] = {}
+        for sample, reward in zip(responses, rewards, strict=True):
+            by_level.setdefault(str(sample.level), []).append(reward)
+        means = rewards.groupby(responses.level).mean()
+        assert isinstance(means, Metrics)
+        assert means.items() == pytest.approx({key: np.mean(values) for key, values in by_level.items()})
+        level = next(iter(by_level))
+        assert float(means[int(level)]) == float(means[level])
+        assert responses.groupby("level").count().items() == {key: len(values) for key, values in by_level.items()}
+        assert responses.groupby("level").max(rewards).items() == {key: max(values) for key, values in by_level.items()}
+        centred = rewards - rewards.groupby(responses.level).transform("mean")
+        expected = [r - np.mean(by_level[str(s.level)]) for s, r in zip(responses, rewards, strict=True)]
+        assert list(centred) == pytest.approx(expected)
+        log(level=means[level], lengths=responses.length.groupby(responses.kind).transform("count").sum())
+        with pytest.raises(TraceError, match="of whole samples: of what"):
+            responses.groupby("level").mean()
+        with pytest.raises(FieldError, match="have no 'lvel'"):
+            responses.groupby("lvel")
+
+    same(groups)
+
+
+def test_a_judge_answers_prompts_made_of_responses_and_its_grades_go_back_to_them():
+    @flow
+    def judged(num_steps: int = 2) -> None:
+        policy, judge, grader = Policy("fake"), Policy("fake", name="judge"), Reward(digit_share)
+        prompts = Dataset(ROWS)
+        for _ in steps(num_steps):
+            responses = policy.generate(prompts.take(3), n=3, max_new_tokens=8)
+            asked = responses.with_columns(prompt=responses.map(lambda sample: f"Is {sample.text!r} right?"), origin="judge", weight=2)
+            assert asked.fields == responses.fields | {"origin", "weight"}
+            verdicts = judge.generate(asked, n=2, max_new_tokens=4)
+            rewards = grader.score(verdicts).back_to(responses)
+            policy.update(responses, rewards)
+            log(mean=rewards.mean(), same=grader.score(verdicts).mean(), weight=verdicts.weight.sum())
+            with pytest.raises(TraceError, match="were not generated from them"):
+                grader.score(verdicts).back_to(verdicts)
+
+    for step, name, value in same(judged).logs:
+        if name == "mean":
+            assert value == pytest.approx(next(v for s, n, v in same(judged).logs if (s, n) == (step, "same")))
+
+
+def test_a_prompt_that_is_no_text_is_an_error_that_names_the_sample():
+    @flow
+    def asks() -> None:
+        rollout = Rollout()
+        log(n=rollout.policy.generate(rollout.responses.with_columns(prompt=rollout.rewards), max_new_tokens=2).count())
+
+    for answer in (run_eager(asks, {}, SPEC), run_planned(asks, {}, SPEC)):
+        assert "the prompt of sample p" in answer.error
+        assert "it must be a text" in answer.error
+
+
+def test_numbers_are_calculated_with_and_compared_and_only_a_branch_waits():
+    @flow
+    def calculates(num_steps: int = 3) -> None:
+        policy, verifier, prompts = Policy("fake"), Reward(digit_share), Dataset(ROWS)
+        for step in steps(num_steps):
+            responses = policy.generate(prompts.take(2), n=2, max_new_tokens=6)
+            metrics = policy.update(responses, verifier.score(responses))
+            per_token = metrics["reward"] / (metrics["num_tokens"] + 1)
+            gap = 1 - metrics["reward"] * 2
+            assert float(per_token) == float(metrics["reward"]) / (float(metrics["num_tokens"]) + 1)
+            log(gap=gap, per_token=per_token, positive=gap > 0)
+            if gap > 10 or metrics["num_tokens"] < 0:
+                break
+            assert step == 0 or metrics["reward"] != -1
+            with pytest.raises(TraceError, match="can't decide a branch by itself"):
+                bool(gap)
+
+    assert [name for _, name, _ in same(calculates).logs].count("gap") == 3
+
+
+def test_what_samples_do_not_have_is_named_with_what_they_have_and_the_nearest():
+    @flow
+    def asks() -> None:
+        responses = Rollout().responses
+        with pytest.raises(FieldError, match=r"have no 'levle'; they have .*kind, .*level.*\n.*Did you mean 'level'\?"):
+            _ = responses.levle
+        assert not hasattr(responses, "lenght")
+        with pytest.raises(FieldError, match="it is the column 'text' alone"):
+            _ = responses.text.level
+        for ask, message in [
+            (lambda: responses + 1, "which are whole samples(.|\n)*Name a column"),
+            (lambda: responses.mean(), "which are whole samples"),
+            (lambda: responses.length.mean(over="batch"), r"mean\(over='batch'\): known are 'group' and 'sample'"),
+            (lambda: responses[True], "is a position, a slice, a condition or a name, not True"),
+            (lambda: responses[::-1], "rows stay in the order of identity"),
+            (lambda: responses.select(3), "were given as a int"),
+            (lambda: responses.map(3), "map got a int; it takes a function"),
+            (lambda: concat([responses, responses.text]), "concat got different things: 'text', whole samples"),
+            (lambda: join(responses, 3), "join got a int"),
+            (lambda: responses.with_columns(x=[1, 2]), r"with_columns\(x=...\) got a list"),
+        ]:
+            with pytest.raises(TraceError, match=message):
+                ask()
+        with pytest.raises(TypeError, match="unsupported operand"):
+            responses.length + "a"
+        assert (responses.length == None) is False  # noqa: E711
+
+    eager(asks.function)
+
+
+def test_numpys_numbers_leave_the_calculation_to_the_handle():
+    @flow
+    def calculates() -> None:
+        rewards = Rollout().rewards
+        assert isinstance(np.float64(2) * rewards, Rows)
+        assert isinstance(np.float32(0.5) - rewards.mean(), Number)
+        assert list(np.float64(2) * rewards) == [2 * reward for reward in rewards]
+
+    eager(calculates.function)
+
+
+def test_wrong_values_are_an_error_in_both_modes():
+    @flow
+    def adds_texts(which: str = "") -> None:
+        rollout = Rollout()
+        responses, rewards = rollout.responses, rollout.rewards
+        wrong = {
+            "text": lambda: responses.text + 1,
+            "truth": lambda: ~rewards,
+            "filter": lambda: rewards[rewards + 1],
+            "missing": lambda: responses.map(lambda sample: "x" if sample.level else 1) * 2,
+        }
+        log(x=wrong[which]().count())
+
+    for which, message in [
+        ("text", "add got texts; it takes numbers"),
+        ("truth", "~ got numbers; it takes True or False"),
+        ("filter", "a filter got numbers; it takes True or False"),
+        ("missing", "multiply got 'x' on sample p"),
+    ]:
+        for answer in (run_eager(adds_texts, {"which": which}, SPEC), run_planned(adds_texts, {"which": which}, SPEC, order_seed=5)):
+            assert message in answer.error
+
+
+def test_the_mean_of_nothing_is_nan_and_its_sum_is_zero():
+    @flow
+    def empties() -> None:
+        rewards = Rollout().rewards
+        none = rewards[rewards > 2]
+        assert list(none) == []
+        assert math.isnan(float(none.mean()))
+        assert float(none.sum()) == float(none.count()) == 0
+        assert not none.any()
+        assert none.all()
+        assert list(none + 1) == list(none.mean(over="group")) == []
+        assert none.groupby(none > 1).mean().items() == {}
+
+    assert same(empties).error == ""
