@@ -189,6 +189,13 @@ def test_critics_and_reward_models_get_no_rollout_engine_where_the_trace_ends_ea
     assert not slots & {("critic", "rollout"), ("judge", "rollout")}
 
 
+def test_the_printed_graph_says_what_each_column_of_an_update_is():
+    lines = str(trace(ppo, {"num_steps": 1})[0]).splitlines()
+    updates = [line.split(" = ")[-1].split("  ")[0] for line in lines if ".update(" in line]
+    assert updates[0].endswith("advantages=%estimate, loss='ppo_clip')")
+    assert updates[1].startswith("critic.update(%responses, returns=%estimate, old_values=%")
+
+
 def test_a_critic_is_neither_sampled_nor_a_reference_and_what_it_gets_is_checked():
     def wrong() -> None:
         policy, critic = Policy("fake"), Critic("fake")

@@ -114,6 +114,15 @@ def test_updates_on_columns_of_other_calls_are_the_same_planned_and_eager(spec, 
     assert run_planned(columns, options, spec, order_seed=order_seed) == eager
 
 
+def test_a_denominator_of_counts_gives_the_same_weights_under_every_token_budget():
+    answers = [
+        run_eager(columns, {"minibatch": 2}, ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=train))
+        for train in (TrainSpec(engine="fake", token_budget=budget) for budget in (1, 30, 4096))
+    ]
+    assert answers[0].error == ""
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_each_form_of_advantages_counts_and_reward_is_reported_only_where_rewards_were_given():
     answers = [run_eager(columns, {"num_steps": 1, "kind": kind}, SPEC) for kind in (0, 1, 2)]
     assert [answer.error for answer in answers] == [""] * 3

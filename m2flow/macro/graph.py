@@ -239,7 +239,9 @@ class MacroGraph:
 
     def row(self, call: Call, names: Mapping[int, str]) -> tuple[str, str, str, str, str]:
         """A call in the printed form: its result, what it is, granularity, line, effects."""
-        arguments = [f"%{names.get(ref.call, ref.call)}" for _, ref in call.inputs]
+        columns = [name for name, _ in call.inputs if call.method == "update" and name not in ("samples", "rewards", "reference")]
+        inputs = [(f"{name}=" if name in columns else "", ref.call) for name, ref in call.inputs]
+        arguments = [f"{said}%{names.get(ordinal, ordinal)}" for said, ordinal in inputs]
         arguments += [f"{key}={_brief(value)}" for key, value in call.shown.items()]
         granularity = "" if call.engine == "source" else f"@{call.granularity}"
         effects = [f"reads {e}" for e in call.reads] + [f"writes {e}" for e in call.writes]
