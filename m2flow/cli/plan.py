@@ -9,6 +9,8 @@ import click
 import msgspec
 
 from m2flow.cli.flow_options import flow_command
+from m2flow.errors import OptionError
+from m2flow.macro.drawing import as_dot, place
 from m2flow.macro.exploring import Exploration, explore, follow
 from m2flow.macro.exploring import Path as FlowPath
 from m2flow.macro.flow import Flow
@@ -38,6 +40,9 @@ _MOST_ASKED = 1_000
 @click.option("--from", "run_dir", type=click.Path(path_type=Path), metavar="RUN", help="Take the values that Python waits for from a run.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--dot", "is_dot", is_flag=True, help="Print the graph of the calls in Graphviz's language.")
+@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the graph of the calls.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="The same, as pixels.")
 def command(
     target: str,
     flow: Flow,
@@ -48,12 +53,16 @@ def command(
     run_dir: Path | None,
     seed: int,
     as_json: bool,
+    is_dot: bool,
+    svg: Path | None,
+    png: Path | None,
 ) -> None:
     """Show a flow's calls and how they would run, without running them.
 
     \b
     Examples:
       m2flow plan flows/grpo.py --batch 64 --cluster clusters/laptop-split.yaml
+      m2flow plan flows/grpo.py --steps 2 --svg grpo.svg
       m2flow plan flows/mine.py --assume reward=0.5 --from runs/mine-20260102-030405
     """
     spec = load_cluster(cluster) if cluster else LAPTOP
@@ -63,10 +72,26 @@ def command(
     outcomes = [fork.outcome for fork in exploration.longest.forks]
     whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=_MOST_ASKED).path.graph
     plan = lower(replace(whole, observations=()), exploration.models, spec, num_steps=exploration.num_steps)
-    if as_json:
+    for path, suffix in ((svg, ".svg"), (png, ".png")):
+        if path is not None:
+            _draw(exploration.longest, path, suffix)
+    if is_dot:
+        click.echo(as_dot(exploration.longest.graph))
+    elif as_json:
         click.echo(_as_json(exploration, plan))
     else:
         click.echo("\n".join([*_as_text(exploration, target, steps), "", str(plan)]))
+
+
+def _draw(path: FlowPath, file: Path, suffix: str) -> None:
+    from m2flow.macro.picture import write_picture
+
+    if file.suffix != suffix:
+        raise OptionError(f"--{suffix[1:]} {file}: the file's name must end in {suffix}")
+    try:
+        write_picture(place(path.graph, [(look.num_calls, look.observation) for look in path.looks]), file)
+    except OSError as error:
+        raise OptionError(f"can't write {file}: {error.strerror}") from error
 
 
 def _as_text(exploration: Exploration, target: str, steps: int) -> list[str]:
