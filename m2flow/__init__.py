@@ -21,6 +21,7 @@ from m2flow.macro.losses import clipped_value, distill, loss, nll, ppo_clip, rei
 from m2flow.macro.ops import log, op, steps
 from m2flow.macro.refill import informative
 from m2flow.macro.roles import Policy, Reference, Reward
+from m2flow.macro.user_roles import Role, call
 from m2flow.recipe import AdamW, Counts, Loss, Sampling
 from m2flow.samples import Batch, Finish, Sample, SampleId
 
@@ -41,11 +42,13 @@ __all__ = [
     "Reference",
     "Reward",
     "RewardModel",
+    "Role",
     "Rows",
     "Sample",
     "SampleId",
     "Sampling",
     "Scores",
+    "call",
     "clipped_value",
     "concat",
     "distill",

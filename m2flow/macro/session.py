@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
-from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref
+from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
 from m2flow.macro.lineage import Lineage
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.recipe import Model
@@ -174,6 +174,10 @@ class Session:
         if engine == "rollout" and isinstance(kept := options.get("refill"), int):
             return kept * n
         return (sum(counts) if options.get("gives") == "concat" else next(iter(counts), 0)) * (n if engine == "rollout" else 1)
+
+    def snapshot(self, function: Callable[..., object], site: Site) -> object:
+        """A function as it is now, for calls that come later."""
+        return self._captures.take(function, site)
 
     @property
     def log_step(self) -> int:

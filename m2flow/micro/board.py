@@ -396,7 +396,7 @@ class Board:
             return False
         if not state.ids and not state.call.is_aligned:  # Nothing to work on is worked on too, once.
             return state.is_prepared and not any(t.message.call == state.call.ordinal for t in self.tasks.values())
-        return bool(state.ready)
+        return len(state.ready) == len(state.ids) > 0 if state.stage.is_barrier else bool(state.ready)
 
     # Tasks and rows
 

@@ -189,7 +189,7 @@ class InProcess:
         return self._noted(call, result) if isinstance(result, Batch) else performing.plain_value(call, result)
 
     def _noted(self, call: Call, result: object) -> object:
-        if isinstance(result, Batch) and call.method == "score":
+        if isinstance(result, Batch) and performing.gives_reward(call):
             self._notes.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")])
         return result
 

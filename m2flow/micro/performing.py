@@ -216,6 +216,9 @@ def _checked_value(call: Call, sample: SampleId, value: object) -> object:
             return bool(value)
         what = f"{call.name} returned {value!r:.80} on sample {sample}, which is neither True nor False"
         raise _fault(call, sample, what, "A filter's function says for each sample whether it stays.")
+    misfit = _fields_fault(call, value)
+    if misfit:
+        raise _fault(call, sample, f"{call.name} returned {value!r:.80} on sample {sample}", misfit)
     if call.options["column"] == "reward":
         if _is_finite(value):
             return float(value)  # type: ignore[arg-type]
@@ -253,12 +256,28 @@ def plain_value(call: Call, value: object) -> dict[str, float] | float | str | N
     Raises:
         OpError: it is neither a number, a text, nor a mapping of numbers.
     """
+    misfit = _fields_fault(call, value)
+    if misfit:
+        raise OpError(f"{call.name} returned {value!r:.80}", now=misfit)
     if isinstance(value, dict) and all(_is_number(number) for number in value.values()):
         return {str(key): float(number) for key, number in value.items()}
     value = as_python(value)
     if value is None or isinstance(value, int | float | str):
         return value
     raise OpError(f"{call.name} returned a {type(value).__name__}", now="An op on a batch returns a number, a text, or a dict of numbers.")
+
+
+def _fields_fault(call: Call, value: object) -> str:
+    """What is wrong with a mapping's fields, if the call declares some; else nothing."""
+    fields = call.options.get("fields", ())
+    assert isinstance(fields, tuple)
+    is_right = not fields or (isinstance(value, dict) and set(value) == set(fields))
+    return "" if is_right else f"It declares a mapping of {', '.join(fields)}, these and no others."
+
+
+def gives_reward(call: Call) -> bool:
+    """Whether what a call gives is the reward of each sample, and no number made from it."""
+    return call.method == "score" or (call.options.get("column") == "reward" and "instance" in call.options)
 
 
 def as_python(value: object) -> object:

@@ -21,6 +21,7 @@ from m2flow.macro.graph import Call
 from m2flow.macro.sites import is_of_user
 from m2flow.micro import performing, training
 from m2flow.micro.arguments import Arguments
+from m2flow.micro.instances import Instances
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.staleness import check_admission
 from m2flow.observe.recorder import Recorder, now_ns
@@ -71,6 +72,7 @@ class Workbench:
         self._rollout: dict[str, RolloutEngine] = {}
         self._train: dict[str, TrainEngine] = {}
         self._function: FunctionEngine | None = None
+        self._instances = Instances()
         self._growing: dict[int, _Growing] = {}
         self._finished: list[tuple[Generated, int]] = []
         """Samples that wait to leave, and when they finished."""
@@ -187,7 +189,7 @@ class Workbench:
         timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
         assert timeout_s is None or isinstance(timeout_s, int | float)
         assert size is None or isinstance(size, int)
-        function = performing.function_of(call)
+        function = self._instances.method(call) if "instance" in call.options else performing.function_of(call)
         if "arguments" in call.options:
             function = arguments = Arguments(call, function, inputs, values, self._run_seed)
             rows = arguments.rows

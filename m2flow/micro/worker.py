@@ -282,7 +282,7 @@ class Worker:
                 rows.ids.tolist(),
                 performing.num_tokens_of(rows),
                 performing.num_generated_of(rows),
-                [float(v) for v in rows.dense("reward")] if call.method == "score" else [],
+                [float(v) for v in rows.dense("reward")] if performing.gives_reward(call) else [],
                 performing.finish_of(rows),
                 texts,
                 place,
