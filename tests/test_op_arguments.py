@@ -11,7 +11,6 @@ from test_same_answer import ROWS, digit_share, specs
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.errors import OptionError, TraceError
-from m2flow.macro.handles import Handle
 from m2flow.macro.tracing import trace
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
@@ -127,7 +126,7 @@ def draws() -> None:
     policy, prompts = Policy("fake"), Dataset(ROWS, shuffle=False)
     responses = policy.generate(prompts.take(4), n=2, max_new_tokens=6)
     FOUND["sample"], FOUND["again"] = list(drawn(responses)), list(drawn(responses))
-    FOUND["group"], FOUND["batch"] = list(drawn_together(responses)), [float(drawn_once()._observe("x"))]  # type: ignore[arg-type]
+    FOUND["group"], FOUND["batch"] = list(drawn_together(responses)), [float(drawn_once())]  # type: ignore[arg-type]
     FOUND["given"] = list(given_one(responses, 0.5))
 
 
@@ -255,9 +254,30 @@ def test_what_an_op_does_wrong_is_said_in_both_modes(program, message):
         assert re.search(message, answer.error), answer.error
 
 
-def test_a_handle_that_is_one_value_says_so():
-    @flow
-    def says() -> None:
-        assert type(drawn_once()) is Handle
+@op(granularity="batch")
+def both(samples: list[Sample], kept: list[float]) -> dict[str, float]:
+    return {"samples": len(samples), "kept": len(kept), "sum": sum(kept)}
 
-    trace(says, {})
+
+@flow
+def filters() -> None:
+    responses = Policy("fake").generate(Dataset(ROWS).take(4), n=2, max_new_tokens=8)
+    rewards = Reward(digit_share).score(responses)
+    kept = rewards[rewards > 0.3]
+    counts = both(responses, kept)
+    log(kept=counts["kept"], samples=counts["samples"], total=counts["sum"])
+    log(above=float(above(shaped(responses, kept, 0.0, {"w": 1.0}), number=counts["sum"] + 1)))
+
+
+@op(granularity="batch")
+def above(values: list[float], number: float) -> float:
+    assert number > 1
+    return len(values)
+
+
+def test_of_filtered_handles_the_narrowest_says_which_samples_there_are():
+    eager = run_eager(filters, {}, ONE)
+    assert eager.error == ""
+    logs = {name: value for _, name, value in eager.logs}
+    assert 0 < logs["kept"] == logs["samples"] == logs["above"] < 8
+    assert run_planned(filters, {}, spec(chunk=1, workers=2), order_seed=3) == eager

@@ -2,9 +2,9 @@
 
     near(responses, rewards, 0.5, rng)  ->  inputs {responses, rewards}, arguments saying what each parameter gets
 
-The first handle with rows says which samples the call works on; further ones must be of these same samples, and are joined by
-identity. Of rows with one value a sample (rewards, an op's results) the function gets that value, of whole samples a `Sample`; of a
-group, a mini-batch or a batch it gets lists of them. A call's single value arrives as it is.
+Handles with rows must be of the same samples, and are joined by identity; of filtered ones, that which went through all filters says
+which samples the call works on. Of rows with one value a sample (rewards, an op's results) the function gets that value, of whole
+samples a `Sample`; of a group, a mini-batch or a batch it gets lists of them. A call's single value arrives as it is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Given:
     """Input -> the column of its rows that counts."""
     constants: dict[str, object]
     base: Rows | None
-    """The first handle with rows."""
+    """A handle with rows, if there is one."""
 
     def options(self, session: Session, name: str) -> dict[str, object]:
         """What the call's options say of them, for `m2flow.micro.arguments`."""
@@ -135,7 +135,15 @@ def gather(
             f"{name} runs on each {unit.value}, and got {got}; it needs rows: a dataset's, responses, rewards",
             now="Pass a handle with rows, or declare granularity='batch'.",
         )
-    return Given(inputs, tuple(arguments), columns, constants, base)
+    return Given(_narrowest_first(session, inputs, arguments), tuple(arguments), columns, constants, base)
+
+
+def _narrowest_first(session: Session, inputs: dict[str, Ref], arguments: Sequence[Argument]) -> dict[str, Ref]:
+    """The inputs, that whose rows all others have before them: it says which samples the call works on."""
+    aligned = {a.parameter: inputs[a.parameter] for a in arguments if a.kind in ("rows", "column")}
+    base = session.lineage.narrowest(aligned.values())
+    first = {name: ref for name, ref in aligned.items() if ref == base}
+    return {**first, **inputs}
 
 
 def _bind(

@@ -131,7 +131,8 @@ class Number(Operators["Number"]):
                 raise TraceError(f"{self!r}: {error.what}") from None
         value = self._of.observe(why)
         if self._name is not None:
-            assert isinstance(value, dict)
+            if not isinstance(value, dict):
+                raise TraceError(f"there is no {self._name!r} in {self._of!r}: its value is {value!r:.60}")
             if self._name not in value:
                 raise TraceError(f"there is no metric {self._name!r}; there are {', '.join(sorted(value))}")
             value = value[self._name]

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsFloat
 
 from m2flow.errors import TraceError
+from m2flow.macro.algebra import Inputs
 from m2flow.macro.arguments import UnitName, check_unit, gather, resources
+from m2flow.macro.columns import Rowwise, Whole
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
 from m2flow.macro.session import current_session
@@ -17,6 +19,19 @@ class OpRows(Rows):
     """What an op on samples gives: one value a sample."""
 
     column = "value"
+
+
+class OpValue(Metrics):
+    """What an op on a batch gives: a number, `float(value)`; or numbers by name, `value["name"]`; or a text."""
+
+    def __float__(self) -> float:
+        return float(Number(self))
+
+    def operand(self, inputs: Inputs, label: str) -> Rowwise | Whole:
+        return Handle.operand(self, inputs, label)
+
+    def _kind(self) -> str:
+        return "one value"
 
 
 def op(
@@ -71,7 +86,7 @@ def op(
                 writes=written,
                 is_aligned=unit is not Granularity.BATCH,
             )
-            return OpRows(session, call) if call.is_aligned else Handle(session, call)
+            return OpRows(session, call) if call.is_aligned else OpValue(session, call)
 
         return call_it
 
@@ -85,7 +100,7 @@ def log(**values: Number | Handle | float) -> None:
     for name, value in values.items():
         if isinstance(value, Number):
             sources[name] = value.source(session, "log()")
-        elif isinstance(value, Rows | Metrics):
+        elif isinstance(value, Rows | Metrics) and not isinstance(value, OpValue):
             now = f"log({name}=rewards.mean())" if isinstance(value, Rows) else f"log({name}=metrics['reward'])"
             raise TraceError(f"log({name}=...) got {describe(value)}, which is more than one number", now=f"Say which: {now}.")
         elif isinstance(value, Handle):

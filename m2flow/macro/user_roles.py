@@ -28,8 +28,8 @@ from typing import Any, Literal, final
 from m2flow.errors import OpError, OptionError, TraceError
 from m2flow.macro.arguments import UnitName, check_unit, gather, resources
 from m2flow.macro.graph import Granularity, Ref
-from m2flow.macro.handles import Handle, Metrics, Rows, Scores
-from m2flow.macro.ops import OpRows
+from m2flow.macro.handles import Handle, Rows, Scores
+from m2flow.macro.ops import OpRows, OpValue
 from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
 from m2flow.samples import Batch, Column, Ragged
@@ -200,8 +200,8 @@ class RoleInFlow:
         if method.returns == "reward":
             return Scores(self._session, recorded)
         if fields:
-            return FieldRows(self._session, recorded) if is_aligned else Metrics(self._session, recorded)
-        return OpRows(self._session, recorded) if is_aligned else Handle(self._session, recorded)
+            return FieldRows(self._session, recorded) if is_aligned else OpValue(self._session, recorded)
+        return OpRows(self._session, recorded) if is_aligned else OpValue(self._session, recorded)
 
     def _own(self, resource: str) -> str:
         """A resource of the class as that of this instance."""
