@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from m2flow import Critic, Dataset, Policy, Reference, Reward, RewardModel, Sample, flow, gae, log, op, steps
 from m2flow.algorithms.gae import gae as gae_of_arrays
+from m2flow.algorithms.gae import gae_rows
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering import lower
-from m2flow.samples import Ragged
+from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
@@ -133,6 +134,15 @@ def test_gae_on_handles_is_the_equation_on_generated_tokens_alone():
         assert np.allclose(np.asarray(advantages)[mask], expected, atol=1e-12)
         assert np.allclose(np.asarray(returns)[mask], np.array(expected) + value, atol=1e-12)
         assert not np.asarray(advantages)[~np.array(mask)].any()
+
+
+def test_text_of_a_tool_between_generated_tokens_is_no_step_of_the_episode():
+    tokens, mask = Ragged.of([[5, 6, 7, 8, 9]], np.int32), Ragged.of([[False, True, False, False, True]], bool)
+    values, rewards = Ragged.of([[9.0, 0.5, 9.0, 9.0, 0.25]], np.float64), np.array([1.0])
+    rows = Batch(make_ids(0, 1), {"tokens": tokens, "loss_mask": mask, "values": values, "rewards": rewards})
+    found = gae_rows(rows, {}, gamma=1.0, lam=0.5)
+    assert found.ragged("advantages").values.tolist() == [0.0, 0.125, 0.0, 0.0, 0.75]
+    assert found.ragged("returns").values.tolist() == [0.0, 0.625, 0.0, 0.0, 1.0]
 
 
 @settings(max_examples=50, deadline=None)
