@@ -32,6 +32,15 @@ def sorts(temperature: float = 1.0) -> None:
         policy.update(responses, verifier.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3), minibatch_size=2)
 
 
+@flow(staleness=2)
+def sorts_behind() -> None:
+    policy, verifier = Policy(DIGITS, init="random"), Reward(digits_seen)
+    prompts = Dataset(PROMPTS, shuffle=False)
+    for _ in steps(4):
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8)
+        policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3), minibatch_size=2)
+
+
 @flow
 def untrained() -> None:
     """The same model before its first step: a copy is what makes a trainer hold it."""
@@ -105,3 +114,11 @@ def weights(directory: Path) -> np.ndarray:
     """All of a model's weights, one after the other."""
     tensors = load_file(directory / "model.safetensors")
     return np.concatenate([tensors[name].astype(np.float64).ravel() for name in sorted(tensors)])
+
+
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_a_run_with_staleness_equals_the_eager_one_that_is_given_its_record(placement):
+    cluster = spec(placement, 2, max_running=2)
+    planned = run_planned(sorts_behind, {}, cluster, deterministic=True)
+    assert len(set(planned.decisions.values())) > 1
+    assert run_eager(sorts_behind, {}, cluster, deterministic=True, decisions=planned.decisions) == planned
