@@ -176,3 +176,43 @@ def test_a_generate_may_ask_for_less_staleness_than_the_flow_and_not_for_more():
     trace(asks, {"much": 0})
     with pytest.raises(OptionError, match=r"generate\(staleness=2\): a call may ask for 0 up to the flow's own staleness, which is 1"):
         trace(asks, {"much": 2})
+
+
+@pytest.mark.parametrize(
+    ("lag", "options", "message"),
+    [
+        (0, {"late": "carry", "oversample": 1.5}, "late='carry' with staleness=0 would train on old tokens"),
+        (1, {"late": "carry", "oversample": 1.5}, "late='carry' is not there yet"),
+        (0, {"late": "later"}, "late is one of wait, drop, carry"),
+        (0, {"oversample": 1.25}, "oversample=1.25 with late='wait'"),
+        (0, {"late": "drop"}, "oversample=1.0 with late='drop'"),
+        (0, {"late": "drop", "oversample": 0.5}, "it is a number, 1.0 or more"),
+        (0, {"late": "drop", "oversample": float("nan")}, "it is a number, 1.0 or more"),
+        (0, {"kv": "keep"}, "kv='keep' with staleness=0"),
+        (1, {"kv": "keep"}, "kv='keep' is not there yet"),
+        (1, {"kv": "drop"}, "kv one of recompute, keep"),
+    ],
+)
+def test_what_can_not_be_right_or_is_not_there_is_refused_and_never_passed_over(lag, options, message):
+    @flow(staleness=lag)
+    def asks() -> None:
+        policy, prompts = Policy("fake"), Dataset(ROWS)
+        for _ in steps(1):
+            policy.generate(prompts.take(4), n=2, max_new_tokens=3, **options)
+
+    with pytest.raises(OptionError, match=re.escape(message)):
+        trace(asks, {})
+
+
+def test_the_plan_says_which_generation_drops_what_is_late():
+    @flow
+    def drops() -> None:
+        policy, prompts = Policy("fake"), Dataset(ROWS)
+        for _ in steps(1):
+            policy.generate(prompts.take(5), n=2, max_new_tokens=3, oversample=1.25, late="drop", kv="recompute")
+
+    graph, models, num_steps = trace(drops, {})
+    assert "oversample=1.25, late='drop'" in str(graph)
+    assert graph.calls[-1].most_rows == 4 * 2
+    (note,) = lower(graph, models, LAPTOP, num_steps=num_steps).notes
+    assert re.fullmatch(r"policy.generate at \S+ gives the groups that are whole first, and drops those that are late; .*", note)

@@ -70,7 +70,19 @@ def everything(lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, min
     verifier.score(policy.generate(heldout.all(), max_new_tokens=6))
 
 
-PLAIN, EVERYTHING = flow(staleness="lag")(one_update), flow(staleness="lag")(everything)
+def draws(lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1) -> None:
+    """Prompts drawn until enough groups are kept, and more prompts than are needed."""
+    policy, verifier = Policy("fake"), Reward(digit_share)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        kept = policy.generate(prompts, n=n, max_new_tokens=12, count=batch, score=verifier)
+        policy.update(kept, verifier.score(kept))
+        first = policy.generate(prompts.take(2 * batch), n=n, max_new_tokens=20, oversample=1.5, late="drop")
+        policy.update(first, verifier.score(first), minibatch_size=minibatch or None, epochs=epochs)
+        log(reward=verifier.score(policy.generate(first, max_new_tokens=3)).mean())
+
+
+PLAIN, EVERYTHING, DRAWS = (flow(staleness="lag")(program) for program in (one_update, everything, draws))
 
 
 @st.composite
@@ -110,7 +122,9 @@ def check(program: Flow, options: dict[str, int], answer: Answer) -> None:
     graph, _, _ = trace(program, options, steps=options["num_steps"], assume=0.0)
     calls = {call.ordinal: call for call in graph.calls}
     generated = [call for call in graph.calls if call.method == "generate"]
-    assert len(answer.samples) == sum(call.most_rows for call in generated)
+    for call in generated:
+        num_samples = sum(SampleId.unpack(packed).call == call.ordinal for packed in answer.samples)
+        assert num_samples >= call.most_rows if call.is_gated else num_samples == call.most_rows
     for packed, (_, versions) in answer.samples.items():
         read = calls[SampleId.unpack(packed).call].reads[0]
         used = {version for version in versions if version >= 0}
@@ -121,7 +135,7 @@ def check(program: Flow, options: dict[str, int], answer: Answer) -> None:
     assert len(answer.consumed) == sum(call.most_rows * call.options["epochs"] for call in trained)
 
 
-@pytest.mark.parametrize("program", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("program", [PLAIN, EVERYTHING, DRAWS], ids=["plain", "everything", "draws"])
 @some
 @given(spec=specs(), options=sizes, order_seed=st.integers(0, 2**30), by_identity=st.booleans())
 def test_stale_samples_stay_in_their_bound_and_eager_given_the_record_is_the_same(program, spec, options, order_seed, by_identity):
@@ -161,6 +175,29 @@ def test_the_order_of_events_decides_and_eager_alone_does_not_know_it():
     eager = run_eager(PLAIN, options, SPLIT)
     assert eager not in answers
     assert run_eager(PLAIN, options, SPLIT, decisions=eager.decisions) == eager
+
+
+def test_of_an_over_sampled_generation_the_groups_that_are_whole_first_are_kept_and_none_else():
+    @flow
+    def drops() -> None:
+        policy, verifier = Policy("fake"), Reward(digit_share)
+        prompts = Dataset(ROWS)
+        for _ in steps(2):
+            responses = policy.generate(prompts.take(6), n=2, max_new_tokens=30, oversample=1.5, late="drop")
+            policy.update(responses, verifier.score(responses))
+
+    kept = set()
+    for order_seed in range(4):
+        answer = run_planned(drops, {}, SPLIT, order_seed=order_seed)
+        assert len(answer.samples) == len(answer.rewards) == len(answer.consumed) == 2 * 4 * 2
+        assert set(answer.decisions) == set(answer.samples)
+        assert run_eager(drops, {}, SPLIT, decisions=answer.decisions) == answer
+        kept.add(tuple(sorted(answer.samples)))
+    assert len(kept) > 1
+    alone = run_eager(drops, {}, SPLIT)
+    assert run_eager(drops, {}, SPLIT, decisions=alone.decisions) == alone
+    few = dict(sorted(answer.decisions.items())[:4])
+    assert "has 2 groups of policy.generate, which gives 4 of 6" in run_eager(drops, {}, SPLIT, decisions=few).error
 
 
 def any_version_will_do(patch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
 from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role
+from m2flow.macro.late import check_late
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.macro.refill import Keep, refill
 from m2flow.recipe import COMPUTED, AdamW, Loss, Model, Sampling, is_count
@@ -67,6 +68,9 @@ class Policy(Role):
         keep: Keep | None = None,
         max_draws: int | None = None,
         staleness: int | None = None,
+        oversample: float = 1.0,
+        late: Literal["wait", "drop", "carry"] = "wait",
+        kv: Literal["recompute", "keep"] = "recompute",
     ) -> Rows:
         """`n` responses to each prompt, drawn from the weights as they are at this line, or older ones as far as the staleness allows.
 
@@ -77,6 +81,9 @@ class Policy(Role):
             keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.
             max_draws: most prompts to draw; by default 16 for each group.
             staleness: versions that the weights may be behind; by default the flow's. 0 for an evaluation that must be of these weights.
+            oversample: how many times more prompts are given than groups are needed; the first whole groups are the result.
+            late: what becomes of the samples of the other groups: `drop` gives them up. The run records which groups came first.
+            kv: what becomes of a sample's cache when the weights change: only `recompute` is there, since none changes under a sample.
         Returns:
             one row a response: its tokens, log-probabilities and versions, its `text`, and the prompt's columns.
         Raises:
@@ -89,8 +96,12 @@ class Policy(Role):
         shown: dict[str, object] = {"n": n, "max_new_tokens": max_new_tokens}
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
         shown |= {"staleness": staleness} if staleness is not None else {}
+        shown |= {"oversample": oversample, "late": late} if late != "wait" else {}
         allowed = self._session.staleness_of_generate(staleness)
+        check_late(oversample, late, kv, self._session.staleness)
         if isinstance(prompts, Dataset):
+            if late != "wait":
+                raise OptionError("oversample= goes with prompts that are given; count= draws as many as it needs", now="Say one of both.")
             return refill(
                 self,
                 prompts,
@@ -118,6 +129,8 @@ class Policy(Role):
                 "sampling": sampling,
                 "repeat": self._session.count_generation(self.name, asked.call),
                 "staleness": allowed,
+                "late": late,
+                "oversample": oversample,
             },
             shown=shown,
             reads=(self._weights,),

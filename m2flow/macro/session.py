@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
+from m2flow.macro.late import is_cut, num_wanted
 from m2flow.macro.lineage import Lineage
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.recipe import Model
@@ -173,6 +174,8 @@ class Session:
         assert isinstance(n, int)
         if engine == "rollout" and isinstance(kept := options.get("refill"), int):
             return kept * n
+        if engine == "rollout" and is_cut(options):
+            return num_wanted(options, counts[0]) * n
         return (sum(counts) if options.get("gives") == "concat" else next(iter(counts), 0)) * (n if engine == "rollout" else 1)
 
     def snapshot(self, function: Callable[..., object], site: Site) -> object:

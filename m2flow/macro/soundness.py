@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.late import is_cut
 from m2flow.recipe import Loss
 
 
@@ -59,17 +60,24 @@ def _most_groups(call: Call) -> int:
 
 
 def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
-    """What the plan says about a flow with staleness: what may differ from one run to the next, and where Python takes the gain away.
+    """What the plan says about time in a flow: what may differ from one run to the next, and where Python takes the gain away.
 
     An observation in the loop keeps the later steps' calls from being known; one of `lag` steps ago, at least as many as the staleness,
     keeps nothing from running.
     """
+    cuts = [
+        f"{call.name} at {call.site} gives the groups that are whole first, and drops those that are late; the run records which"
+        for call in graph.calls
+        if is_cut(call.options)
+    ]
+    cuts = list(dict.fromkeys(cuts))
     staleness = graph.staleness
     if not staleness:
-        return ()
+        return tuple(cuts)
     notes = [
+        *cuts,
         f"staleness={staleness}: responses may come from weights that are up to {staleness} updates older than the loop would have "
-        "one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it"
+        "one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it",
     ]
     by_ordinal = {call.ordinal: call for call in graph.calls}
     told = set()

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call, Effect
+from m2flow.macro.late import is_cut, num_wanted
 from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
-from m2flow.micro.events import CONTROLLER, Command, Discarded, Forgotten, Reject, Resolve, Send
+from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
 from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
@@ -248,11 +249,28 @@ class Board:
             if state.call.drops:
                 self.judge(state, rows, True) if rows else None
                 self.judge(state, gone, False) if gone and not state.is_over else None
+        elif is_cut(state.call.options):
+            self._cut(state)
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
         elif state.failure is not None and state.has_settled:
             self.fail(state, state.failure[1])
         return len(rows)
+
+    def _cut(self, state: CallState) -> None:
+        """End a generation that has enough whole groups, and give up the samples of the others."""
+        groups: dict[int, list[int]] = {}
+        for row in state.ids:
+            groups.setdefault(group_key(row), []).append(row)
+        whole = [rows for rows in groups.values() if state.done.issuperset(rows)]
+        wanted = num_wanted(state.call.options, len(groups))
+        if len(whole) < wanted:
+            return
+        state.result = [row for rows in whole[:wanted] for row in rows]
+        state.ready.clear()
+        self.commands.append(Dropped(state.call.ordinal, tuple(sorted(set(state.ids).difference(state.result)))))
+        self._abandon(state)
+        self.complete(state, None)
 
     def complete(self, state: CallState, value: object) -> None:
         """A call is done."""

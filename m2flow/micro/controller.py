@@ -28,6 +28,7 @@ from m2flow.micro.events import (
     CallAdded,
     Command,
     Discarded,
+    Dropped,
     Event,
     Forgotten,
     FromWorker,
@@ -242,6 +243,8 @@ class Controller:
                 self._outcomes.reject(self._calls[ordinal], error, root)
             case Discarded(ordinal, last):
                 self._journal.discarded(self._calls[ordinal], last)
+            case Dropped(ordinal, ids):
+                self._journal.dropped(self._calls[ordinal], ids)
             case Forgotten(ordinal):
                 self._outcomes.forget(self._calls.pop(ordinal))
                 del self._bodies[ordinal]

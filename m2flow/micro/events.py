@@ -97,4 +97,12 @@ class Discarded:
     last: int
 
 
-Command = Send | Resolve | Reject | Forgotten | Discarded
+@dataclass(frozen=True)
+class Dropped:
+    """These samples of a generation were late: whole or not, they are in no result, and do not count."""
+
+    call: int
+    ids: tuple[int, ...]
+
+
+Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from m2flow.channels.weights import Weight
 from m2flow.errors import SpecError
 from m2flow.macro.graph import Call
+from m2flow.macro.late import num_wanted
 from m2flow.micro.staleness import is_time_dependent, window
 from m2flow.micro.workbench import Workbench
 from m2flow.samples import SampleId
@@ -35,6 +36,24 @@ class HeldWeights:
         self._held: dict[str, int] = {}
         self._newest: dict[str, int] = {}
         self._kept: dict[tuple[str, int], list[tuple[str, Weight]]] = {}
+
+    def groups_of(self, call: Call, num_prompts: int) -> list[int]:
+        """The positions of the groups that an over-sampled generation gives: those of the record; without one the first.
+
+        Raises:
+            SpecError: the record has not as many groups of this call as it must give.
+        """
+        wanted = num_wanted(call.options, num_prompts)
+        if self._decisions is None:
+            return list(range(wanted))
+        found = sorted({who.prompt for who in map(SampleId.unpack, self._decisions) if who.call == call.ordinal})
+        if len(found) != wanted or found[-1:] >= [num_prompts]:
+            raise SpecError(
+                f"the record of decisions has {len(found)} groups of {call.name}, which gives {wanted} of {num_prompts}",
+                where=call.site.describe(),
+                now="The record must be of a run of this flow, with the same options and seed.",
+            )
+        return found
 
     def by_version(self, call: Call, ids: Sequence[int]) -> dict[int, list[int]]:
         """The positions of a generate call's samples by the version that each is to be of, oldest first.

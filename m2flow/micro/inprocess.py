@@ -18,6 +18,7 @@ from m2flow.errors import InternalError
 from m2flow.macro.eager import Deferred
 from m2flow.macro.flow import randomness_kept
 from m2flow.macro.graph import Call
+from m2flow.macro.late import is_cut
 from m2flow.micro import performing, training
 from m2flow.micro.held_weights import HeldWeights
 from m2flow.micro.packing import cut
@@ -169,6 +170,9 @@ class InProcess:
         n = call.options["n"]
         assert isinstance(n, int)
         ids = make_ids(call.ordinal, first + len(prompts), n)[first * n :].tolist()
+        if is_cut(call.options):
+            whole = self._weights.groups_of(call, len(prompts))
+            prompts, ids = prompts.take(whole), [packed for group in whole for packed in ids[group * n : group * n + n]]
         parts = []
         for version, positions in self._weights.by_version(call, ids).items():
             self._weights.take(call.role, version)

@@ -81,6 +81,10 @@ class Journal:
         """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""
         self._ledger.discarded(call.ordinal, last)
 
+    def dropped(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples were late; they do not count, whether they are whole or not."""
+        self._ledger.dropped(call, ids, "late")
+
     def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
         self._ledger.decided(call, ids, versions)
 

@@ -29,13 +29,14 @@ CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMA
 CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
 CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
 CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, version INTEGER);
+CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
 CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
 """
 _COUNTED = """
 SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON samples.call = discarded.call
-WHERE last_prompt IS NULL OR prompt <= last_prompt ORDER BY id
+WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sample FROM dropped) ORDER BY id
 """
 _COMMIT_EVERY_S = 1.0
 
@@ -114,6 +115,10 @@ class Ledger:
         """Samples of this call's prompts beyond the last one do not count, whether they have come in or not."""
         self._run("INSERT INTO discarded VALUES (?,?)", (call, last_prompt))
 
+    def dropped(self, call: Call, ids: Sequence[int], reason: str) -> None:
+        """These samples are in no result, whether they have come in or not."""
+        self._many("INSERT OR IGNORE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
+
     def logged(self, step: int, name: str, value: float) -> None:
         self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
 
@@ -168,13 +173,15 @@ def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
 def read_decisions(run_dir: Path) -> dict[int, int]:
     """What depended on time in a run: sample -> version of the weights that generated it. Of other samples the program says it.
 
+    Of a generation that was over-sampled, only samples of its result are there.
+
     Raises:
         SpecError: the directory has no ledger with such a record.
     """
     try:
         db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
         try:
-            return dict(db.execute("SELECT sample, version FROM decisions"))
+            return dict(db.execute("SELECT sample, version FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)"))
         finally:
             db.close()
     except sqlite3.Error as error:

@@ -13,6 +13,7 @@ import numpy as np
 
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
+from m2flow.macro.late import is_cut
 from m2flow.samples import Batch, SampleId
 
 _ANY = 2**31 - 1
@@ -24,8 +25,8 @@ def window(call: Call) -> tuple[int, int]:
 
 
 def is_time_dependent(call: Call) -> bool:
-    """Whether a call generates, and which version it uses depends on time, so that the run must record it."""
-    return call.engine == "rollout" and any(effect.first < effect.version for effect in call.reads)
+    """Whether a call generates, and which version it uses or which groups it gives depends on time, so that the run must record it."""
+    return call.engine == "rollout" and (is_cut(call.options) or any(effect.first < effect.version for effect in call.reads))
 
 
 def check_admission(call: Call, version: int) -> None:

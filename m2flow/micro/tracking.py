@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
+from m2flow.macro.late import is_cut
 from m2flow.micro.plan import Stage
 from m2flow.micro.refilling import Refill
 from m2flow.micro.updating import UpdateProgress
@@ -105,7 +106,7 @@ class CallState:
             return
         if self.call.engine == "rollout":
             for row in ids:
-                # A refill's last call has judged some groups that it does not give.
+                # A refill's last call has judged some groups that it does not give; an over-sampled generation has made some.
                 self._offer(self._by_prompt.get(row, ()))
             return
         units, tokens, missing = self._unit_by_row, self.num_tokens, self.missing
@@ -148,7 +149,7 @@ class CallState:
     def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
         """The rows are known: set up the units, and for a generation which rows come from which prompt."""
         self.ids, self.is_prepared = ids, True
-        if not self.call.drops and self.refill is None:
+        if not self.call.drops and self.refill is None and not is_cut(self.call.options):
             self.result = ids
         if self.call.engine == "rollout":
             n = len(self.ids) // max(len(prompts), 1)

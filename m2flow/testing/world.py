@@ -29,7 +29,20 @@ from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro import performing
 from m2flow.micro.bodies import call_body
-from m2flow.micro.events import CONTROLLER, CallAdded, Discarded, Event, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
+from m2flow.micro.events import (
+    CONTROLLER,
+    CallAdded,
+    Discarded,
+    Dropped,
+    Event,
+    FromWorker,
+    Reject,
+    Released,
+    Resolve,
+    Send,
+    Sourced,
+    Wanted,
+)
 from m2flow.micro.inprocess import InProcess
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.plan import WorkerPlan
@@ -113,6 +126,7 @@ class World(Backend):
         self._logged: list[tuple[int, str, tuple[int, str | None] | float]] = []
         self._released: list[int] = []
         self._discarded: dict[int, int] = {}
+        self._dropped: set[int] = set()
         self._run_dir = Path()
 
     def open(self) -> None:
@@ -187,7 +201,7 @@ class World(Backend):
 
         def counts(packed: int) -> bool:
             who = SampleId.unpack(packed)
-            return who.prompt <= self._discarded.get(who.call, who.prompt)
+            return packed not in self._dropped and who.prompt <= self._discarded.get(who.call, who.prompt)
 
         self.answer.samples = {packed: sample for packed, sample in self.answer.samples.items() if counts(packed)}
         self.answer.decisions = {packed: version for packed, version in self.answer.decisions.items() if counts(packed)}
@@ -268,6 +282,8 @@ class World(Backend):
                     self._tell(worker, message)
                 case Discarded(call, last):
                     self._discarded[call] = last
+                case Dropped(_, ids):
+                    self._dropped.update(ids)
                 case Resolve(call, value):
                     self._values[call] = value
                     self._settling.done(call)
