@@ -249,7 +249,7 @@ class Board:
             if state.call.drops:
                 self.judge(state, rows, True) if rows else None
                 self.judge(state, gone, False) if gone and not state.is_over else None
-        elif is_cut(state.call.options):
+        elif is_cut(state.call.options) and state.failure is None:
             self._cut(state)
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
