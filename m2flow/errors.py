@@ -27,6 +27,8 @@
     ├── RunInterrupted           the user pressed Ctrl-C
     └── InternalError            ours: please report
 
+    UnusedResult                 a warning: a line of the flow whose result nothing uses
+
 An error says what happened, where, and what to do now. It survives pickling and the wire (`to_record`, `from_record`).
 """
 
@@ -179,6 +181,10 @@ class WorkerError(M2FlowError, RuntimeError):
 
 class RunInterrupted(M2FlowError, KeyboardInterrupt):
     """The user asked the run to stop."""
+
+
+class UnusedResult(UserWarning):
+    """A line of the flow whose result nothing uses. A warning, not an error."""
 
 
 class InternalError(M2FlowError, AssertionError):

@@ -93,9 +93,9 @@ def command(
                 with contextlib.nullcontext() if quiet else progress:
                     summary = run.execute()
         except KeyboardInterrupt as stop:
-            by = str(stop) or "Ctrl-C"
+            error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
             step = f" in step {run.tally.num_steps + 1}" if run.tally.num_samples else ""
-            raise Failure(RunInterrupted(f"stopped by {by}{step}"), _left_behind(run)) from None
+            raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _left_behind(run)) from None
         except Exception as error:
             raise failure_of(error, run.run_dir if _has_directory(run) else None, _left_behind(run)) from error
         display.show_summary(console, flow.name, summary, run.tally)

@@ -27,6 +27,7 @@ from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine
 from m2flow.errors import EngineError, M2FlowError, OpError
 from m2flow.samples import Batch, Sample, SampleId
 
+_MOST_OF_A_RECURSION = 12
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
@@ -185,7 +186,9 @@ def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) ->
         return error  # It is about what the function returned.
     # Lines of ours above the user's frames say nothing to the user.
     frames = _frames_after(error.__traceback__)
-    remote = "".join(traceback.format_exception(type(error), error, frames))
+    # A recursion without end has a thousand frames, of which the last say what goes round.
+    limit = -_MOST_OF_A_RECURSION if isinstance(error, RecursionError) else None
+    remote = "".join(traceback.format_exception(type(error), error, frames, limit=limit))
     what = f"{_name(function)} raised {type(error).__name__} on {unit.label}"
     if isinstance(error, M2FlowError):
         return OpError(f"{what}: {error.what}", now=error.now, remote=remote)

@@ -403,4 +403,5 @@ def describe(value: object) -> str:
 
 def _release(session: Session, ordinal: int) -> None:
     if session.is_open:
+        session.uses.dropped(ordinal)
         session.backend.release(ordinal)

@@ -109,6 +109,9 @@ def log(**values: Number | Handle | float) -> None:
             sources[name] = float(value)
         else:
             raise TraceError(f"log({name}=...) got {value!r:.60}, which is not a number")
+    for source in sources.values():
+        if not isinstance(source, float):
+            session.uses.used(source[0])
     session.backend.log(session.log_step, sources)
 
 

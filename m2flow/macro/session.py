@@ -17,9 +17,11 @@ from contextvars import ContextVar
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
+from m2flow.macro.interruption import endless, interrupted
 from m2flow.macro.late import is_cut, num_wanted
 from m2flow.macro.lineage import Lineage
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
+from m2flow.macro.unused import Uses
 from m2flow.recipe import Model
 from m2flow.samples import Batch
 
@@ -28,6 +30,9 @@ _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None
 
 class Backend(ABC):
     """What does the work of a session's calls."""
+
+    is_rehearsal = False
+    """The flow runs only to be looked at, and will run again: warnings can wait."""
 
     @abstractmethod
     def submit(self, call: Call) -> None:
@@ -94,6 +99,7 @@ class Session:
         """The program has looked at a value: a trace ends there."""
         self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
         self._captures = Captures()
+        self.uses = Uses()
         self._most_rows: dict[int, int] = {}
         self.lineage = Lineage()
 
@@ -140,6 +146,7 @@ class Session:
         self._most_rows[call.ordinal] = call.most_rows
         self._versions |= {effect.resource: effect.version for effect in call.writes}
         self._num_calls += 1
+        self.uses.added(call)
         self.backend.submit(call)
         return call
 
@@ -218,6 +225,7 @@ class Session:
         return repeat
 
     def observe(self, ordinal: int, why: str, *, lag: int = 0) -> object:
+        self.uses.used(ordinal)
         site = user_site()
         if not self.is_open:
             raise TraceError(
@@ -267,6 +275,11 @@ class Session:
         """The program is at its end: wait for all calls."""
         self._end_left_step()
         self.backend.finish()
+        self._warn()
+
+    def _warn(self) -> None:
+        if not self.backend.is_rehearsal:
+            self.uses.warn()
 
     def _end_left_step(self) -> None:
         """End the step that `break` or `return` left, at what comes next: the loop itself could not raise then."""
@@ -277,6 +290,7 @@ class Session:
         if self._left_step is not None:
             step, self._left_step = self._left_step, None
             self.backend.end_step(step)
+            self._warn()
 
 
 def current_session(what: str) -> Session:
@@ -298,11 +312,16 @@ def recording(session: Session) -> Iterator[Session]:
     token = _current.set(session)
     try:
         yield session
+    except KeyboardInterrupt as stop:
+        raise interrupted(stop) from stop
     except FlowError as error:
         # A worker's or an engine's fault is not that of the line which happened to wait.
         site = raised_at(error) if isinstance(error, FlowError) else None
         raise error if site is None else error.located(site.describe()) from error.__cause__
     except Exception as error:
+        recursion = endless(error) if isinstance(error, RecursionError) else None
+        if recursion is not None:
+            raise recursion from None
         site = raised_at(error)
         if site is None or not is_of_user(error):
             raise

@@ -64,7 +64,7 @@ def raised_at(error: BaseException) -> Site | None:
     """Where the user's code was when it raised an error, or called what did."""
     raised = traceback.extract_tb(error.__traceback__)
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in raised if owner(frame.filename) == "user"]
-    return _site(frames[::-1]) if frames else None
+    return site_of(frames[::-1]) if frames else None
 
 
 def is_of_user(error: BaseException) -> bool:
@@ -89,10 +89,10 @@ def _read(innermost: FrameType, count: int) -> tuple[Site, list[CodeType]]:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         codes.append(frame.f_code)
         frame = frame.f_back
-    return _site(frames), codes
+    return site_of(frames), codes
 
 
-def _site(frames: list[tuple[str, int, str]]) -> Site:
+def site_of(frames: list[tuple[str, int, str]]) -> Site:
     """From (file, line, function), innermost first."""
     (filename, line, _), *outer = frames
     path = tuple(f"{_shorten(f)}:{n} in {name}" for f, n, name in reversed(outer) if name != "<module>")

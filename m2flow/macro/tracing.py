@@ -32,6 +32,8 @@ class Answers(ABC):
 class TracingBackend(Backend):
     """Keeps the calls."""
 
+    is_rehearsal = True
+
     def __init__(self, answers: Answers | None = None) -> None:
         self.calls: list[Call] = []
         self.observations: list[Observation] = []
