@@ -100,7 +100,7 @@ class Keeping(Recorder):
 
     def submit(self, call: Call) -> None:
         super().submit(call)
-        if call.engine == "rollout" or call.method == "score":
+        if (call.engine == "rollout" or call.method == "score") and not call.is_gated:
             self.record.keep(call, self._live.value(call.ordinal))
 
 
@@ -348,3 +348,54 @@ def test_what_a_record_says_of_a_value_is_the_same_in_every_process():
     assert told([1.0, 1, True, None, "a", {"b": np.float32(0.5)}]) == "[1, 1, 1, None, 'a', {'b': 0.5}]"
     assert " at 0x" not in told(ppo_clip()) + told(object()) + told(lambda: 0) + told(Path)
     assert told(lambda x: x + 1) != told(lambda x: x + 2)
+
+
+@flow(staleness=1)
+def refilling(num_steps: int = 4, seen: list[object] | None = None) -> None:
+    """Draws until enough groups are kept, while the update before still runs; calculates with what it got."""
+    policy, judge, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    if seen is not None:
+        seen.clear()
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts, n=3, max_new_tokens=9, count=2, score=judge)
+        rewards = judge.score(responses)
+        policy.update(responses, rewards)
+        best = rewards.max() - rewards.min()
+        if seen is not None:
+            seen.append((prompts.cursor, float(best)))
+
+
+@pytest.mark.parametrize("run", [run_eager, run_planned])
+def test_a_replay_of_refills_and_calculations_executes_nothing(run):
+    first: list[object] = []
+    second: list[object] = []
+    record, _ = recorded(run, refilling, seen=first)
+    replay(refilling, OPTIONS | {"seen": second}, record, Refusing())
+    assert second == first
+    assert len(first) == 4
+
+
+def test_a_run_that_failed_replays_up_to_where_it_failed_and_fails_there_again(tmp_path):
+    def odd(sample: Sample) -> float:
+        if sample.day == 2:
+            raise ValueError("it is Tuesday")
+        return float(len(str(sample.text)) % 3)
+
+    @flow
+    def daily() -> None:
+        policy, judge = Policy("fake"), Reward(odd)
+        for day in steps(4):
+            prompts = Dataset([{"prompt": f"{i}", "day": day} for i in range(2)], name=f"day{day}")
+            metrics = policy.update(responses := policy.generate(prompts.all(), n=2, max_new_tokens=8), judge.score(responses))
+            print("reward", float(metrics["reward"]))
+
+    run = Run(daily, {}, SPEC, RunSettings(eager=True, runs_dir=str(tmp_path)))
+    with pytest.raises(RewardError):
+        run.execute()
+    record = read_record(run.run_dir)
+    assert len(record.calls) == 3 * 4
+    assert [look.num_calls for look in record.looks] == [4, 8, 12]
+    with pytest.raises(RewardError, match="it is Tuesday"):
+        replay(daily, {}, record, Refusing())
+    error = run_eager(daily, {}, SPEC, around=lambda live: ReplayBackend(record, live, until_step=2, reperform=trains)).error
+    assert error.startswith("RewardError")

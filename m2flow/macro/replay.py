@@ -9,7 +9,8 @@ executed, logs and prints are muted, and each call and look must be what the rec
 The boundary: the state of engines is not in the record. Either the caller has restored it (a checkpoint), or `reperform` says which
 calls are done again on the way, with recorded rows: by default none, `trains` for those of the trainers, which re-makes every
 weight and optimiser. From the point on, calls that take an earlier result get it from the record; the result of a function without
-effects that the record lacks is computed again; a generation is never made anew.
+effects that the record lacks is computed again; a generation is never made anew, nor is what a refill kept: such a flow goes on
+from the end of a step that used it up, with the trainer restored.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class ReplayBackend(Backend):
             value = None
         if isinstance(value, Batch):
             self._to_live(_given(call, value))
-        elif call.engine == "function" and not call.writes:
+        elif call.engine == "function" and not call.writes and not call.is_gated:
             self._provide_inputs(call)
             self._to_live(call)
         else:
