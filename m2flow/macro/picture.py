@@ -134,7 +134,7 @@ def _draw_links(axes: Any, layout: _Layout) -> None:
 
 def _ports(layout: _Layout) -> list[tuple[float, float]]:
     """The heights at which each link leaves and enters: those of one side of a box are spread over it; a bundle leaves together."""
-    sides: dict[tuple[int, bool], dict[tuple[object, ...], float]] = {}
+    sides: dict[tuple[int, bool], dict[tuple[str, str, int], float]] = {}
     keys = []
     for link in layout.drawing.links:
         start, end = layout.drawing.boxes[link.start], layout.drawing.boxes[link.end]
@@ -145,9 +145,9 @@ def _ports(layout: _Layout) -> list[tuple[float, float]]:
         keys.append((leaving, entering))
     for (row, _), ports in sides.items():
         # What comes in from above stands above what goes out below.
-        order = sorted(ports, key=lambda port: (port[0] == "out", str(port[1]), str(port[2])))
-        for i, port in enumerate(order):
-            ports[port] = layout.middles[row] + (i - (len(order) - 1) / 2) * min(0.1, 0.3 / len(order))
+        order = sorted(ports, key=lambda port: (port[0] == "out", *port[1:]))
+        for i, key in enumerate(order):
+            ports[key] = layout.middles[row] + (i - (len(order) - 1) / 2) * min(0.1, 0.3 / len(order))
     return [(sides[leaving[0]][leaving[1]], sides[entering[0]][entering[1]]) for leaving, entering in keys]
 
 
