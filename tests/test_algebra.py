@@ -17,10 +17,12 @@ from m2flow import (
     Policy,
     Reward,
     Rows,
+    Sample,
     concat,
     flow,
     join,
     log,
+    op,
     steps,
     where,
 )
@@ -308,3 +310,26 @@ def test_the_mean_of_nothing_is_nan_and_its_sum_is_zero():
         assert none.groupby(none > 1).mean().items() == {}
 
     assert same(empties).error == ""
+
+
+def test_a_value_that_an_op_gave_for_all_rows_is_a_number_to_calculate_with():
+    @op(granularity="batch")
+    def extremes(samples: list[Sample]) -> dict[str, float]:
+        return {"first": digit_share(samples[0]), "last": digit_share(samples[-1])}
+
+    @op(granularity="batch")
+    def count(samples: list[Sample]) -> float:
+        return float(len(samples))
+
+    @flow
+    def calculates() -> None:
+        rollout = Rollout()
+        rewards, number, ends = rollout.rewards, count(rollout.responses), extremes(rollout.responses)
+        observed = list(rewards)
+        assert list(rewards / number) == [reward / len(observed) for reward in observed]
+        assert float(ends["last"] - ends["first"]) == pytest.approx(observed[-1] - observed[0])
+        assert float(number) == number * 1 == len(observed)
+        assert float(where(number > 3, number, rewards.mean())) == float(where(rewards.mean() > 3, 1, number)) == len(observed)
+        log(share=rewards.sum() / number, first=ends["first"], all=number)
+
+    same(calculates)

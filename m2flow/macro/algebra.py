@@ -17,7 +17,7 @@ from m2flow.macro.columns import Elementwise, Given, Operand, Rowwise, Scalar, W
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.session import Session
 
-Gives = Literal["column", "rows", "kept", "concat"]
+Gives = Literal["column", "rows", "kept", "concat", "table"]
 
 
 @runtime_checkable

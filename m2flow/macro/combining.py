@@ -10,6 +10,7 @@ from m2flow.macro.algebra import Inputs
 from m2flow.macro.handles import Rows, describe
 from m2flow.macro.joining import joined
 from m2flow.macro.number import Number
+from m2flow.macro.results import OpValue
 
 
 @overload
@@ -23,9 +24,10 @@ def where(condition: object, first: object, second: object) -> Rows | Number:
 
     Each of the three is a column, a number that is not computed yet, or a plain value. Both choices are computed, whatever the condition.
     """
-    operands = (condition, first, second)
-    lazy = sorted((operand for operand in operands if isinstance(operand, Rows | Number)), key=lambda operand: isinstance(operand, Number))
-    result = lazy[0].operate("where", *operands) if lazy else NotImplemented
+    operands = tuple(Number(operand) if isinstance(operand, OpValue) else operand for operand in (condition, first, second))
+    rows = next((operand for operand in operands if isinstance(operand, Rows)), None)
+    by = next((operand for operand in operands if isinstance(operand, Number)), None) if rows is None else rows
+    result = NotImplemented if by is None else by.operate("where", *operands)
     if result is NotImplemented:
         given = ", ".join(map(describe, operands))
         raise TraceError(f"where got {given}", now="It takes columns and numbers: where(rewards > 0.5, rewards, 0.0).")

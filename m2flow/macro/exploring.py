@@ -111,7 +111,7 @@ class Explorer(Answers, Decider):
         found = self._earlier.value(call, calls) if self._earlier is not None else None
         if call.is_aligned:
             return self._rows(call, observation, calls, look, found)
-        if call.engine == "train":
+        if call.has_names:
             known = found if isinstance(found, dict) else {}
             return Numbers(lambda field: self._number(look, f"{name}[{field!r}]", [field, call.role, name], known.get(field)))
         return self._number(look, name, [call.role, name], found)

@@ -98,7 +98,8 @@ class Call:
 
     Of a call on a function: `style` is `unit` (the user's, on a sample, a group or all) or `columns` (ours, on a `Batch` and the
     whole values among the inputs); `gives` is `column` (a value a row, under `column`), `rows` (a batch of the same samples), `kept`
-    (which rows stay) or `concat` (the rows of all inputs); `columns` names for each input the column that is joined under its name.
+    (which rows stay), `concat` (the rows of all inputs) or `table` (one value: a number by key); `columns` names for each input the
+    column that is joined under its name.
     """
     reads: tuple[Effect, ...]
     writes: tuple[Effect, ...]
@@ -125,6 +126,11 @@ class Call:
     def is_gated(self) -> bool:
         """Whether it is part of a refill (`m2flow.macro.refill`): it works on candidates, as many as are needed."""
         return "refill" in self.options
+
+    @property
+    def has_names(self) -> bool:
+        """Its one value is numbers by name: the metrics of an update, the numbers of keys."""
+        return self.engine == "train" or self.options.get("gives") == "table"
 
     def input(self, name: str) -> Ref | None:
         return next((ref for key, ref in self.inputs if key == name), None)

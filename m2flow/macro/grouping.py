@@ -48,7 +48,7 @@ class GroupBy:
         """Rows of each key."""
         inputs, key, _, _ = self._inputs("count", None, is_count=True)
         call = inputs.record(
-            "groupby", ReduceByKey("count", None, key), granularity=Granularity.BATCH, is_aligned=False, shown=_by("count")
+            "groupby", ReduceByKey("count", None, key), granularity=Granularity.BATCH, is_aligned=False, gives="table", shown=_by("count")
         )
         return self._key.metrics_of(call)
 
@@ -64,7 +64,7 @@ class GroupBy:
     def _by_key(self, how: How, values: Rows | None) -> Metrics:
         inputs, key, column, mask = self._inputs(how, values)
         call = inputs.record(
-            "groupby", ReduceByKey(how, column, key, mask), granularity=Granularity.BATCH, is_aligned=False, shown=_by(how)
+            "groupby", ReduceByKey(how, column, key, mask), granularity=Granularity.BATCH, is_aligned=False, gives="table", shown=_by(how)
         )
         return self._key.metrics_of(call)
 

@@ -8,118 +8,30 @@ index) makes Python wait for it, and for nothing else. Calculating with it does 
 from __future__ import annotations
 
 import difflib
-import weakref
 from collections.abc import Callable, Iterator
+from typing import overload
 
 import numpy as np
 
 from m2flow.errors import FieldError, TraceError
 from m2flow.macro.algebra import Inputs, as_operand
-from m2flow.macro.columns import Elementwise, Given, Operand, Rowwise, Whole
-from m2flow.macro.graph import Call, Granularity, Ref
+from m2flow.macro.columns import Elementwise, Given, Operand, Rowwise
+from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.grouping import GroupBy
 from m2flow.macro.joining import brought_back, joined, narrowed
 from m2flow.macro.number import Number as Number
 from m2flow.macro.operators import Operators
 from m2flow.macro.reducible import Over, Reducible
-from m2flow.macro.reductions import How, Lengths, Mask, Positions, Reduce, ReduceEach, key_text
+from m2flow.macro.reductions import How, Lengths, Mask, Positions, Reduce, ReduceEach
+from m2flow.macro.results import Handle as Handle
+from m2flow.macro.results import Metrics as Metrics
+from m2flow.macro.results import describe as describe
 from m2flow.macro.session import Session
 from m2flow.macro.units import OnGroup, OnValue, name_of
 from m2flow.samples import Batch, Ragged
 
 TOKENS = frozenset({"tokens", "loss_mask", "logprobs", "versions", "kv_stale"})
 """Columns of samples with a value for each of their tokens."""
-
-
-class Handle:
-    """The result of one call.
-
-    Args:
-        owner: the handle that this is a view of: of the same call, whose result lives as long as either.
-    """
-
-    def __init__(self, session: Session, call: Call, *, owner: Handle | None = None) -> None:
-        self._session = session
-        self._call = call
-        self._owner = owner
-        if owner is None:
-            session.remember(call)
-            weakref.finalize(self, _release, session, call.ordinal).atexit = False
-
-    @property
-    def ref(self) -> Ref:
-        return Ref(self._call.ordinal)
-
-    @property
-    def call(self) -> Call:
-        return self._call
-
-    @property
-    def session(self) -> Session:
-        return self._session
-
-    @property
-    def maker(self) -> Call:
-        """The call that made the samples that this has rows of."""
-        return self._session.lineage.makers(self._call.ordinal)[0]
-
-    def check(self, session: Session, what: str) -> Ref:
-        """This handle as an input of a call in that session."""
-        if self._session is not session:
-            raise TraceError(f"{what} got a handle of another flow: {self!r}")
-        return self.ref
-
-    def observe(self, why: str) -> object:
-        """The result. Python waits for it."""
-        return self._session.observe(self._call.ordinal, why)
-
-    def operand(self, inputs: Inputs, label: str) -> Rowwise | Whole:
-        """This value as an input of a call."""
-        return inputs.whole(self.check(inputs.session, inputs.what), None, label)
-
-    def result_of(self, call: Call) -> Handle:
-        """A handle of another call of the same session."""
-        return Handle(self._session, call)
-
-    def __repr__(self) -> str:
-        call = self._call
-        unit = "" if call.engine == "source" else f" @{call.granularity}"
-        return f"<{call.name}: {self._kind()}, from {call.site}{unit}; not computed by looking at it like this>"
-
-    def _kind(self) -> str:
-        return "one value"
-
-    def __bool__(self) -> bool:
-        return bool(self.observe("bool()"))
-
-
-class Metrics(Handle):
-    """Numbers by name: what an update reports, or what a `groupby` gives for each key."""
-
-    def __getitem__(self, name: object) -> Number:
-        return Number(self, key_text(name))
-
-    def lagged(self, steps: int) -> dict[str, float] | None:
-        """The numbers of `steps` steps ago, at the same place of the program; `None` in the first ones."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise TraceError(f"lagged({steps!r}): the number of steps is a whole number, 0 or more")
-        ordinal = self._session.recall(self._call, steps)
-        if ordinal is None:
-            return None
-        value = self._session.observe(ordinal, f"lagged({steps})", lag=steps)
-        assert isinstance(value, dict)
-        return _own(value)
-
-    def items(self) -> dict[str, float]:
-        value = self.observe("items()")
-        assert isinstance(value, dict)
-        return _own(value)
-
-    def operand(self, inputs: Inputs, label: str) -> Rowwise | Whole:
-        raise TraceError(f"{inputs.what} got {describe(self)}, which is more than one number", now="Say which: metrics['reward'].")
-
-    def _kind(self) -> str:
-        return "one value, numbers by name"
 
 
 class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
@@ -155,6 +67,10 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
     def __iter__(self) -> Iterator[object]:
         return iter(self._items("a loop"))
 
+    @overload
+    def __getitem__(self, index: int) -> object: ...
+    @overload
+    def __getitem__(self, index: slice | str | Rows) -> Rows: ...
     def __getitem__(self, index: int | slice | str | Rows) -> object:
         """A row by its position in the order of identity, which waits; rows by a slice or by a condition; a column by its name."""
         if isinstance(index, str):
@@ -387,21 +303,3 @@ class Scores(Rows):
     """One number a sample: what a reward gives."""
 
     column = "reward"
-
-
-def _own(numbers: dict[str, float]) -> dict[str, float]:
-    """The user's own copy. What a trace assumes is no plain dict, and nobody else's."""
-    return dict(numbers) if type(numbers) is dict else numbers
-
-
-def describe(value: object) -> str:
-    """What a call was given, for an error: whose result, or of what type."""
-    if isinstance(value, Handle):
-        return f"the {'rows' if value.call.is_aligned else 'value'} of {value.call.name} ({value.call.site})"
-    return "a number that is not computed yet" if isinstance(value, Number) else f"a {type(value).__name__}"
-
-
-def _release(session: Session, ordinal: int) -> None:
-    if session.is_open:
-        session.uses.dropped(ordinal)
-        session.backend.release(ordinal)

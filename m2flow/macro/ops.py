@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsFloat
 
 from m2flow.errors import TraceError
-from m2flow.macro.algebra import Inputs
 from m2flow.macro.arguments import UnitName, check_unit, gather, resources
-from m2flow.macro.columns import Rowwise, Whole
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
+from m2flow.macro.results import OpValue as OpValue
 from m2flow.macro.session import current_session
 
 
@@ -19,19 +18,6 @@ class OpRows(Rows):
     """What an op on samples gives: one value a sample."""
 
     column = "value"
-
-
-class OpValue(Metrics):
-    """What an op on a batch gives: a number, `float(value)`; or numbers by name, `value["name"]`; or a text."""
-
-    def __float__(self) -> float:
-        return float(Number(self))
-
-    def operand(self, inputs: Inputs, label: str) -> Rowwise | Whole:
-        return Handle.operand(self, inputs, label)
-
-    def _kind(self) -> str:
-        return "one value"
 
 
 def op(

@@ -93,7 +93,7 @@ class _Assumed(Answers):
         number = self._number
         if number is None or call.is_aligned:
             raise EndOfTrace
-        return Numbers(lambda name: number) if call.engine == "train" else number
+        return Numbers(lambda name: number) if call.has_names else number
 
 
 def run_traced(flow: Flow, options: Mapping[str, object], backend: Backend, *, steps: int, seed: int) -> Session:
