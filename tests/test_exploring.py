@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from click.testing import CliRunner
 
 from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, op, steps
+from m2flow.cli.main import cli
 from m2flow.errors import FlowError, OptionError
 from m2flow.macro.exploring import Exploration, explore
 from m2flow.macro.known import Assumption, Known
@@ -243,6 +245,28 @@ def test_a_barrier_says_which_line_waits_for_what_and_what_that_costs():
     assert "nothing after this line is known before policy.update ends" in said[2]
     assert said[3] == "    value: metrics['reward'] is not known; both outcomes of what is asked about it are followed above"
     assert len(said) == 4
+
+
+def test_the_plan_of_a_stale_flow_still_says_what_makes_it_synchronous(tmp_path):
+    source = """
+from m2flow import Dataset, Policy, Reward, flow, steps
+def judged(sample):
+    return 1.0
+@flow(staleness=2)
+def stale():
+    policy, judge, prompts = Policy("fake"), Reward(judged), Dataset([{"prompt": "a"}])
+    for _ in steps(9):
+        responses = policy.generate(prompts.take(1), n=2, max_new_tokens=4)
+        metrics = policy.update(responses, judge.score(responses))
+        if metrics["reward"] > 0.9 or (metrics.lagged(2) or {"reward": 0.0})["reward"] > 0.8:
+            break
+"""
+    (tmp_path / "stale.py").write_text(source)
+    shown = CliRunner().invoke(cli, ["plan", str(tmp_path / "stale.py"), "--steps", "4"]).stdout
+    assert shown.count("makes this flow synchronous, whatever its staleness") == 1
+    assert shown.count("note: Python waits for metrics") == 2
+    assert ".lagged(2) looks at an earlier step instead" in shown
+    assert "cost: what policy.update made 2 steps ago is most likely there" in shown
 
 
 def test_the_users_modules_get_their_float_back():

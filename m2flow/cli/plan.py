@@ -71,7 +71,8 @@ def command(
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)
     outcomes = [fork.outcome for fork in exploration.longest.forks]
     whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=_MOST_ASKED).path.graph
-    plan = lower(replace(whole, observations=()), exploration.models, spec, num_steps=exploration.num_steps)
+    once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # A line is told once, with its first turn.
+    plan = lower(replace(whole, observations=tuple(reversed(once.values()))), exploration.models, spec, num_steps=exploration.num_steps)
     for path, suffix in ((svg, ".svg"), (png, ".png")):
         if path is not None:
             _draw(exploration.longest, path, suffix)

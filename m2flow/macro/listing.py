@@ -58,7 +58,7 @@ def barriers_listing(exploration: Exploration) -> list[str]:
         steps = sorted({path.graph.calls[look.observation.call].step for path, look in looks} - {-1})
         lines.append(f"  {site}  {text}")
         lines.append(f"    waits for %{path.graph.names()[call.ordinal]}, of {call.name} ({call.site}){_in_steps(steps)}: {why}")
-        lines.append(f"    cost: {_cost(call)}")
+        lines.append(f"    cost: {_cost(call, look, path.graph.staleness)}")
         sources = list(dict.fromkeys(_plain(source) for _, look in looks for source in look.sources))
         asked = any(fork.num_calls >= look.num_calls for path, look in looks for fork in path.forks)
         lines += [f"    value: {source}{_consequence(source, asked)}" for source in sources]
@@ -91,10 +91,12 @@ def _in_steps(steps: Sequence[int]) -> str:
     return f", in step {steps[0]}" if len(steps) == 1 else f", in steps {steps[0]} to {steps[-1]}"
 
 
-def _cost(call: Call) -> str:
+def _cost(call: Call, look: Look, staleness: int) -> str:
+    if look.observation.lag:
+        return f"what {call.name} made {look.observation.lag} steps ago is most likely there"
     cost = f"nothing after this line is known before {call.name} ends"
     if call.step >= 0 and call.engine == "train":
-        return f"{cost}, so the next step can't begin beside it; .lagged(1) looks at the step before instead"
+        return f"{cost}, so the next step can't begin beside it; .lagged({max(staleness, 1)}) looks at an earlier step instead"
     return cost
 
 
