@@ -117,7 +117,7 @@ def test_the_plan_names_the_wait_that_makes_a_flow_synchronous_and_its_replaceme
     note = waits(2, None)
     assert "staleness=2: responses may come from weights that are up to 2 updates older" in note
     assert "(float()) makes this flow synchronous, whatever its staleness; metrics.lagged(2), the value of 2 steps ago, would not" in note
-    assert "lets no more than 1 steps run ahead; metrics.lagged(2)" in waits(2, 1)
+    assert "lets no more than 1 step run ahead; metrics.lagged(2)" in waits(2, 1)
     assert "lagged(2), the value" not in waits(2, 2)
     assert "staleness" not in waits(0, None)
 

@@ -76,7 +76,7 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
         return tuple(cuts)
     notes = [
         *cuts,
-        f"staleness={staleness}: responses may come from weights that are up to {staleness} updates older than the loop would have "
+        f"staleness={staleness}: responses may come from weights that are up to {_count(staleness, 'update')} older than the loop would have "
         "one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it",
     ]
     by_ordinal = {call.ordinal: call for call in graph.calls}
@@ -86,9 +86,15 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
         if seen.step < 0 or seen.lag >= staleness or call is None or call.engine == "source" or (seen.site, seen.why) in told:
             continue
         told.add((seen.site, seen.why))  # The line of a loop is told once, with its first turn.
-        effect = f"lets no more than {seen.lag} steps run ahead" if seen.lag else "makes this flow synchronous, whatever its staleness"
+        effect = (
+            f"lets no more than {_count(seen.lag, 'step')} run ahead" if seen.lag else "makes this flow synchronous, whatever its staleness"
+        )
         notes.append(
             f"waiting for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}) {effect}; "
-            f"metrics.lagged({staleness}), the value of {staleness} steps ago, would not"
+            f"metrics.lagged({staleness}), the value of {_count(staleness, 'step')} ago, would not"
         )
     return tuple(notes)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -69,7 +69,7 @@ def _update(graph: MacroGraph, call: Call, token_budget: int) -> tuple[int, Line
     source = _source(graph, call)
     n = source.options.get("n", 1) if source else 1
     assert isinstance(n, int)
-    prompts = count_samples(graph, call) // n
+    prompts = (call.most_rows or count_samples(graph, call)) // n  # Fewer than were generated, where those were over-sampled.
     if not isinstance(size, int):
         size = max(prompts, 1)
     minibatches = math.ceil(prompts / size)
