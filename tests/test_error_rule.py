@@ -205,3 +205,21 @@ def test_an_engine_that_is_first_needed_in_a_later_step_is_refused_where_the_cal
     assert eager.error == "PlanError: no worker has a rollout engine for right, which right.generate needs"
     assert "right.generate(rows" in eager.where
     assert (planned.error, planned.where) == (eager.error, eager.where)
+
+
+def test_of_the_samples_that_an_update_can_not_take_the_earliest_is_named():
+    def numbers(sample: Sample) -> float:
+        return float("nan") if sample.id.prompt in (2, 5, 8) else 1.0
+
+    @flow
+    def fails() -> None:
+        policy, prompts = Policy("fake"), Dataset([{"prompt": f"{i}="} for i in range(9)])
+        responses = policy.generate(prompts.take(9), n=2, max_new_tokens=40)
+        policy.update(responses, op()(numbers)(responses), minibatch_size=6)
+
+    eager = run_eager(fails, {}, SPEC)
+    assert eager.error == "RewardError: policy.update got the reward nan for sample p2/0; rewards must be finite"
+    spec = SPEC.model_copy(update={"train": TrainSpec(engine="fake", token_budget=20)})
+    for order_seed in range(8):
+        planned = run_planned(fails, {}, spec, order_seed=order_seed)
+        assert (planned.error, planned.where) == (eager.error, eager.where)

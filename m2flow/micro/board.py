@@ -295,6 +295,12 @@ class Board:
     def task_failed(self, state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
         """A task of a call failed, at this row if that is known. Of a call's failing samples the earliest counts, whoever came first."""
         rows = getattr(task, "ids", [])
+        if isinstance(task, m.Accumulate) and state.update is not None and not state.is_over:
+            row = row if row in rows else min(rows)
+            state.failed_at(row, error, ())
+            state.update.fail_at(row)
+            self.accumulated(state)
+            return
         if not rows or not state.call.is_aligned:
             self.fail(state, error)
             return
@@ -304,6 +310,12 @@ class Board:
             self.fail(state, state.failure[1])
         else:
             self._queue(state)
+
+    def accumulated(self, state: CallState) -> None:
+        """A micro-batch of an update has ended. One that fails does so when no group before its earliest failure is under way."""
+        is_out = any(task.message.call == state.call.ordinal for task in self.tasks.values())
+        if state.failure is not None and state.update is not None and state.update.has_tried_all and not is_out:
+            self.fail(state, state.failure[1])
 
     def fail(self, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
         """A call failed, and with it whatever depends on it, by data or by effect.

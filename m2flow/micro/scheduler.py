@@ -125,6 +125,9 @@ class Scheduler:
             case m.Perform():
                 if state is not None and not state.is_over and not state.call.is_aligned:
                     board.complete(state, done.result)
+            case m.Accumulate():
+                if state is not None:
+                    board.accumulated(state)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
                 self._rollout.published(role, version, done.manifest)

@@ -59,7 +59,7 @@ def _numbers(call: Call, name: str, column: Column, ids: IdArray) -> Column:
             raise OpError(
                 f"{call.name} got {name} with {row!r:.80} for sample {SampleId.unpack(packed)}",
                 now="It must be one number for every sample, or for every sample a list with a number for each of its tokens.",
-            )
+            ).about(packed)
     return np.array(rows, np.float64) if is_dense else Ragged.of(rows, np.float64)  # type: ignore[arg-type]
 
 
@@ -79,7 +79,7 @@ def _aligned(call: Call, name: str, column: Column, samples: Batch) -> Column:
             f"{call.name} got {name} with {column.lengths[wrong]} numbers for sample {SampleId.unpack(int(samples.ids[wrong]))}, which has "
             f"{tokens.lengths[wrong]} tokens, {num_generated[wrong]} of them generated",
             now="It must be one number for every sample, or for every sample one for each generated token, or one for each token.",
-        )
+        ).about(int(samples.ids[wrong]))
     values = np.zeros(len(mask), column.values.dtype)
     values[mask] = column.values
     return Ragged(values, tokens.offsets)
@@ -92,8 +92,9 @@ def _check_rewards(call: Call, column: Column, ids: IdArray) -> None:
         )
     bad = np.flatnonzero(~np.isfinite(np.asarray(column, np.float64)))
     if len(bad):
-        who = SampleId.unpack(int(ids[bad[0]]))
-        raise RewardError(f"{call.name} got the reward {column[bad[0]]} for sample {who}; rewards must be finite")
+        row = int(ids[bad[0]])
+        said = f"{call.name} got the reward {column[bad[0]]} for sample {SampleId.unpack(row)}; rewards must be finite"
+        raise RewardError(said).about(row)
 
 
 def _is_number(value: object) -> bool:

@@ -48,6 +48,7 @@ class UpdateProgress:
         self._epoch = 0
         self._minibatch = 0
         self._todo = list(self._minibatches[0]) if groups else []
+        self._is_failing = False
 
     @property
     def is_finished(self) -> bool:
@@ -61,11 +62,23 @@ class UpdateProgress:
         """What to do now; None: wait for more groups. `is_idle` says that the trainer has nothing else to do."""
         if self.is_finished:
             return None
+        if self.has_tried_all:
+            return None
         if not self._todo:
             is_last = self._epoch == self._epochs - 1 and self._minibatch == len(self._minibatches) - 1
             return MinibatchEnd(is_last)
         chosen = self._choose(is_idle)
         return MicroBatch(self._epoch, self._minibatch, tuple(i for group in chosen for i in group.ids)) if chosen else None
+
+    def fail_at(self, row: int) -> None:
+        """A sample of the mini-batch fails: of the groups that were not handed out only those before it are still tried."""
+        self._todo = [group for group in self._todo if group.ids[0] < row]
+        self._is_failing = True
+
+    @property
+    def has_tried_all(self) -> bool:
+        """It fails, and no group is left that might do so earlier."""
+        return self._is_failing and not self._todo
 
     def take(self, step: MicroBatch | MinibatchEnd) -> None:
         """What `next` answered is being done."""
