@@ -42,7 +42,5 @@ class Uses:
             line = call.name, call.site.file, call.site.line
             if line not in self._told:
                 self._told.add(line)
-                said = (
-                    f"nothing uses what {call.name} gives here: {call.site.text}\n  It runs all the same. Use it, log() it, or take it out."
-                )
+                said = f"nothing uses what {call.name} gives; it runs all the same. Use it, log() it, or take it out."
                 warnings.warn_explicit(said, UnusedResult, call.site.file, call.site.line)

@@ -295,6 +295,9 @@ class Board:
     def task_failed(self, state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
         """A task of a call failed, at this row if that is known. Of a call's failing samples the earliest counts, whoever came first."""
         rows = getattr(task, "ids", [])
+        if isinstance(task, m.Apply) and state.failure is not None:
+            self.accumulated(state)  # It was given out before its micro-batch failed: the reason is there.
+            return
         if isinstance(task, m.Accumulate) and state.update is not None and not state.is_over:
             row = row if row in rows else min(rows)
             state.failed_at(row, error, ())

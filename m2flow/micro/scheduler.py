@@ -119,15 +119,14 @@ class Scheduler:
         board = self._board
         state = board.calls.get(task.call)
         match task:
+            case m.Accumulate() | m.Apply() if state is not None and state.failure is not None:
+                board.accumulated(state)
             case m.Apply(is_last=True) | m.CopyWeights():
                 if state is not None and not state.is_over:
                     board.complete(state, done.result)
             case m.Perform():
                 if state is not None and not state.is_over and not state.call.is_aligned:
                     board.complete(state, done.result)
-            case m.Accumulate():
-                if state is not None:
-                    board.accumulated(state)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
                 self._rollout.published(role, version, done.manifest)
