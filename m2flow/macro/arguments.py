@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
@@ -39,12 +40,17 @@ class Argument:
     """Of a whole value: the one number of it that counts."""
 
 
+@final
+class Arguments(tuple[Argument, ...]):
+    """In the order of the signature. A type of its own, since what a call's options hold in plain tuples is looked through for captures."""
+
+
 @dataclass(frozen=True)
 class Given:
     """A call's arguments, sorted."""
 
     inputs: dict[str, Ref]
-    arguments: tuple[Argument, ...]
+    arguments: Arguments
     columns: dict[str, str]
     """Input -> the column of its rows that counts."""
     constants: dict[str, object]
@@ -97,15 +103,29 @@ def resources(what: str, names: Sequence[str], kind: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def signature_of(function: Callable[..., object], *, is_method: bool = False) -> inspect.Signature:
+    """What the function is called with; of a method, without the object. Read once."""
+    found = _signatures.get(function)
+    if found is None:
+        found = inspect.signature(function)
+        if is_method:
+            found = found.replace(parameters=list(found.parameters.values())[1:])
+        _signatures[function] = found
+    return found
+
+
+_signatures: weakref.WeakKeyDictionary[Callable[..., object], inspect.Signature] = weakref.WeakKeyDictionary()
+
+
 def gather(
-    session: Session, name: str, function: Callable[..., object], unit: Granularity, args: tuple[object, ...], kwargs: Mapping[str, object]
+    session: Session, name: str, signature: inspect.Signature, unit: Granularity, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Given:
     """Sort what a call was given by the function's signature.
 
     Raises:
         TraceError: the arguments do not fit it, or there are no rows to work on.
     """
-    bound, has_free_rng = _bind(name, function, args, kwargs)
+    bound, has_free_rng = _bind(name, signature, args, kwargs)
     inputs: dict[str, Ref] = {}
     arguments: list[Argument] = []
     columns: dict[str, str] = {}
@@ -128,29 +148,30 @@ def gather(
             constants[parameter] = value
             arguments.append(Argument(parameter, "constant", is_keyword))
     if has_free_rng:
-        arguments.append(Argument(RNG, _generator_kind(function), is_keyword=True))
+        arguments.append(Argument(RNG, _generator_kind(signature), is_keyword=True))
     if base is None and unit is not Granularity.BATCH:
         got = ", ".join(describe(value) for _, _, value in bound) or "nothing"
         raise TraceError(
             f"{name} runs on each {unit.value}, and got {got}; it needs rows: a dataset's, responses, rewards",
             now="Pass a handle with rows, or declare granularity='batch'.",
         )
-    return Given(_narrowest_first(session, inputs, arguments), tuple(arguments), columns, constants, base)
+    return Given(_narrowest_first(session, inputs, arguments), Arguments(arguments), columns, constants, base)
 
 
 def _narrowest_first(session: Session, inputs: dict[str, Ref], arguments: Sequence[Argument]) -> dict[str, Ref]:
     """The inputs, that whose rows all others have before them: it says which samples the call works on."""
     aligned = {a.parameter: inputs[a.parameter] for a in arguments if a.kind in ("rows", "column")}
+    if len(aligned) < 2:
+        return {**aligned, **inputs}
     base = session.lineage.narrowest(aligned.values())
     first = {name: ref for name, ref in aligned.items() if ref == base}
     return {**first, **inputs}
 
 
 def _bind(
-    name: str, function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    name: str, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[list[tuple[str, bool, object]], bool]:
     """(parameter, whether by keyword, value) for each argument, each under a name of its own; and whether `rng` is left to us."""
-    signature = inspect.signature(function)
     wants_rng = RNG in signature.parameters and RNG not in kwargs
     free = {RNG: None} if wants_rng and signature.parameters[RNG].kind is not inspect.Parameter.POSITIONAL_ONLY else {}
     try:
@@ -185,9 +206,9 @@ def _refuse_hidden(name: str, parameter: str, value: object) -> None:
         _refuse_hidden(name, parameter, item)
 
 
-def _generator_kind(function: Callable[..., object]) -> Literal["random", "numpy"]:
+def _generator_kind(signature: inspect.Signature) -> Literal["random", "numpy"]:
     """What the annotation of `rng` asks for: NumPy's `Generator`, or Python's `random.Random`."""
-    annotation = inspect.signature(function).parameters[RNG].annotation
+    annotation = signature.parameters[RNG].annotation
     if annotation in (inspect.Parameter.empty, random.Random):
         return "random"
     return "numpy" if "Generator" in str(getattr(annotation, "__name__", annotation)) else "random"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsFloat
 
 from m2flow.errors import TraceError
-from m2flow.macro.arguments import UnitName, check_unit, gather, resources
+from m2flow.macro.arguments import UnitName, check_unit, gather, resources, signature_of
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
 from m2flow.macro.results import OpValue as OpValue
@@ -53,7 +53,7 @@ def op(
         @functools.wraps(function)
         def call_it(*args: object, **kwargs: object) -> Handle:
             session = current_session(f"the op {name}")
-            given = gather(session, name, function, unit, args, kwargs)
+            given = gather(session, name, signature_of(function), unit, args, kwargs)
             call = session.record(
                 role=name,
                 method="",

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from m2flow.errors import OpError, OptionError, TraceError
-from m2flow.macro.arguments import UnitName, check_unit, gather, resources
+from m2flow.macro.arguments import UnitName, check_unit, gather, resources, signature_of
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Rows, Scores
 from m2flow.macro.ops import OpRows, OpValue
@@ -172,7 +172,7 @@ class RoleInFlow:
 
     def _record(self, name: str, method: CallMethod, /, *args: object, **kwargs: object) -> Handle:
         full = f"{self._name}.{name}"
-        given = gather(self._session, full, functools.partial(method.function, None), method.unit, args, kwargs)
+        given = gather(self._session, full, signature_of(method.function, is_method=True), method.unit, args, kwargs)
         is_aligned = method.unit is not Granularity.BATCH
         fields = method.returns if isinstance(method.returns, tuple) else ()
         recorded = self._session.record(
