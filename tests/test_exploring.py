@@ -7,7 +7,7 @@ import random
 import pytest
 from click.testing import CliRunner
 
-from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, op, steps
+from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, load_flow, op, steps
 from m2flow.cli.main import cli
 from m2flow.errors import FlowError, OptionError
 from m2flow.macro.exploring import Exploration, explore
@@ -15,7 +15,8 @@ from m2flow.macro.known import Assumption, Known
 from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.recording import MemoryRecord, Recorder
 from m2flow.macro.unknown import Decider, ExploredFloat, Facts, Unknown
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.micro.run import Run
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager
 
 ROWS = [{"prompt": f"{i}="} for i in range(6)]
@@ -316,3 +317,29 @@ def test_an_unknown_number_calculates_and_keeps_its_words():
     assert decider.asked == ["x < 3", "abs(x) < -x"]
     assert x == x
     assert isinstance(x, float)
+
+
+def test_the_command_takes_the_values_of_a_run_from_its_directory(tmp_path):
+    source = """
+from m2flow import Dataset, Policy, Reward, flow, steps
+def judged(sample):
+    return float(sample.num_tokens > 3)
+@flow
+def early():
+    policy, judge, prompts = Policy("fake"), Reward(judged), Dataset([{"prompt": "a"}])
+    for _ in steps(2):
+        responses = policy.generate(prompts.take(1), n=2, max_new_tokens=4)
+        metrics = policy.update(responses, judge.score(responses))
+        if metrics["reward"] > 2.5:
+            break
+        texts = [sample.text for sample in responses]
+"""
+    (tmp_path / "early.py").write_text(source)
+    run = Run(load_flow(str(tmp_path / "early.py")), {}, SPEC, RunSettings(eager=True, runs_dir=str(tmp_path / "runs")))
+    run.execute()
+    shown = CliRunner().invoke(cli, ["plan", str(tmp_path / "early.py"), "--steps", "2", "--from", str(run.run_dir)]).stdout
+    assert "the trace ends here" not in shown
+    assert f" in {run.run_dir}" in shown
+    assert f"value: its 2 rows are those of {run.run_dir}" in shown
+    assert "is not known" not in shown
+    assert shown.count("= policy.update(") == 2
