@@ -94,6 +94,17 @@ def test_demonstrations_and_samples_of_other_policies_are_of_no_weights_that_the
     trace(fine, {})
 
 
+def test_fine_tuning_on_the_best_samples_of_the_policy_itself_may_take_several_passes():
+    @flow(staleness=1)
+    def rejection_sampling() -> None:
+        policy, prompts = Policy("fake"), Dataset(ROWS)
+        for _ in steps(2):
+            best = policy.generate(prompts.take(2), n=2, max_new_tokens=3).filter(lambda sample: sample.num_tokens > 1)
+            policy.update(best, loss=nll(), epochs=2)
+
+    trace(rejection_sampling, {})
+
+
 def waits(lag: int, look: int | None) -> str:
     """The notes of the plan of a flow that looks at the metrics of `look` steps ago."""
 

@@ -3,7 +3,8 @@
 A policy gradient without importance weights is right for samples of the very weights that it changes, and for them alone. Samples are
 of other weights where a generate may be stale, where an update makes several optimiser steps, and where the weights were
 updated since. A loss says by its `needs` whether it corrects for that (`behaviour_logprobs`); nothing else of it is looked at, so a
-loss that names them and ignores them passes.
+loss that names them and ignores them passes. One that weighs tokens by nothing is their likelihood, which is right for any samples:
+fine-tuning on filtered samples of the policy's own, say.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.late import is_cut
 from m2flow.recipe import Loss
 
+_OF_LIKELIHOOD = {"logprobs", "sequence_lengths"}
+"""What a loss needs that is nothing but the likelihood of the tokens it is given."""
+
 
 def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int, epochs: int, minibatch_size: int | None) -> None:
     """Check an update of the role `name`, which reads its weights at `version`, on samples that `origins` drew from that role.
@@ -22,7 +26,7 @@ def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int
     Raises:
         TraceError: the samples may be of other weights, and the loss does not need `behaviour_logprobs`.
     """
-    if not origins or "behaviour_logprobs" in loss.needs:
+    if not origins or "behaviour_logprobs" in loss.needs or not set(loss.needs) - _OF_LIKELIHOOD:
         return
     found = _reuse(origins, version, epochs, minibatch_size)
     if found is not None:
