@@ -262,6 +262,19 @@ def test_what_samples_do_not_have_is_named_with_what_they_have_and_the_nearest()
     eager(asks.function)
 
 
+def test_a_division_by_zero_is_inf_or_nan_as_in_numpy():
+    @flow
+    def divides() -> None:
+        responses = Rollout().responses
+        level = list(responses.level)
+        assert [math.isnan(value) for value in responses.level % 0] == [True] * len(level)
+        assert list(responses.level // 0 == np.inf) == [value > 0 for value in level]
+        assert list(where(responses.level != 0, 6 / responses.level, 0.0)) == [6 / value if value else 0.0 for value in level]
+        assert list(responses.level // 2) == [value // 2 for value in level]
+
+    same(divides)
+
+
 def test_numpys_numbers_leave_the_calculation_to_the_handle():
     @flow
     def calculates() -> None:

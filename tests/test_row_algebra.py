@@ -37,7 +37,7 @@ def test_filters_keep_the_rows_of_the_source_with_all_their_columns():
         ):
             assert [sample.text for sample in kept] == expected
             assert list(kept.text) == expected
-            assert kept.fields == responses.fields
+            assert set(kept.batch().columns) == kept.fields == responses.fields
         assert list(rewards[rewards > 0.08]) == [reward for reward in rewards if reward > 0.08]
         assert list(rewards.filter(lambda reward: reward > 0.08)) == [reward for reward in rewards if reward > 0.08]
         assert [s.text for s in responses[2:7:2]] == [s.text for s in list(responses)[2:7:2]]
@@ -64,6 +64,9 @@ def test_what_was_filtered_goes_with_its_source_in_either_order_and_the_filtered
         assert [sample.size for sample in join(responses, size=good.length)] == list(good.length)
         again = rollout.verifier.score(good)
         assert [sample.text for sample in responses[again > 0.1]] == [text for text, reward in chosen if reward > 0.1]
+        renamed = responses.with_columns(kind="new")
+        assert set(join(good, renamed).kind) == {"new"}
+        assert list(join(renamed, good).kind) == list(good.kind)
         rollout.policy.update(good, rewards)
         rollout.policy.update(responses, again, reference=rollout.reference, loss=ppo_clip(kl_coef=0.1))
 
