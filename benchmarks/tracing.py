@@ -23,6 +23,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    warnings.simplefilter("ignore")  # Nothing uses what most of these calls give.
     load = [round(os.getloadavg()[0], 2)]
     references = {
         "bare_call_us": best(lambda: bare_us(10_000), options.rounds),
