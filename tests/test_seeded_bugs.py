@@ -14,7 +14,7 @@ import pytest
 from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
-from m2flow.micro import board, performing, rollout_desk, tracking, training, workbench
+from m2flow.micro import board, performing, rollout_desk, roster, tracking, training, workbench
 from m2flow.micro import messages as m
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.rollout_desk import RolloutDesk
@@ -204,7 +204,7 @@ def a_sync_brings_no_weights(patch: Patch) -> None:
 def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
     offer = RolloutDesk._load_offer
 
-    def at_once(self: RolloutDesk, worker: board.WorkerState, role: str, version: int) -> rollout_desk.Offer | None:
+    def at_once(self: RolloutDesk, worker: roster.WorkerState, role: str, version: int) -> rollout_desk.Offer | None:
         if any(isinstance(t.message, m.LoadWeights) for t in self._board.tasks.values() if t.worker == worker.name):
             return None
         num_tasks, worker.num_tasks["rollout"] = worker.num_tasks["rollout"], 0
@@ -238,7 +238,7 @@ def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:
 
 
 def a_lease_moves_while_its_owner_works(patch: Patch) -> None:
-    patch.setattr(board.WorkerState, "is_idle", property(lambda self: True))
+    patch.setattr(roster.WorkerState, "is_idle", property(lambda self: True))
 
 
 BUGS = [

@@ -80,8 +80,8 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
         return tuple(cuts)
     notes = [
         *cuts,
-        f"staleness={staleness}: responses may come from weights that are up to {_count(staleness, 'update')} older than the loop would have "
-        "one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it",
+        f"staleness={staleness}: responses may come from weights that are up to {_count(staleness, 'update')} older than the loop would "
+        "have one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it",
     ]
     by_ordinal = {call.ordinal: call for call in graph.calls}
     told = set()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call, Effect
@@ -18,41 +17,11 @@ from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Forgott
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
 from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
+from m2flow.micro.roster import TaskState, WorkerState
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
+from m2flow.micro.whereabouts import Whereabouts
 from m2flow.samples import SampleId, group_key, make_ids
-
-
-@dataclass
-class TaskState:
-    """A task that a worker has."""
-
-    worker: str
-    engine: str
-    message: m.Task
-    rows_left: int = 0
-    """Of a generation: samples that run or wait there."""
-
-
-@dataclass
-class WorkerState:
-    """A worker, as far as the scheduler cares."""
-
-    name: str
-    lease: str
-    roles: dict[str, tuple[str, ...]]
-    """Kind of engine -> roles whose engine is here."""
-    owner: str = "rollout"
-    """The kind of engine that holds the lease."""
-    num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
-    num_running: int = 0
-    """Samples that generate here, of all roles."""
-    held: dict[str, int] = field(default_factory=dict)
-    """Role -> version of the weights in its rollout engine here."""
-
-    @property
-    def is_idle(self) -> bool:
-        return not any(self.num_tasks.values())
 
 
 class Board:
@@ -79,8 +48,7 @@ class Board:
         self._trained: dict[str, int] = {}
         self._replacing: set[str] = set()
         self._consumers: dict[int, list[int]] = {}
-        self._places: dict[int, dict[str, set[int]]] = {}
-        self._owners: dict[int, dict[int, str]] = {}
+        self._rows = Whereabouts()
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
         self._wanted: set[int] = set()
@@ -236,10 +204,7 @@ class Board:
         state.done.update(rows)
         state.dropped |= gone
         state.num_tokens.update(fresh)
-        owners = self._owners.setdefault(state.call.ordinal, {})
-        owners.update(dict.fromkeys(rows, worker))
-        for place in {worker, *(() if worker == CONTROLLER else state.stage.forward_to)}:
-            self._at(state.call.ordinal, place).update(rows)
+        self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
         for consumer in self._consumers.get(state.call.ordinal, []):
             other = self.calls.get(consumer)
             if other is not None and not other.is_over:
@@ -371,10 +336,9 @@ class Board:
                 and state.is_done  # What failed is kept: an earlier failure may still reach what depends on it.
                 and not any(not self.calls[c].is_over for c in self._consumers.get(ordinal, []) if c in self.calls)
             ):
-                for place in self._places.pop(ordinal, {}):
+                for place in self._rows.forget(ordinal):
                     self.send(place, m.Forget(ordinal))
                 self.commands.append(Forgotten(ordinal))
-                self._owners.pop(ordinal, None)
                 self._shown.discard(ordinal)
                 self._consumers.pop(ordinal, None)
                 del self.calls[ordinal]
@@ -446,7 +410,7 @@ class Board:
         worker.num_running += rows
         self.tasks[task.number] = TaskState(worker.name, engine, task, rows)
         if task.call >= 0:
-            self._at(task.call, worker.name)  # It learns what the call is, and must be told when to forget that.
+            self._rows.introduce(task.call, worker.name)
         self.send(worker.name, task)  # type: ignore[arg-type]
 
     def generated(self, number: int, num_rows: int) -> None:
@@ -466,15 +430,8 @@ class Board:
 
     def bring(self, call: int, ids: Iterable[int], to: str) -> None:
         """See to it that these rows of a call's result come to a worker."""
-        there = self._at(call, to)
-        owners = self._owners.get(call, {})
-        by_owner: dict[str, list[int]] = {}
-        for row in ids:
-            if row not in there:
-                by_owner.setdefault(owners[row], []).append(row)
-        for owner, rows in by_owner.items():
+        for owner, rows in self._rows.send(call, ids, to).items():
             self.send(owner, m.Push(call, rows, to))
-            there.update(rows)
 
     def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:
         """The same for every aligned input of a call on these rows."""
@@ -485,6 +442,3 @@ class Board:
     def values_for(self, state: CallState) -> dict[str, object]:
         """The whole values among a call's inputs, by name."""
         return {name: self.calls[ref.call].value for name, ref in state.call.inputs if ref.call not in state.aligned_inputs}
-
-    def _at(self, call: int, place: str) -> set[int]:
-        return self._places.setdefault(call, {}).setdefault(place, set())

@@ -6,8 +6,9 @@ A task takes what is ready up to the stage's chunk, and does not wait for more: 
 from __future__ import annotations
 
 from m2flow.micro import messages as m
-from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.board import Board
 from m2flow.micro.rollout_desk import Offer
+from m2flow.micro.roster import WorkerState
 from m2flow.micro.tracking import CallState
 
 _MAX_QUEUED = 2

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from m2flow.channels.weights import Manifest
 from m2flow.micro import messages as m
-from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.board import Board
+from m2flow.micro.roster import WorkerState
 from m2flow.micro.staleness import window
 from m2flow.micro.tracking import CallState
 from m2flow.samples import group_key

@@ -13,11 +13,12 @@ from typing import Protocol
 
 from m2flow.errors import error_from_record
 from m2flow.micro import messages as m
-from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.board import Board
 from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.plan import Plan
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
+from m2flow.micro.roster import WorkerState
 from m2flow.micro.train_desk import TrainDesk
 
 

@@ -8,8 +8,9 @@ will do, and log-probabilities and copies are done.
 from __future__ import annotations
 
 from m2flow.micro import messages as m
-from m2flow.micro.board import Board, WorkerState
+from m2flow.micro.board import Board
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
+from m2flow.micro.roster import WorkerState
 from m2flow.micro.tracking import CallState
 from m2flow.micro.training import UpdateTally
 from m2flow.micro.updating import MicroBatch, MinibatchEnd

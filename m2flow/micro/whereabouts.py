@@ -1,0 +1,46 @@
+"""Where the rows of each call's result are: who made them, and who else was sent them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+
+@final
+class Whereabouts:
+    """Rows by call and place. A place is a worker's name, or the controller's."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, dict[str, set[int]]] = {}
+        self._owners: dict[int, dict[int, str]] = {}
+
+    def made(self, call: int, rows: Iterable[int], owner: str, sent_to: Iterable[str]) -> None:
+        """These rows are at `owner`, and on their way to the others."""
+        rows = list(rows)
+        self._owners.setdefault(call, {}).update(dict.fromkeys(rows, owner))
+        for place in {owner, *sent_to}:
+            self._at(call, place).update(rows)
+
+    def introduce(self, call: int, place: str) -> None:
+        """A place learns what the call is, and must be told when to forget that."""
+        self._at(call, place)
+
+    def send(self, call: int, rows: Iterable[int], to: str) -> dict[str, list[int]]:
+        """Who has to send which of these rows, so that all are at `to`. They count as there from now on."""
+        there = self._at(call, to)
+        owners = self._owners.get(call, {})
+        by_owner: dict[str, list[int]] = {}
+        for row in rows:
+            if row not in there:
+                by_owner.setdefault(owners[row], []).append(row)
+        for sent in by_owner.values():
+            there.update(sent)
+        return by_owner
+
+    def forget(self, call: int) -> list[str]:
+        """Drop a call; the places that know of it."""
+        self._owners.pop(call, None)
+        return list(self._places.pop(call, {}))
+
+    def _at(self, call: int, place: str) -> set[int]:
+        return self._places.setdefault(call, {}).setdefault(place, set())
