@@ -5,6 +5,21 @@
 A call may be chunked down to its declared granularity and no further. An update adds up gradients group by group (advantages
 need whole groups) and steps at the end of its mini-batch, so it is no barrier although it is declared on a batch. A function
 on a batch is one, and so is one that writes a resource: it takes its units in the order of identity.
+
+A schedule gives the sequential answer because of these rules. Here are the first three; who keeps the others is named:
+
+- a task of a call has whole units of its granularity, never a part of one (`function_desk`, `tracking`);
+- an update, whose advantages compare siblings, adds up whole groups (`tracking`, `updating`);
+- what is declared on a batch starts when all of its rows are there (`tracking`);
+- which rows are a mini-batch goes by identity, and is fixed before the first is there (`updating`, `tracking`);
+- a read of a resource waits for the write of the version that it reads (`board.add_call`);
+- a write waits for the earlier reads of what it replaces (`board.reads_before`, `train_desk`), and for the write before it;
+- a rollout engine samples for a call only with a version that the call may use (`rollout_desk`);
+- a trainer replaces weights only after every engine that must sample from them has taken them (`rollout_desk.needs_loading`);
+- rows are forgotten when neither the program nor a call can ask for them (`board.forget_unreachable`);
+- a refill judges whole groups, in which the earliest failing sample counts (`refilling`).
+
+`tests/test_legality.py` breaks each of them, and sees a wrong answer.
 """
 
 from __future__ import annotations

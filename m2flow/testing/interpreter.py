@@ -24,6 +24,7 @@ from m2flow.testing.program_functions import (
     doubled_length,
     is_odd_text,
     lengths_differ,
+    place_in_minibatch,
     raising_on_groups,
     raising_op,
     rank_in_group,
@@ -37,6 +38,7 @@ from m2flow.testing.programs import (
     Generate,
     Leave,
     Log,
+    Logprobs,
     Look,
     OnStep,
     Program,
@@ -121,6 +123,7 @@ class Interpreter:
                 if left.how == "break":
                     break
         self._do_all(program.after, guarded=True)
+        log(**{f"value_{i}": value for i, value in enumerate(self._values)})
 
     def _do_all(self, statements: tuple[Statement, ...], *, guarded: bool = False) -> None:
         try:
@@ -152,6 +155,11 @@ class Interpreter:
             case ApplyOp(unit=unit):
                 if self._samples:
                     self._apply(unit, _back(self._samples, statement.samples))
+            case Logprobs(policy=policy):
+                if self._samples:
+                    said = _at(self._policies, policy).logprobs(_back(self._samples, statement.samples).rows)
+                    self._values.append(said.mean())
+                    log(said=self._values[-1])
             case Combine():
                 self._combine(statement)
             case Filter(how=how):
@@ -165,9 +173,9 @@ class Interpreter:
             case Update():
                 self._update(statement)
             case Demonstrate(minibatch=minibatch):
-                policy = _at(self._policies, statement.policy)
+                trained = _at(self._policies, statement.policy)
                 passes = {"minibatch_size": minibatch or None, "optimizer": AdamW(1e-3)}
-                self._metrics.append(policy.update(self._demonstrations.all(), loss=nll(), **passes))  # type: ignore[arg-type]
+                self._metrics.append(trained.update(self._demonstrations.all(), loss=nll(), **passes))  # type: ignore[arg-type]
             case Actor():
                 self._act(statement)
             case Log(which=which):
@@ -213,9 +221,11 @@ class Interpreter:
     def _apply(self, unit: str, samples: _Samples) -> None:
         fails = self.program.fails
         functions = {"sample": raising_op if fails else doubled_length, "group": raising_on_groups if fails else rank_in_group}
+        functions["minibatch"] = place_in_minibatch
         result = functions.get(unit, digest_of_all)(samples.rows)
         if isinstance(result, Rows):
             self._numbers.append(_Numbers(result, samples))
+            self._values.append(result.mean())
         else:
             self._values.append(Number(result))
 
@@ -237,6 +247,7 @@ class Interpreter:
             case "where":
                 rows = where(first.rows > other, first.rows, 0.25)
         self._numbers.append(_Numbers(rows, first.of))
+        self._values.append(rows.mean())
 
     def _filtered(self, samples: _Samples, how: str) -> Rows:
         match how:

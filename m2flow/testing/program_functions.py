@@ -46,6 +46,11 @@ def rank_in_group(samples: list[Sample]) -> list[int]:
     return [order.index(i) for i in range(len(samples))]
 
 
+@op(granularity="minibatch", size=2)
+def place_in_minibatch(samples: list[Sample]) -> list[float]:
+    return [place + len(samples) / 16 for place in range(len(samples))]
+
+
 @op(granularity="batch")
 def digest_of_all(samples: list[Sample]) -> float:
     return float(fake_hash(len(samples), *(_hash(sample) & 0xFFFF for sample in samples)) % 997)

@@ -52,7 +52,15 @@ class Score:
 
 @dataclass(frozen=True)
 class ApplyOp:
-    unit: Literal["sample", "group", "batch"]
+    unit: Literal["sample", "group", "minibatch", "batch"]
+    samples: int
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """The mean of what a policy, with its weights as they are here, says of each token."""
+
+    policy: int
     samples: int
 
 
@@ -146,7 +154,22 @@ class Leave:
 
 
 Statement = (
-    Generate | Refill | Score | ApplyOp | Combine | Filter | Union | Update | Demonstrate | Actor | Log | Look | OnStep | Repeat | Leave
+    Generate
+    | Refill
+    | Score
+    | ApplyOp
+    | Logprobs
+    | Combine
+    | Filter
+    | Union
+    | Update
+    | Demonstrate
+    | Actor
+    | Log
+    | Look
+    | OnStep
+    | Repeat
+    | Leave
 )
 
 
