@@ -84,6 +84,14 @@ FOUND = {
         ),
         after=(),
     ),
+    "a keep raises on a group beyond the last one that a refill needs": Program(
+        num_policies=2,
+        num_steps=1,
+        before=(Refill(policy=1, dataset=1, n=2, count=2, reward=0, keep=3, most=9),),
+        body=(),
+        after=(),
+        fails=True,
+    ),
     "a mean of no samples is logged": Program(
         num_policies=1, num_steps=1, before=(), body=(ASK, Filter("none", 0), Score(0, 0), Log(1), Look("mean", 0, (), ())), after=()
     ),

@@ -43,9 +43,10 @@ class FunctionDesk:
 
     def _next_rows(self, state: CallState) -> list[int]:
         """Up to a chunk of ready rows, and the rest of the last one's unit."""
-        rows = state.ready[: state.stage.chunk]
+        chunk = 1 if state.refill is not None else state.stage.chunk  # Of a refill one group at a time, which may turn out not to count.
+        rows = state.ready[:chunk]
         if state.stage.unit != "sample":
-            rest = state.ready[state.stage.chunk :]
+            rest = state.ready[chunk:]
             while rest and state.unit_of(rest[0]) == state.unit_of(rows[-1]):
                 rows.append(rest.pop(0))
         return rows

@@ -6,7 +6,7 @@ A call may be chunked down to its declared granularity and no further. An update
 need whole groups) and steps at the end of its mini-batch, so it is no barrier although it is declared on a batch. A function
 on a batch is one, and so is one that writes a resource: it takes its units in the order of identity.
 
-A schedule gives the sequential answer because of these rules. Here are the first three; who keeps the others is named:
+A schedule gives the sequential answer because of these rules (kept by the files in brackets):
 
 - a task of a call has whole units of its granularity, never a part of one (`function_desk`, `tracking`);
 - an update, whose advantages compare siblings, adds up whole groups (`tracking`, `updating`);

@@ -22,13 +22,19 @@ def at_random(sample: Sample) -> float:
 
 
 def raises_on_some(sample: Sample) -> float:
-    if _hash(sample) % 5 == 0:
+    if _hash(sample) % 3 == 0:
         raise ValueError("no verdict")
     return float(_hash(sample) % 2)
 
 
+def raises_on_few(sample: Sample) -> float:
+    if _hash(sample) % 11 == 0:
+        raise ValueError("no verdict")
+    return at_random(sample)
+
+
 def no_number_on_some(sample: Sample) -> object:
-    return "none" if _hash(sample) % 7 == 0 else 0.5
+    return "none" if _hash(sample) % 3 == 0 else 0.5
 
 
 def _hash(sample: Sample) -> int:
@@ -90,7 +96,7 @@ def lengths_differ(samples: list[Sample]) -> bool:
     return len({s.num_tokens for s in samples}) > 1
 
 
-REWARDS = (digit_share, length_penalty, at_random, raises_on_some, no_number_on_some)
+REWARDS = (digit_share, length_penalty, at_random, raises_on_some, no_number_on_some, raises_on_few)
 KEEPS: tuple[Keep, ...] = (informative, longest_differs, every_second, keep_raises)
 NUM_SAFE = 3
 """The first rewards and the first keeps raise nothing."""

@@ -33,7 +33,7 @@ _refill = st.builds(
     dataset=_roles,
     n=st.integers(2, 3),
     count=st.integers(1, 2),
-    reward=st.sampled_from([2, 0, 1, 3]),
+    reward=st.sampled_from([5, 2, 0, 1]),
     keep=st.integers(0, 3),
     most=st.sampled_from([9, 9, 9, 3]),
 )
@@ -51,8 +51,9 @@ _simple: Sequence[st.SearchStrategy[p.Statement]] = (
     _generate,
     _update,
     _update,
-    st.builds(p.Score, reward=st.integers(0, 4), samples=_small),
-    st.builds(p.ApplyOp, unit=st.sampled_from(["sample", "group", "minibatch", "batch"]), samples=_small),
+    st.builds(p.Score, reward=st.sampled_from([0, 3, 4, 1, 2]), samples=_small),
+    st.builds(p.Score, reward=st.sampled_from([0, 3, 4, 1, 2]), samples=_small),
+    st.builds(p.ApplyOp, unit=st.sampled_from(["minibatch", "group", "sample", "batch"]), samples=_small),
     st.builds(p.Logprobs, policy=_roles, samples=_small),
     st.builds(p.Combine, how=st.sampled_from(["weighted", "centred", "of group", "of key", "where"]), first=_small, second=_small),
     st.builds(p.Filter, how=st.sampled_from(["numbers", "lengths", "samples", "groups", "none"]), samples=_small),
@@ -60,6 +61,7 @@ _simple: Sequence[st.SearchStrategy[p.Statement]] = (
     st.builds(p.Demonstrate, policy=_roles, minibatch=st.sampled_from([0, 2])),
     st.builds(p.Actor, policy=_roles, samples=_small, numbers=_small),
     st.builds(p.Log, which=st.integers(0, 5)),
+    _refill,
     _refill,
 )
 
