@@ -9,6 +9,8 @@ import pytest
 from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, steps
 from m2flow.errors import FlowError, TraceError
 from m2flow.macro.tracing import trace
+from m2flow.micro.run import Run
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 ROWS = [{"prompt": f"{i}="} for i in range(6)]
 
@@ -116,3 +118,13 @@ def test_a_role_made_after_a_look_is_refused_since_no_plan_could_know_it():
 
     with pytest.raises(TraceError, match="the role 'judge' is made after the flow has looked at a value"):
         trace(late, {}, assume=0.0)
+
+
+def test_what_a_flow_prints_is_not_printed_before_its_run(capsys):
+    @flow
+    def talks() -> None:
+        print("here I am")
+        Policy("fake").generate(Dataset([{"prompt": "a"}]).take(1), max_new_tokens=4)
+
+    Run(talks, {}, ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")), RunSettings()).prepare()
+    assert capsys.readouterr().out == ""

@@ -18,6 +18,7 @@ from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
 from m2flow.macro.recording import Recorder
+from m2flow.macro.replay import prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.arithmetic import TRACED_STEPS
@@ -103,7 +104,8 @@ class Run:
 
     def prepare(self) -> Plan:
         """Trace the first step and lower it. Runs no engine; makes no directory."""
-        graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
+        with prints_muted():  # They come when the flow runs.
+            graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
         self._plan = lower(graph, self._models, self.spec, num_steps=num_steps, deterministic=self.settings.deterministic)
         return self._plan
 
