@@ -128,3 +128,15 @@ def test_what_a_flow_prints_is_not_printed_before_its_run(capsys):
 
     Run(talks, {}, ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")), RunSettings()).prepare()
     assert capsys.readouterr().out == ""
+
+
+def test_a_loop_that_an_assumed_value_never_ends_is_not_followed_for_ever():
+    @flow
+    def waits_for_luck() -> None:
+        policy, verifier, prompts = Policy("fake"), Reward(never), Dataset(ROWS)
+        score = 0.0
+        while score < 0.5:
+            score = float(verifier.score(policy.generate(prompts.take(1), max_new_tokens=4)).mean())
+
+    graph, _, _ = trace(waits_for_luck, {}, assume=0.0)
+    assert len(graph.calls) < 10_000

@@ -83,6 +83,10 @@ class Numbers(dict[str, float]):
         return self._ask(name)
 
 
+_MOST_ASSUMED = 5_000
+"""Calls after which nothing is assumed any more: `while score < 0.5` on an assumed 0 would go on for ever."""
+
+
 class _Assumed(Answers):
     """Every number is the same; None: nothing is known."""
 
@@ -91,7 +95,7 @@ class _Assumed(Answers):
 
     def value(self, call: Call, observation: Observation, calls: Sequence[Call]) -> object:
         number = self._number
-        if number is None or call.is_aligned:
+        if number is None or call.is_aligned or len(calls) > _MOST_ASSUMED:
             raise EndOfTrace
         return Numbers(lambda name: number) if call.has_names else number
 
