@@ -87,7 +87,7 @@ FOUND = {
     "a keep raises on a group beyond the last one that a refill needs": Program(
         num_policies=2,
         num_steps=1,
-        before=(Refill(policy=1, dataset=1, n=2, count=2, reward=0, keep=3, most=9),),
+        before=(Refill(policy=1, dataset=0, n=2, count=2, reward=0, keep=3, most=9),),
         body=(),
         after=(),
         fails=True,

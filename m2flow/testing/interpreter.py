@@ -141,7 +141,7 @@ class Interpreter:
                 rows = _at(self._policies, statement.policy).generate(
                     _at(self._datasets, statement.dataset),
                     n=n,
-                    max_new_tokens=6,
+                    max_new_tokens=14,
                     count=count,
                     score=_at(self._rewards, statement.reward),
                     keep=_at(self._keeps, statement.keep),

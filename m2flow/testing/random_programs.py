@@ -32,9 +32,9 @@ _refill = st.builds(
     policy=_roles,
     dataset=_roles,
     n=st.integers(2, 3),
-    count=st.integers(1, 2),
+    count=st.sampled_from([2, 1, 3]),
     reward=st.sampled_from([5, 2, 0, 1]),
-    keep=st.integers(0, 3),
+    keep=st.sampled_from([3, 0, 1, 2]),
     most=st.sampled_from([9, 9, 9, 3]),
 )
 _update = st.builds(
