@@ -151,7 +151,7 @@ def test_a_run_that_goes_well_ends_with_json_alone_on_stdout(place: Path) -> Non
 def test_a_reward_that_gives_no_number_is_named_with_its_sample_and_line(place: Path, reward: str, message: str, mode: str) -> None:
     options = ["--eager"] if mode == "eager" else []
     said = run(place, "--reward", reward, "--timeout-s", "1", "--cluster", "fakes.yaml", "--quiet", *options, status=1)
-    assert re.match(rf"RewardError: bad\.py:\d+  {re.escape(SCORE_LINE)}\n", said), said
+    assert re.search(rf"(?m)^RewardError: bad\.py:\d+  {re.escape(SCORE_LINE)}\n", said), said
     assert message in said
     assert ("Raise timeout_s" if reward == "hangs" else "eturn 0.0 for what can't be judged") in said
     assert f"samples so far are in {run_dir(place).relative_to(place)}" in said
@@ -159,7 +159,7 @@ def test_a_reward_that_gives_no_number_is_named_with_its_sample_and_line(place: 
 
 def test_an_op_that_returns_the_wrong_count_is_named(place: Path) -> None:
     said = run(place, "--reward", "too_few", "--cluster", "fakes.yaml", "--quiet", status=1)
-    assert re.match(r"OpError: bad\.py:\d+  too_few\(responses\)\n", said)
+    assert re.search(r"(?m)^OpError: bad\.py:\d+  too_few\(responses\)\n", said)
     assert "too_few returned [1.0] for the group of prompt" in said
     assert "which has 2 samples" in said
 
@@ -189,7 +189,7 @@ def test_a_broken_model_is_named(place: Path) -> None:
 
 def test_a_prompt_longer_than_the_context_is_named_with_its_sample_and_line(place: Path) -> None:
     said = run(place, "--model", str(DIGITS), "--prompt", "1" * 80, "--quiet", status=1)
-    assert re.match(r"PromptTooLong: bad\.py:\d+  responses = policy\.generate", said)
+    assert re.search(r"(?m)^PromptTooLong: bad\.py:\d+  responses = policy\.generate", said)
     assert "a prompt of 80 tokens and max_new_tokens=8 do not fit the context of 64" in said
     assert "Shorten the prompt" in said
 

@@ -136,8 +136,11 @@ class _Hand:
         self._work.put(None)
 
     def _serve(self) -> None:
+        process = os.getpid()
         while (work := self._work.get()) is not None:
             work()
+            if os.getpid() != process:
+                os._exit(0)  # The function has forked, and this is the child: nobody will give it work.
 
 
 def _units(batch: Batch, granularity: str, size: int | None) -> list[_Unit]:
