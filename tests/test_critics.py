@@ -14,7 +14,8 @@ from m2flow.errors import OptionError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering import lower
 from m2flow.samples import Batch, Ragged, make_ids
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(8)]
@@ -46,18 +47,6 @@ def ppo(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epoc
         log(reward=metrics["reward"], kl=kl.mean(), advantage=estimate.advantages.mean())
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> ClusterSpec:
-    return ClusterSpec(
-        placement=draw(st.sampled_from(["time-shared", "split"])),
-        cores=2,
-        device="cpu",
-        rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 2)), max_running=draw(st.sampled_from([1, 5, 64]))),
-        train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([1, 20, 4096]))),
-        functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([1, 3, 64]))),
-    )
-
-
 sizes = st.fixed_dictionaries(
     {
         "num_steps": st.integers(1, 3),
@@ -70,7 +59,7 @@ sizes = st.fixed_dictionaries(
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(specs(), sizes, st.integers(0, 2**30))
+@given(clusters(), sizes, st.integers(0, 2**30))
 def test_ppo_with_a_critic_and_a_reward_model_is_the_same_planned_and_eager(spec, options, order_seed):
     eager = run_eager(ppo, options, spec)
     assert eager.error == ""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import specs
 
 from m2flow import Dataset, Policy, Reward, Rows, Sample, Scores, flow, log, op, steps
 from m2flow.errors import FlowError
 from m2flow.recipe import Counts, Loss
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.fakes import FAKE_CONTEXT, fake_hash
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 
@@ -109,7 +109,7 @@ many = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 
 
 @many
-@given(specs(), programs, st.sampled_from([0, 0, 1, 3]), st.integers(0, 2**30))
+@given(clusters(), programs, st.sampled_from([0, 0, 1, 3]), st.integers(0, 2**30))
 def test_planned_and_eager_raise_the_same_error(spec, program, bad_prompts, order_seed):
     options = {"program": program, "bad_prompts": bad_prompts}
     eager = run_eager(random_program, options, spec)

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS, digit_share, specs
+from test_same_answer import ROWS, digit_share
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 some = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
@@ -89,7 +90,7 @@ def arguments(num_steps: int = 2, batch: int = 5, n: int = 2) -> None:
 
 
 @some
-@given(specs(), st.integers(1, 5), st.integers(2, 3), st.integers(0, 2**30))
+@given(clusters(), st.integers(1, 5), st.integers(2, 3), st.integers(0, 2**30))
 def test_ops_of_every_unit_get_their_arguments_by_identity_planned_and_eager(cluster, batch, n, order_seed):
     options = {"batch": batch, "n": n}
     eager = run_eager(arguments, options, cluster)

@@ -2,11 +2,12 @@
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS, specs
+from test_same_answer import ROWS
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.macro.refill import informative
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import Answer, run_eager, run_planned
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -71,7 +72,7 @@ def said(answer: Answer) -> list[tuple[int, ...]]:
 
 
 @few
-@given(specs(), options, st.integers(0, 2**30), st.booleans())
+@given(clusters(), options, st.integers(0, 2**30), st.booleans())
 def test_a_refill_gives_the_same_under_every_plan(spec, options, order_seed, by_identity):
     eager = run_eager(refilling, options, spec)
     planned = run_planned(refilling, options, spec, order_seed=order_seed, deterministic=by_identity)
@@ -81,7 +82,7 @@ def test_a_refill_gives_the_same_under_every_plan(spec, options, order_seed, by_
 
 
 @few
-@given(specs(), st.integers(1, 3), st.integers(1, 4))
+@given(clusters(), st.integers(1, 3), st.integers(1, 4))
 def test_a_refill_draws_what_the_plain_loop_draws(spec, num_steps, count):
     same = {"num_steps": 1, "count": count, "n": 3, "reward": "short", "keep": "informative", "max_draws": 100}
     refilled, looped = run_eager(refilling, same, spec), run_eager(looping, same, spec)

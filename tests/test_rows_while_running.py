@@ -8,13 +8,14 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS, digit_share, length_penalty, specs
+from test_same_answer import ROWS, digit_share, length_penalty
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Number, Rows, Scores
 from m2flow.macro.session import current_session
 from m2flow.samples import Batch
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 few = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -149,7 +150,7 @@ sizes = st.fixed_dictionaries(
 
 
 @few
-@given(specs(), sizes, st.integers(0, 2**30))
+@given(clusters(), sizes, st.integers(0, 2**30))
 def test_what_follows_a_filter_is_the_same_under_every_plan(spec, options, order_seed):
     eager = run_eager(filtering, options, spec)
     assert eager.error == ""
@@ -157,7 +158,7 @@ def test_what_follows_a_filter_is_the_same_under_every_plan(spec, options, order
 
 
 @few
-@given(specs(), sizes, st.integers(0, 2**30))
+@given(clusters(), sizes, st.integers(0, 2**30))
 def test_unions_and_prompts_made_of_responses_are_the_same_under_every_plan(spec, options, order_seed):
     eager = run_eager(joining, options, spec)
     assert eager.error == ""

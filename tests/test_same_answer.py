@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
@@ -87,19 +88,6 @@ def failing(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, 
         policy.update(responses, verifier.score(responses))
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> ClusterSpec:
-    """Placements, worker counts, chunks and budgets that the planner might choose."""
-    return ClusterSpec(
-        placement=draw(st.sampled_from(["time-shared", "split"])),
-        cores=2,
-        device="cpu",
-        rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 3)), max_running=draw(st.sampled_from([1, 2, 5, 64]))),
-        train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([1, 20, 60, 4096]))),
-        functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([1, 3, 64]))),
-    )
-
-
 sizes = st.fixed_dictionaries(
     {
         "num_steps": st.integers(1, 3),
@@ -114,7 +102,7 @@ fewer = settings(many, max_examples=20)
 
 
 @many
-@given(specs(), sizes, st.integers(0, 3), st.integers(0, 2**30), st.booleans())
+@given(clusters(), sizes, st.integers(0, 3), st.integers(0, 2**30), st.booleans())
 def test_a_planned_grpo_run_equals_the_eager_one(spec, options, seed, order_seed, by_identity):
     eager = run_eager(plain, options, spec, seed=seed)
     assert eager.error == ""
@@ -122,7 +110,7 @@ def test_a_planned_grpo_run_equals_the_eager_one(spec, options, seed, order_seed
 
 
 @fewer
-@given(specs(), sizes, st.integers(0, 2**30))
+@given(clusters(), sizes, st.integers(0, 2**30))
 def test_a_planned_run_with_reference_evaluation_ops_and_observations_equals_the_eager_one(spec, options, order_seed):
     eager = run_eager(everything, options, spec)
     assert eager.error == ""
@@ -130,7 +118,7 @@ def test_a_planned_run_with_reference_evaluation_ops_and_observations_equals_the
 
 
 @fewer
-@given(specs(), sizes, st.integers(0, 2**30))
+@given(clusters(), sizes, st.integers(0, 2**30))
 def test_a_planned_run_of_two_policies_equals_the_eager_one(spec, options, order_seed):
     eager = run_eager(duet, options, spec)
     assert eager.error == ""
@@ -148,7 +136,7 @@ def test_every_sample_is_trained_on_once_an_epoch():
 
 
 @many
-@given(specs(), sizes, st.integers(0, 2**30))
+@given(clusters(), sizes, st.integers(0, 2**30))
 def test_a_reward_that_raises_gives_the_same_error_in_both_modes(spec, options, order_seed):
     eager = run_eager(failing, options, spec)
     planned = run_planned(failing, options, spec, order_seed=order_seed)

@@ -13,8 +13,9 @@ from m2flow.micro import rollout_desk, training, workbench
 from m2flow.micro.board import Board
 from m2flow.micro.train_desk import TrainDesk
 from m2flow.samples import SampleId
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import Answer, run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
@@ -85,18 +86,6 @@ def draws(lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, minibatc
 PLAIN, EVERYTHING, DRAWS = (flow(staleness="lag")(program) for program in (one_update, everything, draws))
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> ClusterSpec:
-    return ClusterSpec(
-        placement=draw(st.sampled_from(["time-shared", "split"])),
-        cores=2,
-        device="cpu",
-        rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 3)), max_running=draw(st.sampled_from([1, 2, 5, 64]))),
-        train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([1, 20, 60, 4096]))),
-        functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([1, 3, 64]))),
-    )
-
-
 SPLIT = ClusterSpec(
     placement="split",
     cores=2,
@@ -137,7 +126,7 @@ def check(program: Flow, options: dict[str, int], answer: Answer) -> None:
 
 @pytest.mark.parametrize("program", [PLAIN, EVERYTHING, DRAWS], ids=["plain", "everything", "draws"])
 @some
-@given(spec=specs(), options=sizes, order_seed=st.integers(0, 2**30), by_identity=st.booleans())
+@given(spec=clusters(), options=sizes, order_seed=st.integers(0, 2**30), by_identity=st.booleans())
 def test_stale_samples_stay_in_their_bound_and_eager_given_the_record_is_the_same(program, spec, options, order_seed, by_identity):
     planned = run_planned(program, options, spec, order_seed=order_seed, deterministic=by_identity)
     assert planned.error == ""
@@ -146,7 +135,7 @@ def test_stale_samples_stay_in_their_bound_and_eager_given_the_record_is_the_sam
 
 
 @some
-@given(spec=specs(), options=sizes, order_seed=st.integers(0, 2**30))
+@given(spec=clusters(), options=sizes, order_seed=st.integers(0, 2**30))
 def test_without_staleness_nothing_depends_on_time_and_nothing_is_recorded(spec, options, order_seed):
     options = options | {"lag": 0}
     planned = run_planned(EVERYTHING, options, spec, order_seed=order_seed)

@@ -15,7 +15,8 @@ from m2flow.errors import OpError, OptionError, TraceError
 from m2flow.macro.tracing import trace
 from m2flow.micro.training import UpdateTally
 from m2flow.samples import Batch, make_ids
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(8)]
@@ -81,18 +82,6 @@ def columns(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, 
         log(tokens=metrics["num_tokens"], seen=float("reward" in metrics.items()))
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> ClusterSpec:
-    return ClusterSpec(
-        placement=draw(st.sampled_from(["time-shared", "split"])),
-        cores=2,
-        device="cpu",
-        rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 2)), max_running=draw(st.sampled_from([1, 5, 64]))),
-        train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([1, 20, 4096]))),
-        functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([1, 3, 64]))),
-    )
-
-
 sizes = st.fixed_dictionaries(
     {
         "num_steps": st.integers(1, 2),
@@ -107,7 +96,7 @@ SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), tr
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(specs(), sizes, st.integers(0, 2**30))
+@given(clusters(), sizes, st.integers(0, 2**30))
 def test_updates_on_columns_of_other_calls_are_the_same_planned_and_eager(spec, options, order_seed):
     eager = run_eager(columns, options, spec)
     assert eager.error == ""

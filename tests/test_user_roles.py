@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_same_answer import ROWS, specs
+from test_same_answer import ROWS
 
 from m2flow import Dataset, Flow, Policy, Role, Sample, call, flow, log, op, steps
 from m2flow.errors import OptionError, TraceError
@@ -21,6 +21,7 @@ from m2flow.micro.lowering import lower
 from m2flow.micro.scheduler import Scheduler
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import Answer, run_eager, run_planned
 
 Patch = pytest.MonkeyPatch
@@ -90,7 +91,7 @@ def judged(num_steps: int = 2, batch: int = 3, n: int = 2) -> None:
 
 
 @some
-@given(specs(), st.integers(1, 4), st.integers(2, 3), st.integers(0, 2**30))
+@given(clusters(), st.integers(1, 4), st.integers(2, 3), st.integers(0, 2**30))
 def test_roles_with_state_give_the_same_planned_and_eager(cluster, batch, n, order_seed):
     options = {"batch": batch, "n": n}
     eager = run_eager(judged, options, cluster)
