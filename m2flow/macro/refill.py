@@ -63,25 +63,8 @@ def refill(
     session = policy._session
     limit = max_draws or _DRAWS_PER_GROUP * count
     prompts = source.upto(limit)
-    generated = session.record(
-        role=policy.name,
-        method="generate",
-        engine="rollout",
-        granularity=Granularity.SAMPLE,
-        inputs={"prompts": prompts.ref},
-        options={
-            "n": n,
-            "sampling": sampling,
-            "repeat": session.count_generation(policy.name, prompts.ref.call),
-            "staleness": staleness,
-            "refill": count,
-        },
-        shown={**shown, "count": count},
-        reads=(policy._weights,),
-        staleness=staleness,
-    )
-    responses = Rows(session, generated)
-    rewards = score.score(responses, refill=count)
+    responses = policy._generate(prompts.ref, {**shown, "count": count}, n=n, sampling=sampling, staleness=staleness, refill=count)
+    rewards = score._score(responses, refill=count)
     kept = session.record(
         role="keep",
         method="",

@@ -118,23 +118,21 @@ class Policy(Role):
             now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
             raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
         asked = self._rows(prompts, "generate", PROMPTS)
+        return self._generate(asked, shown, n=n, sampling=sampling, staleness=allowed, late=late, oversample=oversample)
+
+    def _generate(self, prompts: Ref, shown: Mapping[str, object], *, staleness: int, **options: object) -> Rows:
+        """Record a generate call with these options."""
+        repeat = self._session.count_generation(self.name, prompts.call)
         call = self._session.record(
             role=self.name,
             method="generate",
             engine="rollout",
             granularity=Granularity.SAMPLE,
-            inputs={"prompts": asked},
-            options={
-                "n": n,
-                "sampling": sampling,
-                "repeat": self._session.count_generation(self.name, asked.call),
-                "staleness": allowed,
-                "late": late,
-                "oversample": oversample,
-            },
+            inputs={"prompts": prompts},
+            options={**options, "repeat": repeat, "staleness": staleness},
             shown=shown,
             reads=(self._weights,),
-            staleness=allowed,
+            staleness=staleness,
         )
         return Rows(self._session, call)
 
@@ -254,10 +252,14 @@ class Reward(Role):
         self.function = function
         self.timeout_s = timeout_s
 
-    def score(self, responses: Handle, *, refill: int | None = None) -> Scores:
-        """One finite number for each response. `refill` is `generate`'s, whose groups are scored as they come."""
+    def score(self, responses: Handle) -> Scores:
+        """One finite number for each response."""
         if isinstance(responses, Rows) and responses.scored_by is self:
             return _scores_held(responses)
+        return self._score(responses)
+
+    def _score(self, responses: Handle, **options: object) -> Scores:
+        """Record a score call with these further options."""
         call = self._session.record(
             role=self.name,
             method="score",
@@ -268,7 +270,7 @@ class Reward(Role):
                 "function": self.function,
                 "timeout_s": self.timeout_s,
                 "column": "reward",
-                **({"refill": refill} if refill is not None else {}),
+                **options,
             },
             shown={},
         )
