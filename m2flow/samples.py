@@ -19,6 +19,7 @@ with `segment_kinds` (uint8, a `Segment`) and `segment_lengths` (int32) ragged o
 from __future__ import annotations
 
 import enum
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -103,6 +104,20 @@ def group_keys(ids: IdArray) -> IdArray:
 def group_key(packed: int) -> int:
     """`group_keys` of one identity."""
     return packed >> _INDEX_BITS
+
+
+def by_group(ids: Iterable[int]) -> dict[int, list[int]]:
+    """The identities of each group, by what they share; in the order in which they come."""
+    groups: dict[int, list[int]] = {}
+    for packed in ids:
+        groups.setdefault(group_key(packed), []).append(packed)
+    return groups
+
+
+def keyed_bits(*words: object) -> int:
+    """64 bits that are a function of these words and of nothing else: what random numbers start from."""
+    text = "/".join(map(str, words))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def prompt_positions(ids: IdArray) -> IdArray:

@@ -6,7 +6,6 @@ call like any other (`data()` in the printed graph), so that a replay can answer
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -17,7 +16,7 @@ from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Rows
 from m2flow.macro.session import Session, current_session
 from m2flow.recipe import is_count
-from m2flow.samples import Batch, Column, column_of, make_ids, prompt_positions
+from m2flow.samples import Batch, Column, column_of, keyed_bits, make_ids, prompt_positions
 
 Row = Mapping[str, object]
 
@@ -89,7 +88,8 @@ class Dataset:
         session = self._join()
         self._settle()
         positions = [self._position(self._cursor + i) for i in range(count)]
-        seeds = [_seed(self._key, "take", self._cursor + i) for i in range(count)]
+        # Which draw of which dataset it was, however many are drawn at a time.
+        seeds = [keyed_bits(self._key, "take", self._cursor + i) for i in range(count)]
         return self._record(session, "take", positions, seeds, {"count": count}, moves_by=count)
 
     def upto(self, count: int) -> Rows:
@@ -107,7 +107,7 @@ class Dataset:
         """Every row, in the dataset's order; the cursor stays."""
         session = self._join()
         self._num_alls += 1
-        seeds = [_seed(self._key, f"all {self._num_alls}", i) for i in range(self._num_rows)]
+        seeds = [keyed_bits(self._key, f"all {self._num_alls}", i) for i in range(self._num_rows)]
         return self._record(session, "all", list(range(self._num_rows)), seeds, {}, moves_by=0)
 
     def batches(self, size: int, *, epochs: int = 1) -> Iterator[Rows]:
@@ -183,11 +183,6 @@ class Dataset:
         )
         self._cursor += moves_by
         return Rows(session, call)
-
-
-def _seed(dataset: str, how: str, drawn: int) -> int:
-    """What the random numbers of a row's responses start from: which draw of which dataset it was, however many were drawn at a time."""
-    return int.from_bytes(hashlib.blake2b(f"{dataset}/{how}/{drawn}".encode(), digest_size=8).digest(), "little")
 
 
 def _num_used(rows: Batch, values: Mapping[str, object]) -> int:

@@ -9,7 +9,6 @@ unit's call does to its arguments, the next one does not see.
 from __future__ import annotations
 
 import copy
-import hashlib
 import random
 from collections.abc import Callable, Mapping
 from typing import final
@@ -20,7 +19,7 @@ from m2flow.errors import InternalError, OpError
 from m2flow.macro.arguments import Argument
 from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call
-from m2flow.samples import Batch, Column, Ragged, Sample
+from m2flow.samples import Batch, Column, Ragged, Sample, keyed_bits
 
 _ATOMS = (str, int, float, bool, bytes, type(None), Snapshot)
 
@@ -93,8 +92,7 @@ class Arguments:
         """Of the run, the op, how often it had these samples before, and who the unit's samples are: by the draw that they came from."""
         samples = unit if isinstance(unit, list) else [unit]
         who = [str(s["seed"] if "seed" in self.rows else s.id.pack()) + f".{s.id.index}" for s in samples]
-        text = f"{self._run_seed}/{self._call.name}/{self._call.options['repeat']}/{','.join(who)}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return keyed_bits(self._run_seed, self._call.name, self._call.options["repeat"], ",".join(who))
 
 
 def _item(column: Column, row: int) -> object:

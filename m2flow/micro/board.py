@@ -21,7 +21,7 @@ from m2flow.micro.roster import TaskState, WorkerState
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
 from m2flow.micro.whereabouts import Whereabouts
-from m2flow.samples import SampleId, group_key, make_ids
+from m2flow.samples import SampleId, by_group, make_ids
 
 
 class Board:
@@ -180,14 +180,11 @@ class Board:
                 self._prepare(self.calls[consumer])
 
     def _progress(self, call: Call, stage: Stage, ids: Iterable[int]) -> UpdateProgress:
-        groups: dict[int, list[int]] = {}
-        for row in ids:
-            groups.setdefault(group_key(row), []).append(row)
         size, epochs = call.options["minibatch_size"], call.options["epochs"]
         assert size is None or isinstance(size, int)
         assert isinstance(epochs, int)
         return UpdateProgress(
-            [Group(key, tuple(rows)) for key, rows in groups.items()],
+            [Group(key, tuple(rows)) for key, rows in by_group(ids).items()],
             minibatch_size=size,
             epochs=epochs,
             token_budget=stage.token_budget,
@@ -211,9 +208,9 @@ class Board:
                 other.arrived(rows, state.num_tokens)
                 self._queue(other)
         if state.refill is not None:
-            if state.call.drops:
-                self.judge(state, rows, True) if rows else None
-                self.judge(state, gone, False) if gone and not state.is_over else None
+            for verdict, judged in ((True, rows), (False, gone)):
+                if state.call.drops and judged and not state.is_over:
+                    self.judge(state, judged, verdict)
         elif is_cut(state.call.options) and state.failure is None:
             self._cut(state)
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
@@ -224,9 +221,7 @@ class Board:
 
     def _cut(self, state: CallState) -> None:
         """End a generation that has enough whole groups, and give up the samples of the others."""
-        groups: dict[int, list[int]] = {}
-        for row in state.ids:
-            groups.setdefault(group_key(row), []).append(row)
+        groups = by_group(state.ids)
         whole = [rows for rows in groups.values() if state.done.issuperset(rows)]
         wanted = num_wanted(state.call.options, len(groups))
         if len(whole) < wanted:

@@ -7,7 +7,6 @@ where something is done, but not what.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import json
 import math
@@ -20,7 +19,7 @@ from m2flow.errors import InternalError, M2FlowError, OpError, RewardError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import TWICE
 from m2flow.recipe import Sampling
-from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment
+from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment, keyed_bits
 
 
 def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) -> int:
@@ -31,8 +30,7 @@ def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) 
         origin: the prompt's `seed`: of a dataset's row which draw it was, of a prompt made from a sample that sample's.
         index: the sample's place in its group.
     """
-    text = f"{run_seed}/{role}/{repeat}/{origin}/{index}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return keyed_bits(run_seed, role, repeat, origin, index)
 
 
 def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> list[Request]:

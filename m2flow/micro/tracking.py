@@ -16,7 +16,7 @@ from m2flow.macro.late import is_cut
 from m2flow.micro.plan import Stage
 from m2flow.micro.refilling import Refill
 from m2flow.micro.updating import UpdateProgress
-from m2flow.samples import group_key
+from m2flow.samples import by_group, group_key
 
 _EVERYTHING = -1
 
@@ -140,7 +140,7 @@ class CallState:
         """Group -> its mini-batch, by identity: the first `minibatch_size` groups are the first one."""
         size = self.call.options["minibatch_size"]
         assert isinstance(size, int)
-        return {key: place // size for place, key in enumerate(sorted({group_key(row) for row in ids}))}
+        return {key: place // size for place, key in enumerate(sorted(by_group(ids)))}
 
     def unit_of(self, row: int) -> int:
         """The unit that one of its rows belongs to."""
