@@ -158,7 +158,7 @@ def granularity_closure(patch: Patch) -> None:
 
 
 def whole_groups(patch: Patch) -> None:
-    patch.setattr(board, "group_key", lambda row: row)
+    patch.setattr(board, "by_group", lambda ids: {row: [row] for row in ids})
     patch.setattr(tracking, "group_key", lambda row: row)
 
 
