@@ -17,7 +17,8 @@ from m2flow import (
     op,
 )
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.answers import Answer
+from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "level": i % 3, "kind": ["easy", "hard"][i % 2]} for i in range(12)]
 SPEC = ClusterSpec(

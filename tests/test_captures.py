@@ -20,7 +20,8 @@ from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Site
 from m2flow.macro.tracing import trace
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.answers import Answer
+from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(8)]
 SPEC = ClusterSpec(

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, ppo_clip, steps
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.answers import Answer
+from m2flow.testing.world import run_eager, run_planned
 
 DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
 PROMPTS = [{"prompt": f"{i * 7919 % 10000}="} for i in range(6)]

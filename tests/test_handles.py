@@ -12,7 +12,8 @@ from m2flow.macro.graph import Call, Observation
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.answers import Answer
+from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i}=", "target": str(i)} for i in range(6)]
 SPEC = ClusterSpec(

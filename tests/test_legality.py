@@ -20,9 +20,11 @@ from m2flow.micro import messages as m
 from m2flow.micro.plan import Stage
 from m2flow.micro.rollout_desk import RolloutDesk
 from m2flow.micro.tracking import CallState
+from m2flow.micro.versions import Versions
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.answers import Answer
 from m2flow.testing.random_programs import difference_of
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.world import run_eager, run_planned
 
 Patch = pytest.MonkeyPatch
 ROWS = [{"prompt": f"{i * 7919 % 1000}=", "target": str(i)} for i in range(6)]
@@ -188,7 +190,7 @@ def reads_wait_for_writes(patch: Patch) -> None:
 
 
 def writes_wait_for_reads(patch: Patch) -> None:
-    patch.setattr(board.Board, "reads_before", lambda self, call: iter(()))
+    patch.setattr(Versions, "reads_before", lambda self, call: iter(()))
 
 
 def writes_wait_for_writes(patch: Patch) -> None:

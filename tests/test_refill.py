@@ -7,8 +7,9 @@ from test_same_answer import ROWS
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.macro.refill import informative
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.answers import Answer
 from m2flow.testing.random_programs import clusters
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.world import run_eager, run_planned
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -20,7 +20,8 @@ from m2flow.macro.session import Backend
 from m2flow.micro.records import read_record
 from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.answers import Answer
+from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * i}="} for i in range(11)]
 SPEC = ClusterSpec(device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))

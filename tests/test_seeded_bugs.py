@@ -26,7 +26,8 @@ from m2flow.micro.worker import Worker
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.answers import Answer
+from m2flow.testing.world import run_eager, run_planned
 
 Patch = pytest.MonkeyPatch
 Case = tuple[Flow, dict[str, int], ClusterSpec, int]

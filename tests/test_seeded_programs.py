@@ -23,11 +23,13 @@ from m2flow.micro import messages as m
 from m2flow.micro.refilling import Refill, RefillEnd
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import UpdateProgress
+from m2flow.micro.versions import Versions
 from m2flow.samples import Batch, group_key, prompt_positions
 from m2flow.spec import ClusterSpec
+from m2flow.testing.answers import Answer
 from m2flow.testing.programs import Program
 from m2flow.testing.random_programs import clusters, difference_of, programs
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.world import run_eager, run_planned
 
 Patch = pytest.MonkeyPatch
 many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], derandomize=True, database=None)
@@ -211,7 +213,7 @@ def a_second_answer_is_the_first(patch: Patch) -> None:
 
 def log_probabilities_of_later_weights(patch: Patch) -> None:
     """An update does not wait for those who read what it replaces."""
-    patch.setattr(board.Board, "reads_before", lambda self, call: iter(()))
+    patch.setattr(Versions, "reads_before", lambda self, call: iter(()))
 
 
 def a_call_is_forgotten_while_it_is_needed(patch: Patch) -> None:

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
 from m2flow.macro.tracing import trace
 from m2flow.micro import rollout_desk, training, workbench
-from m2flow.micro.board import Board
 from m2flow.micro.train_desk import TrainDesk
+from m2flow.micro.versions import Versions
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
+from m2flow.testing.answers import Answer
 from m2flow.testing.random_programs import clusters
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
 
@@ -241,7 +242,7 @@ def test_weights_are_not_published_in_the_middle_of_an_update(monkeypatch):
     """An update of several optimiser steps passes through weights that are no version."""
     options = {"lag": 2, "num_steps": 5, "batch": 4, "minibatch": 1}
     spec = SPLIT.model_copy(update={"rollout": RolloutSpec(engine="fake", workers=3, max_running=2)})
-    monkeypatch.setattr(Board, "replace_weights", lambda self, role: None)
+    monkeypatch.setattr(Versions, "replace_weights", lambda self, role: None)
     planned = (run_planned(PLAIN, options, spec, order_seed=order_seed) for order_seed in range(20))
     assert any(run_eager(PLAIN, options, spec, decisions=answer.decisions) != answer for answer in planned)
 

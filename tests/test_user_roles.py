@@ -19,10 +19,12 @@ from m2flow.micro.board import Board
 from m2flow.micro.events import CallAdded, FromWorker, Send, Sourced
 from m2flow.micro.lowering import lower
 from m2flow.micro.scheduler import Scheduler
+from m2flow.micro.versions import Versions
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.answers import Answer
 from m2flow.testing.random_programs import clusters
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.world import run_eager, run_planned
 
 Patch = pytest.MonkeyPatch
 some = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -121,7 +123,7 @@ def states() -> None:
 
 
 def no_write_waits_for_readers(patch: Patch) -> None:
-    patch.setattr(Board, "reads_before", lambda self, call: iter(()))
+    patch.setattr(Versions, "reads_before", lambda self, call: iter(()))
 
 
 def no_call_waits_for_writers(patch: Patch) -> None:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from m2flow.errors import M2FlowError, OpError
-from m2flow.macro.graph import Call, Effect
+from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut, num_wanted
 from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
@@ -20,6 +20,7 @@ from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
 from m2flow.micro.roster import TaskState, WorkerState
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
+from m2flow.micro.versions import Versions
 from m2flow.micro.whereabouts import Whereabouts
 from m2flow.samples import SampleId, by_group, make_ids
 
@@ -41,12 +42,7 @@ class Board:
         }
         self.commands: list[Command] = []
         self._num_tasks = 0
-        self._writers: dict[str, dict[int, int]] = {}
-        """Resource -> version -> the call that writes it, unless that is done and a newer one is known."""
-        self._readers: dict[str, list[CallState]] = {}
-        """Resource -> calls that read it, in program order."""
-        self._trained: dict[str, int] = {}
-        self._replacing: set[str] = set()
+        self.versions = Versions()
         self._consumers: dict[int, list[int]] = {}
         self._rows = Whereabouts()
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
@@ -67,7 +63,7 @@ class Board:
     def add_call(self, call: Call, stage: Stage) -> CallState:
         """Take a call in: find what it waits for, and count what is there already."""
         inputs = [ref.call for _, ref in call.inputs]
-        written = [(e, version, c) for e in call.reads for version, c in self._writers.get(e.resource, {}).items() if version <= e.version]
+        written = self.versions.written_for(call)
         needs = {*inputs, *(c for e, version, c in written if version <= e.first)}
         before = needs | {c for _, _, c in written}
         aligned = tuple(c for c in inputs if self.calls[c].call.is_aligned)
@@ -80,14 +76,10 @@ class Board:
         for needed in waits_for:
             self._waiting_for.setdefault(needed, []).append(state)
         if call.engine == "function":
-            state.follows = {reader.call.ordinal for reader in self.reads_before(call)}
+            state.follows = {reader.call.ordinal for reader in self.versions.reads_before(call)}
             for followed in state.follows:
                 self._followers.setdefault(followed, []).append(state)
-        for effect in call.reads:
-            self._readers.setdefault(effect.resource, []).append(state)
-        for effect in call.writes:
-            known = self._writers.get(effect.resource, {})
-            self._writers[effect.resource] = {v: c for v, c in known.items() if not self._is_done(c)} | {effect.version: call.ordinal}
+        self.versions.add(state, self._is_done)
         failed = min((self._errors[c] for c in before if c in self._errors), key=lambda found: found[0], default=None)
         if failed is not None:
             self.fail(state, failed[1], root=failed[0])
@@ -236,10 +228,7 @@ class Board:
         """A call is done."""
         state.is_done = True
         state.value = value
-        if state.call.engine == "train":
-            for effect in state.call.writes:
-                self._trained[state.call.role] = effect.version
-            self._replacing.discard(state.call.role)
+        self.versions.done(state.call)
         self._leave(state)
         if state.result is None:
             state.result = sorted(state.done)
@@ -337,28 +326,6 @@ class Board:
                 self._shown.discard(ordinal)
                 self._consumers.pop(ordinal, None)
                 del self.calls[ordinal]
-
-    def newest(self, role: str) -> int:
-        """The role's newest version that is there."""
-        return self._trained.get(role, 0)
-
-    def trained(self, role: str) -> int | None:
-        """The version that the role's trainer holds; None between the first optimiser step of an update and its last."""
-        return None if role in self._replacing else self.newest(role)
-
-    def replace_weights(self, role: str) -> None:
-        """An optimiser step was given out: the trainer's weights are no version until the update is done."""
-        self._replacing.add(role)
-
-    def reads_before(self, call: Call) -> Iterator[CallState]:
-        """Earlier calls, not over, that read a version which this call replaces."""
-        for effect in call.writes:
-            readers = self._readers[effect.resource] = [s for s in self._readers.get(effect.resource, ()) if not s.is_over]
-            for state in readers:
-                if state.call.ordinal >= call.ordinal:
-                    break
-                if Effect(effect.resource, effect.version - 1) in state.call.reads:
-                    yield state
 
     def _unfinished(self) -> Iterator[CallState]:
         for states in self.active.values():

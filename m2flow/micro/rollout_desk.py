@@ -93,7 +93,7 @@ class RolloutDesk:
         """The earliest call with samples left to hand out. One that no version is there for is passed over: what it waits for may be
         what later calls make."""
         for state in self._calls(role):
-            if self._has_left(state) and window(state.call)[0] <= self._board.newest(role):
+            if self._has_left(state) and window(state.call)[0] <= self._board.versions.newest(role):
                 return state
         return None
 
@@ -101,7 +101,7 @@ class RolloutDesk:
         """The newest version that this worker could take now and the call may use; the one that it holds if there is none."""
         held = worker.held.get(role, 0)
         if role in worker.roles["train"]:
-            found = self._board.trained(role)
+            found = self._board.versions.trained(role)
         else:
             found = self._published[role][0] if role in self._published else None
         return found if found is not None and found > held and _may_use(first, found) else held
@@ -125,7 +125,7 @@ class RolloutDesk:
 
     def _awaited(self, role: str) -> int | None:
         """The trainer's version, if the earliest generate call with samples left may use it."""
-        first, trained = self._first(role), self._board.trained(role)
+        first, trained = self._first(role), self._board.versions.trained(role)
         if first is None or first.waits_for or not first.is_prepared:
             return None
         return trained if trained and _may_use(first, trained) else None

@@ -61,7 +61,7 @@ class TrainDesk:
 
     def _may_replace(self, state: CallState) -> bool:
         """Whether every earlier reader of the weights that the update replaces has had them."""
-        for reader in self._board.reads_before(state.call):
+        for reader in self._board.versions.reads_before(state.call):
             if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
                 return False
         return True
@@ -74,7 +74,7 @@ class TrainDesk:
             self._board.bring_inputs(state, step.ids, worker.name)
             self._board.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
         else:
-            self._board.replace_weights(call.role)
+            self._board.versions.replace_weights(call.role)
             self._board.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
 
     def _copy(self, worker: WorkerState, state: CallState) -> None:

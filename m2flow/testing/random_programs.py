@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import programs as p
-from m2flow.testing.world import Answer, run_eager, run_planned
+from m2flow.testing.answers import Answer
+from m2flow.testing.world import run_eager, run_planned
 
 _small = st.integers(0, 2)
 _roles = st.integers(0, 1)

@@ -12,8 +12,7 @@ import os
 import random
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -47,40 +46,19 @@ from m2flow.micro.inprocess import InProcess
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.plan import WorkerPlan
 from m2flow.micro.scheduler import Scheduler
-from m2flow.micro.segments import Place, read_segment
+from m2flow.micro.segments import read_segment
 from m2flow.micro.settling import Settling
 from m2flow.micro.store import RowStore
 from m2flow.micro.worker import Worker, WorkerSettings
-from m2flow.observe.spans import SpanBlock
 from m2flow.recipe import Model
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
+from m2flow.testing.answers import Answer, Notes, samples_of
 
 MAX_TURNS = 2_000_000
 """Turns without an end that count as a deadlock, though somebody still moves."""
 _LOOKS_AFTER = 200
 """Turns after which it is asked whether anybody still has something to do."""
-
-
-@dataclass
-class Answer:
-    """What a run came to: everything that must not depend on the plan."""
-
-    samples: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Identity -> token ids, versions."""
-    rewards: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(call, sample) -> reward."""
-    consumed: list[tuple[int, int, int]] = field(default_factory=list)
-    """(update call, epoch, sample), sorted."""
-    logs: list[tuple[int, str, float]] = field(default_factory=list)
-    decisions: dict[int, int] = field(default_factory=dict)
-    """Sample -> version of the weights that generated it, where that depended on time."""
-    weights: dict[str, str] = field(default_factory=dict)
-    """Role -> digest of its trained weights."""
-    error: str = ""
-    """The error that the flow ended with."""
-    where: str = ""
-    """The line that it names, and how the program got there."""
 
 
 class _Link:
@@ -301,12 +279,6 @@ class World(Backend):
         link.to_worker.append(m.encode(message))
 
 
-def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Identity -> token ids, versions."""
-    tokens, versions = rows.ragged("tokens"), rows.ragged("versions")
-    return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
-
-
 def _itself(backend: Backend) -> Backend:
     return backend
 
@@ -371,7 +343,7 @@ def run_eager(
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = lower(graph, models, spec, deterministic=deterministic)
     with tempfile.TemporaryDirectory() as directory:
-        notes = _Notes(Path(directory))
+        notes = Notes(Path(directory))
         settings = RunSettings(seed=seed, deterministic=deterministic)
         performer = InProcess(plan, spec, settings, models, Path(directory), notes, decisions)
         performer.open()
@@ -385,50 +357,6 @@ def run_eager(
         performer.close()
     notes.answer.consumed.sort()
     return notes.answer
-
-
-class _Notes:
-    """Keeps what a run writes down."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.answer = Answer()
-        self._run_dir = run_dir
-
-    def call_added(self, call: Call) -> None:
-        pass
-
-    def samples_done(
-        self,
-        call: Call,
-        ids: Sequence[int],
-        num_tokens: Sequence[int],
-        num_generated: Sequence[int],
-        finish: Sequence[int],
-        place: Place,
-        example: Sequence[str],
-    ) -> None:
-        self.answer.samples.update(samples_of(read_segment(self._run_dir / "segments", place)))
-
-    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
-        self.answer.rewards.update(((call.ordinal, packed), value) for packed, value in zip(ids, values, strict=True))
-
-    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
-        self.answer.decisions.update(zip(ids, versions, strict=True))
-
-    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
-        self.answer.consumed += [(call.ordinal, epoch, packed) for packed in ids]
-
-    def call_done(self, call: Call, value: object) -> None:
-        pass
-
-    def logged(self, step: int, name: str, value: float) -> None:
-        self.answer.logs.append((step, name, value))
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def spans(self, block: SpanBlock) -> None:
-        pass
 
 
 def _worker_settings(

@@ -1,0 +1,83 @@
+"""What a run came to, as far as it must not depend on the plan: what eager and planned runs are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m2flow.macro.graph import Call
+from m2flow.micro.segments import Place, read_segment
+from m2flow.observe.spans import SpanBlock
+from m2flow.samples import Batch
+
+
+@dataclass
+class Answer:
+    """What a run came to: everything that must not depend on the plan."""
+
+    samples: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Identity -> token ids, versions."""
+    rewards: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(call, sample) -> reward."""
+    consumed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(update call, epoch, sample), sorted."""
+    logs: list[tuple[int, str, float]] = field(default_factory=list)
+    decisions: dict[int, int] = field(default_factory=dict)
+    """Sample -> version of the weights that generated it, where that depended on time."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Role -> digest of its trained weights."""
+    error: str = ""
+    """The error that the flow ended with."""
+    where: str = ""
+    """The line that it names, and how the program got there."""
+
+
+def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Identity -> token ids, versions."""
+    tokens, versions = rows.ragged("tokens"), rows.ragged("versions")
+    return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
+
+
+class Notes:
+    """Keeps what an eager run writes down (`m2flow.micro.inprocess.Notes`, `m2flow.macro.eager.Journal`)."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.answer = Answer()
+        self._run_dir = run_dir
+
+    def call_added(self, call: Call) -> None:
+        pass
+
+    def samples_done(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        finish: Sequence[int],
+        place: Place,
+        example: Sequence[str],
+    ) -> None:
+        self.answer.samples.update(samples_of(read_segment(self._run_dir / "segments", place)))
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
+        self.answer.rewards.update(((call.ordinal, packed), value) for packed, value in zip(ids, values, strict=True))
+
+    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
+        self.answer.decisions.update(zip(ids, versions, strict=True))
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
+        self.answer.consumed += [(call.ordinal, epoch, packed) for packed in ids]
+
+    def call_done(self, call: Call, value: object) -> None:
+        pass
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self.answer.logs.append((step, name, value))
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def spans(self, block: SpanBlock) -> None:
+        pass
