@@ -70,6 +70,50 @@ class ChannelSpec(_Strict):
     """The controller's port with `tcp`; by default one that is free."""
 
 
+class PoolSpec(_Strict):
+    """Devices of one kind."""
+
+    device: str
+    """A name of the device list, like `h100`; `m2flow engines` says where it is and how to add one."""
+    nodes: int = Field(1, ge=1)
+    devices_per_node: int = Field(8, ge=1)
+    memory_gib: float | None = Field(None, gt=0)
+    """Of each device; by default what the device list says."""
+    host_memory_gib: float | None = Field(None, gt=0)
+    """Of each node, for what engines offload; by default what the device list says."""
+    link_gb_s: float | None = Field(None, gt=0)
+    """Between the devices of a node, in each direction, 10^9 bytes a second; by default what the device list says."""
+    network_gb_s: float | None = Field(None, gt=0)
+    """Of a node to the others, in each direction, 10^9 bytes a second; by default what the device list says."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+class LayoutSpec(_Strict):
+    """What of a parallel layout is fixed; what is left out is the planner's choice."""
+
+    tp: int | None = Field(None, ge=1)
+    pp: int | None = Field(None, ge=1)
+    sp: int | None = Field(None, ge=1)
+    dp: int | None = Field(None, ge=1)
+    ep: int | None = Field(None, ge=1)
+    zero: Literal[0, 1, 2, 3] | None = None
+
+
+class PinSpec(_Strict):
+    """What is fixed for one engine of the flow; what is left out is the planner's choice."""
+
+    pool: str | None = None
+    devices: tuple[int, int] | None = None
+    """The first device of the pool and the one after the last: [0, 8] are the first eight."""
+    num_devices: int | None = Field(None, ge=1)
+    layout: LayoutSpec = LayoutSpec()
+    offload: bool | None = None
+    """Whether its optimiser lives in the host's memory."""
+
+
 class ClusterSpec(_Strict):
     """The machines, and what runs on them."""
 
@@ -82,6 +126,12 @@ class ClusterSpec(_Strict):
     """CPU cores to share out; by default those that this process may use."""
     placement: Literal["time-shared", "split"] = "time-shared"
     """Rollout and training take turns on the same device, or each has its own."""
+    pools: dict[str, PoolSpec] = {}
+    """The devices to plan for and to simulate, by kind. Empty: this machine, as `device` and `cores` say."""
+    pin: dict[str, PinSpec] = {}
+    """What is fixed for an engine, by role and kind: `policy.rollout`, `policy.train`, or for both: `policy`."""
+    may_offload: bool = True
+    """Whether engines that take turns may put what they keep into the host's memory; otherwise all of it must fit beside the others."""
     rollout: RolloutSpec = RolloutSpec()
     train: TrainSpec = TrainSpec()
     functions: FunctionSpec = FunctionSpec()

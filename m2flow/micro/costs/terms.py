@@ -1,0 +1,204 @@
+"""The words of the cost model: what a plan's time and memory are made of, in SI units.
+
+    devices, model shapes, a profile --(the other files of this package)--> Costs --> search, simulator
+
+Data only. `Costs` is what the search and the simulator ask; who answers (a profile that was measured, or a model of the hardware)
+is told by each constant's source. Seconds, bytes, tokens; never milliseconds, GiB or steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+EngineKind = Literal["rollout", "train"]
+
+
+class Constant(msgspec.Struct, frozen=True):
+    """A number with its unit and where it is from."""
+
+    value: float
+    unit: str
+    source: str
+    """`measured: ...` or `modelled: ...`, with the formula or the data sheet."""
+
+
+class Layout(msgspec.Struct, frozen=True, order=True):
+    """How one engine lies on its devices. A replica has `tp * pp * sp` devices; there are `dp` of them."""
+
+    tp: int = 1
+    """Tensor parallel."""
+    pp: int = 1
+    """Pipeline parallel."""
+    sp: int = 1
+    """Sequence parallel (Ulysses)."""
+    dp: int = 1
+    """Replicas. Of a rollout engine: instances."""
+    ep: int = 1
+    """Expert parallel; lies within the others and adds no devices."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage: what the replicas of a trainer shard."""
+    offload: bool = False
+    """A trainer's optimiser lives in the host's memory and is stepped there."""
+
+    @property
+    def num_replica_devices(self) -> int:
+        return self.tp * self.pp * self.sp
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_replica_devices * self.dp
+
+    def __str__(self) -> str:
+        names = [f"{name}{value}" for name in ("tp", "pp", "sp", "ep", "dp") if (value := getattr(self, name)) > 1]
+        names += [f"zero{self.zero}"] if self.zero else []
+        return "x".join(names + ["offload"] * self.offload) or "one device"
+
+
+class EngineId(msgspec.Struct, frozen=True, order=True):
+    """An engine of the flow: whose model, and what for."""
+
+    role: str
+    kind: EngineKind
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.kind}"
+
+
+class DecodeCost(msgspec.Struct, frozen=True):
+    """One rollout instance. A step that decodes one token for each of b samples takes `step_s + b * sample_s`.
+
+    Source:
+        Affine in the batch below the saturation batch: weights are read once a step, caches once a sample.
+    """
+
+    step_s: float
+    sample_s: float
+    """At the mean context of the samples."""
+    prefill_token_s: float
+    max_running: int
+    """Samples that fit the cache at their mean length, or that the engine allows, whichever is less."""
+
+    def seconds(self, num_running: float) -> float:
+        return self.step_s + num_running * self.sample_s
+
+
+class PassCost(msgspec.Struct, frozen=True):
+    """A forward pass (log-probabilities, values, scores), or a forward and a backward pass, over samples of s tokens on one trainer with
+    all its devices: `fixed_s` a micro-batch, and `token_s * s + token2_s * s**2` a sample."""
+
+    fixed_s: float
+    token_s: float
+    token2_s: float
+
+    def seconds(self, lengths: Sequence[int], num_microbatches: int = 1) -> float:
+        return num_microbatches * self.fixed_s + sum(self.token_s * s + self.token2_s * s * s for s in lengths)
+
+
+class TrainCost(msgspec.Struct, frozen=True):
+    """One trainer with all its devices."""
+
+    forward: PassCost
+    update: PassCost
+    """Forward and backward."""
+    optimizer_s: float
+    """One optimiser step, gradients' reduction included."""
+
+
+class FunctionCost(msgspec.Struct, frozen=True):
+    """A reward or an op on one unit of its granularity, in one process."""
+
+    quantiles_s: tuple[float, ...]
+    """Latency at evenly spaced probabilities from 0 to 1, ends included: the whole distribution, slow calls too."""
+    concurrency: int = 1
+    """Units that a process works on at once."""
+
+    @property
+    def mean_s(self) -> float:
+        """Of the distribution that is linear between the quantiles."""
+        q = self.quantiles_s
+        return sum((a + b) / 2 for a, b in itertools.pairwise(q)) / (len(q) - 1) if len(q) > 1 else q[0]
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """Bytes on each device of an engine, by class of tensor."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kv: int = 0
+    """What the engine's cache must have, at the least that the plan counts with."""
+    activations: int = 0
+    host: int = 0
+    """In the host's memory, for each device, while the engine has the device."""
+
+    @property
+    def device_bytes(self) -> int:
+        """While the engine works."""
+        return self.weights + self.gradients + self.optimizer + self.kv + self.activations
+
+    @property
+    def kept_bytes(self) -> int:
+        """What must outlive a switch, on the device or on the host: caches and activations are dropped and rebuilt."""
+        return self.weights + self.gradients + self.optimizer
+
+
+class Switch(msgspec.Struct, frozen=True):
+    """What handing a device from one engine to another takes: `leave` what it has, `come` back to it. `is_resident`: both stay."""
+
+    leave_s: float
+    come_s: float
+    is_resident: bool = False
+
+
+class Costs(ABC):
+    """Answers every question about time and memory of one flow on one cluster. `pool` is a name of `ClusterSpec.pools`."""
+
+    @abstractmethod
+    def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
+        """The legal ones on exactly this many devices, memory not asked. Empty if there is none."""
+
+    @abstractmethod
+    def unit(self, engine: EngineId, pool: str) -> int:
+        """Devices of the smallest legal layout that fits the memory: the grain of the search. 0 if none fits."""
+
+    @abstractmethod
+    def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost: ...
+
+    @abstractmethod
+    def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost: ...
+
+    @abstractmethod
+    def function(self, call: str) -> FunctionCost:
+        """Of a call on functions, by its name (`reward.score`)."""
+
+    @abstractmethod
+    def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint: ...
+
+    @abstractmethod
+    def device_bytes(self, pool: str) -> int:
+        """What engines may have of a device's memory."""
+
+    @abstractmethod
+    def host_bytes(self, pool: str) -> int:
+        """What engines may have of the host's memory, for each device."""
+
+    @abstractmethod
+    def switch(self, engine: EngineId, pool: str, footprint: Footprint) -> Switch:
+        """What it takes the engine to leave its devices and to come back to them."""
+
+    @abstractmethod
+    def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
+        """New weights from the trainer (pool, layout) to all its rollout instances."""
+
+    @abstractmethod
+    def hop_s(self, num_bytes: float, source: str, target: str) -> float:
+        """Samples from one worker to another, by pool; `""` is a process on the host."""
+
+    @abstractmethod
+    def constants(self) -> dict[str, Constant]:
+        """Every constant in use, by a dotted name (`policy.rollout.step_s`), with its source: what `m2flow plan` prints."""
