@@ -21,9 +21,11 @@ from m2flow.micro.arithmetic import arithmetic
 from m2flow.micro.chunking import chunk
 from m2flow.micro.legality import legal_stages
 from m2flow.micro.packing import pack
-from m2flow.micro.placement import check_place, check_places, place_stages, place_workers, places
+from m2flow.micro.placement import check_place, check_places, device_of, place_stages, place_workers, places
 from m2flow.micro.plan import Plan, Route, Stage, WorkerPlan
 from m2flow.micro.routing import route
+from m2flow.micro.search.choice import Choice
+from m2flow.micro.seating import seat_chunks, seat_workers
 from m2flow.micro.syncs import plan_switches, plan_syncs
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
@@ -34,15 +36,28 @@ _MOST_SEGMENTS = 10_000
 """Structures that are remembered at most: a flow may make a new one in each step."""
 
 
-def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, num_steps: int = 0, deterministic: bool = False) -> Plan:
+def lower(
+    graph: MacroGraph,
+    models: Mapping[str, Model],
+    spec: ClusterSpec,
+    *,
+    num_steps: int = 0,
+    deterministic: bool = False,
+    choice: Choice | None = None,
+) -> Plan:
     """The plan of a run. Placement, stages and routes come from the first step; the arithmetic from all that was traced.
+
+    With a `choice`, processes are placed as it says; without one by the rule of the spec's `placement`.
 
     Raises:
         PlanError: some call has no legal place.
     """
     first = graph.first_steps(1)
-    workers = place_workers(graph, models, spec, deterministic=deterministic)
-    routes, stages = _stages(first, workers, spec)
+    if choice is None:
+        workers = place_workers(graph, models, spec, deterministic=deterministic)
+    else:
+        workers = seat_workers(choice, spec, device_of(spec))
+    routes, stages = _stages(first, workers, spec, choice)
     names = graph.names()
     first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}  # Of a loop's line, that of its first turn.
     notes = tuple(
@@ -52,7 +67,7 @@ def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, 
     return Plan(
         flow=graph.flow,
         cluster=spec.name,
-        mode=spec.placement,
+        mode=spec.placement if choice is None else choice.mode,
         structure=first.structure_hash(),
         workers=workers,
         stages=stages,
@@ -61,6 +76,7 @@ def lower(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, 
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
         notes=notes + asynchrony(graph, names),
+        choice=choice,
     ).verify()
 
 
@@ -125,7 +141,7 @@ class Lowering:
         wanted = {call.ordinal for call in calls}
         needed = wanted | {consumer.ordinal for ordinal in wanted for consumer in segment.consumers(ordinal)}
         part = MacroGraph(segment.flow, tuple(_structural(call) for call in segment.calls if call.ordinal in needed))
-        stages = _stages(part, self._plan.workers, self._spec)[1]
+        stages = _stages(part, self._plan.workers, self._spec, self._plan.choice)[1]
         return [stage for call, stage in zip(part.calls, stages, strict=True) if call.ordinal in wanted]
 
 
@@ -145,10 +161,12 @@ def _structural(call: Call) -> Call:
     return replace(call, options=_Structural({name: value for name, value in call.options.items() if name in STRUCTURAL}))
 
 
-def _stages(graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
+def _stages(
+    graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec, choice: Choice | None
+) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
     check_places(graph, workers)
     stages = legal_stages(graph)
-    stages = place_stages(stages, workers)
-    stages = chunk(stages, spec)
+    stages = place_stages(graph, stages, workers)
+    stages = chunk(stages, spec) if choice is None else seat_chunks(chunk(stages, spec), choice)
     stages = pack(stages, spec)
     return route(graph, stages, spec)

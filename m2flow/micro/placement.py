@@ -38,7 +38,7 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     ]
     rollout = tuple(EngineSlot(role, "rollout", spec.rollout.engine) for role in sampled)
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
-    device = _device(spec)
+    device = device_of(spec)
     is_shared = spec.placement == "time-shared"
     num_device_workers = spec.rollout.workers if is_shared or not train else spec.rollout.workers + 1
     share = max(1, spec.num_cores // max(num_device_workers, 1))
@@ -83,10 +83,12 @@ def check_place(call: Call, hosted: frozenset[tuple[str, str]]) -> None:
         )
 
 
-def place_stages(stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
-    """Each stage with the workers that host its kind of engine; with the one that has the state it works on, if it does."""
-    hosts = {kind: _hosts(kind, workers) for kind in {stage.engine for stage in stages}}
-    return tuple(msgspec.structs.replace(s, workers=_home(s.state, hosts[s.engine]) if s.state else hosts[s.engine]) for s in stages)
+def place_stages(graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...]) -> tuple[Stage, ...]:
+    """Each stage with the workers that host its role's engine; with the one that has the state it works on, if it does."""
+    roles = ["*" if call.engine == "function" else call.role for call in graph.calls]
+    hosts = {key: _hosts(*key, workers) for key in {(stage.engine, role) for stage, role in zip(stages, roles, strict=True)}}
+    found = (hosts[stage.engine, role] for stage, role in zip(stages, roles, strict=True))
+    return tuple(msgspec.structs.replace(s, workers=_home(s.state, at) if s.state else at) for s, at in zip(stages, found, strict=True))
 
 
 def _home(role: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
@@ -94,15 +96,15 @@ def _home(role: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
     return (hosts[zlib.crc32(role.encode()) % len(hosts)],) if hosts else ()
 
 
-def _hosts(kind: str, workers: tuple[WorkerPlan, ...]) -> tuple[str, ...]:
-    return tuple(w.name for w in workers if any(slot.kind == kind for slot in w.engines))
+def _hosts(kind: str, role: str, workers: tuple[WorkerPlan, ...]) -> tuple[str, ...]:
+    return tuple(w.name for w in workers if any(slot.kind == kind and slot.role == role for slot in w.engines))
 
 
 def _has(graph: MacroGraph, role: str, kind: str) -> bool:
     return any(call.role == role and call.engine == kind for call in graph.calls)
 
 
-def _device(spec: ClusterSpec) -> str:
+def device_of(spec: ClusterSpec) -> str:
     """`auto` is the first GPU where the driver shows one. Asked of the driver's device file, since torch is not loaded here."""
     if spec.device != "auto":
         return spec.device

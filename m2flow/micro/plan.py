@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from m2flow.errors import PlanError
+from m2flow.micro.search.choice import Choice
 
 
 class EngineSlot(msgspec.Struct, frozen=True):
@@ -97,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     flow: str
     cluster: str
-    mode: Literal["time-shared", "split"]
+    mode: Literal["time-shared", "split", "hybrid"]
     structure: str
     """Hash of the graph it was lowered from."""
     workers: tuple[WorkerPlan, ...]
@@ -107,6 +108,8 @@ class Plan(msgspec.Struct, frozen=True):
     switches: tuple[SwitchPlan, ...]
     arithmetic: tuple[Line, ...]
     notes: tuple[str, ...] = ()
+    choice: Choice | None = None
+    """What the placement comes from, where it was searched for."""
 
     def worker(self, name: str) -> WorkerPlan:
         return next(worker for worker in self.workers if worker.name == name)
