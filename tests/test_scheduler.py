@@ -6,6 +6,7 @@ worker does its tasks in order, except that generation goes on beside them.
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro.events import CONTROLLER, CallAdded, Event, Forgotten, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
 from m2flow.micro.lowering import Lowering, lower
-from m2flow.micro.plan import Stage
+from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.scheduler import Scheduler
 from m2flow.samples import Batch, group_key
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -70,9 +71,17 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 class Rig:
     """Workers that do nothing but say that they did, and a judge of all that they are told."""
 
-    def __init__(self, cluster: ClusterSpec, seed: int = 0, *, repeats: bool = False, fails: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        seed: int = 0,
+        *,
+        repeats: bool = False,
+        fails: tuple[int, ...] = (),
+        seated: Callable[[Plan], Plan] = lambda plan: plan,
+    ) -> None:
         graph, models, _ = trace(program, {}, steps=2)
-        self.plan = lower(graph, models, cluster)
+        self.plan = seated(lower(graph, models, cluster))
         self.calls: dict[int, Call] = {call.ordinal: call for call in graph.calls}
         self.stages: dict[int, Stage] = dict(zip(self.calls, Lowering(self.plan, cluster).stages(graph), strict=True))
         self.scheduler = Scheduler(self.plan)

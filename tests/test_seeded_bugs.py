@@ -14,7 +14,7 @@ import pytest
 from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
-from m2flow.micro import board, performing, rollout_desk, roster, tracking, training, workbench
+from m2flow.micro import board, leases, performing, rollout_desk, roster, tracking, training, workbench
 from m2flow.micro import messages as m
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.rollout_desk import RolloutDesk
@@ -239,7 +239,7 @@ def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:
 
 
 def a_lease_moves_while_its_owner_works(patch: Patch) -> None:
-    patch.setattr(roster.WorkerState, "is_idle", property(lambda self: True))
+    patch.setattr(leases.Lease, "is_idle", property(lambda self: True))
 
 
 BUGS = [

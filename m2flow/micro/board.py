@@ -14,6 +14,7 @@ from m2flow.macro.late import is_cut, num_wanted
 from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
 from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Forgotten, Reject, Resolve, Send
+from m2flow.micro.leases import Lease
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
 from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
@@ -34,12 +35,13 @@ class Board:
         self.active: dict[str, list[CallState]] = {"source": [], "rollout": [], "train": [], "function": []}
         """Kind of engine -> calls that are not over, in program order."""
         self.tasks: dict[int, TaskState] = {}
-        self.workers = {
-            w.name: WorkerState(
-                w.name, w.lease, {kind: tuple(s.role for s in w.engines if s.kind == kind) for kind in ("rollout", "train", "function")}
-            )
-            for w in plan.workers
-        }
+        self.leases = {w.lease: Lease(w.lease) for w in plan.workers if w.lease}
+        self.workers: dict[str, WorkerState] = {}
+        for w in plan.workers:
+            roles = {kind: tuple(s.role for s in w.engines if s.kind == kind) for kind in ("rollout", "train", "function")}
+            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles)
+            if w.lease:
+                self.leases[w.lease].join(w.name, frozenset(slot.kind for slot in w.engines))
         self.commands: list[Command] = []
         self._num_tasks = 0
         self.versions = Versions()
@@ -369,6 +371,8 @@ class Board:
     def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int = 0) -> None:
         """Give a worker a task."""
         worker.num_tasks[engine] += 1
+        if worker.lease is not None:
+            worker.lease.num_tasks += 1
         worker.num_running += rows
         self.tasks[task.number] = TaskState(worker.name, engine, task, rows)
         if task.call >= 0:
@@ -386,8 +390,11 @@ class Board:
         """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
         task = self.tasks.pop(number, None)
         if task is not None:
-            self.workers[task.worker].num_tasks[task.engine] -= 1
-            self.workers[task.worker].num_running -= task.rows_left
+            worker = self.workers[task.worker]
+            worker.num_tasks[task.engine] -= 1
+            worker.num_running -= task.rows_left
+            if worker.lease is not None:
+                worker.lease.num_tasks -= 1
         return task
 
     def bring(self, call: int, ids: Iterable[int], to: str) -> None:

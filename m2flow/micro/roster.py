@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from m2flow.micro import messages as m
+from m2flow.micro.leases import Lease
 
 
 @dataclass
@@ -23,17 +24,12 @@ class WorkerState:
     """A worker, as far as the scheduler cares."""
 
     name: str
-    lease: str
+    lease: Lease | None
+    """What it shares its device by, if it does."""
     roles: dict[str, tuple[str, ...]]
     """Kind of engine -> roles whose engine is here."""
-    owner: str = "rollout"
-    """The kind of engine that holds the lease."""
     num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
     num_running: int = 0
     """Samples that generate here, of all roles."""
     held: dict[str, int] = field(default_factory=dict)
     """Role -> version of the weights in its rollout engine here."""
-
-    @property
-    def is_idle(self) -> bool:
-        return not any(self.num_tasks.values())

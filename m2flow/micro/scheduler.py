@@ -9,6 +9,7 @@ next; this file turns events into state, and lets the desks speak, lease by leas
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from m2flow.errors import error_from_record
@@ -16,6 +17,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.board import Board
 from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
 from m2flow.micro.function_desk import FunctionDesk
+from m2flow.micro.leases import Lease
 from m2flow.micro.plan import Plan
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.roster import WorkerState
@@ -62,6 +64,8 @@ class Scheduler:
         if makes_work:
             for worker_state in board.workers.values():
                 self._dispatch(worker_state)
+            for lease in board.leases.values():
+                self._hand_over(lease)
         board.forget_unreachable()
         return board.commands
 
@@ -134,7 +138,8 @@ class Scheduler:
             case m.LoadWeights():
                 self._rollout.loaded(worker, task)
             case m.Switch(to=owner):
-                worker.owner = owner
+                assert worker.lease is not None
+                self._tell_to_switch(worker.lease.answered(worker.name), owner)
             case _:
                 pass
 
@@ -155,13 +160,23 @@ class Scheduler:
         return None
 
     def _leased_offer(self, worker: WorkerState) -> Offer | None:
-        """The owner's next task; or, when it has none in hand and none to begin, the lease to the other kind if that has."""
-        if any(isinstance(task.message, m.Switch) for task in self._board.tasks.values() if task.worker == worker.name):
-            return None
-        offer = self._desks[worker.owner].offer(worker)
-        if offer is not None or not worker.is_idle:
-            return offer
-        other = "train" if worker.owner == "rollout" else "rollout"
-        if self._desks[other].offer(worker) is None:
-            return None
-        return lambda: self._board.start(worker, "train", m.Switch(self._board.next_task(), -1, other))
+        """The next task of the kind that has the lease."""
+        assert worker.lease is not None
+        owner = worker.lease.owner
+        return self._desks[owner].offer(worker) if worker.roles[owner] and not worker.lease.is_moving else None
+
+    def _hand_over(self, lease: Lease) -> None:
+        """When the owner has no task in hand and none to begin, the lease goes to the other kind if that has."""
+        if lease.is_moving or not lease.is_idle:
+            return
+        workers = [self._board.workers[name] for name in lease.workers]
+        for worker in workers:  # Another worker's turn may have made work for one that was asked before.
+            self._dispatch(worker)
+        to = lease.other
+        desk = self._desks[to]
+        if lease.is_idle and any(worker.roles[to] and desk.offer(worker) is not None for worker in workers):
+            self._tell_to_switch(lease.move(), to)
+
+    def _tell_to_switch(self, workers: Iterable[str], to: str) -> None:
+        for name in workers:
+            self._board.start(self._board.workers[name], "train", m.Switch(self._board.next_task(), -1, to))

@@ -44,7 +44,7 @@ from m2flow.micro.events import (
 )
 from m2flow.micro.inprocess import InProcess
 from m2flow.micro.lowering import Lowering, lower
-from m2flow.micro.plan import WorkerPlan
+from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.scheduler import Scheduler
 from m2flow.micro.segments import read_segment
 from m2flow.micro.settling import Settling
@@ -283,6 +283,10 @@ def _itself(backend: Backend) -> Backend:
     return backend
 
 
+def _as_it_is(plan: Plan) -> Plan:
+    return plan
+
+
 def run_planned(
     flow: Flow,
     options: Mapping[str, object],
@@ -293,12 +297,13 @@ def run_planned(
     deterministic: bool = False,
     save_to: Path | None = None,
     around: Callable[[Backend], Backend] = _itself,
+    seated: Callable[[Plan], Plan] = _as_it_is,
 ) -> Answer:
     """Run a flow by the plan of a spec, with the interleaving of `order_seed`. Trained models are kept under `save_to`; the flow's
-    calls go to what `around` makes of the backend: a recorder, a replay.
+    calls go to what `around` makes of the backend: a recorder, a replay. `seated` may change who runs where.
     """
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
-    plan = lower(graph, models, spec, deterministic=deterministic)
+    plan = seated(lower(graph, models, spec, deterministic=deterministic))
     with tempfile.TemporaryDirectory() as directory:
         workers = {}
         for planned in plan.workers:
