@@ -18,7 +18,7 @@ import numpy as np
 from m2flow.errors import EngineError, InternalError, SpecError
 from m2flow.macro.graph import Call
 from m2flow.micro.segments import Place, read_segment
-from m2flow.samples import Batch, SampleId, Segment
+from m2flow.samples import Batch, Finish, SampleId, Segment
 
 _SCHEMA = """
 CREATE TABLE calls (ordinal INTEGER PRIMARY KEY, step INTEGER, name TEXT, site TEXT, state TEXT, error TEXT);
@@ -187,6 +187,28 @@ def read_decisions(run_dir: Path) -> dict[int, int]:
     except sqlite3.Error as error:
         raise SpecError(
             f"can't read the decisions of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
+def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]]:
+    """Of each sample that came in, whether it counted or not, in the order of identity: the call, the position of its prompt, the
+    step, tokens of its prompt and tokens generated, and whether it was cut (at its limit, or aborted).
+
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            rows = "SELECT call, prompt, step, num_tokens - num_generated, num_generated, finish FROM samples ORDER BY id"
+            for *numbers, finish in db.execute(rows):
+                call, prompt, step, num_prompt, num_generated = numbers
+                yield call, prompt, step, num_prompt, num_generated, finish != Finish.STOP
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
         ) from None
 
 
