@@ -124,8 +124,8 @@ class ClusterSpec(_Strict):
     """`cpu`, `cuda:0`, or `auto`: the first GPU if there is one."""
     cores: int | None = Field(None, ge=1)
     """CPU cores to share out; by default those that this process may use."""
-    placement: Literal["time-shared", "split"] = "time-shared"
-    """Rollout and training take turns on the same device, or each has its own."""
+    placement: Literal["time-shared", "split", "auto"] = "time-shared"
+    """Rollout and training take turns on the same device, or each has its own. `auto`: what the search predicts to be fastest."""
     pools: dict[str, PoolSpec] = {}
     """The devices to plan for and to simulate, by kind. Empty: this machine, as `device` and `cores` say."""
     pin: dict[str, PinSpec] = {}
@@ -138,6 +138,15 @@ class ClusterSpec(_Strict):
     channels: ChannelSpec = ChannelSpec()
     run_ahead_bytes: int = Field(2**30, ge=1)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
+
+    @property
+    def planned_pools(self) -> dict[str, PoolSpec]:
+        """What the planner places on: `pools`, or this machine as a pool named "". On a CPU its cores are the devices, and an engine on
+        k of them has k threads, which its layout counts as `tp=k`; a GPU is one device."""
+        if self.pools:
+            return self.pools
+        is_cpu = self.device == "cpu" or (self.device == "auto" and not os.path.exists("/dev/nvidia0"))
+        return {"": PoolSpec(device="cpu", devices_per_node=self.num_cores) if is_cpu else PoolSpec(device="gpu", devices_per_node=1)}
 
     @property
     def num_cores(self) -> int:

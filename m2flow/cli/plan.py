@@ -21,7 +21,9 @@ from m2flow.macro.pinning import structure_of
 from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering import lower
 from m2flow.micro.plan import Plan
+from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
 from m2flow.micro.records import read_record
+from m2flow.micro.search.explaining import as_document, explain
 from m2flow.spec import LAPTOP, load_cluster
 
 _MOST_ASKED = 1_000
@@ -40,6 +42,9 @@ _MOST_ASKED = 1_000
 @click.option("--from", "run_dir", type=click.Path(path_type=Path), metavar="RUN", help="Take the values that Python waits for from a run.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the plan, to edit, compare and pin.")
+@click.option("--check", type=click.Path(path_type=Path), metavar="PLAN.json", help="Check an edited plan against the flow and the spec.")
+@click.option("--terms", "has_terms", is_flag=True, help="List the constants of the cost model, and where each is from.")
 @click.option("--dot", "is_dot", is_flag=True, help="Print the graph of the calls in Graphviz's language.")
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the graph of the calls.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="The same, as pixels.")
@@ -53,6 +58,9 @@ def command(
     run_dir: Path | None,
     seed: int,
     as_json: bool,
+    out: Path | None,
+    check: Path | None,
+    has_terms: bool,
     is_dot: bool,
     svg: Path | None,
     png: Path | None,
@@ -72,7 +80,13 @@ def command(
     outcomes = [fork.outcome for fork in exploration.longest.forks]
     whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=_MOST_ASKED).path.graph
     once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # A line is told once, with its first turn.
-    plan = lower(replace(whole, observations=tuple(reversed(once.values()))), exploration.models, spec, num_steps=exploration.num_steps)
+    graph = replace(whole, observations=tuple(reversed(once.values())))
+    pinned = read_plan(check) if check else None
+    plan = lower(graph, exploration.models, spec, num_steps=exploration.num_steps, pinned=pinned)
+    if pinned is not None:
+        check_edited(pinned, plan, spec)
+    if out is not None:
+        write_plan_file(out, plan)
     for path, suffix in ((svg, ".svg"), (png, ".png")):
         if path is not None:
             _draw(exploration.longest, path, suffix)
@@ -81,7 +95,8 @@ def command(
     elif as_json:
         click.echo(_as_json(exploration, plan))
     else:
-        click.echo("\n".join([*_as_text(exploration, target, steps), "", str(plan)]))
+        placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else []
+        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan)]))
 
 
 def _draw(path: FlowPath, file: Path, suffix: str) -> None:
@@ -123,6 +138,7 @@ def _as_json(exploration: Exploration, plan: Plan) -> str:
         "paths": [_path(path) for path in exploration.paths],
         "outcomes_not_followed": exploration.num_left,
         "plan": msgspec.to_builtins(plan),
+        **(as_document(plan.choice) if plan.choice else {}),
     }
     return msgspec.json.format(msgspec.json.encode(document)).decode()
 

@@ -35,6 +35,7 @@ _RESTARTED = "M2FLOW_RESTARTED"
 @click.option("--eager", is_flag=True, help="Run the flow call by call in this process: the reference for every plan.")
 @click.option("--pin-plan", is_flag=True, help="Stop at a step whose calls are not those of the first one.")
 @click.option("--pin-to", type=click.Path(path_type=Path), metavar="PLAN.json", help="The same, with the step of `m2flow plan --json`.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="PLAN.json", help="The processes and sizes of this plan.")
 @click.option(
     "--decisions",
     type=click.Path(path_type=Path),
@@ -56,6 +57,7 @@ def command(
     eager: bool,
     pin_plan: bool,
     pin_to: Path | None,
+    plan_file: Path | None,
     decisions: Path | None,
     runs_dir: Path,
     as_json: bool,
@@ -74,6 +76,7 @@ def command(
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
     from m2flow.micro.ledger import read_decisions
+    from m2flow.micro.plan_file import read_plan
     from m2flow.micro.run import Run
 
     if decisions is not None and not eager:
@@ -81,7 +84,8 @@ def command(
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
     structure = read_structure(pin_to) if pin_to else None
     record = read_decisions(decisions) if decisions else None
-    run = Run(flow, options, spec, settings, flow_file=target, pin_plan=pin_plan, pin_to=structure, decisions=record)
+    pinned = read_plan(plan_file) if plan_file else None
+    run = Run(flow, options, spec, settings, flow_file=target, pin_plan=pin_plan, pin_to=structure, decisions=record, pinned=pinned)
     progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:

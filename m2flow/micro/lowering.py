@@ -18,14 +18,14 @@ from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.soundness import asynchrony
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
 from m2flow.micro.arithmetic import arithmetic
-from m2flow.micro.chunking import chunk
+from m2flow.micro.chunking import Sizes, chunk, resize, sizes_of
 from m2flow.micro.legality import legal_stages
 from m2flow.micro.packing import pack
 from m2flow.micro.placement import check_place, check_places, device_of, place_stages, place_workers, places
 from m2flow.micro.plan import Plan, Route, Stage, WorkerPlan
 from m2flow.micro.routing import route
-from m2flow.micro.search.choice import Choice
-from m2flow.micro.seating import seat_chunks, seat_workers
+from m2flow.micro.search.choice import Choice, Mode
+from m2flow.micro.seating import seat_sizes, seat_workers
 from m2flow.micro.syncs import plan_switches, plan_syncs
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
@@ -44,20 +44,27 @@ def lower(
     num_steps: int = 0,
     deterministic: bool = False,
     choice: Choice | None = None,
+    pinned: Plan | None = None,
 ) -> Plan:
     """The plan of a run. Placement, stages and routes come from the first step; the arithmetic from all that was traced.
 
-    With a `choice`, processes are placed as it says; without one by the rule of the spec's `placement`.
+    Processes and sizes are those of a `pinned` plan, which may have been made by hand; else those of a `choice`; else they go by the
+    rule of the spec's `placement`.
 
     Raises:
         PlanError: some call has no legal place.
     """
     first = graph.first_steps(1)
-    if choice is None:
-        workers = place_workers(graph, models, spec, deterministic=deterministic)
-    else:
+    sizes: Mapping[str, Sizes] = {}
+    mode: Mode = "split" if spec.placement == "split" else "time-shared"
+    if pinned is not None:
+        workers, choice, sizes, mode = pinned.workers, pinned.choice, sizes_of(pinned.stages), pinned.mode
+    elif choice is not None:
         workers = seat_workers(choice, spec, device_of(spec))
-    routes, stages = _stages(first, workers, spec, choice)
+        sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
+    else:
+        workers = place_workers(graph, models, spec, deterministic=deterministic)
+    routes, stages = _stages(first, workers, spec, sizes)
     names = graph.names()
     first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}  # Of a loop's line, that of its first turn.
     notes = tuple(
@@ -67,7 +74,7 @@ def lower(
     return Plan(
         flow=graph.flow,
         cluster=spec.name,
-        mode=spec.placement if choice is None else choice.mode,
+        mode=mode,
         structure=first.structure_hash(),
         workers=workers,
         stages=stages,
@@ -91,6 +98,7 @@ class Lowering:
         self._plan = plan
         self._spec = spec
         self._hosted = places(plan.workers)
+        self._sizes = sizes_of(plan.stages)
         self._shapes: dict[Shape, int] = {}
         self._segments: dict[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = {}
         self._calls: dict[tuple[int, ...], Stage] = {}
@@ -141,7 +149,7 @@ class Lowering:
         wanted = {call.ordinal for call in calls}
         needed = wanted | {consumer.ordinal for ordinal in wanted for consumer in segment.consumers(ordinal)}
         part = MacroGraph(segment.flow, tuple(_structural(call) for call in segment.calls if call.ordinal in needed))
-        stages = _stages(part, self._plan.workers, self._spec, self._plan.choice)[1]
+        stages = _stages(part, self._plan.workers, self._spec, self._sizes)[1]
         return [stage for call, stage in zip(part.calls, stages, strict=True) if call.ordinal in wanted]
 
 
@@ -162,11 +170,12 @@ def _structural(call: Call) -> Call:
 
 
 def _stages(
-    graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec, choice: Choice | None
+    graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec, sizes: Mapping[str, Sizes]
 ) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
     check_places(graph, workers)
     stages = legal_stages(graph)
     stages = place_stages(graph, stages, workers)
-    stages = chunk(stages, spec) if choice is None else seat_chunks(chunk(stages, spec), choice)
+    stages = chunk(stages, spec)
     stages = pack(stages, spec)
+    stages = resize(stages, sizes)
     return route(graph, stages, spec)

@@ -30,6 +30,7 @@ from m2flow.micro.ledger import samples_digest
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.plan import Plan
+from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planned import PlannedBackend
 from m2flow.micro.run_ahead import RunAhead
 from m2flow.micro.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
@@ -73,7 +74,8 @@ class Summary:
 
 
 class Run:
-    """One run of a flow. With `decisions` of another run (`m2flow.micro.ledger.read_decisions`), an eager one repeats what time decided."""
+    """One run of a flow. With `decisions` of another run (`m2flow.micro.ledger.read_decisions`), an eager one repeats what time decided;
+    with a `pinned` plan, processes and sizes are that one's."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Run:
         pin_plan: bool = False,
         pin_to: Sequence[PinnedCall] | None = None,
         decisions: Mapping[int, int] | None = None,
+        pinned: Plan | None = None,
     ) -> None:
         self.flow = flow
         self.options = dict(options)
@@ -95,6 +98,7 @@ class Run:
         self._pin_to = pin_to
         self._is_pinned = pin_plan or pin_to is not None
         self._decisions = decisions
+        self._pinned_plan = pinned
         self._plan: Plan | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
@@ -106,7 +110,10 @@ class Run:
         """Trace the first step and lower it. Runs no engine; makes no directory."""
         with prints_muted():  # They come when the flow runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
-        self._plan = lower(graph, self._models, self.spec, num_steps=num_steps, deterministic=self.settings.deterministic)
+        pinned, is_deterministic = self._pinned_plan, self.settings.deterministic
+        self._plan = lower(graph, self._models, self.spec, num_steps=num_steps, deterministic=is_deterministic, pinned=pinned)
+        if pinned is not None:
+            check_edited(pinned, self._plan, self.spec)
         return self._plan
 
     @property

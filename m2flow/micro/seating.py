@@ -10,11 +10,8 @@ processes of their own, which take turns by the lease.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import msgspec
-
 from m2flow.errors import PlanError
+from m2flow.micro.chunking import Sizes
 from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
 from m2flow.micro.search.choice import Choice, Seat
 from m2flow.spec import ClusterSpec
@@ -56,10 +53,10 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str) -> tuple[Worker
     return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
 
 
-def seat_chunks(stages: tuple[Stage, ...], choice: Choice) -> tuple[Stage, ...]:
-    """The stages with the chunks of their seats."""
-    chunks: Mapping[str, int] = {call.partition("@")[0]: seat.chunk for seat in choice.seats for call in seat.calls if seat.chunk}
-    return tuple(msgspec.structs.replace(s, chunk=chunks[s.call]) if s.engine != "rollout" and s.call in chunks else s for s in stages)
+def seat_sizes(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:
+    """The sizes that the seats give calls. How many samples decode together is the engine's limit, not a seat's."""
+    chunks = {call.partition("@")[0]: seat.chunk for seat in choice.seats for call in seat.calls if seat.chunk}
+    return {s.call: Sizes(chunks[s.call], s.token_budget) for s in stages if s.engine != "rollout" and s.call in chunks}
 
 
 def _replicas(seat: Seat) -> list[_Place]:

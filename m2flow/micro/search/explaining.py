@@ -1,0 +1,118 @@
+"""A choice in words, and as the document that programs read: one screen that says who runs where, for how long, and why not faster.
+
+Choice --explain--> text,  --as_document--> what `m2flow plan --json` prints
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from m2flow.micro.search.choice import Choice, Seat
+
+_GIB = 2**30
+
+
+def explain(choice: Choice, *, has_terms: bool = False) -> str:
+    """The plan in a screen of text; with `has_terms`, each constant of the cost model and where it is from as well."""
+    lines = [f"placement of {choice.flow} on {choice.cluster}: {choice.mode}"]
+    lines += _table([_seat_row(seat) for seat in choice.seats])
+    lines += ["", f"step: {seconds(choice.predicted_step_s)} predicted; {_bound(choice)}"]
+    whole = choice.predicted_step_s or 1.0
+    lines += _table(
+        [
+            (part.what, seconds(part.seconds), f"{part.seconds / whole:.0%}", "" if part.on_critical_path else "beside the others")
+            for part in choice.parts
+        ]
+    )
+    lines += ["bounds: " + ", ".join(f"{bound.name} {seconds(bound.seconds)}" for bound in choice.bounds)] if choice.bounds else []
+    lines += [f"limited by: {choice.advice}"] if choice.advice else []
+    for loser in choice.losers:
+        more = (loser.predicted_step_s / whole - 1) if choice.predicted_step_s else 0.0
+        lines.append(f"instead: {loser.what}, {seconds(loser.predicted_step_s)} ({more:+.0%}): {loser.why}")
+    for constraint, cost in choice.constraints_cost_s.items():
+        lines.append(f"constraint: {constraint} costs {seconds(cost)} a step" if cost > 0 else f"constraint: {constraint} costs nothing")
+    found = "no plan of the cost model is faster" if choice.is_exact else f"a faster one by up to {seconds(choice.gap_s)} may exist"
+    lines += [f"search: {seconds(choice.search_s)}; {found}. {_sources(choice)}"]
+    if has_terms:
+        lines += ["", "terms"]
+        lines += _table([(name, f"{c.value:.4g} {c.unit}", c.source) for name, c in sorted(choice.constants.items())])
+    return "\n".join(lines)
+
+
+def as_document(choice: Choice) -> dict[str, object]:
+    """What `m2flow plan --json` says of a placement, by call."""
+    by_call = {call: seat for seat in choice.seats for call in seat.calls}
+    return {
+        "predicted_step_s": choice.predicted_step_s,
+        "lower_bound_s": choice.lower_bound_s,
+        "efficiency": choice.efficiency,
+        "mode": choice.mode,
+        "placement": {
+            call: {
+                "devices": [f"{seat.pool or 'local'}:{i}" for i in seat.devices],
+                "layout": {name: getattr(seat.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero", "offload")},
+                "mode": seat.mode,
+            }
+            for call, seat in by_call.items()
+        },
+        "chunks": {call: seat.chunk for call, seat in by_call.items()},
+        "memory_gib": {str(seat.engine): round(seat.footprint.device_bytes / _GIB, 3) for seat in choice.seats},
+        "switches": [{"what": part.what, "seconds": part.seconds} for part in choice.parts if part.what.startswith("switch")],
+        "parts_s": {part.what: part.seconds for part in choice.parts},
+        "bounds_s": {bound.name: bound.seconds for bound in choice.bounds},
+        "is_exact": choice.is_exact,
+        "gap_s": choice.gap_s,
+        "search_s": choice.search_s,
+        "constraints_cost_s": choice.constraints_cost_s,
+    }
+
+
+def seconds(value: float) -> str:
+    """A time as people read it.
+
+    >>> seconds(83.4), seconds(0.0123), seconds(7500.0)
+    ('83.4 s', '12.3 ms', '2.08 h')
+    """
+    if value >= 5400:
+        return f"{value / 3600:.3g} h"
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def where(seat: Seat) -> str:
+    """A seat's devices: `h100[0:48]`."""
+    return f"{seat.pool or 'this machine'}[{seat.first_device}:{seat.devices.stop}]"
+
+
+def _seat_row(seat: Seat) -> tuple[str, ...]:
+    gib = f"{seat.footprint.device_bytes / _GIB:.3g} GiB a device"
+    return (
+        ", ".join(seat.calls),
+        where(seat),
+        str(seat.layout),
+        f"{seat.chunk} samples at a time" if seat.chunk else "",
+        gib,
+        f"takes turns ({seat.lease})" if seat.lease else "",
+    )
+
+
+def _bound(choice: Choice) -> str:
+    if not choice.bounds:
+        return "no bound is known"
+    tightest = max(choice.bounds, key=lambda bound: bound.seconds)
+    return f"no schedule takes less than {seconds(tightest.seconds)} ({tightest.name}), so it is at {choice.efficiency:.0%} of the best"
+
+
+def _sources(choice: Choice) -> str:
+    if not choice.constants:
+        return "The cost model has no terms."
+    counts = Counter(constant.source.partition(":")[0] for constant in choice.constants.values())
+    return "Terms: " + ", ".join(f"{number} {source}" for source, number in sorted(counts.items())) + "; --terms lists them."
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
