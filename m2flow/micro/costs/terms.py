@@ -82,6 +82,14 @@ class DecodeCost(msgspec.Struct, frozen=True):
     prefill_token_s: float
     max_running: int
     """Samples that fit the cache at their mean length, or that the engine allows, whichever is less."""
+    enter_s: float = 0.0
+    """Added by each sample that comes in: its request is made, its slot filled."""
+    leave_s: float = 0.0
+    """Added by each sample that leaves: its row is made, written down and sent."""
+    handover_s: float = 0.0
+    """Added each time that samples leave, however many leave together."""
+    gather_s: float = 0.0
+    """Finished samples wait this long for others, to leave together; the last ones of all do not."""
 
     def seconds(self, num_running: float) -> float:
         return self.step_s + num_running * self.sample_s
@@ -89,14 +97,16 @@ class DecodeCost(msgspec.Struct, frozen=True):
 
 class PassCost(msgspec.Struct, frozen=True):
     """A forward pass (log-probabilities, values, scores), or a forward and a backward pass, over samples of s tokens on one trainer with
-    all its devices: `fixed_s` a micro-batch, and `token_s * s + token2_s * s**2` a sample."""
+    all its devices: `fixed_s` a micro-batch, and `sample_s + token_s * s + token2_s * s**2` a sample."""
 
     fixed_s: float
     token_s: float
     token2_s: float
+    sample_s: float = 0.0
+    """Below 0 where samples of a group share the work on their prompt."""
 
     def seconds(self, lengths: Sequence[int], num_microbatches: int = 1) -> float:
-        return num_microbatches * self.fixed_s + sum(self.token_s * s + self.token2_s * s * s for s in lengths)
+        return num_microbatches * self.fixed_s + sum(self.sample_s + self.token_s * s + self.token2_s * s * s for s in lengths)
 
 
 class TrainCost(msgspec.Struct, frozen=True):
@@ -198,6 +208,11 @@ class Costs(ABC):
     @abstractmethod
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         """Samples from one worker to another, by pool; `""` is a process on the host."""
+
+    def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
+        """How many times as long an engine takes while one of the other kind works on other devices of its host: processes on one
+        machine share memory's bandwidth, caches and power. 1 where nobody measured it."""
+        return 1.0
 
     @abstractmethod
     def constants(self) -> dict[str, Constant]:
