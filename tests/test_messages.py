@@ -43,7 +43,8 @@ def of(kind: object) -> st.SearchStrategy[object]:
     if arguments:
         return st.one_of(*map(of, arguments))
     hints = typing.get_type_hints(kind)
-    return st.builds(kind, **{field.name: of(hints[field.name]) for field in msgspec.structs.fields(kind)})  # type: ignore[arg-type, type-var]
+    names = getattr(kind, "_fields", None) or [field.name for field in msgspec.structs.fields(kind)]  # type: ignore[arg-type]
+    return st.builds(kind, **{name: of(hints[name]) for name in names})  # type: ignore[arg-type, type-var]
 
 
 def decoder(kind: type) -> typing.Callable[[bytes], object]:

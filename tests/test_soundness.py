@@ -193,7 +193,8 @@ def test_a_generate_may_ask_for_less_staleness_than_the_flow_and_not_for_more():
     ("lag", "options", "message"),
     [
         (0, {"late": "carry", "oversample": 1.5}, "late='carry' with staleness=0 would train on old tokens"),
-        (1, {"late": "carry", "oversample": 1.5}, "late='carry' is not there yet"),
+        (1, {"late": "carry"}, "oversample=1.0 with late='carry'"),
+        (1, {"late": "carry", "oversample": 1.5, "staleness": 0}, "late='carry' with staleness=0 would train on old tokens"),
         (0, {"late": "later"}, "late is one of wait, drop, carry"),
         (0, {"oversample": 1.25}, "oversample=1.25 with late='wait'"),
         (0, {"late": "drop"}, "oversample=1.0 with late='drop'"),

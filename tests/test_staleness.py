@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
 from m2flow.macro.tracing import trace
 from m2flow.micro import rollout_desk, training, workbench
+from m2flow.micro.decisions import Decision, Stretch
 from m2flow.micro.train_desk import TrainDesk
 from m2flow.micro.versions import Versions
 from m2flow.samples import SampleId
@@ -154,7 +155,7 @@ def test_the_next_steps_generate_before_an_update_is_done(lag, placement):
         answer = run_planned(PLAIN, {"lag": lag}, spec, order_seed=order_seed)
         graph, _, _ = trace(PLAIN, {"lag": lag}, steps=4)
         newest = {call.ordinal: call.reads[0].version for call in graph.calls if call.method == "generate"}
-        behind |= {newest[SampleId.unpack(packed).call] - version for packed, version in answer.decisions.items()}
+        behind |= {newest[decision.call] - decision.oldest for decision in answer.decisions.values()}
     assert max(behind) == lag
 
 
@@ -251,7 +252,7 @@ def test_a_record_of_another_run_is_refused_by_sample():
     record = run_planned(PLAIN, {"lag": 2}, SPLIT).decisions
     later = run_eager(PLAIN, {"lag": 2, "num_steps": 5}, SPLIT, decisions=record)
     assert later.error == "SpecError: sample p0/0 of policy.generate: the record of decisions has no version for it"
-    far = dict.fromkeys(record, 0)
+    far = {packed: Decision(decision.call, (Stretch(12, 0),)) for packed, decision in record.items()}
     assert "says version 0, where it may be 1 to 3" in run_eager(PLAIN, {"lag": 2}, SPLIT, decisions=far).error
 
 

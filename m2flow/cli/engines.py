@@ -56,7 +56,8 @@ def _abilities(info: EngineInfo) -> list[str]:
     }
     if info.kind != "rollout":  # The others are about generation.
         names = {"deterministic": can.deterministic}
-    return [name for name, has in names.items() if has] + can.parallel_layouts.names()
+    layouts = [layout for layout in can.parallel_layouts if layout != "dp1"]
+    return [name for name, has in names.items() if has] + layouts
 
 
 def _record(info: EngineInfo) -> dict[str, object]:

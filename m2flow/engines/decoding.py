@@ -39,6 +39,7 @@ class Job:
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    kv_stale: npt.NDArray[np.bool_]
 
     @property
     def reserved_length(self) -> int:
@@ -48,7 +49,10 @@ class Job:
         """The same with all its tokens, of which those beyond the ones it had are of this version."""
         versions = np.full(len(tokens), version, np.int32)
         versions[: len(self.versions)] = self.versions
-        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions)
+        # A prefix is read again by the weights held, and these do not change under it: what is new sees no older keys.
+        stale = np.zeros(len(tokens), np.bool_)
+        stale[: len(self.kv_stale)] = self.kv_stale
+        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale)
 
 
 class Decoder(Protocol):
@@ -66,6 +70,10 @@ class Decoder(Protocol):
         ...
 
     def running_ids(self) -> list[int]: ...
+
+    def progress(self) -> dict[int, int]:
+        """Tokens so far of each that runs."""
+        ...
 
     def release(self) -> None:
         """Free the memory of caches. Nothing may be running."""
@@ -109,6 +117,9 @@ class ContinuousDecoder:
 
     def running_ids(self) -> list[int]:
         return [job.id for job in self._jobs]
+
+    def progress(self) -> dict[int, int]:
+        return dict(zip(self.running_ids(), self._rows["count"][: len(self._jobs)].tolist(), strict=True))
 
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         num_old = len(self._jobs)

@@ -132,6 +132,10 @@ class EmbeddedRollout(RolloutEngine):
         taken += decoder.take(wanted, self._version)
         return [_generated(job, Finish.ABORT, codec) for job in taken]
 
+    def progress(self) -> dict[int, int]:
+        waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
+        return waiting | self._started()[2].progress()
+
     @property
     def num_unfinished(self) -> int:
         return len(self._queue) + len(self._ended) + (self._decoder.num_running if self._decoder else 0)
@@ -216,6 +220,7 @@ def _job(request: Request, codec: TextCodec, model: SlotModel, encoded: dict[str
         tokens=prefix,
         logprobs=np.array(request.prefix_logprobs, np.float32),
         versions=np.array(request.prefix_versions, np.int32),
+        kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
     )
 
 
@@ -232,8 +237,7 @@ def _generated(job: Job, finish: Finish, codec: TextCodec) -> Generated:
         tokens=job.tokens,
         logprobs=job.logprobs,
         versions=job.versions,
-        # Weights can't change under a running request, and a prefix is read again: no token sees keys older than its weights.
-        kv_stale=np.zeros(len(job.tokens), np.bool_),
+        kv_stale=job.kv_stale,
         finish=finish,
         text=codec.decode(job.tokens.tolist()),
     )

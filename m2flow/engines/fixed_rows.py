@@ -48,6 +48,9 @@ class FixedRowsDecoder:
     def running_ids(self) -> list[int]:
         return [job.id for batch in self._batches for job in batch.jobs.values()]
 
+    def progress(self) -> dict[int, int]:
+        return {job.id: batch.count_of(job) for batch in self._batches for job in batch.jobs.values()}
+
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         self._admit(queue)
         finished = [left for batch in self._batches for left in batch.step(version)]
@@ -108,9 +111,13 @@ class _FixedBatch:
         self._draw(logits.cpu())  # some of what sampling does has no deterministic kernel on a GPU
         return self._finished(version)
 
+    def count_of(self, job: Job) -> int:
+        """Tokens that a job has: those that it came with, until all are replayed."""
+        return max(self._count, len(job.tokens))
+
     def take(self, row: int, version: int) -> Job:
         job = self.jobs.pop(row)
-        count = max(self._count, len(job.tokens))
+        count = self.count_of(job)
         self._replay(job, row, count)
         grown = job.grown(self._tokens[row, :count], self._logprobs[row, :count], version)
         self._tokens[row] = 0

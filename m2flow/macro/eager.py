@@ -81,6 +81,7 @@ class EagerBackend(Backend):
     def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
         """The error of what this call depends on, by data or by effect; of several, that of the earliest call that failed by itself."""
         needed = {ref.call for _, ref in call.inputs} | {self._writers[e.resource] for e in call.reads if e.resource in self._writers}
+        needed |= {call.carries_from} if call.carries_from is not None else set()
         return min((self._errors[ordinal] for ordinal in needed & self._errors.keys()), key=lambda failed: failed[0], default=None)
 
     def value(self, ordinal: int) -> object:

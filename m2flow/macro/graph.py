@@ -128,6 +128,12 @@ class Call:
         return "refill" in self.options
 
     @property
+    def carries_from(self) -> int | None:
+        """The call whose late samples it takes over (`m2flow.macro.late`): the previous one of its line."""
+        found = self.options.get("carries_from")
+        return found if isinstance(found, int) else None
+
+    @property
     def has_names(self) -> bool:
         """Its one value is numbers by name: the metrics of an update, the numbers of keys."""
         return self.engine == "train" or self.options.get("gives") == "table"
@@ -201,6 +207,8 @@ class MacroGraph:
                 writers[effect] = call.ordinal
             for name, ref in call.inputs:
                 graph.add_edge(ref.call, call.ordinal, kind="data", label=name)
+            if call.carries_from is not None and call.carries_from in graph:
+                graph.add_edge(call.carries_from, call.ordinal, kind="data", label="late")
         return graph
 
     def first_steps(self, count: int) -> MacroGraph:
@@ -249,6 +257,7 @@ class MacroGraph:
         inputs = [(f"{name}=" if name in columns else "", ref.call) for name, ref in call.inputs]
         arguments = [f"{said}%{names.get(ordinal, ordinal)}" for said, ordinal in inputs]
         arguments += [f"{key}={_brief(value)}" for key, value in call.shown.items()]
+        arguments += [f"carried=%{names.get(call.carries_from, call.carries_from)}"] if call.carries_from is not None else []
         granularity = "" if call.engine == "source" else f"@{call.granularity}"
         effects = [f"reads {e}" for e in call.reads] + [f"writes {e}" for e in call.writes]
         return f"%{names[call.ordinal]}", f"{call.name}({', '.join(arguments)})", granularity, str(call.site), "  ".join(effects)

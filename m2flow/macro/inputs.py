@@ -13,6 +13,7 @@ from typing import Literal
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, describe
+from m2flow.macro.late import windows
 from m2flow.macro.session import current_session
 from m2flow.macro.soundness import check_update
 from m2flow.recipe import COMPUTED, HEAD_OUTPUTS, AdamW, Loss, is_count
@@ -153,7 +154,7 @@ class Role:
                 "optimizer": passes.optimizer,
                 "minibatch_size": passes.minibatch_size,
                 "epochs": passes.epochs,
-                "windows": {call.ordinal: (call.reads[0].first, call.reads[0].version) for call in origins},
+                "windows": windows(origins),
                 **options,
             },
             shown=shown,

@@ -16,6 +16,7 @@ from m2flow.errors import OpError, TraceError
 from m2flow.macro.algebra import Inputs, as_operand
 from m2flow.macro.columns import Elementwise, Operand, numbers, value_of
 from m2flow.macro.graph import Granularity
+from m2flow.macro.late import carries
 from m2flow.macro.reducible import Reducible
 from m2flow.samples import Batch, Column, Ragged, SampleId, prompt_positions
 
@@ -132,6 +133,11 @@ def brought_back(grades: Rows, prompts: Rows) -> Rows:
         raise TraceError(
             f"back_to got rows of {prompts.call.name} ({prompts.call.site}), and these samples were not generated from them",
             now="Pass the rows that the generate call was given, or rows of the same samples.",
+        )
+    if carries(makers[0].options):
+        raise TraceError(
+            "back_to got samples of which some were carried over, and those are of earlier prompts",
+            now="Leave out late='carry' where samples are brought back to their prompts.",
         )
     inputs = Inputs(session, "back_to")
     column = grades.operand(inputs, "grades").name

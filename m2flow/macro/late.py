@@ -1,17 +1,35 @@
 """Over-sampling: a generation that is given more prompts than it needs, and ends when it has enough whole groups.
 
-    policy.generate(prompts.take(40), n=8, oversample=1.25, late="drop")    gives 32 groups, those that are whole first
+    policy.generate(prompts.take(40), n=8, oversample=1.25, late="drop")     gives 32 groups, those that are whole first
+    policy.generate(prompts.take(40), n=8, oversample=1.25, late="carry")    the same; the next turn of this line takes over the other 8
 
-Which groups those are depends on time, so the run records it, and eager repeats it from the record. Late samples are dropped: given up
-where they are, and counted. Limit: carrying them over to the next step, and weights that change under a sample, are refused for now.
+One rule for both: with P prompts of its own the call ends when at most P - ceil(P / oversample) of its candidate groups are not whole.
+Its candidates are its own P groups and, with `carry`, those that the previous call of the same line left behind. So after the first
+turn a line that carries gives P groups in each, and P - ceil(P / oversample) are always in the air.
+
+What is late is aborted where it is. Dropped, it is given up, and counted. Carried, it goes on from its tokens so far: it keeps its
+identity and with it its random numbers, each token has the version of the weights that made it, and finished members of a late group
+are carried finished. Versions stay within the bound of the step that trains on them: a group that would be too old for the next turn
+must be among the whole ones, however long that takes. (How far the next turn is, is known if the program is there already; else it is
+taken to be as far as this one was from the last. If it comes later than that, what is too old begins anew.) What is still carried when the
+loop ends is unused, and counted as such.
+
+Which groups were whole, and which version made how many tokens of a sample, depends on time: the run records it, and eager repeats it.
+
+Source:
+    Zhou et al. 2025, APRIL, arXiv:2509.18521: active partial rollouts; we add the bound, and the record.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from m2flow.errors import OptionError
+
+if TYPE_CHECKING:
+    from m2flow.macro.graph import Call
 
 _LATE = ("wait", "drop", "carry")
 _CACHES = ("recompute", "keep")
@@ -27,17 +45,15 @@ def check_late(oversample: object, late: object, kv: object, staleness: int) -> 
         raise OptionError(f"late={late!r:.40} and kv={kv!r:.40}: late is one of {', '.join(_LATE)}, kv one of {', '.join(_CACHES)}")
     if isinstance(oversample, bool) or not isinstance(oversample, int | float) or not 1 <= oversample < math.inf:
         raise OptionError(f"oversample={oversample!r:.40}; it is a number, 1.0 or more: prompts for each group that is needed")
-    if late == "carry":
-        if staleness == 0:
-            raise OptionError(
-                "late='carry' with staleness=0 would train on old tokens: a carried sample is of weights before the step that trains on it",
-                now="Take late='drop'.",
-            )
-        raise OptionError("late='carry' is not there yet", now="Take late='drop', or late='wait'.")
-    if (oversample > 1) != (late == "drop"):
+    if late == "carry" and staleness == 0:
         raise OptionError(
-            f"oversample={oversample} with late={late!r}: over-sampling is for dropping what is late, and only what is over can be dropped",
-            now="Say oversample=1.25, late='drop', or neither.",
+            "late='carry' with staleness=0 would train on old tokens: a carried sample is of weights before the step that trains on it",
+            now="Take late='drop', or @flow(staleness=k); a call outside the flow's loop has staleness 0.",
+        )
+    if (oversample > 1) != (late != "wait"):
+        raise OptionError(
+            f"oversample={oversample} with late={late!r}: over-sampling is for what comes late, and only what is over can be late",
+            now="Say oversample=1.25, late='drop' or late='carry', or neither.",
         )
     if kv == "keep":
         if staleness == 0:
@@ -48,13 +64,53 @@ def check_late(oversample: object, late: object, kv: object, staleness: int) -> 
         raise OptionError("kv='keep' is not there yet: weights change between samples, never under one", now="Leave kv out.")
 
 
+def check_line(previous: Call | None, n: int, fields: tuple[frozenset[str] | None, frozenset[str] | None]) -> None:
+    """A call that takes over the late groups of the previous one of its line makes rows of the same kind.
+
+    Args:
+        fields: the columns of the previous call's prompts, and of this one's; None: unknown.
+    Raises:
+        OptionError: another size of group, or other columns.
+    """
+    if previous is None:
+        return
+    if previous.options["n"] != n:
+        raise OptionError(
+            f"late='carry': this line had n={previous.options['n']} before and has n={n} now, so it would give groups of different sizes",
+            now="Keep n, or give each size a line of its own.",
+        )
+    before, now = fields
+    if before is not None and now is not None and before != now:
+        raise OptionError(
+            f"late='carry': the prompts of this line had the columns {', '.join(sorted(before))} before, now {', '.join(sorted(now))}; "
+            "what is carried would not fit",
+            now="Give each kind of prompts a line of its own.",
+        )
+
+
+CARRIED = -1
+"""In `windows`: samples that an earlier call of a line drew."""
+
+
+def windows(origins: Sequence[Call]) -> dict[int, tuple[int, int]]:
+    """Call -> the oldest and the newest version that its samples may be of. What is carried counts for who gives it, not who drew it."""
+    found = {call.ordinal: (call.reads[0].first, call.reads[0].version) for call in origins}
+    carrying = [found[call.ordinal] for call in origins if call.carries_from is not None]
+    return found | ({CARRIED: (min(a for a, _ in carrying), max(b for _, b in carrying))} if carrying else {})
+
+
 def is_cut(options: Mapping[str, object]) -> bool:
     """Whether a generate call with these options ends before all of its samples do."""
-    return options.get("late") == "drop"
+    return options.get("late") in ("drop", "carry")
+
+
+def carries(options: Mapping[str, object]) -> bool:
+    """Whether what is late of a call with these options goes on in the next call of its line."""
+    return options.get("late") == "carry"
 
 
 def num_wanted(options: Mapping[str, object], num_prompts: int) -> int:
-    """How many groups such a call gives, of this many prompts.
+    """How many groups of its own such a call gives, of this many prompts.
 
     >>> num_wanted({"oversample": 1.25}, 40)
     32
@@ -62,3 +118,12 @@ def num_wanted(options: Mapping[str, object], num_prompts: int) -> int:
     oversample = options["oversample"]
     assert isinstance(oversample, int | float)
     return math.ceil(num_prompts / oversample - 1e-9)
+
+
+def num_late(options: Mapping[str, object], num_prompts: int) -> int:
+    """How many groups may be late when such a call of this many prompts ends.
+
+    >>> num_late({"oversample": 1.25, "late": "carry"}, 40)
+    8
+    """
+    return num_prompts - num_wanted(options, num_prompts)

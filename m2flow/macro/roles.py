@@ -15,7 +15,7 @@ from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
 from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role
-from m2flow.macro.late import check_late
+from m2flow.macro.late import carries, check_late, check_line
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.macro.refill import Keep, refill
 from m2flow.recipe import COMPUTED, AdamW, Loss, Model, Sampling, is_count
@@ -82,7 +82,8 @@ class Policy(Role):
             max_draws: most prompts to draw; by default 16 for each group.
             staleness: versions that the weights may be behind; by default the flow's. 0 for an evaluation that must be of these weights.
             oversample: how many times more prompts are given than groups are needed; the first whole groups are the result.
-            late: what becomes of the samples of the other groups: `drop` gives them up. The run records which groups came first.
+            late: what becomes of the samples of the other groups: `drop` gives them up; `carry` has them go on, from their tokens so far,
+                in the next call of this line, which gives them too. The run records which groups came first.
             kv: what becomes of a sample's cache when the weights change: only `recompute` is there, since none changes under a sample.
         Returns:
             one row a response: its tokens, log-probabilities and versions, its `text`, and the prompt's columns.
@@ -98,10 +99,13 @@ class Policy(Role):
         shown |= {"staleness": staleness} if staleness is not None else {}
         shown |= {"oversample": oversample, "late": late} if late != "wait" else {}
         allowed = self._session.staleness_of_generate(staleness)
-        check_late(oversample, late, kv, self._session.staleness)
+        check_late(oversample, late, kv, allowed)
         if isinstance(prompts, Dataset):
             if late != "wait":
-                raise OptionError("oversample= goes with prompts that are given; count= draws as many as it needs", now="Say one of both.")
+                raise OptionError(
+                    f"oversample= and late={late!r} go with prompts that are given; count= draws as many as it needs",
+                    now="Say generate(dataset.take(40), oversample=1.25, late=...) and filter what it gives, or leave them out here.",
+                )
             return refill(
                 self,
                 prompts,
@@ -122,6 +126,8 @@ class Policy(Role):
 
     def _generate(self, prompts: Ref, shown: Mapping[str, object], *, staleness: int, **options: object) -> Rows:
         """Record a generate call with these options."""
+        if carries(options):
+            options |= self._carried(prompts, options["n"])
         repeat = self._session.count_generation(self.name, prompts.call)
         call = self._session.record(
             role=self.name,
@@ -135,6 +141,19 @@ class Policy(Role):
             staleness=staleness,
         )
         return Rows(self._session, call)
+
+    def _carried(self, prompts: Ref, n: object) -> dict[str, object]:
+        """What a call takes over of the last one of its line."""
+        assert isinstance(n, int)
+        session = self._session
+        previous, num_groups = session.carrier(self.name, "generate")
+        before = previous.input("prompts") if previous is not None else None
+        fields = (session.lineage.known(before.call).fields if before else None, session.lineage.known(prompts.call).fields)
+        check_line(previous, n, fields)
+        if previous is None:
+            return {}
+        distance = session.version(self._weights) - previous.reads[0].version
+        return {"carries_from": previous.ordinal, "num_carried": num_groups, "updates_since": distance}
 
     def update(
         self,

@@ -18,7 +18,7 @@ from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
 from m2flow.macro.interruption import endless, interrupted
-from m2flow.macro.late import is_cut, num_wanted
+from m2flow.macro.late import carries, is_cut, num_late, num_wanted
 from m2flow.macro.lineage import Lineage
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.macro.unused import Uses
@@ -101,6 +101,8 @@ class Session:
         self._captures = Captures()
         self.uses = Uses()
         self._most_rows: dict[int, int] = {}
+        self._carriers: dict[tuple[object, ...], Call] = {}
+        """Place in the program -> the last call there that may leave late samples to the next; of this loop."""
         self.lineage = Lineage()
 
     def __reduce__(self) -> str:
@@ -144,6 +146,8 @@ class Session:
         )
         self.lineage.add(call)
         self._most_rows[call.ordinal] = call.most_rows
+        if carries(call.options):
+            self._carriers[_place(call)] = call
         self._versions |= {effect.resource: effect.version for effect in call.writes}
         self._num_calls += 1
         self.uses.added(call)
@@ -182,8 +186,20 @@ class Session:
         if engine == "rollout" and isinstance(kept := options.get("refill"), int):
             return kept * n
         if engine == "rollout" and is_cut(options):
-            return num_wanted(options, counts[0]) * n
+            carried = options.get("num_carried", 0)
+            assert isinstance(carried, int)
+            return (num_wanted(options, counts[0]) + carried) * n
         return (sum(counts) if options.get("gives") == "concat" else next(iter(counts), 0)) * (n if engine == "rollout" else 1)
+
+    def carrier(self, role: str, method: str) -> tuple[Call | None, int]:
+        """The call whose late samples a call made now takes over, and how many groups that may be: the last one of this line."""
+        site = user_site()
+        found = self._carriers.get((f"{role}.{method}", site.file, site.line, site.path))
+        if found is None:
+            return None, 0
+        prompts = found.input("prompts")
+        assert prompts is not None
+        return found, num_late(found.options, self._most_rows[prompts.call])
 
     def snapshot(self, function: Callable[..., object], site: Site) -> object:
         """A function as it is now, for calls that come later."""
@@ -260,6 +276,7 @@ class Session:
         self._end_left_step()
         self._in_steps = True
         self._versions_before = dict(self._versions)
+        self._carriers = {}
         self.num_steps += count
         try:
             for index in range(count if self.max_steps is None else min(count, self.max_steps)):

@@ -10,15 +10,17 @@ from collections.abc import Iterable, Iterator
 
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call
-from m2flow.macro.late import is_cut, num_wanted
+from m2flow.macro.late import carries, is_cut, num_wanted
 from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
+from m2flow.micro.carrying import Lines
 from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.leases import Lease
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
 from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
 from m2flow.micro.roster import TaskState, WorkerState
+from m2flow.micro.store import stopped_at
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
 from m2flow.micro.versions import Versions
@@ -58,6 +60,7 @@ class Board:
         """Refill -> the calls that are part of it."""
         self._followers: dict[int, list[CallState]] = {}
         self._perhaps_unreachable: set[int] = set()
+        self.lines = Lines(self)
         self.functions = StartQueue(self._has_function_work)
 
     # Calls
@@ -67,7 +70,7 @@ class Board:
         inputs = [ref.call for _, ref in call.inputs]
         written = self.versions.written_for(call)
         needs = {*inputs, *(c for e, version, c in written if version <= e.first)}
-        before = needs | {c for _, _, c in written}
+        before = needs | {c for _, _, c in written} | ({call.carries_from} if call.carries_from is not None else set())
         aligned = tuple(c for c in inputs if self.calls[c].call.is_aligned)
         waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
         state = CallState(call, stage, [], waits_for, aligned, frozenset(before - needs))
@@ -82,6 +85,8 @@ class Board:
             for followed in state.follows:
                 self._followers.setdefault(followed, []).append(state)
         self.versions.add(state, self._is_done)
+        if carries(call.options):
+            self.lines.added(state)
         failed = min((self._errors[c] for c in before if c in self._errors), key=lambda found: found[0], default=None)
         if failed is not None:
             self.fail(state, failed[1], root=failed[0])
@@ -120,7 +125,9 @@ class Board:
             source = self.calls[needed]
             state.arrived(sorted(source.done), source.num_tokens)
         self._queue(state)
-        if state.call.is_aligned and not state.ids:
+        if state.carry is not None:
+            self.lines.prepared(state, len(rows_of))
+        elif state.call.is_aligned and not state.ids:
             self.complete(state, None)
         elif state.result is not None:
             self._prepare_consumers(state)
@@ -163,10 +170,10 @@ class Board:
                 self._abandon(member)
                 self.complete(member, None)
 
-    def _abandon(self, state: CallState) -> None:
-        """Tell workers to give up what they have of a call."""
+    def _abandon(self, state: CallState, *, keeps: bool = False) -> None:
+        """Tell workers to give up what they have of a call, or to keep what can go on."""
         for worker in {task.worker for task in self.tasks.values() if task.message.call == state.call.ordinal}:
-            self.send(worker, m.Abort(state.call.ordinal))
+            self.send(worker, m.Abort(state.call.ordinal, keeps))
 
     def _prepare_consumers(self, state: CallState) -> None:
         for consumer in self._consumers.get(state.call.ordinal, []):
@@ -187,6 +194,8 @@ class Board:
 
     def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], dropped: Iterable[int] = ()) -> int:
         """These rows of a call's result are done; they are at `worker` and wherever it forwarded them. Answers how many are new."""
+        if state.carry is not None and state.is_done:
+            return self.lines.finished_late(state, worker, ids, num_tokens)
         fresh = [(row, tokens) for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done]
         gone = set(dropped) - state.dropped
         if state.is_over or not (fresh or gone):
@@ -206,15 +215,22 @@ class Board:
                 if state.call.drops and judged and not state.is_over:
                     self.judge(state, judged, verdict)
         elif is_cut(state.call.options) and state.failure is None:
-            self._cut(state)
+            self.cut(state)
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
         elif state.failure is not None and state.has_settled:
             self.fail(state, state.failure[1])
         return len(rows)
 
-    def _cut(self, state: CallState) -> None:
-        """End a generation that has enough whole groups, and give up the samples of the others."""
+    def cut(self, state: CallState) -> None:
+        """End a generation, if it has enough whole groups; give up the samples of the others, or leave them to the next of its line."""
+        if state.carry is not None:
+            state.result = self.lines.cut(state)
+            if state.result is not None:
+                state.ready.clear()
+                self._abandon(state, keeps=True)
+                self.complete(state, None)
+            return
         groups = by_group(state.ids)
         whole = [rows for rows in groups.values() if state.done.issuperset(rows)]
         wanted = num_wanted(state.call.options, len(groups))
@@ -238,6 +254,8 @@ class Board:
             other.waits_for.discard(state.call.ordinal)
             self._queue(other)
         self.commands.append(Resolve(state.call.ordinal, value))
+        if state.carry is not None:
+            self.lines.ended(state)
         self._prepare_consumers(state)
         if state.call.ordinal in self._wanted:
             self._wanted.discard(state.call.ordinal)
@@ -287,6 +305,8 @@ class Board:
             self._leave(state)
             self._abandon(state)
             self._waiting_for.pop(ordinal, None)
+            if state.carry is not None:
+                self.lines.ended(state)
         for other in list(self.calls.values()):
             if ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
                 self.fail(other, error, root=root)
@@ -314,15 +334,17 @@ class Board:
     def forget_unreachable(self) -> None:
         """Drop the rows of calls that neither the program nor another call can ask for."""
         checked, self._perhaps_unreachable = self._perhaps_unreachable, set()
+        needed = self.lines.needed() if checked else checked
         for ordinal in sorted(checked):
             state = self.calls.get(ordinal)
             if (
                 state is not None
+                and ordinal not in needed
                 and state.is_released
                 and state.is_done  # What failed is kept: an earlier failure may still reach what depends on it.
                 and not any(not self.calls[c].is_over for c in self._consumers.get(ordinal, []) if c in self.calls)
             ):
-                for place in self._rows.forget(ordinal):
+                for place in {*self._rows.forget(ordinal), *self._rows.forget(stopped_at(ordinal))}:
                     self.send(place, m.Forget(ordinal))
                 self.commands.append(Forgotten(ordinal))
                 self._shown.discard(ordinal)
@@ -396,6 +418,39 @@ class Board:
             if worker.lease is not None:
                 worker.lease.num_tasks -= 1
         return task
+
+    def has_tasks(self, state: CallState) -> bool:
+        """Whether a worker still has something of a call."""
+        return any(task.message.call == state.call.ordinal for task in self.tasks.values())
+
+    # Samples that go on in another call than they began in (`m2flow.micro.carrying`)
+
+    def rows_made(self, state: CallState, worker: str, rows: list[int]) -> None:
+        """A worker has rows of a call's, and has forwarded them, which are not in its result."""
+        self._rows.made(state.call.ordinal, rows, worker, state.stage.forward_to)
+
+    def rows_stopped(self, state: CallState, worker: str, rows: list[int]) -> None:
+        """A worker has the tokens so far of samples that a call left."""
+        self._rows.made(stopped_at(state.call.ordinal), rows, worker, ())
+
+    def bring_stopped(self, by: int, rows: list[int], to: str) -> None:
+        self.bring(stopped_at(by), rows, to)
+
+    def adopt(self, state: CallState, before: CallState, finished: list[int]) -> None:
+        """Samples that an earlier call had left finished are rows of this call now."""
+        state.done.update(finished)
+        state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
+        for owner, rows in self._rows.owners(before.call.ordinal, finished).items():
+            self.send(owner, m.Adopt(state.call.ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
+            self.rows_made(state, owner, rows)
+
+    def perhaps_unreachable(self, calls: Iterable[int]) -> None:
+        """Something that kept these calls from being forgotten is over."""
+        self._perhaps_unreachable.update(calls)
+
+    def introduce(self, call: int, worker: str) -> None:
+        """A worker learns what a call is, and must be told when to forget it."""
+        self._rows.introduce(call, worker)
 
     def bring(self, call: int, ids: Iterable[int], to: str) -> None:
         """See to it that these rows of a call's result come to a worker."""

@@ -23,6 +23,7 @@ from m2flow.errors import BrokenChannel, InternalError, M2FlowError, WorkerError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro import performing
+from m2flow.micro.decisions import given_by
 from m2flow.micro.events import (
     CONTROLLER,
     CallAdded,
@@ -30,8 +31,11 @@ from m2flow.micro.events import (
     Discarded,
     Dropped,
     Event,
+    Expired,
     Forgotten,
     FromWorker,
+    Given,
+    Late,
     Reject,
     Released,
     Resolve,
@@ -225,9 +229,10 @@ class Controller:
             case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                 self._rows.forget(call)
             case Send(worker, message):
-                if isinstance(message, m.Task) and message.call >= 0 and message.call not in self._defined[worker]:
-                    self._tell(worker, m.Define(message.call, self._bodies[message.call]))
-                    self._defined[worker].add(message.call)
+                for call in m.calls_of(message) if isinstance(message, m.Task) else ():
+                    if call not in self._defined[worker]:
+                        self._tell(worker, m.Define(call, self._bodies[call]))
+                        self._defined[worker].add(call)
                 if isinstance(message, m.Accumulate):
                     self._consuming[message.number] = message
                 self._tell(worker, message)
@@ -245,6 +250,12 @@ class Controller:
                 self._journal.discarded(self._calls[ordinal], last)
             case Dropped(ordinal, ids):
                 self._journal.dropped(self._calls[ordinal], ids)
+            case Late(ordinal, ids):
+                self._journal.late(self._calls[ordinal], ids)
+            case Given(ordinal, ids):
+                self._journal.given(self._calls[ordinal], ids)
+            case Expired(ordinal, ids):
+                self._journal.expired(self._calls[ordinal], ids)
             case Forgotten(ordinal):
                 self._outcomes.forget(self._calls.pop(ordinal))
                 del self._bodies[ordinal]
@@ -262,6 +273,10 @@ class Controller:
                     self._outcomes.ready()
             case m.Finished():
                 self._finished(worker, message)
+            case m.Aborted(call=ordinal) if ordinal in self._calls:
+                place = message.segment
+                self._journal.samples_stopped(self._calls[ordinal], message.ids, message.num_tokens, message.num_generated, place)
+                self._handle(FromWorker(worker, message))
             case m.TaskDone() if message.task in self._saving:
                 self._saved[self._saving.pop(message.task)] = str(message.result)
                 if not self._saving:
@@ -290,8 +305,8 @@ class Controller:
             )
         if message.values:
             self._journal.rewarded(call, message.ids, message.values)
-        if message.versions:
-            self._journal.decided(call, message.ids, message.versions)
+        if message.stretches:
+            self._journal.decided(call, given_by(call.ordinal, message.ids, message.stretches))
         self._handle(FromWorker(worker, message))
 
     def _collect(self, parcel: Parcel) -> None:

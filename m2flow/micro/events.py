@@ -50,7 +50,7 @@ class FromWorker:
     """A worker said something about a task."""
 
     worker: str
-    message: m.Finished | m.TaskDone | m.TaskFailed
+    message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed
 
 
 Event = CallAdded | Sourced | Wanted | Released | FromWorker
@@ -105,4 +105,28 @@ class Dropped:
     ids: tuple[int, ...]
 
 
-Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped
+@dataclass(frozen=True)
+class Late:
+    """These samples of a generation were late, and go on in the next call of its line. If there is none, they were for nothing."""
+
+    call: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """These samples that earlier calls of its line had left are in a call's result."""
+
+    call: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expired:
+    """These samples that an earlier call had left were too old for the one that takes them over: they begin anew."""
+
+    call: int
+    ids: tuple[int, ...]
+
+
+Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired

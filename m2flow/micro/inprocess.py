@@ -18,20 +18,22 @@ from m2flow.errors import InternalError
 from m2flow.macro.eager import Deferred
 from m2flow.macro.flow import randomness_kept
 from m2flow.macro.graph import Call
-from m2flow.macro.late import is_cut
+from m2flow.macro.late import carries, is_cut, num_late
 from m2flow.micro import performing, training
+from m2flow.micro.decisions import Decisions, given_by, stretches_of
 from m2flow.micro.held_weights import HeldWeights
 from m2flow.micro.packing import cut
 from m2flow.micro.placement import check_place, places
 from m2flow.micro.plan import Plan
 from m2flow.micro.refilling import ran_dry
+from m2flow.micro.regrowing import Asked, regrow
 from m2flow.micro.segments import Place, SegmentWriter
-from m2flow.micro.staleness import is_time_dependent, versions_of
+from m2flow.micro.staleness import is_time_dependent
 from m2flow.micro.workbench import Workbench
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanBlock
 from m2flow.recipe import Model
-from m2flow.samples import Batch, make_ids
+from m2flow.samples import Batch, group_key, make_ids
 from m2flow.spec import ClusterSpec, RunSettings
 
 
@@ -53,7 +55,11 @@ class Notes(Protocol):
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None: ...
 
-    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None: ...
+    def decided(self, call: Call, decisions: Decisions) -> None: ...
+
+    def late(self, call: Call, ids: Sequence[int]) -> None: ...
+
+    def given(self, call: Call, ids: Sequence[int]) -> None: ...
 
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None: ...
 
@@ -71,7 +77,7 @@ class InProcess:
         models: Mapping[str, Model],
         run_dir: Path,
         notes: Notes,
-        decisions: Mapping[int, int] | None = None,
+        decisions: Decisions | None = None,
     ) -> None:
         slots = tuple(dict.fromkeys(slot for worker in plan.workers for slot in worker.engines))
         threads = 1 if settings.deterministic else spec.num_cores
@@ -100,6 +106,8 @@ class InProcess:
         self._trained = {slot.role for slot in slots if slot.kind == "train"}
         self._roles = {slot.role for slot in slots if slot.kind != "function"}
         self._weights = HeldWeights(self._bench, self._trained, decisions)
+        self._late: dict[int, dict[int, Asked]] = {}
+        """Call -> what it has left to the next of its line: group -> its samples."""
         self._token_budget = spec.train.token_budget
         self._segments = SegmentWriter(run_dir / "segments", "eager")
         self._notes = notes
@@ -123,7 +131,8 @@ class InProcess:
     def _perform(self, call: Call, inputs: Mapping[str, object]) -> object:
         self._notes.call_added(call)
         given = [value for value in inputs.values() if isinstance(value, Batch)]
-        if call.is_aligned and given and not any(map(len, given[: None if performing.gives(call) == "concat" else 1])):
+        takes_over = call.carries_from is not None and bool(self._late.get(call.carries_from))
+        if call.is_aligned and given and not takes_over and not any(map(len, given[: None if performing.gives(call) == "concat" else 1])):
             return Batch(np.zeros(0, np.int64))
         match call.engine:
             case "source":
@@ -170,22 +179,33 @@ class InProcess:
         n = call.options["n"]
         assert isinstance(n, int)
         ids = make_ids(call.ordinal, first + len(prompts), n)[first * n :].tolist()
-        if is_cut(call.options):
-            whole = self._weights.groups_of(call, len(prompts))
-            prompts, ids = prompts.take(whole), [packed for group in whole for packed in ids[group * n : group * n + n]]
-        parts = []
-        for version, positions in self._weights.by_version(call, ids).items():
-            self._weights.take(call.role, version)
-            self._bench.generate(call, [ids[i] for i in positions], prompts.take([i // n for i in positions]))
-            while self._bench.num_unfinished:
-                parts += [batch for _, batch in self._bench.step()]
-        result = Batch.concat(parts).in_order()
+        if carries(call.options):
+            asked = self._carried(call, ids, prompts, n)
+        else:
+            if is_cut(call.options):
+                whole = self._weights.groups_of(call, len(prompts))
+                prompts, ids = prompts.take(whole), [packed for group in whole for packed in ids[group * n : group * n + n]]
+            asked = [Asked(call, ids, prompts.take(np.arange(len(ids)) // n))] if ids else []
+        stretches = self._weights.stretches_of(call, [packed for part in asked for packed in part.ids])
+        result = regrow(self._bench, lambda version: self._weights.take(call.role, version), call, asked, stretches)
         example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")] if len(result) else []
         numbers = (performing.num_tokens_of(result), performing.num_generated_of(result), performing.finish_of(result))
         self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
         if is_time_dependent(call):
-            self._notes.decided(call, result.ids.tolist(), versions_of(result))
+            self._notes.decided(call, given_by(call.ordinal, result.ids.tolist(), stretches_of(result)))
         return result
+
+    def _carried(self, call: Call, ids: Sequence[int], prompts: Batch, n: int) -> list[Asked]:
+        """What a call gives of its own groups and of those that the one before left; the rest is left to the next."""
+        groups = dict(self._late.pop(call.carries_from, {})) if call.carries_from is not None else {}
+        for position, first in enumerate(range(0, len(ids), n)):
+            groups[group_key(ids[first])] = Asked(call, ids[first : first + n], prompts.take([position] * n))
+        given = self._weights.candidates_given(call, sorted(groups), num_late(call.options, len(prompts)))
+        asked = [groups.pop(key) for key in given]
+        self._late[call.ordinal] = groups
+        self._notes.late(call, [packed for part in groups.values() for packed in part.ids])
+        self._notes.given(call, [packed for part in asked if part.drawn is not call for packed in part.ids])
+        return asked
 
     def _function(self, call: Call, inputs: Mapping[str, object]) -> object:
         rows = {name: value for name, value in inputs.items() if isinstance(value, Batch)}

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from m2flow.macro.graph import Call
+from m2flow.micro.decisions import Decisions
 from m2flow.micro.ledger import Ledger
 from m2flow.micro.records import LedgerWriter
 from m2flow.micro.segments import Place
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import SpanBlock
 from m2flow.observe.store import TraceStore
+from m2flow.samples import Finish
 
 
 @dataclass
@@ -85,8 +87,26 @@ class Journal:
         """These samples were late; they do not count, whether they are whole or not."""
         self._ledger.dropped(call, ids, "late")
 
-    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
-        self._ledger.decided(call, ids, versions)
+    def decided(self, call: Call, decisions: Decisions) -> None:
+        self._ledger.decided(decisions)
+
+    def samples_stopped(
+        self, call: Call, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], place: Place
+    ) -> None:
+        """Samples that a call left unfinished: what they have by then is kept."""
+        self._ledger.samples_done(call.step, ids, num_tokens, num_generated, [Finish.ABORT] * len(ids), place)
+
+    def late(self, call: Call, ids: Sequence[int]) -> None:
+        """A call left these samples to the next of its line; they do not count unless that gives them."""
+        self._ledger.dropped(call, ids, "unused")
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples that earlier calls had left are in this call's result."""
+        self._ledger.given(call, ids)
+
+    def expired(self, call: Call, ids: Sequence[int]) -> None:
+        """What these samples had was too old for this call: they begin anew."""
+        self._ledger.expired(call, ids)
 
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self._ledger.consumed(call.ordinal, epoch, ids)

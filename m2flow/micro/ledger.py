@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from m2flow.errors import EngineError, InternalError, SpecError
 from m2flow.macro.graph import Call
+from m2flow.micro.decisions import Decision, Decisions, Stretch
 from m2flow.micro.segments import Place, read_segment
 from m2flow.samples import Batch, Finish, SampleId, Segment
 
@@ -28,8 +30,9 @@ CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, memb
 CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMARY KEY (call, sample)) WITHOUT ROWID;
 CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
 CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
-CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, version INTEGER);
+CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, stretches BLOB);
 CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
+CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
 CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
@@ -38,6 +41,8 @@ _COUNTED = """
 SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON samples.call = discarded.call
 WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sample FROM dropped) ORDER BY id
 """
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[Stretch, ...]).decode
 _COMMIT_EVERY_S = 1.0
 
 
@@ -87,22 +92,22 @@ class Ledger:
     def samples_done(
         self, step: int, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], finish: Sequence[int], place: Place
     ) -> None:
-        """Generated samples, whose rows lie in a segment file. Told twice, it stays as it was."""
+        """Generated samples, whose rows lie in a segment file. Told twice, it stays as it was; one that went on has its newest rows."""
         records = []
         for packed, *numbers in zip(ids, num_tokens, num_generated, finish, strict=True):
             who = SampleId.unpack(packed)
             records.append((packed, who.call, who.prompt, who.index, step, *numbers, *place))
-        self._many("INSERT OR IGNORE INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", records)
+        self._many("INSERT OR REPLACE INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", records)
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
         self._many(
             "INSERT OR IGNORE INTO rewards VALUES (?,?,?,?)", [(i, call.ordinal, call.role, v) for i, v in zip(ids, values, strict=True)]
         )
 
-    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
-        """Which version of the weights generated each sample, of a call where that depended on time."""
-        records = [(packed, call.ordinal, version) for packed, version in zip(ids, versions, strict=True)]
-        self._many("INSERT OR IGNORE INTO decisions VALUES (?,?,?)", records)
+    def decided(self, decisions: Decisions) -> None:
+        """Which call gave each sample and which weights generated it, where that depended on time."""
+        records = [(packed, one.call, _encode(one.stretches)) for packed, one in decisions.items()]
+        self._many("INSERT OR REPLACE INTO decisions VALUES (?,?,?)", records)
 
     def consumed(self, update_call: int, epoch: int, ids: Iterable[int]) -> None:
         """These samples went into an update's gradient. The same once more in one epoch is an error of ours."""
@@ -118,6 +123,16 @@ class Ledger:
     def dropped(self, call: Call, ids: Sequence[int], reason: str) -> None:
         """These samples are in no result, whether they have come in or not."""
         self._many("INSERT OR IGNORE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples, which earlier calls had left, are in a call's result."""
+        self._many("DELETE FROM dropped WHERE sample=?", [(packed,) for packed in ids])
+        self._many("UPDATE decisions SET call=? WHERE sample=?", [(call.ordinal, packed) for packed in ids])
+
+    def expired(self, call: Call, ids: Sequence[int]) -> None:
+        """What these samples had by now was too old for a call, which begins them anew."""
+        records = [(call.ordinal, packed) for packed in ids]
+        self._many("INSERT OR IGNORE INTO expired SELECT id, ?, num_generated FROM samples WHERE id=?", records)
 
     def logged(self, step: int, name: str, value: float) -> None:
         self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
@@ -170,8 +185,8 @@ def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
         db.close()
 
 
-def read_decisions(run_dir: Path) -> dict[int, int]:
-    """What depended on time in a run: sample -> version of the weights that generated it. Of other samples the program says it.
+def read_decisions(run_dir: Path) -> dict[int, Decision]:
+    """What depended on time in a run, by sample. Of other samples the program says it.
 
     Of a generation that was over-sampled, only samples of its result are there.
 
@@ -181,7 +196,8 @@ def read_decisions(run_dir: Path) -> dict[int, int]:
     try:
         db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
         try:
-            return dict(db.execute("SELECT sample, version FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)"))
+            found = db.execute("SELECT sample, call, stretches FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)")
+            return {sample: Decision(call, _decode(stretches)) for sample, call, stretches in found}
         finally:
             db.close()
     except sqlite3.Error as error:
@@ -210,6 +226,15 @@ def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]
         raise SpecError(
             f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
         ) from None
+
+
+def read_endings(run_dir: Path) -> dict[str, int]:
+    """How many samples of a run ended in no result, by reason: `late` (dropped), `unused` (carried, and nobody took them over)."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        return dict(db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY reason"))
+    finally:
+        db.close()
 
 
 def samples_digest(run_dir: Path) -> str:

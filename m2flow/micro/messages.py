@@ -11,6 +11,7 @@ import msgspec
 
 from m2flow.channels.weights import Manifest
 from m2flow.errors import DecodeError, ErrorRecord
+from m2flow.micro.decisions import Stretch
 from m2flow.observe.spans import SpanBlock
 
 
@@ -47,8 +48,12 @@ class Generate(Task, frozen=True):
 
     ids: list[int]
     prompts: list[int]
-    """Identity of each sample's prompt, in the call's `prompts` input."""
+    """Identity of each sample's prompt, in the `prompts` input of the call that drew them; empty if they go on from earlier tokens."""
     forward_to: list[str]
+    drawn_by: int
+    """The call whose samples they are: this one, or, of carried ones, an earlier one of its line."""
+    aborted_by: int = -1
+    """The call at whose end they were stopped, if they have tokens."""
 
 
 class Perform(Task, frozen=True):
@@ -121,6 +126,18 @@ class Abort(Message, frozen=True):
     """Give up what runs or waits for a call."""
 
     call: int
+    keeps: bool = False
+    """Keep the samples that have tokens, and say which they are: they will go on."""
+
+
+class Adopt(Message, frozen=True):
+    """These finished samples of one call are in another's result: keep them as rows of that, and send them on."""
+
+    call: int
+    drawn: int
+    """The call that they were finished for."""
+    ids: list[int]
+    forward_to: list[str]
 
 
 class Forget(Message, frozen=True):
@@ -161,8 +178,19 @@ class Finished(Message, frozen=True):
     """File, offset, size and CRC-32 of the record that holds them."""
     dropped: list[int] = []
     """Samples of the task that the call left out of its result."""
-    versions: list[int] = []
-    """Of the weights that generated each sample, where the call may use several; else empty."""
+    stretches: list[tuple[Stretch, ...]] = []
+    """Of each sample, where it depends on time which weights generated it; else empty."""
+
+
+class Aborted(Message, frozen=True):
+    """Samples were stopped before their end, and can go on from here."""
+
+    call: int
+    ids: list[int]
+    num_tokens: list[int]
+    num_generated: list[int]
+    stretches: list[tuple[Stretch, ...]]
+    segment: tuple[str, int, int, int]
 
 
 class TaskDone(Message, frozen=True):
@@ -213,10 +241,17 @@ ToWorker = (
     | Save
     | Push
     | Abort
+    | Adopt
     | Forget
     | Stop
 )
-ToController = Ready | Finished | TaskDone | TaskFailed | Spans | Fatal | Goodbye
+ToController = Ready | Finished | Aborted | TaskDone | TaskFailed | Spans | Fatal | Goodbye
+
+
+def calls_of(task: Task) -> tuple[int, ...]:
+    """The calls that a worker must know for a task."""
+    return tuple(sorted({task.call, task.drawn_by})) if isinstance(task, Generate) else (task.call,) if task.call >= 0 else ()
+
 
 encode = msgspec.msgpack.Encoder().encode
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -35,8 +35,7 @@ def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) 
 
 def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> list[Request]:
     """The requests of a generate call for these samples; row i of `prompts` is the prompt of sample i."""
-    sampling, repeat = call.options["sampling"], call.options["repeat"]
-    assert isinstance(sampling, Sampling)
+    sampling, repeat = _sampling(call), call.options["repeat"]
     assert isinstance(repeat, int)
     texts, origins = prompts.ragged("prompt"), prompts.dense("seed").tolist()
     return [
@@ -50,10 +49,36 @@ def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> l
     ]
 
 
-def responses(call: Call, generated: Sequence[Generated], prompts: Batch, seeds: Mapping[int, int]) -> Batch:
-    """The rows of a generate call: token columns, and the columns of each sample's prompt (row i of `prompts` is that of sample i)."""
-    sampling = call.options["sampling"]
-    assert isinstance(sampling, Sampling)
+def continuations(call: Call, stopped: Batch) -> list[Request]:
+    """The requests for samples of a call that were stopped: each goes on from the tokens in its row."""
+    sampling, made = _sampling(call), []
+    for row, packed in enumerate(stopped.ids.tolist()):
+        num_prompt = int(stopped.ragged("segment_lengths").row(row)[0])
+        tokens, logprobs, versions, stale = (stopped.ragged(name).row(row).tolist() for name in _MADE)
+        made.append(
+            Request(
+                id=packed,
+                prompt=tuple(tokens[:num_prompt]),
+                seed=int(stopped.dense("seed")[row]),
+                sampling=sampling,
+                prefix=tuple(tokens[num_prompt:]),
+                prefix_logprobs=tuple(logprobs[num_prompt:]),
+                prefix_versions=tuple(versions[num_prompt:]),
+                prefix_kv_stale=tuple(stale[num_prompt:]),
+            )
+        )
+    return made
+
+
+_MADE = ("tokens", "logprobs", "versions", "kv_stale")
+
+
+def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Batch, seeds: Mapping[int, int]) -> Batch:
+    """The rows of generated samples: token columns, and the columns of each one's prompt.
+
+    Args:
+        calls: the one that drew each sample. Row i of `prompts` is the prompt of sample i, or its own row of before.
+    """
     ids = np.array([g.id for g in generated], np.int64)
     num_prompt = [len(g.prompt_tokens) for g in generated]
 
@@ -73,10 +98,16 @@ def responses(call: Call, generated: Sequence[Generated], prompts: Batch, seeds:
         "segment_lengths": Ragged.of([[p, len(g.tokens)] for p, g in zip(num_prompt, generated, strict=True)], np.int32),
         "seed": np.array([seeds[g.id] for g in generated], np.uint64),
         "finish": np.array([g.finish for g in generated], np.uint8),
-        "temperature": np.full(len(generated), sampling.temperature or 1.0, np.float64),
+        "temperature": np.array([_sampling(call).temperature or 1.0 for call in calls], np.float64),
         "text": Ragged.texts([g.text for g in generated]),
     }
     return Batch(ids, {**prompts.columns, **columns})
+
+
+def _sampling(call: Call) -> Sampling:
+    sampling = call.options["sampling"]
+    assert isinstance(sampling, Sampling)
+    return sampling
 
 
 def function_of(call: Call) -> Callable[..., object]:

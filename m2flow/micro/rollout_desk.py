@@ -132,6 +132,8 @@ class RolloutDesk:
 
     def _has_left(self, state: CallState) -> bool:
         """Whether a call has, or may yet have, samples that no worker has."""
+        if state.carry is not None and state.carry.previous is not None:
+            return True
         return not state.is_prepared or state.refill is not None or len(state.done) + self._num_out(state) < len(state.ids)
 
     def _num_out(self, state: CallState) -> int:
@@ -157,10 +159,21 @@ class RolloutDesk:
                 break
             rows.append(row)
         del state.ready[: len(rows)]
-        prompts = state.prompts_of(rows)
-        self._board.bring(state.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
-        task = m.Generate(self._board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to))
-        self._board.start(worker, "rollout", task, rows=len(rows))
+        self._board.lines.handed_out(state, rows, worker.held.get(state.call.role, 0))
+        for drawn, stopped_by, together in self._board.lines.batches(state, rows):
+            self._start(worker, state, together, drawn, stopped_by)
+
+    def _start(self, worker: WorkerState, state: CallState, rows: list[int], drawn: int, stopped_by: int) -> None:
+        board, prompts = self._board, []
+        if stopped_by >= 0:
+            board.bring_stopped(stopped_by, rows, worker.name)
+        else:
+            drawing = board.calls[drawn]
+            prompts = drawing.prompts_of(rows)
+            board.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
+        board.introduce(drawn, worker.name)
+        task = m.Generate(board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to), drawn, stopped_by)
+        board.start(worker, "rollout", task, rows=len(rows))
 
 
 def _may_use(state: CallState, version: int) -> bool:

@@ -23,6 +23,7 @@ from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.controller import Controller
+from m2flow.micro.decisions import Decisions
 from m2flow.micro.inprocess import InProcess
 from m2flow.micro.journal import Journal, Tally
 from m2flow.micro.launcher import LocalLauncher
@@ -87,7 +88,7 @@ class Run:
         flow_file: str = "",
         pin_plan: bool = False,
         pin_to: Sequence[PinnedCall] | None = None,
-        decisions: Mapping[int, int] | None = None,
+        decisions: Decisions | None = None,
         pinned: Plan | None = None,
     ) -> None:
         self.flow = flow

@@ -20,7 +20,7 @@ import numpy as np
 
 from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.segments import Place, read_segment
-from m2flow.samples import Batch, Finish
+from m2flow.samples import Batch, Finish, SampleId
 
 COLUMNS = {
     "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
@@ -49,7 +49,7 @@ CREATE TEMP VIEW book AS SELECT samples.id AS id,
     (SELECT count(*) FROM rewards WHERE rewards.sample = samples.id) AS num_rewards,
     (SELECT count(*) FROM consumption WHERE consumption.sample = samples.id) AS num_updates,
     CASE WHEN EXISTS (SELECT 1 FROM consumption WHERE consumption.sample = samples.id) THEN 'consumed'
-         WHEN EXISTS (SELECT 1 FROM dropped WHERE dropped.sample = samples.id) THEN 'dropped'
+         WHEN EXISTS (SELECT 1 FROM dropped WHERE dropped.sample = samples.id AND reason != 'unused') THEN 'dropped'
          WHEN samples.prompt > coalesce((SELECT last_prompt FROM discarded WHERE discarded.call = samples.call), samples.prompt)
          THEN 'discarded' ELSE 'unused' END AS ending
 FROM samples JOIN calls ON calls.ordinal = samples.call
@@ -152,10 +152,18 @@ class SampleBook:
 
     def _life(self, packed: int, known: dict[str, Any], segment: str, versions: list[int], rewards: list[tuple[Any, ...]]) -> list[str]:
         weights = f", weights of version {', '.join(map(str, versions))}" if versions else ""
-        life = [
-            f"asked for by {known['call']}, {known['site']}, in step {known['step']}",
+        ((drawn_in,),) = self._rows("SELECT calls.step FROM samples JOIN calls ON calls.ordinal = samples.call WHERE id = ?", (packed,))
+        life = [f"asked for by {known['call']}, {known['site']}, in step {drawn_in}"]
+        expired = self._rows(
+            "SELECT num_generated, step FROM expired JOIN calls ON calls.ordinal = call WHERE sample = ? ORDER BY call", (packed,)
+        )
+        life += [f"begun anew: {tokens} tokens were too old for step {step}" for tokens, step in expired]
+        life += [
             f"generated: {known['response_tokens']} tokens on {segment.removesuffix('.seg')}{weights}; ended by {known['finish']}",
         ]
+        given = "SELECT calls.step FROM decisions JOIN calls ON calls.ordinal = call WHERE sample = ? AND call != ?"
+        for (step,) in self._rows(given, (packed, SampleId.unpack(packed).call)):
+            life.append(f"carried: it was late, and given in step {step}")
         life += [f"rewarded: {value:g} by {name}, {site}" for name, site, value in rewards]
         updates = self._rows(
             "SELECT calls.name, calls.site, calls.step, epoch FROM consumption JOIN calls ON calls.ordinal = update_call "
@@ -164,7 +172,7 @@ class SampleBook:
         )
         life += [f"trained on: {name}, {site}, in step {step}, epoch {epoch}" for name, site, step, epoch in updates]
         for (reason,) in self._rows("SELECT reason FROM dropped WHERE sample = ?", (packed,)):
-            life.append(f"dropped: {reason}")
+            life.append("unused: it was late, and no later call gave it" if reason == "unused" else f"dropped: {reason}")
         if known["ending"] == "discarded":
             life.append("discarded: its prompt lies beyond the last that was needed")
         return life

@@ -96,17 +96,25 @@ class Scheduler:
                 lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
         return lines
 
-    def _from_worker(self, name: str, message: m.Finished | m.TaskDone | m.TaskFailed) -> None:
+    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
         """What comes twice or late changes nothing."""
         board = self._board
         state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):
             if state is not None:
+                if state.carry is not None:
+                    board.lines.finished(state, message)
                 board.generated(message.task, board.rows_done(state, name, message.ids, message.num_tokens, message.dropped))
+            return
+        if isinstance(message, m.Aborted):
+            if state is not None and state.carry is not None:
+                board.lines.stopped(state, name, message)
             return
         ended = board.end_task(message.task)
         if ended is None:
             return
+        if isinstance(ended.message, m.Generate):
+            board.lines.task_ended(ended.message.call)
         if isinstance(message, m.TaskFailed):
             if message.call < 0:
                 raise error_from_record(message.error)

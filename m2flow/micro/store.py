@@ -9,6 +9,11 @@ import numpy as np
 from m2flow.samples import Batch
 
 
+def stopped_at(call: int) -> int:
+    """What the rows go by that a generation left unfinished at its end: beside its result, which goes by its ordinal."""
+    return -1 - call
+
+
 class RowStore:
     """Rows by call and identity."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
+from m2flow.micro.carrying import Carry
 from m2flow.micro.plan import Stage
 from m2flow.micro.refilling import Refill
 from m2flow.micro.updating import UpdateProgress
@@ -60,6 +61,8 @@ class CallState:
     is_done: bool = False
     is_failed: bool = False
     is_released: bool = False
+    carry: Carry | None = None
+    """Of a generation whose late samples go on in the next call of its line."""
     follows: set[int] = field(default_factory=set)
     """Calls that must be over, well or not, before it may start: they read what it overwrites."""
     _minibatch_of: dict[int, int] = field(default_factory=dict)

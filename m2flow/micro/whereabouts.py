@@ -37,6 +37,13 @@ class Whereabouts:
             there.update(sent)
         return by_owner
 
+    def owners(self, call: int, rows: Iterable[int]) -> dict[str, list[int]]:
+        """Who made which of these rows."""
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            found.setdefault(self._owners[call][row], []).append(row)
+        return found
+
     def forget(self, call: int) -> list[str]:
         """Drop a call; the places that know of it."""
         self._owners.pop(call, None)

@@ -18,16 +18,18 @@ from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Gene
 from m2flow.engines.registry import make_function, make_rollout, make_train
 from m2flow.errors import EngineError, InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.macro.graph import Call
+from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
 from m2flow.micro import performing, training
 from m2flow.micro.arguments import Arguments
+from m2flow.micro.decisions import stretches_of
 from m2flow.micro.instances import Instances
 from m2flow.micro.plan import EngineSlot
-from m2flow.micro.staleness import check_admission
+from m2flow.micro.staleness import check_admission, check_given
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
 from m2flow.recipe import Model
-from m2flow.samples import Batch, SampleId
+from m2flow.samples import Batch
 
 E = TypeVar("E")
 
@@ -37,6 +39,9 @@ class _Growing:
     """A sample that an engine has."""
 
     call: Call
+    """The one that it is generated for."""
+    drawn: Call
+    """The one whose sample it is."""
     prompts: Batch
     row: int
     """Of its prompt in `prompts`."""
@@ -109,14 +114,23 @@ class Workbench:
     def num_unfinished(self) -> int:
         return len(self._growing)
 
-    def generate(self, call: Call, ids: Sequence[int], prompts: Batch) -> None:
-        """Queue samples; row i of `prompts` is the prompt of sample i."""
+    def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None) -> None:
+        """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one."""
+        drawn = drawn or call
+        self._begin(call, drawn, performing.requests(drawn, ids, prompts, self._run_seed), prompts)
+
+    def resume(self, call: Call, stopped: Batch, drawn: Call) -> None:
+        """Queue samples that go on from the tokens in these rows."""
+        for packed, stretches in zip(stopped.ids.tolist(), stretches_of(stopped), strict=True):
+            check_given(call, packed, stretches)
+        self._begin(call, drawn, performing.continuations(drawn, stopped), stopped)
+
+    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch) -> None:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
-        requests = performing.requests(call, ids, prompts, self._run_seed)
         _add(engine, requests)
-        start = now_ns()
-        self._growing.update((r.id, _Growing(call, prompts, row, r.seed, start)) for row, r in enumerate(requests))
+        start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
+        self._growing.update((r.id, _Growing(call, drawn, prompts, row, r.seed, start)) for row, r in enumerate(requests))
 
     def step(self) -> list[tuple[Call, Batch]]:
         """Decode one token of everything that runs; the rows that leave now, by call."""
@@ -133,25 +147,54 @@ class Workbench:
         self._left_ns = now_ns()
         by_call: dict[int, list[tuple[Generated, int]]] = {}
         for generated, end in self._finished:
-            by_call.setdefault(SampleId.unpack(generated.id).call, []).append((generated, end))
+            by_call.setdefault(self._growing[generated.id].call.ordinal, []).append((generated, end))
         self._finished = []
         return [self._rows(finished) for finished in by_call.values()]
 
     def abort(self, call: int) -> None:
         """Give up what generates for a call."""
-        ids = [packed for packed, growing in self._growing.items() if growing.call.ordinal == call]
+        ids = self._growing_for(call)
         for engine in self._rollout.values():
             engine.abort(ids)
         for packed in ids:
             del self._growing[packed]
         self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
 
+    def interrupt(self, ids: Iterable[int]) -> Batch:
+        """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""
+        is_done = {generated.id for generated, _ in self._finished}
+        wanted = [packed for packed in ids if packed in self._growing and packed not in is_done]
+        stopped = [generated for engine in self._rollout.values() for generated in engine.abort(wanted)]
+        for generated in stopped:
+            if not len(generated.tokens):
+                del self._growing[generated.id]
+        begun = [(generated, now_ns()) for generated in stopped if len(generated.tokens)]
+        return self._rows(begun)[1] if begun else Batch.concat([])
+
+    def finished_for(self, call: int) -> Batch:
+        """The samples of a call that have finished and not left; they leave now."""
+        left = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal == call]
+        self._finished = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal != call]
+        return self._rows(left)[1] if left else Batch.concat([])
+
+    def _growing_for(self, call: int) -> list[int]:
+        return [packed for packed, growing in self._growing.items() if growing.call.ordinal == call]
+
+    def stop(self, call: int) -> tuple[Batch, Batch]:
+        """Stop what generates for a call: the rows of samples that have finished by now, and of those that can go on."""
+        return self.finished_for(call), self.interrupt(self._growing_for(call))
+
+    def progress(self) -> dict[int, int]:
+        """Tokens so far of each sample that generates."""
+        return {packed: count for engine in self._rollout.values() for packed, count in engine.progress().items()}
+
     def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
         generated = [g for g, _ in finished]
         growing = [self._growing.pop(g.id) for g in generated]
         call = growing[0].call
         prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
-        rows = performing.responses(call, generated, prompts, {g.id: s.seed for g, s in zip(generated, growing, strict=True)})
+        seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
+        rows = performing.responses([g.drawn for g in growing], generated, prompts, seeds)
         for (g, end), s in zip(finished, growing, strict=True):
             self._recorder.add(
                 SpanName.SAMPLE, s.start_ns, end, call=call.ordinal, sample=g.id, num_tokens=len(g.tokens), version=int(g.versions[-1])

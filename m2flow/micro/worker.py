@@ -25,10 +25,11 @@ from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro import performing, training
 from m2flow.micro.bodies import call_of
+from m2flow.micro.decisions import stretches_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.segments import SegmentWriter
-from m2flow.micro.staleness import is_time_dependent, versions_of
-from m2flow.micro.store import RowStore
+from m2flow.micro.staleness import is_time_dependent
+from m2flow.micro.store import RowStore, stopped_at
 from m2flow.micro.workbench import Workbench
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
@@ -150,10 +151,17 @@ class Worker:
                 self._peers = addresses
             case m.Push(call=ordinal, ids=ids, to=to):
                 self._forward(ordinal, self._store.get(ordinal, ids), [to])
-            case m.Abort(call=ordinal):
+            case m.Abort(call=ordinal, keeps=keeps):
+                if keeps:
+                    self._stop(ordinal)
                 self._abort(ordinal)
+            case m.Adopt(call=ordinal, drawn=drawn, ids=ids, forward_to=forward_to):
+                rows = self._store.get(drawn, ids)
+                self._store.put(ordinal, rows)
+                self._forward(ordinal, rows, forward_to)
             case m.Forget(call=ordinal):
                 self._store.forget(ordinal)
+                self._store.forget(stopped_at(ordinal))
                 self._calls.pop(ordinal, None)
             case m.Stop():
                 self.is_stopping = True
@@ -166,7 +174,9 @@ class Worker:
             return False
         task = self._queue[0]
         if isinstance(task, m.Generate):
-            return self._store.has(self._input(task, "prompts"), task.prompts)
+            if task.aborted_by >= 0:
+                return self._store.has(stopped_at(task.aborted_by), task.ids)
+            return self._store.has(self._prompts(task), task.prompts)
         if isinstance(task, m.Perform | m.Accumulate):
             call = self._calls[task.call]
             sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)]
@@ -175,10 +185,10 @@ class Worker:
             return all(self._store.has(source, task.ids) for source in sources)
         return True
 
-    def _input(self, task: m.Task, name: str) -> int:
-        ref = self._calls[task.call].input(name)
+    def _prompts(self, task: m.Generate) -> int:
+        ref = self._calls[task.drawn_by].input("prompts")
         if ref is None:
-            raise InternalError(f"{self._calls[task.call].name} has no input {name!r}")
+            raise InternalError(f"{self._calls[task.drawn_by].name} has no input 'prompts'")
         return ref.call
 
     def _do(self, task: m.Task) -> None:
@@ -241,8 +251,11 @@ class Worker:
         return {name: self._store.get(source, task.ids) for name, source in refs.items()}
 
     def _generate(self, task: m.Generate) -> None:
-        prompts = self._store.get(self._input(task, "prompts"), task.prompts)
-        self.bench.generate(self._calls[task.call], task.ids, prompts)
+        call, drawn = self._calls[task.call], self._calls[task.drawn_by]
+        if task.aborted_by >= 0:
+            self.bench.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn)
+        else:
+            self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn)
         self._generations[task.number] = _Generation(task, len(task.ids))
         self._task_of.update(dict.fromkeys(task.ids, task.number))
 
@@ -287,7 +300,7 @@ class Worker:
                 texts,
                 place,
                 list(dropped),
-                versions_of(rows) if is_time_dependent(call) else [],
+                stretches_of(rows) if is_time_dependent(call) else [],
             )
         )
 
@@ -297,6 +310,16 @@ class Worker:
                 start = now_ns()
                 self._outbox.send(self._peers[peer], Parcel(call, rows, self.settings.name))
                 self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), label=peer)
+
+    def _stop(self, ordinal: int) -> None:
+        """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
+        finished, stopped = self.bench.stop(ordinal)
+        if len(finished):
+            self._generated(self._calls[ordinal], finished)
+        if len(stopped):
+            self._store.put(stopped_at(ordinal), stopped)
+            numbers = (performing.num_tokens_of(stopped), performing.num_generated_of(stopped))
+            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *numbers, stretches_of(stopped), self._segments.append(stopped)))
 
     def _abort(self, ordinal: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""

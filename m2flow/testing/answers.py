@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from m2flow.macro.graph import Call
+from m2flow.micro.decisions import Decision, Decisions
 from m2flow.micro.segments import Place, read_segment
 from m2flow.observe.spans import SpanBlock
 from m2flow.samples import Batch
@@ -23,8 +24,8 @@ class Answer:
     consumed: list[tuple[int, int, int]] = field(default_factory=list)
     """(update call, epoch, sample), sorted."""
     logs: list[tuple[int, str, float]] = field(default_factory=list)
-    decisions: dict[int, int] = field(default_factory=dict)
-    """Sample -> version of the weights that generated it, where that depended on time."""
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    """Sample -> which call gave it and which versions made its tokens, where that depended on time."""
     weights: dict[str, str] = field(default_factory=dict)
     """Role -> digest of its trained weights."""
     error: str = ""
@@ -64,8 +65,14 @@ class Notes:
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
         self.answer.rewards.update(((call.ordinal, packed), value) for packed, value in zip(ids, values, strict=True))
 
-    def decided(self, call: Call, ids: Sequence[int], versions: Sequence[int]) -> None:
-        self.answer.decisions.update(zip(ids, versions, strict=True))
+    def decided(self, call: Call, decisions: Decisions) -> None:
+        self.answer.decisions.update(decisions)
+
+    def late(self, call: Call, ids: Sequence[int]) -> None:
+        pass
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        pass
 
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self.answer.consumed += [(call.ordinal, epoch, packed) for packed in ids]

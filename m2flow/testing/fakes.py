@@ -70,6 +70,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kv_stale: list[bool] = field(default_factory=list)
 
     @property
     def finish(self) -> Finish | None:
@@ -125,7 +126,8 @@ class FakeRollout(RolloutEngine):
                 raise EngineError(f"sample {who} is already being generated")
             known.add(request.id)
             stops = frozenset({FAKE_EOS, *request.sampling.stop_token_ids})
-            given = list(request.prefix), list(request.prefix_logprobs), list(request.prefix_versions)
+            stale = list(request.prefix_kv_stale) or [False] * len(request.prefix)
+            given = list(request.prefix), list(request.prefix_logprobs), list(request.prefix_versions), stale
             new.append(_Sequence(request, prompt, stops, fake_hash(*prompt), *given))
         self._queue += new
 
@@ -150,6 +152,9 @@ class FakeRollout(RolloutEngine):
         self._queue = [sequence for sequence in self._queue if sequence.request.id not in wanted]
         self._running = [sequence for sequence in self._running if sequence.request.id not in wanted]
         return [_generated(sequence, Finish.ABORT) for sequence in taken]
+
+    def progress(self) -> dict[int, int]:
+        return {sequence.request.id: len(sequence.tokens) for sequence in self._queue + self._running}
 
     @property
     def num_unfinished(self) -> int:
@@ -193,6 +198,7 @@ class FakeRollout(RolloutEngine):
         sequence.tokens.append(token)
         sequence.logprobs.append(-((bits >> 8) % 1024) / 1024)
         sequence.versions.append(self._version)
+        sequence.kv_stale.append(False)
 
 
 def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
@@ -203,7 +209,7 @@ def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
         tokens=np.array(sequence.tokens, np.int32),
         logprobs=np.array(sequence.logprobs, np.float32),
         versions=np.array(sequence.versions, np.int32),
-        kv_stale=np.zeros(len(sequence.tokens), np.bool_),
+        kv_stale=np.array(sequence.kv_stale, np.bool_),
         finish=finish,
         text=decode_fake(sequence.tokens),
     )

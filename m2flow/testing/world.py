@@ -28,6 +28,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro import performing
 from m2flow.micro.bodies import call_body
+from m2flow.micro.decisions import Decisions, given_by
 from m2flow.micro.events import (
     CONTROLLER,
     CallAdded,
@@ -35,6 +36,8 @@ from m2flow.micro.events import (
     Dropped,
     Event,
     FromWorker,
+    Given,
+    Late,
     Reject,
     Released,
     Resolve,
@@ -239,7 +242,7 @@ class World(Backend):
         if isinstance(message, m.TaskDone):
             task = self._consuming.pop(message.task, None)
             self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
-        if isinstance(message, m.Finished | m.TaskDone | m.TaskFailed):
+        if isinstance(message, m.Finished | m.Aborted | m.TaskDone | m.TaskFailed):
             self._handle(FromWorker(worker, message))
 
     def _note(self, message: m.Finished) -> None:
@@ -247,7 +250,8 @@ class World(Backend):
             rows = read_segment(self._run_dir / "segments", message.segment).select(np.array(message.ids, np.int64))
             self.answer.samples.update(samples_of(rows))
         self.answer.rewards.update(((message.call, packed), value) for packed, value in zip(message.ids, message.values, strict=False))
-        self.answer.decisions.update(zip(message.ids, message.versions, strict=False))
+        if message.stretches:
+            self.answer.decisions |= given_by(message.call, message.ids, message.stretches)
 
     def _handle(self, event: Event) -> None:
         for command in self._scheduler.handle(event):
@@ -260,8 +264,11 @@ class World(Backend):
                     self._tell(worker, message)
                 case Discarded(call, last):
                     self._discarded[call] = last
-                case Dropped(_, ids):
+                case Dropped(_, ids) | Late(_, ids):
                     self._dropped.update(ids)
+                case Given(call, ids):
+                    self._dropped.difference_update(ids)
+                    self.answer.decisions |= {packed: self.answer.decisions[packed]._replace(call=call) for packed in ids}
                 case Resolve(call, value):
                     self._values[call] = value
                     self._settling.done(call)
@@ -271,9 +278,10 @@ class World(Backend):
 
     def _tell(self, worker: str, message: m.ToWorker) -> None:
         link = self._workers[worker][1]
-        if isinstance(message, m.Task) and message.call >= 0 and message.call not in self._defined[worker]:
-            self._defined[worker].add(message.call)
-            link.to_worker.append(m.encode(m.Define(message.call, self._bodies[message.call])))
+        for call in m.calls_of(message) if isinstance(message, m.Task) else ():
+            if call not in self._defined[worker]:
+                self._defined[worker].add(call)
+                link.to_worker.append(m.encode(m.Define(call, self._bodies[call])))
         if isinstance(message, m.Accumulate):
             self._consuming[message.number] = message
         link.to_worker.append(m.encode(message))
@@ -339,7 +347,7 @@ def run_eager(
     deterministic: bool = False,
     save_to: Path | None = None,
     around: Callable[[Backend], Backend] = _itself,
-    decisions: Mapping[int, int] | None = None,
+    decisions: Decisions | None = None,
 ) -> Answer:
     """Run a flow call by call: what every plan must agree with. `save_to` and `around` as in `run_planned`.
 
