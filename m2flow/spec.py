@@ -65,9 +65,14 @@ class ChannelSpec(_Strict):
     """How workers talk on one host."""
 
     transport: Literal["ipc", "tcp"] = "ipc"
-    """Unix sockets in a private directory, or TCP on loopback."""
+    """Unix sockets in a private directory, or TCP."""
+    host: str = "127.0.0.1"
+    """With `tcp`: the IPv4 address of this host that sockets listen at. Any but loopback needs `keys`."""
     port: int | None = Field(None, ge=1024, le=65535)
     """The controller's port with `tcp`; by default one that is free."""
+    keys: str = ""
+    """With `tcp`: the file of the cluster's key (`m2flow keys FILE` makes one). All that passes is then encrypted, and only holders of the
+    key are heard."""
 
 
 class PoolSpec(_Strict):

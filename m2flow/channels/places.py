@@ -1,11 +1,12 @@
-"""Where a socket may listen: in a private directory, or on the loopback interface.
+"""Where a socket may listen: in a private directory, on the loopback interface, or on an interface that is named.
 
-A place is written `ipc:DIRECTORY` (one that only we can enter; it is made if it is missing), `ipc:` (a new one), `tcp` (a port
-that is free) or `tcp:PORT`.
+A place is written `ipc:DIRECTORY` (one that only we can enter; it is made if it is missing), `ipc:` (a new one), `tcp` (a port of
+loopback that is free), `tcp:PORT`, `tcp:ADDRESS` or `tcp:ADDRESS:PORT`, the address an IPv4 one of this host.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import stat
@@ -13,6 +14,7 @@ import tempfile
 
 from m2flow.errors import SpecError
 
+_LOOPBACK = "127.0.0.1"
 MAX_IPC_PATH_BYTES = 106
 """`sun_path` holds 108 bytes on Linux with its final zero; libzmq and other systems leave a little less."""
 
@@ -20,14 +22,18 @@ MAX_IPC_PATH_BYTES = 106
 def address_of(place: str) -> str:
     """The ZeroMQ address to bind; an `ipc` one is new each time. Raises `SpecError`.
 
-    >>> address_of("tcp"), address_of("tcp:5555")
-    ('tcp://127.0.0.1:*', 'tcp://127.0.0.1:5555')
+    >>> address_of("tcp"), address_of("tcp:5555"), address_of("tcp:10.0.0.7")
+    ('tcp://127.0.0.1:*', 'tcp://127.0.0.1:5555', 'tcp://10.0.0.7:*')
     """
     transport, _, rest = place.partition(":")
-    if transport == "tcp" and (not rest or (rest.isdecimal() and int(rest) < 65536)):
-        return f"tcp://127.0.0.1:{rest or '*'}"
+    if transport == "tcp":
+        host, _, port = rest.rpartition(":")
+        if "." in port:
+            host, port = port, ""
+        if _is_address(host or _LOOPBACK) and (not port or (port.isdecimal() and int(port) < 65536)):
+            return f"tcp://{host or _LOOPBACK}:{port or '*'}"
     if transport != "ipc" or not rest:
-        raise SpecError(f"{place!r} is no place to listen at", now="Write ipc:DIRECTORY, tcp, or tcp:PORT.")
+        raise SpecError(f"{place!r} is no place to listen at", now="Write ipc:DIRECTORY, tcp, tcp:PORT, tcp:ADDRESS or tcp:ADDRESS:PORT.")
     path = os.path.join(rest, secrets.token_hex(6))
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise SpecError(
@@ -36,6 +42,21 @@ def address_of(place: str) -> str:
         )
     _require_private(rest)
     return f"ipc://{path}"
+
+
+def is_private(address: str) -> bool:
+    """Whether only this host can reach a ZeroMQ address."""
+    if address.startswith("ipc://"):
+        return True
+    return ipaddress.IPv4Address(address.removeprefix("tcp://").rpartition(":")[0]).is_loopback
+
+
+def _is_address(host: str) -> bool:
+    """One that others can connect to: not a name, which may mean several, and not the wildcard."""
+    try:
+        return not ipaddress.IPv4Address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def private_directory() -> str:

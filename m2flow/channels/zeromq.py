@@ -1,11 +1,11 @@
-"""Parcels and control messages between processes of one host, over ZeroMQ. The only file that imports it.
+"""Parcels and control messages between processes, over ZeroMQ. The only file that imports it.
 
     ZmqOutbox  --PUSH-->          PULL  ZmqInbox         parcels, worker to worker
     LinkDialer --DEALER-->      ROUTER  LinkListener     opaque messages, worker and controller
-    Beacon     --its own dialer-->                       heartbeats, from a thread
 
-Sockets bind to the loopback interface or in a private directory (`m2flow.channels.places`), and nowhere else. On TCP every user
-of the host can reach an inbox; the link takes a peer only with the run's token.
+Sockets bind to the loopback interface or in a private directory (`m2flow.channels.places`); to another interface only with a key,
+and then all that passes is encrypted, and a peer that has not the same key is told nothing and heard by nobody (CURVE). Without a key,
+on TCP every user of the host can reach an inbox; the link takes a peer only with the run's token.
 
 One thread uses one object; each has a context of its own, so closing one waits for nothing of another's. A peer that dies takes
 with it what lay in its queues: finding that out and sending again is the scheduler's part.
@@ -14,23 +14,24 @@ with it what lay in its queues: finding that out and sending again is the schedu
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import hmac
 import importlib
+import logging
 import secrets
 import shutil
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from m2flow.channels.codec import decode, encode, num_frame_bytes
 from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
-from m2flow.channels.places import address_of, private_directory
+from m2flow.channels.keys import Keys
+from m2flow.channels.places import address_of, is_private, private_directory
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, PortInUse, SpecError
 
 COPY_BELOW_BYTES = 64 * 1024
@@ -49,17 +50,30 @@ class _Endpoint:
 
     _what: str
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys | None = None) -> None:
         self._context: zmq.Context[_Socket] | None = None
         self._socket: _Socket | None = None
         self._is_closed = False
         self._remove_directory: Callable[[], object] | None = None
+        self._keys = keys
+        self._guard: ThreadAuthenticator | None = None
 
-    def _create(self, kind: int, max_messages: int) -> _Socket:
+    def _create(self, kind: int, max_messages: int, *, listens: bool = False) -> _Socket:
         if self._is_closed or self._socket is not None:
             raise ChannelClosed(f"{self._what} is opened once")
         self._context = zmq.Context()
+        if self._keys is not None and listens:
+            self._guard = ThreadAuthenticator(self._context, log=_silent())
+            self._guard.start()
+            self._guard.configure_curve_callback(credentials_provider=_Holders(self._keys))
         self._socket = self._context.socket(kind)
+        if self._keys is not None:
+            self._socket.curve_publickey = self._keys.public.encode()
+            self._socket.curve_secretkey = self._keys.secret.encode()
+            if listens:
+                self._socket.curve_server = True
+            else:
+                self._socket.curve_serverkey = self._keys.public.encode()
         # Zero until `close` says otherwise, so that a process that fails never hangs at its exit.
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = max_messages
@@ -80,15 +94,20 @@ class _Endpoint:
             self._remove_directory = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
             place += directory
         address = address_of(place)
-        socket = self._create(kind, max_messages)
+        if self._keys is None and not is_private(address):
+            raise SpecError(
+                f"{place} can be reached from other hosts, and there is no key",
+                now="Make one with `m2flow keys FILE`, and name it in the cluster spec: channels: {keys: FILE}",
+            )
+        socket = self._create(kind, max_messages, listens=True)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
             self._release(0.0)
             if error.errno == errno.EADDRINUSE:
-                port = place.partition(":")[2]
+                host, _, port = address.removeprefix("tcp://").rpartition(":")
                 raise PortInUse(
-                    f"port {port} of 127.0.0.1 is taken by another program",
+                    f"port {port} of {host} is taken by another program",
                     now=f"Find it with `ss -ltnp 'sport = :{port}'` and stop it, or give no port to get one that is free.",
                 ) from None
             raise SpecError(f"can't listen at {address}: {error}") from None
@@ -102,6 +121,8 @@ class _Endpoint:
         self._is_closed = True
         if self._socket is not None and self._context is not None:
             self._socket.close(linger=int(drain_s * 1000))
+            if self._guard is not None:
+                self._guard.stop()
             self._context.term()
             self._socket = self._context = None
         if self._remove_directory is not None:
@@ -113,8 +134,8 @@ class ZmqInbox(_Endpoint, Inbox):
 
     _what = "the inbox"
 
-    def __init__(self, place: str = "ipc:", *, max_parcels: int = 1000) -> None:
-        super().__init__()
+    def __init__(self, place: str = "ipc:", *, max_parcels: int = 1000, keys: Keys | None = None) -> None:
+        super().__init__(keys)
         self.statistics = Statistics()
         self._place = place
         self._max_parcels = max_parcels
@@ -129,8 +150,13 @@ class ZmqInbox(_Endpoint, Inbox):
             error, self._pending = self._pending, None
             raise error
         parcels: list[Parcel] = []
-        if not _is_readable(socket, timeout_s, self.statistics):
-            return parcels
+        deadline = time.monotonic() + timeout_s
+        while not parcels and self._pending is None and _is_readable(socket, max(deadline - time.monotonic(), 0.0), self.statistics):
+            self._take(socket, parcels)
+        return parcels
+
+    def _take(self, socket: _Socket, parcels: list[Parcel]) -> None:
+        """Add what is here. That may be nothing though the socket is readable: a peer that is turned away makes it so."""
         while len(parcels) < _MAX_MESSAGES_AT_ONCE and (frames := _receive_parcel_frames(socket)):
             try:
                 parcels.append(decode(frames))
@@ -142,7 +168,6 @@ class ZmqInbox(_Endpoint, Inbox):
             self.statistics.num_parcels += 1
             self.statistics.num_samples += len(parcels[-1].batch)
             self.statistics.num_bytes += num_frame_bytes(frames)
-        return parcels
 
     def close(self) -> None:
         self._release(0.0)
@@ -158,11 +183,12 @@ class ZmqOutbox(Outbox):
     workers that send to each other from the thread that also receives must keep less in flight, or they wait for each other.
     """
 
-    def __init__(self, name: str = "", *, max_parcels: int = 1000, timeout_s: float = 60.0) -> None:
+    def __init__(self, name: str = "", *, max_parcels: int = 1000, timeout_s: float = 60.0, keys: Keys | None = None) -> None:
         self.statistics = Statistics()
         self._name = name
         self._max_parcels = max_parcels
         self._timeout_s = timeout_s
+        self._keys = keys
         self._peers: dict[str, _Peer] = {}
         self._is_closed = False
 
@@ -179,7 +205,7 @@ class ZmqOutbox(Outbox):
                 # process would die of that. What is registered last is called first, so pyzmq's own hook must be there already.
                 importlib.import_module("zmq.utils.garbage")
                 atexit.register(self.close)
-            peer = self._peers[address] = _Peer()
+            peer = self._peers[address] = _Peer(self._keys)
             peer.open(address, self._max_parcels)
         peer.send(frames, self._timeout_s, self.statistics)
         self.statistics.num_parcels += 1
@@ -241,8 +267,10 @@ class LinkListener(_Endpoint):
 
     _what = "the control link"
 
-    def __init__(self, token: str, place: str = "ipc:", *, max_messages: int = 100_000, timeout_s: float = 10.0) -> None:
-        super().__init__()
+    def __init__(
+        self, token: str, place: str = "ipc:", *, max_messages: int = 100_000, timeout_s: float = 10.0, keys: Keys | None = None
+    ) -> None:
+        super().__init__(keys)
         self.num_dropped = 0
         self._token = token.encode()
         self._place = place
@@ -315,8 +343,8 @@ class LinkDialer(_Endpoint):
 
     _what = "the control link"
 
-    def __init__(self, *, max_messages: int = 100_000, timeout_s: float = 10.0) -> None:
-        super().__init__()
+    def __init__(self, *, max_messages: int = 100_000, timeout_s: float = 10.0, keys: Keys | None = None) -> None:
+        super().__init__(keys)
         self._max_messages = max_messages
         self._timeout_s = timeout_s
 
@@ -333,7 +361,8 @@ class LinkDialer(_Endpoint):
         """The messages that have come, in order, or, if there are none, what comes first in `timeout_s`."""
         socket = self._opened()
         messages: list[bytes] = []
-        if _is_readable(socket, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while not messages and _is_readable(socket, max(deadline - time.monotonic(), 0.0)):
             while len(messages) < _MAX_MESSAGES_AT_ONCE:
                 try:
                     messages.append(b"".join(socket.recv_multipart(zmq.NOBLOCK)))
@@ -353,53 +382,35 @@ class LinkDialer(_Endpoint):
         self._release(drain_s)
 
 
-class Beacon:
-    """A heartbeat from a thread of its own: the pulse of a worker that is busy computing.
-
-    Every `period_s` it sends `payload()` as the peer `<name>.beat`. It beats as long as other threads get the interpreter: a C extension
-    that holds its lock for seconds silences it. A beat that can't leave is skipped.
-    """
-
-    def __init__(self, address: str, name: str, token: str, *, period_s: float = 1.0, payload: Callable[[], bytes] = lambda: b"") -> None:
-        self._address = address
-        self._name = f"{name}.beat"
-        self._token = token
-        self._period_s = period_s
-        self._payload = payload
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def open(self) -> None:
-        """Start to beat; the first beat leaves at once."""
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop. May be called twice."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        dialer = LinkDialer(max_messages=16, timeout_s=0.0)
-        try:
-            dialer.open(self._address, self._name, self._token)
-            while True:
-                # The controller is slow or gone; the next beat, or its absence, says the same.
-                with contextlib.suppress(BrokenChannel):
-                    dialer.send(self._payload())
-                if self._stopping.wait(self._period_s):
-                    return
-        finally:
-            dialer.close()
-
-
 def wait(readables: Sequence[ZmqInbox | LinkDialer | LinkListener], timeout_s: float) -> None:
     """Until one of these has something to receive, or the time is over."""
     poller = zmq.Poller()
     for readable in readables:
         poller.register(readable._opened(), zmq.POLLIN)
     poller.poll(0 if any(readable._has_pending() for readable in readables) else _milliseconds(timeout_s))
+
+
+def new_keys() -> Keys:
+    """A key that nobody has yet."""
+    public, secret = zmq.curve_keypair()
+    return Keys(public.decode(), secret.decode())
+
+
+class _Holders:
+    """Takes in those who hold the cluster's key."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._public = keys.public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+def _silent() -> logging.Logger:
+    """Who is turned away is nobody's error: strangers must not be able to fill a log."""
+    log = logging.getLogger("m2flow.channels.guard")
+    log.setLevel(logging.CRITICAL)
+    return log
 
 
 def _connect(socket: _Socket, address: str) -> None:

@@ -26,6 +26,7 @@ _COMMANDS = {
     "samples": "Show the samples of a run, choose among them, or write them to a file.",
     "view": "Write the timeline of a run as a page for the browser.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
+    "keys": "Make the key that the channels of a cluster use between hosts.",
     "doctor": "Check what this machine has and what is missing.",
     "engines": "List the engines, what they can do, and which work here.",
 }

@@ -97,12 +97,12 @@ class Controller:
         self._journal = journal
         self._outcomes = outcomes
         self._scheduler = Scheduler(plan, deterministic=settings.deterministic)
-        is_ipc = spec.channels.transport == "ipc"
-        port = f":{spec.channels.port}" if spec.channels.port else ""
-        self._listener = LinkListener(launcher.token, f"ipc:{launcher.socket_dir}" if is_ipc else f"tcp{port}")
-        self._inbox = ZmqInbox(f"ipc:{launcher.socket_dir}" if is_ipc else "tcp")
-        self._outbox = ZmqOutbox(CONTROLLER)
-        self._waker = LinkDialer()
+        place, keys = launcher.place, launcher.keys
+        port = f":{spec.channels.port}" if spec.channels.port and spec.channels.transport == "tcp" else ""
+        self._listener = LinkListener(launcher.token, place + port, keys=keys)
+        self._inbox = ZmqInbox(place, keys=keys)
+        self._outbox = ZmqOutbox(CONTROLLER, keys=keys)
+        self._waker = LinkDialer(keys=keys)
         self._posts: queue.SimpleQueue[Post] = queue.SimpleQueue()
         self._rows = RowStore()
         self._addresses: dict[str, str] = {}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from m2flow.channels.keys import read_keys, write_keys
 from m2flow.channels.weights import remove_segments
 from m2flow.errors import InternalError
 from m2flow.micro.plan import Plan, WorkerPlan
@@ -41,6 +42,7 @@ class LocalLauncher:
         self._models = models
         self._run_dir = run_dir
         self.token = secrets.token_hex(16)
+        self.keys = read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
         self._prefix = f"m2flow-{secrets.token_hex(4)}"
         self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -49,6 +51,12 @@ class LocalLauncher:
     def socket_dir(self) -> str:
         """A directory for Unix sockets that only this user can enter."""
         return self._sockets.name
+
+    @property
+    def place(self) -> str:
+        """Where inboxes listen."""
+        channels = self._spec.channels
+        return f"ipc:{self.socket_dir}" if channels.transport == "ipc" else f"tcp:{channels.host}"
 
     def start(self, controller: str) -> None:
         """Start every worker; they connect to the controller's address by themselves."""
@@ -59,7 +67,8 @@ class LocalLauncher:
         settings = WorkerSettings(
             name=worker.name,
             controller=controller,
-            inbox=f"ipc:{self.socket_dir}" if self._spec.channels.transport == "ipc" else "tcp",
+            inbox=self.place,
+            keys=self.keys,
             engines=worker.engines,
             models=dict(self._models),
             device=worker.device,
@@ -129,6 +138,17 @@ class LocalLauncher:
                 process.wait()
         remove_segments(self._prefix)
         self._sockets.cleanup()
+
+
+def make_keys(path: Path) -> None:
+    """Write the key of a new cluster.
+
+    Raises:
+        SpecError: there is one already, or it can't be written.
+    """
+    from m2flow.channels.zeromq import new_keys
+
+    write_keys(path, new_keys())
 
 
 def engine_environment(threads: int, *, deterministic: bool) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from m2flow.channels.contract import Inbox, Outbox, Parcel
+from m2flow.channels.keys import Keys
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError, M2FlowError, unexpected
 from m2flow.macro.graph import Call
@@ -46,7 +47,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     controller: str
     """The control link's address."""
     inbox: str
-    """`ipc:DIRECTORY` or `tcp`."""
+    """A place (`m2flow.channels.places`)."""
+    keys: Keys | None
+    """Of the cluster, if its channels have some."""
     engines: tuple[EngineSlot, ...]
     models: dict[str, Model]
     device: str

@@ -19,8 +19,9 @@ import traceback
 
 import msgspec
 
+from m2flow.channels.beacon import Beacon
 from m2flow.channels.weights import remove_segments
-from m2flow.channels.zeromq import Beacon, LinkDialer, ZmqInbox, ZmqOutbox, wait
+from m2flow.channels.zeromq import LinkDialer, ZmqInbox, ZmqOutbox, wait
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
 from m2flow.micro.worker import Worker, WorkerSettings
@@ -47,9 +48,10 @@ def _watch_parent(settings: WorkerSettings) -> None:
 def serve(settings: WorkerSettings, token: str) -> None:
     """Run a worker over ZeroMQ until it is told to stop."""
     # The plan's routes hold all that a step makes, so nobody waits for room while a slow function keeps this worker from reading.
-    link, inbox, outbox = LinkDialer(), ZmqInbox(settings.inbox, max_parcels=0), ZmqOutbox(settings.name)
+    keys = settings.keys
+    link, inbox, outbox = LinkDialer(keys=keys), ZmqInbox(settings.inbox, max_parcels=0, keys=keys), ZmqOutbox(settings.name, keys=keys)
     link.open(settings.controller, settings.name, token)
-    beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s)
+    beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s, keys=keys)
     beacon.open()
     worker = Worker(settings, link, inbox, outbox)
     try:

@@ -378,6 +378,7 @@ def _worker_settings(
     return WorkerSettings(
         name=worker.name,
         controller="",
+        keys=None,
         inbox="",
         engines=worker.engines,
         models=dict(models),
