@@ -22,7 +22,7 @@ from m2flow.micro.rollouts.decode import DecodeModel, FloatArray
 
 _HALVINGS = 60
 _SAFETY = 1e-12
-"""Relative; what rounding may add to a bound is taken off."""
+"""Relative; what rounding may add to a bound is taken off, so that no makespan is below it."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def rollout_bounds(lengths: npt.ArrayLike, model: DecodeModel, num_instances: in
 
 def longest_s(lengths: npt.ArrayLike, model: DecodeModel) -> float:
     """(t0 + t1) max L: the longest sample, alone on an instance."""
-    return model.alone_token_s * int(np.max(np.asarray(lengths, np.int64), initial=0))
+    return model.alone_token_s * int(np.max(np.asarray(lengths, np.int64), initial=0)) * (1 - _SAFETY)
 
 
 def work_s(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int) -> float:
     """(t0/B + t1) sum L / n: every instance full until the end."""
-    return model.best_token_s * int(np.sum(np.asarray(lengths, np.int64))) / _checked(num_instances)
+    return model.best_token_s * int(np.sum(np.asarray(lengths, np.int64))) / _checked(num_instances) * (1 - _SAFETY)
 
 
 def k_longest_s(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int) -> float:

@@ -46,9 +46,11 @@ class StepLengths:
     """[N], tokens, group after group."""
     groups: IntArray
     """[N], the position of each sample's prompt, ascending."""
+    step: int = 0
+    """Which step of the run it is."""
 
     @classmethod
-    def of(cls, prompts: npt.ArrayLike, responses: Sequence[npt.ArrayLike] | npt.ArrayLike) -> StepLengths:
+    def of(cls, prompts: npt.ArrayLike, responses: Sequence[npt.ArrayLike] | npt.ArrayLike, *, step: int = 0) -> StepLengths:
         """From a row of lengths for each prompt.
 
         >>> StepLengths.of([5, 7], [[10, 20], [30]]).groups.tolist()
@@ -56,7 +58,7 @@ class StepLengths:
         """
         rows = [np.asarray(row, np.int64) for row in responses]  # type: ignore[union-attr]  # an array of rows is one, too
         flat = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        return cls(np.asarray(prompts, np.int64), flat, np.repeat(np.arange(len(rows)), [len(row) for row in rows]))
+        return cls(np.asarray(prompts, np.int64), flat, np.repeat(np.arange(len(rows)), [len(row) for row in rows]), step)
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -104,7 +106,7 @@ class Lengths(ABC):
 
     def step(self, index: int, *, num_groups: int, n: int, seed: int) -> StepLengths:
         """The samples of a step: the recorded one where there is a record, otherwise a draw of `num_groups` x `n`."""
-        return StepLengths.of(self.draw_prompts(num_groups, seed, step=index), self.draw(num_groups, n, seed, step=index))
+        return StepLengths.of(self.draw_prompts(num_groups, seed, step=index), self.draw(num_groups, n, seed, step=index), step=index)
 
 
 def parse_lengths(text: str) -> Lengths:

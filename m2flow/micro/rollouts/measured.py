@@ -98,8 +98,9 @@ class Measured(Lengths):
         """
         if not 0 <= index < len(self._order):
             raise SpecError(f"{self.name} has {len(self._order)} steps, not {index + 1}", now="Ask for fewer with --steps.")
-        positions = self._steps[self._order[index]]
-        return StepLengths.of(self._prompts[positions], [self._groups[position] for position in positions])
+        step = self._order[index]
+        positions = self._steps[step]
+        return StepLengths.of(self._prompts[positions], [self._groups[position] for position in positions], step=step)
 
     def _which(self, num_groups: int, seed: int, step: int) -> IntArray:
         return (uniforms(seed, _WHICH_GROUP, step, num_groups, 1)[:, 0] * len(self._groups)).astype(np.int64)

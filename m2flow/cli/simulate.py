@@ -1,0 +1,48 @@
+"""`m2flow simulate`: what would happen, on a virtual clock. Its commands are imported when they are called.
+
+A first word that is no command's name is the target of `flow`, if there is such a command: `m2flow simulate flows/grpo.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+_COMMANDS = {"rollout": "Generation alone: how long the samples of a step take, by assignment or policy."}
+"""Name -> a line; the command is `m2flow.cli.simulate_<name>.command`."""
+
+_DEFAULT = "flow"
+
+
+class Simulations(click.Group):
+    """The commands of `simulate`, and one that needs no name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        found = importlib.import_module(f"m2flow.cli.simulate_{cmd_name}").command
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS and _DEFAULT in _COMMANDS:
+            return _DEFAULT, self.get_command(ctx, _DEFAULT), args
+        return super().resolve_command(ctx, args)
+
+
+@click.command("simulate", cls=Simulations, context_settings={"ignore_unknown_options": True})
+def command() -> None:
+    """Say what would happen, on a virtual clock.
+
+    \b
+    Example:
+      m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 16 --known-lengths
+    """
