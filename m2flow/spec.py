@@ -59,6 +59,9 @@ class FunctionSpec(_Strict):
     """Most samples in one task."""
     concurrency: int = Field(1, ge=1)
     """Samples that a process judges at the same time; for functions that wait (for a service, say) rather than compute."""
+    latency_s: dict[str, float | tuple[float, ...]] = {}
+    """What a plan without a profile takes a call to last, by its name (`reward.score`), for one unit: a number, or several at evenly
+    spaced probabilities from 0 to 1, the shortest first and the longest last."""
 
 
 class ChannelSpec(_Strict):
@@ -133,6 +136,10 @@ class ClusterSpec(_Strict):
     """Rollout and training take turns on the same device, or each has its own. `auto`: what the search predicts to be fastest."""
     pools: dict[str, PoolSpec] = {}
     """The devices to plan for and to simulate, by kind. Empty: this machine, as `device` and `cores` say."""
+    devices: str | None = None
+    """A device list of yours, for pools of what m2flow's own does not have; from where this file is. See m2flow/micro/costs/devices.py."""
+    shapes: dict[str, str] = {}
+    """A model to plan for instead of the flow's own, by role: a name like `Qwen2.5-7B`, or a directory with a config.json."""
     pin: dict[str, PinSpec] = {}
     """What is fixed for an engine, by role and kind: `policy.rollout`, `policy.train`, or for both: `policy`."""
     may_offload: bool = True
@@ -202,7 +209,8 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     if not isinstance(data, dict):
         raise SpecError("a cluster spec is a mapping, like `placement: split`", where=str(path))
     try:
-        return ClusterSpec.model_validate(data)
+        spec = ClusterSpec.model_validate(data)
+        return spec.model_copy(update={"devices": str(file.parent / spec.devices)}) if spec.devices else spec
     except ValidationError as error:
         first = error.errors()[0]
         names = [str(part) for part in first["loc"]]

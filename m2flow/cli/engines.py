@@ -56,8 +56,7 @@ def _abilities(info: EngineInfo) -> list[str]:
     }
     if info.kind != "rollout":  # The others are about generation.
         names = {"deterministic": can.deterministic}
-    layouts = [layout for layout in can.parallel_layouts if layout != "dp1"]
-    return [name for name, has in names.items() if has] + layouts
+    return [name for name, has in names.items() if has] + can.parallel_layouts.names()
 
 
 def _record(info: EngineInfo) -> dict[str, object]:

@@ -26,6 +26,36 @@ Tensor = Any
 
 
 @dataclass(frozen=True)
+class ParallelLayouts:
+    """What an engine can lay a model over: the most of each kind of parallelism, None being any number. By default one device.
+
+    Legality beyond this is the planner's: heads and widths must divide, tensor and sequence parallel groups lie inside a node.
+    """
+
+    tp: int | None = 1
+    """Tensor parallel."""
+    pp: int | None = 1
+    """Pipeline parallel."""
+    sp: int | None = 1
+    """Sequence parallel (Ulysses)."""
+    dp: int | None = 1
+    """Replicas; of a rollout engine, instances, which any engine may have as many of as there are workers."""
+    ep: int | None = 1
+    """Expert parallel: within a replica of a rollout engine, across the replicas of a trainer."""
+    zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
+    """ZeRO stages of a trainer."""
+    offload: bool = False
+    """A trainer's optimiser can live in the host's memory and be stepped there."""
+    recomputes: bool = False
+    """A trainer keeps only the input of each layer, and computes the rest again in the backward pass."""
+
+    def names(self) -> list[str]:
+        """What it has beyond one device: `tp`, `dp`, `zero 3`, `offload`."""
+        kinds = [kind for kind in ("tp", "pp", "sp", "dp", "ep") if getattr(self, kind) != 1]
+        return kinds + [f"zero {stage}" for stage in self.zero if stage] + ["offload"] * self.offload
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What an engine can do."""
 
@@ -43,7 +73,7 @@ class Capabilities:
     heads: tuple[str, ...] = ("lm",)
     """Train: which `m2flow.recipe.Model.head` it can hold."""
     devices: tuple[str, ...] = ("cpu",)
-    parallel_layouts: tuple[str, ...] = ("dp1",)
+    parallel_layouts: ParallelLayouts = ParallelLayouts()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,292 @@
+"""How large a model is: parameters, cache and arithmetic for each token, from its config.json alone.
+
+    config.json of a directory, or of the zoo (models/*.json) --> ModelShape --(modelled costs)--> seconds and bytes
+
+Decoder-only language models with gated MLPs, dense or with experts, whose attention has key/value heads (multi-head, grouped) or one
+latent vector (MLA). Multi-token-prediction layers and vision towers are not counted. No weight is read, and torch is not loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from m2flow.errors import ModelError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ZOO = Path(__file__).with_name("models")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder. Counts are of parameters, unless the name says otherwise."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    value_dim: int
+    """Of values, for each head."""
+    vocab: int
+    is_tied: bool
+    """The head is the embedding table."""
+    dtype: Dtype
+    dense_width: int
+    """Of the MLP of a layer without experts."""
+    num_dense_layers: int
+    """Layers without experts."""
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    """Of the experts that every token goes through, together."""
+    latent: int = 0
+    """MLA: numbers that the cache has for a token and a layer, instead of keys and values; 0 otherwise."""
+    query_latent: int = 0
+    """MLA: the rank of the queries' projection; 0: they are not factored."""
+    rope_dim: int = 0
+    """MLA: of the latent, the part that is a key as it is."""
+    num_biases: int = 0
+    """Of the attention of a layer."""
+    has_query_norms: bool = False
+    max_context: int = 0
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Of one layer."""
+        h, heads = self.hidden, self.num_heads
+        if not self.latent:
+            norms = self.head_dim * 2 if self.has_query_norms else 0
+            return h * self.head_dim * (2 * heads + 2 * self.num_kv_heads) + self.num_biases + norms
+        nope, rank = self.head_dim - self.rope_dim, self.latent - self.rope_dim
+        queries = (
+            h * self.query_latent + self.query_latent * (1 + heads * self.head_dim) if self.query_latent else h * heads * self.head_dim
+        )
+        return queries + h * self.latent + rank + rank * heads * (nope + self.value_dim) + heads * self.value_dim * h
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of all routed experts of all layers."""
+        return (self.num_layers - self.num_dense_layers) * self.num_experts * 3 * self.hidden * self.expert_width
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """All of them; a tied head counts once."""
+        h, sparse = self.hidden, self.num_layers - self.num_dense_layers
+        layers = self.num_layers * (self.attention_parameters + 2 * h) + 3 * h * (
+            self.num_dense_layers * self.dense_width + sparse * self.shared_width
+        )
+        return layers + self.expert_parameters + sparse * h * self.num_experts + h + self.vocab * h * (1 if self.is_tied else 2)
+
+    @cached_property
+    def num_active(self) -> int:
+        """Those that one token meets: all but the experts that it is not routed to."""
+        if not self.num_experts:
+            return self.num_parameters
+        return self.num_parameters - self.expert_parameters * (self.num_experts - self.num_experts_per_token) // self.num_experts
+
+    @cached_property
+    def num_multiplied(self) -> int:
+        """Those that one token is multiplied with: the active ones, but the head once and the embedding table never."""
+        return self.num_active - (0 if self.is_tied else self.vocab * self.hidden)
+
+    @cached_property
+    def routed_share(self) -> float:
+        """Of a token's multiplications, the part that is in experts it was routed to."""
+        return self.expert_parameters * self.num_experts_per_token / self.num_experts / self.num_multiplied if self.num_experts else 0.0
+
+    @property
+    def bytes_each(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * self.bytes_each
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Of the cache, for one token, in the weights' dtype: keys and values of each layer, or its latent."""
+        width = self.latent or self.num_kv_heads * (self.head_dim + self.value_dim)
+        return self.num_layers * width * self.bytes_each
+
+    @property
+    def token_flops(self) -> int:
+        """Of a forward pass over a token, attention to earlier tokens apart: a multiplication and an addition a parameter."""
+        return 2 * self.num_multiplied
+
+    @cached_property
+    def attention_flops(self) -> int:
+        """Of a forward pass over s tokens with causal attention: this times s**2.
+
+        Source:
+            Two products of s x s x width, each of 2 operations a term, of which a causal mask leaves half.
+        """
+        return self.num_layers * self.num_heads * (self.head_dim + self.value_dim)
+
+    @cached_property
+    def max_kv_shards(self) -> int:
+        """Ways that the cache can be cut without copies: the key/value heads; a latent can't be cut."""
+        return 1 if self.latent else self.num_kv_heads
+
+    def is_tp_legal(self, tp: int) -> bool:
+        """Heads are dealt out evenly; key/value heads too, or each is copied to as many devices."""
+        kv_ok = self.max_kv_shards % tp == 0 or tp % self.max_kv_shards == 0
+        widths = (self.dense_width * bool(self.num_dense_layers), self.expert_width * bool(self.num_experts), self.shared_width)
+        return self.num_heads % tp == 0 and kv_ok and all(width % tp == 0 for width in widths)
+
+    def is_sp_legal(self, sp: int) -> bool:
+        """Ulysses deals out heads: of queries evenly, of keys and values evenly or as copies."""
+        kv_heads = self.num_heads if self.latent else self.num_kv_heads
+        return self.num_heads % sp == 0 and (kv_heads % sp == 0 or sp % kv_heads == 0)
+
+    def is_ep_legal(self, ep: int) -> bool:
+        return ep == 1 or (self.num_experts > 0 and self.num_experts % ep == 0)
+
+    def with_dtype(self, dtype: Dtype) -> ModelShape:
+        return self if dtype == self.dtype else replace(self, dtype=dtype)
+
+    @classmethod
+    def from_config(cls, config: str | Path | Mapping[str, object], *, name: str = "") -> ModelShape:
+        """The shape that a Hugging Face config.json describes: its directory, the file, or what is in it.
+
+        Raises:
+            ModelError: no such file, no JSON, or a field is missing or no positive whole number.
+        """
+        if not isinstance(config, Mapping):
+            path = Path(config).expanduser()
+            file = path / "config.json" if path.is_dir() else path
+            return cls.from_config(_read(file), name=name or (path.stem if path.suffix == ".json" else path.name))
+        return _from_fields(_Fields(config, name), name)
+
+
+def shape_named(name: str) -> ModelShape:
+    """A model of the zoo by its name (`Qwen2.5-7B`), or of a directory or config.json by its path.
+
+    Raises:
+        ModelError: there is neither; with the nearest names.
+    """
+    known = {shape.lower(): shape for shape in zoo()}
+    found = known.get(name.rsplit("/", 1)[-1].lower()) if not Path(name).expanduser().exists() else None
+    if found:
+        return _from_zoo(found)
+    if Path(name).expanduser().exists():
+        return ModelShape.from_config(name)
+    close = [known[one] for one in difflib.get_close_matches(name.lower(), known, 3, 0.5)]
+    now = f"Did you mean {' or '.join(close)}?" if close else f"There are {', '.join(zoo())}."
+    raise ModelError(f"there is no model shape named {name!r}, nor a directory with a config.json", now=now)
+
+
+@functools.cache
+def zoo() -> tuple[str, ...]:
+    """The names of the models whose shapes come with m2flow."""
+    return tuple(sorted(file.stem for file in _ZOO.glob("*.json")))
+
+
+@functools.cache
+def _from_zoo(name: str) -> ModelShape:
+    return ModelShape.from_config(_ZOO / f"{name}.json")
+
+
+def _read(file: Path) -> Mapping[str, object]:
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise ModelError(f"{file} can't be read: {error.strerror}", now="Give the directory that config.json is in.") from None
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}", now="Restore the file.") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} is no config.json of a model: it is no mapping")
+    return config
+
+
+class _Fields:
+    """A config, whose fields are asked for by any of their names."""
+
+    def __init__(self, config: Mapping[str, object], name: str) -> None:
+        inner = config.get("text_config")
+        self._config = {**config, **inner} if isinstance(inner, Mapping) else config
+        self._name = name or "the config"
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self._config.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and default is None):
+                raise ModelError(f"{self._name}: {name} is {value!r:.40}; it must be a positive whole number")
+            return value
+        if default is None:
+            close = difflib.get_close_matches(names[0], self._config, 1)
+            now = f"Is {close[0]!r} it?" if close else "Is it the config.json of a decoder-only language model?"
+            raise ModelError(f"{self._name} has no {names[0]}", now=now)
+        return default
+
+    def get(self, name: str) -> object:
+        return self._config.get(name)
+
+
+def _from_fields(fields: _Fields, name: str) -> ModelShape:
+    kind = str(fields.get("model_type") or "")
+    layers, hidden, heads = fields.count("num_hidden_layers"), fields.count("hidden_size"), fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", default=heads)
+    head_dim = fields.count("head_dim", default=hidden // heads)
+    value_dim, latent, rope_dim, query_latent = head_dim, 0, 0, 0
+    if rank := fields.count("kv_lora_rank", default=0):
+        rope_dim = fields.count("qk_rope_head_dim")
+        head_dim, value_dim = fields.count("qk_nope_head_dim") + rope_dim, fields.count("v_head_dim")
+        latent, query_latent = rank + rope_dim, fields.count("q_lora_rank", default=0)
+    experts = fields.count("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    width = fields.count("intermediate_size", default=0 if experts else None)
+    expert_width = fields.count("moe_intermediate_size", default=width) if experts else 0
+    shared = fields.count("shared_expert_intermediate_size", default=fields.count("n_shared_experts", default=0) * expert_width)
+    has_biases = bool(fields.get("attention_bias")) or (kind.startswith("qwen2") and fields.get("attention_bias") is None)
+    tied = fields.get("tie_word_embeddings")
+    return ModelShape(
+        name=name or kind or "model",
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        vocab=fields.count("vocab_size"),
+        is_tied=bool(tied),
+        dtype=_dtype(fields),
+        dense_width=width,
+        num_dense_layers=_num_dense(fields, layers) if experts else layers,
+        num_experts=experts,
+        num_experts_per_token=fields.count("num_experts_per_tok", "num_experts_per_token") if experts else 0,
+        expert_width=expert_width,
+        shared_width=shared if experts else 0,
+        latent=latent,
+        query_latent=query_latent,
+        rope_dim=rope_dim,
+        num_biases=(heads + 2 * kv_heads) * head_dim if has_biases and not latent else 0,
+        has_query_norms=kind.startswith("qwen3"),
+        max_context=fields.count("max_position_embeddings", default=0),
+    )
+
+
+def _num_dense(fields: _Fields, layers: int) -> int:
+    """Layers without experts, of a model that has some: the first ones, those that are listed, and those between the sparse ones."""
+    listed = fields.get("mlp_only_layers")
+    dense = {layer for layer in listed if isinstance(layer, int)} if isinstance(listed, list) else set()
+    dense |= set(range(fields.count("first_k_dense_replace", default=0)))
+    every = fields.count("decoder_sparse_step", default=1) or 1
+    dense |= {layer for layer in range(layers) if (layer + 1) % every}
+    return len([layer for layer in dense if layer < layers])
+
+
+def _dtype(fields: _Fields) -> Dtype:
+    name = str(fields.get("torch_dtype") or fields.get("dtype") or "bfloat16").removeprefix("torch.")
+    return name if name in DTYPE_BYTES else "bfloat16"
