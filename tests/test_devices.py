@@ -96,10 +96,11 @@ def test_a_pool_says_what_its_spec_says_and_else_what_the_list_says() -> None:
     assert (b.memory_bytes, b.link_bytes_s, b.network_bytes_s) == (int(10 * GIB * 0.92), 0.8e9, 0.8e9)
 
 
-def test_without_pools_this_machine_is_one_device() -> None:
-    (pool,) = pools_of(ClusterSpec(device="cpu")).values()
-    assert (pool.num_devices, pool.device.name, pool.host_bytes) == (1, "cpu", 0)
-    assert pool.memory_bytes > 0
+def test_without_pools_the_cores_of_this_machine_are_the_devices() -> None:
+    (pool,) = pools_of(ClusterSpec(device="cpu", cores=3)).values()
+    assert (pool.name, pool.num_devices, pool.device.name, pool.host_bytes) == ("", 3, "cpu", 0)
+    (one,) = pools_of(ClusterSpec(device="cpu", cores=1)).values()
+    assert one.memory_bytes == pytest.approx(3 * pool.memory_bytes, rel=1e-6)
 
 
 def test_a_gather_moves_what_the_others_have_over_the_slowest_link() -> None:

@@ -44,6 +44,13 @@ def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, 
     return tuple(_layouts(shape, offers, kind, num_devices, per_node))
 
 
+def thread_layouts(kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:
+    """On cores of a CPU, which `tp` counts: a trainer has one process with so many threads, rollout instances share them out evenly."""
+    if kind == "train":
+        return (Layout(tp=num_devices),) if num_devices <= per_node else ()
+    return tuple(Layout(tp=k, dp=num_devices // k) for k in range(1, min(per_node, num_devices) + 1) if num_devices % k == 0)
+
+
 def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> Iterator[Layout]:
     for tp in _degrees(offers.tp, per_node, num_devices):
         if not shape.is_tp_legal(tp):

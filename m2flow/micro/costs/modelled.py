@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar, cast, final
 from m2flow.errors import ModelError, SpecError
 from m2flow.micro.costs import footprints
 from m2flow.micro.costs.extents import Extent
-from m2flow.micro.costs.layouts import legal_layouts, offered
+from m2flow.micro.costs.layouts import legal_layouts, offered, thread_layouts
 from m2flow.micro.costs.moves import hop_s, switch, sync_s
 from m2flow.micro.costs.pools import Pool, pools_of
 from m2flow.micro.costs.rollout_model import decode_constants, decode_cost
@@ -57,7 +57,7 @@ class ModelledCosts(Costs):
         shapes: of each role with a model; see `shapes_of`.
         extents: lengths of the samples, by role; `""` for roles that are not there.
     Raises:
-        SpecError: a device, or a function in `functions.latency_s`, that does not exist.
+        SpecError: a device that does not exist, or latencies of a function that are none.
     """
 
     def __init__(self, spec: ClusterSpec, workload: Workload, shapes: Mapping[str, ModelShape], extents: Mapping[str, Extent]) -> None:
@@ -73,7 +73,7 @@ class ModelledCosts(Costs):
         for call in workload.calls:
             if call.work == "generate" and call.engine is not None:
                 self._samples[call.engine.role] = max(self._samples.get(call.engine.role, 1), call.num_samples)
-        _check_latencies(spec, workload)
+        _check_latencies(spec)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -108,6 +108,8 @@ class ModelledCosts(Costs):
         found = self._pools[pool]
         if not 1 <= num_devices <= found.num_devices:
             return ()
+        if found.device.shares_host_memory:
+            return thread_layouts(engine.kind, num_devices, found.per_node)
         return legal_layouts(self.shape(engine), self._offers[engine.kind], engine.kind, num_devices, found.per_node)
 
     @_once
@@ -254,13 +256,8 @@ def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, Model
     return shapes
 
 
-def _check_latencies(spec: ClusterSpec, workload: Workload) -> None:
-    names = {call.name.partition("@")[0] for call in workload.calls if call.work == "function"}
+def _check_latencies(spec: ClusterSpec) -> None:
     for name, given in spec.functions.latency_s.items():
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            now = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(sorted(names)) or 'none'}."
-            raise SpecError(f"functions.latency_s.{name}: the flow has no such call on a function", now=now)
         quantiles = given if isinstance(given, tuple) else (given,)
         if not quantiles or min(quantiles) < 0 or list(quantiles) != sorted(quantiles):
             raise SpecError(f"functions.latency_s.{name}: {given}; seconds, none of them negative, the shortest first")

@@ -89,14 +89,18 @@ class Pool:
 
 
 def pools_of(spec: ClusterSpec) -> dict[str, Pool]:
-    """The pools of a spec by name; this machine, as one pool, if it names none.
+    """The pools of a spec by name; this machine, as a pool named "", if it names none.
 
     Raises:
-        SpecError: a device that no list has; with the nearest name.
+        SpecError: a device that no list has, with the nearest name; or this machine's GPU is none of them.
     """
     devices = device_list(spec.devices)
-    named = spec.pools or {"this machine": _this_machine(spec)}
-    return {name: _pool(name, pool, devices.find(pool.device, where=f"pools.{name}.device")) for name, pool in named.items()}
+    found = {}
+    for name, pool in spec.planned_pools.items():
+        if not name:
+            pool = _this_machine(pool)
+        found[name] = _pool(name, pool, devices.find(pool.device, where=f"pools.{name}.device"))
+    return found
 
 
 def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
@@ -115,17 +119,16 @@ def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
     )
 
 
-def _this_machine(spec: ClusterSpec) -> PoolSpec:
-    """One device: a CPU, or the GPU that the driver names."""
-    if spec.device != "cpu":
-        for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-            model = next((line.partition(":")[2] for line in file.read_text().splitlines() if line.startswith("Model:")), "")
-            return PoolSpec(device=_device_of(model), devices_per_node=1)
-        if spec.device != "auto":
-            now = "Say which: `pools: {gpus: {device: h100, devices_per_node: 1}}`."
-            raise SpecError(f"device: {spec.device}: there is no GPU driver here to ask what GPU it is", now=now)
-    memory = _memory_gib()
-    return PoolSpec(device="cpu", devices_per_node=1, memory_gib=memory, host_memory_gib=memory)
+def _this_machine(pool: PoolSpec) -> PoolSpec:
+    """What the spec leaves open: the memory of each core, or what GPU it is."""
+    if pool.device == "cpu":
+        memory = _memory_gib()
+        return pool.model_copy(update={"memory_gib": memory / pool.devices_per_node}) if memory else pool
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        model = next((line.partition(":")[2] for line in file.read_text().splitlines() if line.startswith("Model:")), "")
+        return pool.model_copy(update={"device": _device_of(model)})
+    now = "Say which, as `pools: {gpus: {device: h100, devices_per_node: 1}}`."
+    raise SpecError("what GPU this machine has can't be seen: its driver says nothing", now=now)
 
 
 def _device_of(model: str) -> str:
