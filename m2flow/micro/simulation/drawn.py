@@ -1,0 +1,75 @@
+"""How long each sample of a simulated run is: a pure function of the seed and of who it is, never of when or where it runs.
+
+The k-th step of the program is the k-th of the record where its groups fit (as many, of the same size), else groups are drawn from the
+distribution. What a trace says is taken as it is: a flow's own `max_new_tokens` does not cut it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import numpy as np
+
+from m2flow.macro.graph import Call
+from m2flow.micro.rollouts.lengths import IntArray, Lengths
+from m2flow.samples import SampleId, keyed_bits
+
+
+@final
+class Drawn:
+    """Answers for every sample of a run."""
+
+    def __init__(self, lengths: Lengths, seed: int, *, kept: Mapping[str, float] | None = None) -> None:
+        self._lengths = lengths
+        self._seed = seed
+        self._kept = kept or {}
+        self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
+        self._num_of_step: dict[int, int] = {}
+        self.num_replayed = 0
+        """Generate calls whose lengths are those of a recorded step."""
+        self.num_drawn = 0
+
+    def add(self, call: Call, num_prompts: int) -> None:
+        """A generate call of the program, in program order."""
+        n = call.options["n"]
+        assert isinstance(n, int)
+        number = self._num_of_step[call.step] = self._num_of_step.get(call.step, -1) + 1
+        prompts, responses = self._draw(max(call.step, 0), number if call.step >= 0 else number + 1, num_prompts, n)
+        self._by_call[call.ordinal] = prompts, responses
+
+    def response_tokens(self, packed: int) -> int:
+        """Tokens that a sample generates in all."""
+        who = SampleId.unpack(packed)
+        return int(self._by_call[who.call][1][who.prompt, who.index])
+
+    def prompt_tokens(self, packed: int) -> int:
+        who = SampleId.unpack(packed)
+        return int(self._by_call[who.call][0][who.prompt])
+
+    def is_drawn(self, packed: int) -> bool:
+        """Whether this is a sample, and no row of a dataset."""
+        return SampleId.unpack(packed).call in self._by_call
+
+    def uniform(self, *words: object) -> float:
+        """A number in [0, 1) that belongs to these words."""
+        return keyed_bits(self._seed, *words) / 2**64
+
+    def is_kept(self, call: Call, unit: Sequence[int]) -> bool:
+        """Whether a filter or a refill keeps this unit: the share that was assumed for it, by default all."""
+        share = self._kept.get(call.role, self._kept.get(call.name, 1.0))
+        return self.uniform("kept", call.role, min(unit, default=0)) < share
+
+    def forget(self, call: int) -> None:
+        self._by_call.pop(call, None)
+
+    def _draw(self, step: int, number: int, num_prompts: int, n: int) -> tuple[IntArray, IntArray]:
+        recorded = self._lengths.num_steps()
+        if recorded and number == 0:
+            found = self._lengths.step(step % recorded, num_groups=num_prompts, n=n, seed=self._seed)
+            if len(found.prompts) == num_prompts and len(found) == num_prompts * n and (np.bincount(found.groups) == n).all():
+                self.num_replayed += 1
+                return found.prompts, found.responses.reshape(num_prompts, n)
+        self.num_drawn += 1
+        seed = self._seed if number == 0 else keyed_bits(self._seed, number) >> 1
+        return self._lengths.draw_prompts(num_prompts, seed, step=step), self._lengths.draw(num_prompts, n, seed, step=step)

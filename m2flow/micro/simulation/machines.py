@@ -1,0 +1,153 @@
+"""What each worker of a plan has and how long it takes: the costs, seat by seat.
+
+    Plan, Costs --machines_of--> Machine for each worker
+
+A worker of a plan that was searched for sits on the devices of its seats. One of a plan made by rule sits on this machine, whose
+devices are cores: as many as it has threads, and those that take turns on the same ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from m2flow.errors import PlanError
+from m2flow.micro.costs.terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
+from m2flow.micro.plan import Plan, WorkerPlan
+from m2flow.micro.search.choice import Seat
+from m2flow.spec import ClusterSpec
+
+_DEVICE = re.compile(r"(?P<pool>.+)\[(?P<first>\d+)(:(?P<stop>\d+))?\]")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices of a pool."""
+
+    pool: str
+    first: int
+    stop: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.stop - self.first
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """An engine that a worker has."""
+
+    engine: EngineId
+    layout: Layout
+    footprint: Footprint
+    leave_s: float
+    come_s: float
+    is_resident: bool
+    """It stays on the devices while the other kind works."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A worker, as far as time and memory go."""
+
+    worker: str
+    place: Place | None
+    """None: a process on the host."""
+    lease: str = ""
+    engines: tuple[Hosted, ...] = ()
+    decode: Mapping[str, DecodeCost] = field(default_factory=dict)
+    """By role."""
+    train: Mapping[str, TrainCost] = field(default_factory=dict)
+    """By role."""
+    sync_s: Mapping[str, float] = field(default_factory=dict)
+    """Role -> new weights into its rollout engine here."""
+
+    @property
+    def pool(self) -> str:
+        return self.place.pool if self.place else ""
+
+    @property
+    def num_devices(self) -> int:
+        return self.place.num_devices if self.place else 0
+
+    def switch_s(self, to: str) -> float:
+        """Those of the other kind leave, those of this kind come."""
+        leaving = sum(hosted.leave_s for hosted in self.engines if hosted.engine.kind != to)
+        return leaving + sum(hosted.come_s for hosted in self.engines if hosted.engine.kind == to)
+
+    def resident_bytes(self, owner: str) -> int:
+        """On each device, while engines of this kind work."""
+        return sum(
+            hosted.footprint.device_bytes if hosted.engine.kind == owner else hosted.footprint.kept_bytes * hosted.is_resident
+            for hosted in self.engines
+        )
+
+
+def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machine]:
+    """By worker.
+
+    Raises:
+        PlanError: a worker of a searched plan sits where the search has seated no such engine.
+    """
+    seats = _seats(plan, spec)
+    trained: dict[str, tuple[str, Seat]] = {
+        seat.engine.role: (worker, seat) for worker, found in seats.items() for seat in found if seat.engine.kind == "train"
+    }
+    machines = {}
+    for worker in plan.workers:
+        found = seats[worker.name]
+        hosted = []
+        for seat in found:
+            switch = costs.switch(seat.engine, seat.pool, seat.footprint)
+            leave_s, come_s = (0.0, 0.0) if switch.is_resident else (switch.leave_s, switch.come_s)
+            hosted.append(Hosted(seat.engine, seat.layout, seat.footprint, leave_s, come_s, switch.is_resident))
+        syncs = {}
+        for seat in found:
+            role = seat.engine.role
+            if seat.engine.kind == "rollout" and role in trained:
+                trainer, source = trained[role]
+                is_same = trainer == worker.name or (bool(seat.lease) and seat.lease == source.lease)
+                syncs[role] = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
+        machines[worker.name] = Machine(
+            worker.name,
+            _place(worker, spec) if found else None,
+            worker.lease,
+            tuple(hosted),
+            {s.engine.role: costs.decode(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "rollout"},
+            {s.engine.role: costs.train(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "train"},
+            syncs,
+        )
+    return machines
+
+
+def _seats(plan: Plan, spec: ClusterSpec) -> dict[str, list[Seat]]:
+    """The seat of each engine of each worker."""
+    found: dict[str, list[Seat]] = {}
+    for worker in plan.workers:
+        place = _place(worker, spec)
+        found[worker.name] = [_seat(plan, worker, place, EngineId(s.role, s.kind)) for s in worker.engines if s.kind != "function"]
+    return found
+
+
+def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Seat:
+    if plan.choice is None:
+        return Seat(engine, (), "", place.first, place.num_devices, Layout(tp=place.num_devices), 0, Footprint(), worker.lease)
+    for seat in plan.choice.seats:
+        inside = not place.pool or (seat.pool == place.pool and seat.first_device <= place.first and place.stop <= seat.devices.stop)
+        if seat.engine == engine and inside:
+            return seat
+    raise PlanError(f"the worker {worker.name} on {worker.device} has {engine}, for which the plan's search has no seat there")
+
+
+def _place(worker: WorkerPlan, spec: ClusterSpec) -> Place:
+    found = _DEVICE.fullmatch(worker.device)
+    if spec.pools and found:
+        first = int(found["first"])
+        return Place(found["pool"], first, int(found["stop"] or first + 1))
+    return Place("", 0, worker.threads)
+
+
+def kinds(machine: Machine) -> frozenset[EngineKind]:
+    """Of the engines that a worker has."""
+    return frozenset(hosted.engine.kind for hosted in machine.engines)

@@ -1,0 +1,366 @@
+"""The loop of a simulated run: program, scheduler, virtual workers, clock.
+
+    Program, Plan, Machines, Lengths --Simulation.run--> History
+
+The scheduler is the controller's (`m2flow.micro.scheduler`); what it is told comes from virtual workers instead of real ones. All is
+a function of the inputs: two runs of the same are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from m2flow.errors import InternalError
+from m2flow.macro.graph import Call
+from m2flow.micro import messages as m
+from m2flow.micro import performing
+from m2flow.micro.costs.terms import FunctionCost
+from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Event, Forgotten, FromWorker, Reject, Resolve, Send
+from m2flow.micro.lowering import Lowering
+from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.run_ahead import RunAhead
+from m2flow.micro.scheduler import Scheduler
+from m2flow.micro.simulation.clock import Clock
+from m2flow.micro.simulation.decoding import Life
+from m2flow.micro.simulation.drawn import Drawn
+from m2flow.micro.simulation.driving import Driver
+from m2flow.micro.simulation.machines import Machine, kinds
+from m2flow.micro.simulation.program import Made, Program
+from m2flow.micro.simulation.rows import Rows
+from m2flow.micro.simulation.usage import State, Usage
+from m2flow.micro.simulation.worker import VirtualWorker
+from m2flow.micro.staleness import window
+from m2flow.samples import Batch, SampleId
+from m2flow.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Did:
+    """A task that was no generation."""
+
+    worker: str
+    task: m.Task
+    call: Call | None
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Stretch:
+    """A step of the program, from the end of the one before to the end of its last call; or what comes before or after the loop."""
+
+    step: int
+    """-1 outside the loop."""
+    start_s: float = 0.0
+    end_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Device seconds: `work`, and idle by cause."""
+    turns: Mapping[str, float] = field(default_factory=dict)
+    """Worker -> its count of decode turns at the end."""
+    peak_bytes: int = 0
+    """Of the fullest device."""
+
+    @property
+    def makespan_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass
+class History:
+    """All that happened."""
+
+    stretches: list[Stretch]
+    lives: Mapping[str, list[Life]]
+    """Worker -> the samples that it had."""
+    dids: list[Did]
+    calls: Mapping[int, Call]
+    versions: Mapping[int, int]
+    """Sample -> the version of the weights that generated it."""
+    wasted: set[int]
+    """Samples that are in no result."""
+    drawn: Drawn
+    num_tokens: Callable[[int], int]
+    num_events: int
+    num_devices: int
+
+
+@final
+class Simulation:
+    """One run. `Surroundings` of the workers."""
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        spec: ClusterSpec,
+        machines: Mapping[str, Machine],
+        drawn: Drawn,
+        *,
+        function_cost: Callable[[Call], FunctionCost | None],
+        hop_s: Callable[[float, str, str], float],
+    ) -> None:
+        self.clock = Clock()
+        self.drawn = drawn
+        pools = {name: machine.pool for name, machine in machines.items()}
+        self.rows = Rows(lambda num_bytes, source, target: hop_s(num_bytes, pools.get(source, ""), pools.get(target, "")))
+        self._program = program
+        self._machines = machines
+        self._function_cost = function_cost
+        self._scheduler = Scheduler(plan)
+        self._workers = {name: VirtualWorker(machine, self) for name, machine in machines.items()}
+        ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
+        self._driver = Driver(program, Lowering(plan, spec), ahead, self._handle, self._made)
+        self._usage = Usage(machines, {name: pool.num_devices for name, pool in spec.pools.items()})
+        self._said: deque[FromWorker] = deque()
+        self._calls: dict[int, Call] = {}
+        self._texts: dict[int, int] = {}
+        """Row of a dataset -> tokens, as predicted from its texts."""
+        self._held: dict[tuple[str, str], int] = {}
+        self._versions: dict[int, int] = {}
+        self._wasted: set[int] = set()
+        self._dids: list[Did] = []
+        self._starts: dict[int, float] = {}
+        self._num_lives: Counter[str] = Counter()
+        self._num_generating = 0
+        self._num_instances = sum("rollout" in kinds(machine) for machine in machines.values())
+        self._num_busy: Counter[str] = Counter()
+        """Tasks under way, by kind: `train`, `function`, `sync`."""
+        self._switching: Counter[str] = Counter()
+        self._stretches, self._stretch_of, self._open = _stretches(program)
+        self._at = 0
+        self._owners = {machine.lease: "rollout" for machine in machines.values() if machine.lease}
+
+    def run(self) -> History:
+        """To the end of the program.
+
+        Raises:
+            M2FlowError: a call failed (a refill that ran dry). InternalError: nothing moves any more.
+        """
+        self._note_memory()
+        self._settle()
+        while not self._driver.is_finished:
+            if self.clock.next_s is None:
+                raise InternalError("nothing moves any more: " + "; ".join(self._scheduler.waiting()))
+            self._usage.passed(self.clock.next_s, self._causes())
+            self.clock.turn()
+            self._settle()
+        self._end_stretches()
+        lives = {name: worker.lives for name, worker in self._workers.items()}
+        return History(
+            self._stretches,
+            lives,
+            self._dids,
+            self._calls,
+            self._versions,
+            self._wasted,
+            self.drawn,
+            self.num_tokens,
+            self.clock.num_events,
+            self._usage.num_devices,
+        )
+
+    # What workers have around them
+
+    def call(self, ordinal: int) -> Call:
+        return self._calls[ordinal]
+
+    def num_tokens(self, packed: int) -> int:
+        if self.drawn.is_drawn(packed):
+            return self.drawn.prompt_tokens(packed) + self.drawn.response_tokens(packed)
+        return self._texts.get(packed, 1)
+
+    def function_cost(self, call: Call) -> FunctionCost | None:
+        return None if call.options.get("style") == "columns" else self._function_cost(call)
+
+    def say(self, worker: str, message: m.Finished | m.TaskDone | m.TaskFailed) -> None:
+        self._said.append(FromWorker(worker, message))
+
+    def started(self, worker: str, task: m.Task, seconds: float) -> None:
+        self._starts[task.number] = self.clock.now_s
+        if isinstance(task, m.Switch):
+            lease = self._machines[worker].lease
+            self._switching[lease] += 1
+            if self._switching[lease] == 1:
+                self._change_lease(lease, self._usage.begin)
+            return
+        self._num_busy[_what(task, self._kind_of(task))] += 1
+        self._usage.begin(worker, _state(task))
+
+    def ended(self, worker: str, task: m.Task) -> None:
+        call = self._calls.get(task.call)
+        self._dids.append(Did(worker, task, call, self._starts.pop(task.number), self.clock.now_s))
+        if isinstance(task, m.Switch):
+            lease = self._machines[worker].lease
+            self._switching[lease] -= 1
+            self._owners[lease] = task.to
+            if not self._switching[lease]:
+                self._change_lease(lease, self._usage.end)
+                for name, machine in self._machines.items():
+                    if machine.lease == lease:
+                        self._usage.owned(name, task.to)
+                self._note_memory()
+            return
+        if isinstance(task, m.LoadWeights):
+            self._held[worker, task.role] = task.version
+        self._num_busy[_what(task, self._kind_of(task))] -= 1
+        self._usage.end(worker, _state(task))
+
+    def generating(self, worker: str, num_lives: int) -> None:
+        before = self._num_lives[worker]
+        self._num_lives[worker] += num_lives
+        self._num_generating += bool(self._num_lives[worker]) - bool(before)
+        if not before and num_lives > 0:
+            self._usage.begin(worker, "work")
+        elif before and not self._num_lives[worker]:
+            self._usage.end(worker, "work")
+
+    # The controller's part
+
+    def _settle(self) -> None:
+        """Let the scheduler hear what was said, and the program go on, until nothing is left to do at this moment."""
+        while True:
+            while self._said:
+                self._handle(self._said.popleft())
+            self._driver.advance()
+            if not self._said:
+                return
+
+    def _handle(self, event: Event) -> None:
+        for command in self._scheduler.handle(event):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
+                self.rows.send(call, ids, CONTROLLER, to, self.clock.now_s, self.num_tokens)
+            case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
+                self.rows.forget(call, CONTROLLER)
+            case Send(worker, message):
+                if isinstance(message, m.Generate):
+                    role = self._calls[message.call].role
+                    self._versions.update(dict.fromkeys(message.ids, self._held.get((worker, role), 0)))
+                self._workers[worker].told(message)
+            case Resolve(ordinal, _):
+                self._driver.resolved(ordinal)
+                self._resolved(ordinal)
+            case Reject(_, error, _):
+                raise error
+            case Discarded(ordinal, last):
+                self._wasted.update(row for row in self._versions if _is_beyond(row, ordinal, last))
+            case Dropped(_, ids):
+                self._wasted.update(ids)
+            case Forgotten():
+                pass
+
+    def _made(self, call: Call, stage: Stage) -> None:
+        self._calls[call.ordinal] = call
+        rows = call.options.get("rows")
+        if isinstance(rows, Batch):
+            ids = rows.ids.tolist()
+            self._texts.update(zip(ids, performing.num_tokens_of(rows), strict=True))
+            self.rows.made(call.ordinal, ids, CONTROLLER, self.clock.now_s)
+        if call.engine == "rollout":
+            n = call.options["n"]
+            assert isinstance(n, int)
+            self.drawn.add(call, _num_prompts(call, self._calls))
+
+    def _resolved(self, ordinal: int) -> None:
+        """Close the steps that are over."""
+        self._open[self._stretch_of[ordinal]] -= 1
+        while self._at < len(self._stretches) and not self._open[self._at]:
+            self._end_stretch()
+
+    def _end_stretch(self) -> None:
+        stretch = self._stretches[self._at]
+        stretch.end_s = self.clock.now_s
+        stretch.seconds = self._usage.take()
+        stretch.turns = {n: w.decoding.turns_at(self.clock.now_s) for n, w in self._workers.items() if self._machines[n].decode}
+        self._at += 1
+        if self._at < len(self._stretches):
+            self._stretches[self._at].start_s = self.clock.now_s
+            self._note_memory()
+
+    def _end_stretches(self) -> None:
+        while self._at < len(self._stretches):
+            self._end_stretch()
+
+    # Why devices are idle
+
+    def _causes(self) -> dict[str, str]:
+        busy, blocked = self._num_busy, self._driver.blocked
+        waits = "credits" if blocked == "memory" else "barrier"
+        if busy["sync"]:
+            return {"rollout": "sync", "train": "sync"}
+        if self._num_generating:
+            return {"rollout": "tail", "train": "rollout" if self._num_generating == self._num_instances else "tail"}
+        if busy["train"]:
+            return {"rollout": "staleness", "train": "barrier"}
+        if busy["function"]:
+            return {"rollout": "reward", "train": "reward"}
+        if any(self._switching.values()):
+            return {"rollout": "switch", "train": "switch"}
+        return {"rollout": waits, "train": waits}
+
+    def _kind_of(self, task: m.Task) -> str:
+        return self._calls[task.call].engine if task.call >= 0 else "train"
+
+    def _change_lease(self, lease: str, change: Callable[[str, State], None]) -> None:
+        for name, machine in self._machines.items():
+            if machine.lease == lease:
+                change(name, "switch")
+
+    def _note_memory(self) -> None:
+        """The fullest device, as things are now."""
+        if self._at >= len(self._stretches):
+            return
+        fullest = 0
+        for cell in self._usage.cells:
+            machines = [self._machines[name] for name in cell.workers]
+            fullest = max(fullest, sum(m.resident_bytes(self._owners[m.lease]) if m.lease else _all_bytes(m) for m in machines))
+        self._stretches[self._at].peak_bytes = max(self._stretches[self._at].peak_bytes, fullest)
+
+
+def _all_bytes(machine: Machine) -> int:
+    return sum(hosted.footprint.device_bytes for hosted in machine.engines)
+
+
+def _what(task: m.Task, engine: str) -> str:
+    if isinstance(task, m.LoadWeights | m.PublishWeights):
+        return "sync"
+    return "function" if engine == "function" else "train"
+
+
+def _state(task: m.Task) -> State:
+    return "sync" if isinstance(task, m.LoadWeights | m.PublishWeights) else "work"
+
+
+def _is_beyond(row: int, ordinal: int, last: int) -> bool:
+    who = SampleId.unpack(row)
+    return who.call == ordinal and who.prompt > last
+
+
+def _num_prompts(call: Call, calls: Mapping[int, Call]) -> int:
+    """Prompts that a generate call may begin, candidates of a refill too."""
+    (prompts,) = (ref.call for name, ref in call.inputs if name == "prompts")
+    return calls[prompts].most_rows
+
+
+def _stretches(program: Program) -> tuple[list[Stretch], dict[int, int], list[int]]:
+    """The steps with what lies before and after them; which of these each call is in; and how many calls each has."""
+    calls = [item.call for item in program.items if isinstance(item, Made)]
+    last = max((call.step for call in calls), default=-1)
+    first_call = next((call.ordinal for call in calls if call.step >= 0), len(calls))
+    stretches = [Stretch(-1), *[Stretch(step) for step in range(last + 1)], Stretch(-1)]
+    place = {call.ordinal: call.step + 1 if call.step >= 0 else 0 if call.ordinal < first_call else last + 2 for call in calls}
+    num_open = [0] * len(stretches)
+    for at in place.values():
+        num_open[at] += 1
+    return stretches, place, num_open
+
+
+def staleness_of(call: Call, version: int) -> int:
+    """How many versions a sample is behind what sequential execution would have used."""
+    return max(window(call)[1] - version, 0) if call.reads else 0

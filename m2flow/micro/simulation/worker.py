@@ -1,0 +1,289 @@
+"""A virtual worker: it is told what a real one is told, and says what a real one says, when a real one would.
+
+Its tasks go one after the other, each when its rows are here; a generation only begins in turn, and then goes on beside the others. It
+mirrors `m2flow.micro.worker`, message by message, and knows nothing that the scheduler does not tell it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, final
+
+from m2flow.channels.weights import Manifest
+from m2flow.macro.graph import Call
+from m2flow.micro import messages as m
+from m2flow.micro.costs.terms import FunctionCost, TrainCost
+from m2flow.micro.simulation.clock import Clock
+from m2flow.micro.simulation.decoding import Decoding, Life
+from m2flow.micro.simulation.drawn import Drawn
+from m2flow.micro.simulation.machines import Machine
+from m2flow.micro.simulation.rows import Rows
+from m2flow.samples import group_key
+
+
+class Surroundings(Protocol):
+    """What a worker has around it."""
+
+    clock: Clock
+    rows: Rows
+    drawn: Drawn
+
+    def call(self, ordinal: int) -> Call: ...
+
+    def num_tokens(self, packed: int) -> int:
+        """Of a row that is there: a sample's prompt and response, a dataset's texts."""
+
+    def function_cost(self, call: Call) -> FunctionCost | None:
+        """None: it takes no time that counts."""
+
+    def say(self, worker: str, message: m.Finished | m.TaskDone | m.TaskFailed) -> None:
+        """The controller hears it when the worker has done what it does now."""
+
+    def started(self, worker: str, task: m.Task, seconds: float) -> None:
+        """A task that is no generation begins, and will take so long."""
+
+    def ended(self, worker: str, task: m.Task) -> None: ...
+
+    def generating(self, worker: str, num_lives: int) -> None:
+        """How many samples the worker has, waiting ones too, has changed by so many."""
+
+
+@final
+class VirtualWorker:
+    """One of the plan's."""
+
+    def __init__(self, machine: Machine, around: Surroundings) -> None:
+        self.machine = machine
+        self.name = machine.worker
+        self.decoding = Decoding(machine.decode)
+        self.lives: list[Life] = []
+        """All samples that it ever had, for the report."""
+        self.is_lost = False
+        self._around = around
+        self._queue: deque[m.Task] = deque()
+        self._current: m.Task | None = None
+        self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
+        self._alarm = 0
+        self._handlers: Mapping[type, Callable[[m.Task], float]] = {
+            m.Perform: self._perform_s,
+            m.Accumulate: self._accumulate_s,
+            m.Apply: lambda task: self._trainer(task).optimizer_s,
+            m.CopyWeights: lambda task: 0.0,
+            m.PublishWeights: lambda task: 0.0,
+            m.LoadWeights: lambda task: machine.sync_s.get(task.role, 0.0),  # type: ignore[attr-defined]
+            m.Switch: lambda task: machine.switch_s(task.to),  # type: ignore[attr-defined]
+        }
+
+    def told(self, message: m.ToWorker) -> None:
+        """A message of the controller."""
+        if self.is_lost:
+            return
+        around = self._around
+        match message:
+            case m.Push(call=call, ids=ids, to=to):
+                around.rows.send(call, ids, self.name, to, around.clock.now_s, around.num_tokens)
+            case m.Abort(call=call):
+                self._abort(call)
+            case m.Forget(call=call):
+                around.rows.forget(call, self.name)
+            case m.Task():
+                self._queue.append(message)
+                self._wake()
+
+    def lose(self) -> None:
+        """The machine fails: nothing that it does is heard of any more."""
+        self.is_lost = True
+        self._queue.clear()
+        lives = [life for _, left in self._generations.values() for life in left.values()]
+        self.decoding.give_up(lives, self._around.clock.now_s)
+        self._around.generating(self.name, -len(lives))
+        self._generations.clear()
+        self._alarm += 1
+        if self._current is not None:
+            task, self._current = self._current, None
+            self._around.ended(self.name, task)
+
+    # Tasks
+
+    def _wake(self) -> None:
+        """Begin what can begin."""
+        clock = self._around.clock
+        while self._queue and self._current is None and not self.is_lost:
+            task = self._queue[0]
+            ready_s = self._ready_s(task)
+            if ready_s > clock.now_s:
+                clock.at(ready_s, self._wake)
+                return
+            self._queue.popleft()
+            if isinstance(task, m.Generate):
+                self._generate(task)
+                continue
+            seconds = self._handlers[type(task)](task)
+            self._current = task
+            self._around.started(self.name, task, seconds)
+            self.decoding.hold(seconds, clock.now_s)
+            self._set_alarm()
+            clock.at(clock.now_s + seconds, lambda task=task: self._done(task))  # type: ignore[misc]
+
+    def _done(self, task: m.Task) -> None:
+        if self.is_lost:
+            return
+        around = self._around
+        result: dict[str, float] | float | None = None
+        manifest = None
+        if isinstance(task, m.Perform):
+            result = self._deliver(task)
+        if isinstance(task, m.Apply) and task.is_last:
+            result = {}
+        if isinstance(task, m.PublishWeights):
+            manifest = Manifest(f"{task.role}-{task.version}", 0, ())
+        around.ended(self.name, task)
+        around.say(self.name, m.TaskDone(task.number, result, manifest))
+        self._current = None
+        self._wake()
+
+    def _ready_s(self, task: m.Task) -> float:
+        """When its rows are here."""
+        rows = self._around.rows
+        if isinstance(task, m.Generate):
+            (prompts,) = (ref.call for name, ref in self._around.call(task.call).inputs if name == "prompts")
+            return rows.ready_s(prompts, task.prompts, self.name)
+        if isinstance(task, m.Perform | m.Accumulate):
+            call = self._around.call(task.call)
+            sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)]
+            if call.options.get("gives") == "concat":
+                return rows.of_any(sources, task.ids, self.name)
+            return max((rows.ready_s(source, task.ids, self.name) for source in sources), default=0.0)
+        return 0.0
+
+    def _trainer(self, task: m.Task) -> TrainCost:
+        return self.machine.train[self._around.call(task.call).role]
+
+    def _lengths(self, ids: Iterable[int]) -> list[int]:
+        return [self._around.num_tokens(row) for row in ids]
+
+    def _accumulate_s(self, task: m.Task) -> float:
+        assert isinstance(task, m.Accumulate)
+        return self._trainer(task).update.seconds(self._lengths(task.ids))
+
+    def _perform_s(self, task: m.Task) -> float:
+        """A forward pass; or the units of a function, shared out over as many hands as the process has."""
+        assert isinstance(task, m.Perform)
+        call = self._around.call(task.call)
+        if call.engine == "train":
+            return self._trainer(task).forward.seconds(self._lengths(task.ids))
+        cost = self._around.function_cost(call)
+        if cost is None:
+            return 0.0
+        hands = [0.0] * (1 if call.writes else cost.concurrency)
+        for unit in self._units(call, task.ids):
+            took_s = quantile_s(cost, self._around.drawn.uniform("latency", call.role, call.method, min(unit, default=0)))
+            heapq.heapreplace(hands, hands[0] + took_s)
+        return max(hands)
+
+    def _units(self, call: Call, ids: Sequence[int]) -> list[tuple[int, ...]]:
+        if call.granularity.value == "sample":
+            return [(row,) for row in ids]
+        if call.granularity.value == "group":
+            groups: dict[int, list[int]] = {}
+            for row in ids:
+                groups.setdefault(group_key(row), []).append(row)
+            return [tuple(rows) for rows in groups.values()]
+        return [tuple(ids)]
+
+    def _deliver(self, task: m.Perform) -> float | None:
+        """A call's rows are made; or its one value."""
+        around = self._around
+        call = around.call(task.call)
+        if not call.is_aligned:
+            return 0.0
+        ids, dropped = task.ids, []
+        if call.drops:
+            kept = [row for unit in self._units(call, task.ids) if around.drawn.is_kept(call, unit) for row in unit]
+            dropped = sorted(set(task.ids) - set(kept))
+            ids = kept
+        has_tokens = call.options.get("gives") in ("rows", "kept", "concat")
+        self._report(task.number, task.call, ids, task.forward_to, [around.num_tokens(row) if has_tokens else 1 for row in ids], dropped)
+        return None
+
+    def _report(self, number: int, call: int, ids: list[int], forward_to: Iterable[str], num_tokens: list[int], dropped: list[int]) -> None:
+        around = self._around
+        now_s = around.clock.now_s
+        around.rows.made(call, ids, self.name, now_s)
+        has_tokens = dict(zip(ids, num_tokens, strict=True))
+        for place in forward_to:
+            around.rows.send(call, ids, self.name, place, now_s, lambda row: has_tokens[row])
+        around.say(self.name, m.Finished(number, call, ids, num_tokens, [0] * len(ids), [], [0] * len(ids), [], None, dropped))
+
+    # Generation
+
+    def _generate(self, task: m.Generate) -> None:
+        around = self._around
+        role = around.call(task.call).role
+        lives: dict[int, Life] = {}
+        last_prompt = -1
+        for row, prompt in zip(task.ids, task.prompts, strict=True):
+            prefill = around.drawn.prompt_tokens(row) if prompt != last_prompt else 0  # Siblings share their prompt's cache.
+            last_prompt = prompt
+            lives[row] = Life(row, role, task.call, task.number, around.drawn.response_tokens(row), prefill, around.clock.now_s)
+        self.lives += lives.values()
+        self._generations[task.number] = (task, lives)
+        around.generating(self.name, len(lives))
+        self.decoding.add(lives.values(), around.clock.now_s)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """Be woken when the next sample ends, unless something changes before."""
+        self._alarm += 1
+        number, when_s = self._alarm, self.decoding.next_s()
+        if when_s is not None:
+            self._around.clock.at(when_s, lambda: self._finish(number))
+
+    def _finish(self, alarm: int) -> None:
+        if alarm != self._alarm:
+            return
+        around = self._around
+        by_task: dict[int, list[int]] = {}
+        for life in self.decoding.finished(around.clock.now_s):
+            by_task.setdefault(life.task, []).append(life.id)
+        for number, ids in by_task.items():
+            task, left = self._generations[number]
+            for row in ids:
+                del left[row]
+            around.generating(self.name, -len(ids))
+            tokens = [around.drawn.prompt_tokens(row) + around.drawn.response_tokens(row) for row in ids]
+            self._report(number, task.call, ids, task.forward_to, tokens, [])
+            if not left:
+                del self._generations[number]
+                around.say(self.name, m.TaskDone(number))
+        self._set_alarm()
+
+    def _abort(self, call: int) -> None:
+        """Give up what runs or waits for a call. Its tasks end as done."""
+        around = self._around
+        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
+            _, left = self._generations.pop(number)
+            self.decoding.give_up(left.values(), around.clock.now_s)
+            around.generating(self.name, -len(left))
+            around.say(self.name, m.TaskDone(number))
+        for task in [task for task in self._queue if task.call == call]:
+            self._queue.remove(task)
+            around.say(self.name, m.TaskDone(task.number))
+        self._set_alarm()
+        self._wake()
+
+
+def quantile_s(cost: FunctionCost, share: float) -> float:
+    """The latency at a share of the distribution, which is linear between its quantiles.
+
+    >>> quantile_s(FunctionCost((1.0, 2.0, 4.0)), 0.75)
+    3.0
+    """
+    quantiles = cost.quantiles_s
+    position = share * (len(quantiles) - 1)
+    low = min(int(position), len(quantiles) - 2) if len(quantiles) > 1 else 0
+    if len(quantiles) == 1:
+        return quantiles[0]
+    return quantiles[low] + (position - low) * (quantiles[low + 1] - quantiles[low])
