@@ -70,6 +70,11 @@ class Decoding:
     def num_running(self) -> int:
         return sum(self._num_running.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Nobody decodes or waits to."""
+        return not self.num_running and not any(self._waiting.values())
+
     def add(self, lives: Iterable[Life], now_s: float) -> None:
         """Samples come in; those that find room begin."""
         self.advance(now_s)
@@ -139,7 +144,7 @@ class Decoding:
             while waiting and self._num_running[role] < cost.max_running:
                 life = waiting.popleft()
                 life.begun, life.begun_s = self.turns, now_s
-                self._held_s += life.prefill_tokens * cost.prefill_token_s
+                self._held_s += cost.enter_s + life.prefill_tokens * cost.prefill_token_s
                 self._num_added += 1
                 self._num_running[role] += 1
                 heapq.heappush(self._running[role], (self.turns + life.num_tokens, self._num_added, life))

@@ -90,7 +90,8 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     Raises:
         PlanError: a worker of a searched plan sits where the search has seated no such engine.
     """
-    seats = _seats(plan, spec)
+    places = _places(plan, spec)
+    seats = {worker.name: _seats(plan, worker, places[worker.name]) for worker in plan.workers}
     trained: dict[str, tuple[str, Seat]] = {
         seat.engine.role: (worker, seat) for worker, found in seats.items() for seat in found if seat.engine.kind == "train"
     }
@@ -111,7 +112,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
                 syncs[role] = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
         machines[worker.name] = Machine(
             worker.name,
-            _place(worker, spec) if found else None,
+            places[worker.name] if found else None,
             worker.lease,
             tuple(hosted),
             {s.engine.role: costs.decode(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "rollout"},
@@ -121,13 +122,9 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     return machines
 
 
-def _seats(plan: Plan, spec: ClusterSpec) -> dict[str, list[Seat]]:
-    """The seat of each engine of each worker."""
-    found: dict[str, list[Seat]] = {}
-    for worker in plan.workers:
-        place = _place(worker, spec)
-        found[worker.name] = [_seat(plan, worker, place, EngineId(s.role, s.kind)) for s in worker.engines if s.kind != "function"]
-    return found
+def _seats(plan: Plan, worker: WorkerPlan, place: Place) -> list[Seat]:
+    """The seat of each engine of a worker."""
+    return [_seat(plan, worker, place, EngineId(slot.role, slot.kind)) for slot in worker.engines if slot.kind != "function"]
 
 
 def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Seat:
@@ -140,12 +137,23 @@ def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Sea
     raise PlanError(f"the worker {worker.name} on {worker.device} has {engine}, for which the plan's search has no seat there")
 
 
-def _place(worker: WorkerPlan, spec: ClusterSpec) -> Place:
-    found = _DEVICE.fullmatch(worker.device)
-    if spec.pools and found:
-        first = int(found["first"])
-        return Place(found["pool"], first, int(found["stop"] or first + 1))
-    return Place("", 0, worker.threads)
+def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
+    """The devices of each worker. Without pools they are this machine's cores, one worker's after the other's; a lease's are shared."""
+    places: dict[str, Place] = {}
+    of_lease: dict[str, Place] = {}
+    taken = 0
+    for worker in plan.workers:
+        found = _DEVICE.fullmatch(worker.device)
+        if spec.pools and found:
+            first = int(found["first"])
+            places[worker.name] = Place(found["pool"], first, int(found["stop"] or first + 1))
+            continue
+        place = Place("", taken, taken + worker.threads)
+        if worker.lease:
+            place = of_lease.setdefault(worker.lease, place)
+        taken = max(taken, place.stop)
+        places[worker.name] = place
+    return places
 
 
 def kinds(machine: Machine) -> frozenset[EngineKind]:

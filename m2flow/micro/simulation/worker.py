@@ -66,6 +66,9 @@ class VirtualWorker:
         self._current: m.Task | None = None
         self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
         self._alarm = 0
+        self._finished: list[Life] = []
+        """Samples that wait for others, to leave together."""
+        self._left_s = float("-inf")
         self._handlers: Mapping[type, Callable[[m.Task], float]] = {
             m.Perform: self._perform_s,
             m.Accumulate: self._accumulate_s,
@@ -244,11 +247,38 @@ class VirtualWorker:
     def _finish(self, alarm: int) -> None:
         if alarm != self._alarm:
             return
+        clock = self._around.clock
+        self._finished += self.decoding.finished(clock.now_s)
+        gather_s = max((self.machine.decode[life.role].gather_s for life in self._finished), default=0.0)
+        if self.decoding.is_empty or clock.now_s - self._left_s >= gather_s:
+            self._hand_over()
+        else:
+            clock.at(self._left_s + gather_s, self._hand_over)
+        self._set_alarm()
+
+    def _hand_over(self) -> None:
+        """What has finished leaves, which takes the process some time."""
+        leaving, self._finished = [life for life in self._finished if life.task in self._generations], []
+        if not leaving or self.is_lost:
+            return
+        clock, costs = self._around.clock, [self.machine.decode[life.role] for life in leaving]
+        self._left_s = clock.now_s
+        takes_s = max(cost.handover_s for cost in costs) + sum(cost.leave_s for cost in costs)
+        if not takes_s:
+            self._leave(leaving)
+            return
+        self.decoding.hold(takes_s, clock.now_s)
+        self._set_alarm()
+        clock.at(clock.now_s + takes_s, lambda: self._leave(leaving))
+
+    def _leave(self, leaving: Iterable[Life]) -> None:
         around = self._around
         by_task: dict[int, list[int]] = {}
-        for life in self.decoding.finished(around.clock.now_s):
+        for life in leaving:
             by_task.setdefault(life.task, []).append(life.id)
         for number, ids in by_task.items():
+            if number not in self._generations:
+                continue  # They were given up in the meantime.
             task, left = self._generations[number]
             for row in ids:
                 del left[row]
@@ -258,7 +288,6 @@ class VirtualWorker:
             if not left:
                 del self._generations[number]
                 around.say(self.name, m.TaskDone(number))
-        self._set_alarm()
 
     def _abort(self, call: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done."""
