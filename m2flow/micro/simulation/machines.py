@@ -138,21 +138,22 @@ def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Sea
 
 
 def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
-    """The devices of each worker. Without pools they are this machine's cores, one worker's after the other's; a lease's are shared."""
+    """The devices of each worker. Without pools they are this machine's cores: one worker's after the other's, and a trainer that takes
+    turns has those of the rollout workers that it takes them with."""
     places: dict[str, Place] = {}
-    of_lease: dict[str, Place] = {}
-    taken = 0
-    for worker in plan.workers:
+    last = 0
+    for worker in sorted(plan.workers, key=lambda worker: (worker.lease, "rollout" not in {slot.kind for slot in worker.engines})):
         found = _DEVICE.fullmatch(worker.device)
         if spec.pools and found:
             first = int(found["first"])
             places[worker.name] = Place(found["pool"], first, int(found["stop"] or first + 1))
             continue
-        place = Place("", taken, taken + worker.threads)
-        if worker.lease:
-            place = of_lease.setdefault(worker.lease, place)
-        taken = max(taken, place.stop)
-        places[worker.name] = place
+        shared = [places[other.name] for other in plan.workers if worker.lease and other.lease == worker.lease and other.name in places]
+        if shared and not any(slot.kind == "rollout" for slot in worker.engines):
+            places[worker.name] = Place("", min(place.first for place in shared), max(place.stop for place in shared))
+            continue
+        places[worker.name] = Place("", last, last + worker.threads)
+        last += worker.threads
     return places
 
 

@@ -86,7 +86,7 @@ class Usage:
         """The devices of a worker belong to this kind of engine now."""
         for cell in self._of_worker[worker]:
             self._close(cell)
-            cell.kind = kind
+            cell.kind, cell.sums = kind, dict(self._sums[kind])
 
     def take(self) -> dict[str, float]:
         """Device seconds since the last time: `work`, and by cause."""
