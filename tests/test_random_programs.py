@@ -1,7 +1,9 @@
 """The first promise, for programs that nobody wrote: under every plan and order of events a flow gives what it gives call by call.
 
 Random programs (`m2flow.testing.programs`) times random plans times random orders: calls of all granularities, several policies,
-effects, loops in loops, branches on what was looked at, filters, unions, refills, functions that raise. `--long` draws more.
+effects, loops in loops, branches on what was looked at, filters, unions, refills, ops of several inputs, roles with a state, functions
+that raise. Where time is part of the meaning (older weights, late samples that are dropped), eager is given what time decided, and the
+program itself counts which versions each sample may have. `--long` draws more.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from hypothesis import strategies as st
 
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
-from m2flow.testing.programs import Filter, Generate, Log, Look, OnStep, Program, Refill, Score, Update
-from m2flow.testing.random_programs import clusters, difference, difference_of, programs
+from m2flow.testing.account import Account
+from m2flow.testing.programs import Filter, Generate, Lag, Log, Look, OnStep, Program, Refill, Score, Update
+from m2flow.testing.random_programs import clusters, difference, difference_of, programs, timed_programs
 from m2flow.testing.world import run_eager, run_planned
 
-NUM_CASES = 1000
-"""Of each of the two properties; less than two minutes in all on an idle core."""
+NUM_CASES = 800
+"""Of a property; less than two minutes in all on an idle core."""
 TIMES_LONG = 20
 
 orders = st.integers(0, 2**30)
@@ -40,11 +43,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def check(config: pytest.Config, fails: bool) -> None:
-    num_cases = NUM_CASES * (TIMES_LONG if config.getoption("--long") else 1)
+def check(config: pytest.Config, drawn: st.SearchStrategy[Program], num_cases: int = NUM_CASES) -> None:
+    num_cases *= TIMES_LONG if config.getoption("--long") else 1
 
     @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
-    @given(programs(fails=fails), clusters(), orders, st.booleans())
+    @given(drawn, clusters(), orders, st.booleans())
     def agrees(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool) -> None:
         assert difference(program, spec, order_seed=order_seed, by_identity=by_identity) is None
 
@@ -53,17 +56,22 @@ def check(config: pytest.Config, fails: bool) -> None:
 
 @pytest.mark.timeout(0)
 def test_a_random_program_gives_the_same_under_every_plan_and_order_of_events(request):
-    check(request.config, fails=False)
+    check(request.config, programs())
 
 
 @pytest.mark.timeout(0)
 def test_a_random_program_whose_functions_raise_ends_with_the_same_error_everywhere(request):
-    check(request.config, fails=True)
+    check(request.config, programs(fails=True))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
-@given(programs(fails=None), st.data())
-def test_a_program_is_legal_however_it_was_drawn(program, data):
+@pytest.mark.timeout(0)
+def test_a_random_program_in_which_time_counts_is_what_eager_gives_that_knows_what_time_decided(request):
+    check(request.config, timed_programs(), NUM_CASES // 2)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None, phases=[Phase.generate])
+@given(st.one_of(programs(fails=None), timed_programs()))
+def test_a_program_is_legal_however_it_was_drawn(program):
     """What it ends with is a fault of its functions, or none: never one of the flow's text, or of ours."""
     error = run_eager(program.as_flow(), {}, SPEC).error
     assert not error or (program.fails and error.startswith(("RewardError", "OpError", "DatasetError"))) or "only" in error, error
@@ -104,6 +112,20 @@ FOUND = {
 def test_what_was_found_once_stays_right(program, order_seed):
     assert run_eager(program.as_flow(), {}, SPEC).error == ""
     assert difference(program, SPEC, order_seed=order_seed) is None
+
+
+def test_a_program_counts_the_versions_and_the_steps_that_it_may_see():
+    again = Program(1, 3, (), (ASK, Update(0, 0, 0, 0, 1, "rewards"), Lag(0, 1, (), ())), staleness=1)
+    account = Account()
+    answer = run_planned(again.as_flow(account), {}, SPEC, order_seed=2)
+    assert [window for _, window in sorted(account.windows.items())] == [(0, 0), (0, 1), (1, 2)]
+    (first, none), (second, seen), _ = account.lags
+    assert (first, none) == (None, None)
+    assert isinstance(seen, dict)
+    assert account.wrong(answer, {second: seen, account.lags[2][0]: account.lags[2][1]}.__getitem__) is None
+    assert str(account.wrong(answer, lambda call: {"loss": 0.5})).startswith(f"lagged gave {seen}, which is not what call {second}")
+    account.windows = dict.fromkeys(account.windows, (7, 8))
+    assert str(account.wrong(answer)).endswith("and may have 7 to 8")
 
 
 def test_a_difference_is_told_in_words():

@@ -1,9 +1,14 @@
-"""The users' functions that random programs run on workers: rewards, ops, keeps and filters, some of which raise on some samples."""
+"""The users' functions that random programs run on workers: rewards, ops, keeps, filters, roles; some raise on some samples."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import random
+
 from m2flow.macro.ops import op
 from m2flow.macro.refill import Keep, informative
+from m2flow.macro.user_roles import Role, call
 from m2flow.samples import Sample
 from m2flow.testing.fakes import fake_hash
 
@@ -72,6 +77,74 @@ def raising_on_groups(samples: list[Sample]) -> list[int]:
     if _hash(samples[0]) % 4 == 0:
         raise KeyError(samples[0].text)
     return [len(samples)] * len(samples)
+
+
+@op()
+def weighed(sample: Sample, number: float, whole: float, factor: float, rng: random.Random) -> float:
+    return round(number * factor + _finite(whole) / (1 + sample.num_tokens) + rng.random(), 6)
+
+
+@op(granularity="group")
+def against(numbers: list[float], samples: list[Sample], others: list[float], *, whole: float) -> list[float]:
+    return [round(a - place * b + _finite(whole) % 1, 6) for place, (a, b) in enumerate(zip(numbers, others, strict=True))]
+
+
+@op(granularity="batch")
+def tied(samples: list[Sample], numbers: list[float], others: list[float], whole: float) -> float:
+    ranks = sorted(range(len(samples)), key=lambda i: (numbers[i], others[i], i))
+    return float(fake_hash(*ranks) % 997) + round(_finite(whole), 3)
+
+
+def _finite(number: float) -> float:
+    """The mean of no samples is no number."""
+    return number if math.isfinite(number) else 0.0
+
+
+BOARD: list[int] = []
+"""A place outside. Those who run a program in this process clear it first."""
+
+
+@op(writes=["board"])
+def posted(sample: Sample) -> float:
+    last = BOARD[-1:] or [0]
+    BOARD.append(sample.num_tokens + 3 * last[0] % 101)
+    return float(last[0])
+
+
+@op(granularity="batch", reads=["board"])
+def board_digest() -> float:
+    return float(fake_hash(*BOARD) % 997)
+
+
+class Keeper(Role):
+    """Remembers what it has seen, so that the order of its calls and of their samples shows in each of its numbers."""
+
+    def __init__(self, first: int, *, fails: bool) -> None:
+        self.seen = [first]
+        self.fails = fails
+
+    @call(returns="reward", writes=["keeper.seen"])
+    def note(self, sample: Sample) -> float:
+        novelty = sum(abs(length - sample.num_tokens) for length in self.seen[-3:])
+        self.seen.append(sample.num_tokens)
+        return raises_on_few(sample) if self.fails else float(novelty)
+
+    @call(granularity="batch", reads=["keeper.seen"])
+    def digest(self) -> float:
+        return float(fake_hash(*self.seen) % 997)
+
+    @call(granularity="group", reads=["keeper.seen"], returns=["rank", "last"])
+    async def compare(self, samples: list[Sample], numbers: list[float]) -> list[dict[str, float]]:
+        await asyncio.sleep(0)
+        return [{"rank": sorted(numbers).index(number), "last": self.seen[-1]} for number in numbers]
+
+    @call(granularity="batch", writes=["keeper.seen"])
+    def forget(self, keep: int) -> None:
+        self.seen = self.seen[-keep:]
+
+    @call(granularity="sample")
+    def plain(self, sample: Sample, rng: random.Random) -> float:
+        return round(rng.random() * sample.num_tokens + len(self.seen), 6)
 
 
 def longest_differs(group: list[Sample]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from m2flow.macro.flow import Flow
+from m2flow.testing.account import Account
 
 # Statements. Whole numbers that name a role, a dataset or a result are taken modulo what there is.
 
@@ -29,6 +30,10 @@ class Generate:
     count: int
     n: int
     longest: int
+    more: int = 0
+    """Of prompts that are taken: so many beyond those that are needed. The late ones are dropped."""
+    is_exact: bool = False
+    """It asks for the weights of its line, whatever the staleness of the flow."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,41 @@ class Logprobs:
     """The mean of what a policy, with its weights as they are here, says of each token."""
 
     policy: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Values:
+    """The mean of what the critic, with its weights as they are here, says of each token."""
+
+    samples: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    """An op of several inputs: samples, numbers of theirs, one whole value, a constant."""
+
+    unit: Literal["sample", "group", "batch"]
+    samples: int
+    first: int
+    second: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A call of a role of the user's own, whose state lives on a worker."""
+
+    role: int
+    how: Literal["note", "digest", "compare", "forget", "plain"]
+    samples: int
+
+
+@dataclass(frozen=True)
+class Post:
+    """An op that writes to a place outside of which both a later one and a digest read, or that digest."""
+
+    is_read: bool
     samples: int
 
 
@@ -131,6 +171,16 @@ class Look:
 
 
 @dataclass(frozen=True)
+class Lag:
+    """Look at the metrics of some steps ago, and branch on them: the first body if there are none, or they are odd."""
+
+    metrics: int
+    steps: int
+    then: tuple[Statement, ...]
+    otherwise: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
 class OnStep:
     """Every second step."""
 
@@ -159,6 +209,10 @@ Statement = (
     | Score
     | ApplyOp
     | Logprobs
+    | Values
+    | Mix
+    | Ask
+    | Post
     | Combine
     | Filter
     | Union
@@ -167,6 +221,7 @@ Statement = (
     | Actor
     | Log
     | Look
+    | Lag
     | OnStep
     | Repeat
     | Leave
@@ -185,14 +240,16 @@ class Program:
     after: tuple[Statement, ...] = ()
     fails: bool = False
     """One of its rewards, ops and keeps raises on some samples."""
+    staleness: int = 0
 
-    def as_flow(self) -> Flow:
+    def as_flow(self, account: Account | None = None) -> Flow:
+        """The flow; what it counts for itself while it runs goes into the account."""
         from m2flow.testing.interpreter import Interpreter  # it knows programs, which need not know it
 
         def program() -> None:
-            Interpreter(self).run()
+            Interpreter(self, account or Account()).run()
 
-        return Flow(program)
+        return Flow(program, self.staleness)
 
     def statements(self) -> Iterator[Statement]:
         """All of them, those in bodies too."""

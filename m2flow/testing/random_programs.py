@@ -7,27 +7,38 @@ def test_my_scheduler(program, spec, order_seed):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
+from m2flow.macro.flow import Flow
+from m2flow.macro.session import Backend
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import programs as p
+from m2flow.testing.account import Account
 from m2flow.testing.answers import Answer
 from m2flow.testing.world import run_eager, run_planned
 
 _small = st.integers(0, 2)
 _roles = st.integers(0, 1)
 
-_generate = st.builds(
-    p.Generate,
-    policy=_roles,
-    source=st.sampled_from(["take", "take", "all", "samples"]),
-    which=_small,
-    count=st.integers(1, 3),
-    n=st.sampled_from([2, 3, 1]),
-    longest=st.sampled_from([2, 6, 14]),
-)
+
+def _generates(*, more: st.SearchStrategy[int], is_exact: st.SearchStrategy[bool]) -> st.SearchStrategy[p.Statement]:
+    return st.builds(
+        p.Generate,
+        policy=_roles,
+        source=st.sampled_from(["take", "take", "all", "samples"]),
+        which=_small,
+        count=st.integers(1, 3),
+        n=st.sampled_from([2, 3, 1]),
+        longest=st.sampled_from([2, 6, 14]),
+        more=more,
+        is_exact=is_exact,
+    )
+
+
+_generate = _generates(more=st.just(0), is_exact=st.just(False))
+_timed_generate = _generates(more=st.sampled_from([0, 1, 2]), is_exact=st.sampled_from([False, False, False, True]))
 _refill = st.builds(
     p.Refill,
     policy=_roles,
@@ -56,6 +67,10 @@ _simple: Sequence[st.SearchStrategy[p.Statement]] = (
     st.builds(p.Score, reward=st.sampled_from([0, 3, 4, 1, 2]), samples=_small),
     st.builds(p.ApplyOp, unit=st.sampled_from(["minibatch", "group", "sample", "batch"]), samples=_small),
     st.builds(p.Logprobs, policy=_roles, samples=_small),
+    st.builds(p.Values, samples=_small),
+    st.builds(p.Mix, unit=st.sampled_from(["sample", "group", "batch"]), samples=_small, first=_small, second=_small, value=_small),
+    st.builds(p.Ask, role=_roles, how=st.sampled_from(["note", "note", "digest", "compare", "forget", "plain"]), samples=_small),
+    st.builds(p.Post, is_read=st.booleans(), samples=_small),
     st.builds(p.Combine, how=st.sampled_from(["weighted", "centred", "of group", "of key", "where"]), first=_small, second=_small),
     st.builds(p.Filter, how=st.sampled_from(["numbers", "lengths", "samples", "groups", "none"]), samples=_small),
     st.builds(p.Union, first=_small, second=_small),
@@ -74,6 +89,7 @@ def _one_of(draw: st.DrawFn, strategies: Sequence[st.SearchStrategy[p.Statement]
 
 
 _leaf = _one_of(_simple)
+_timed_leaf = _one_of([_timed_generate, _timed_generate, *_simple[2:]])
 _looked_at = st.sampled_from(["mean", "metric", "len", "value", "rows", "cursor"])
 
 
@@ -81,15 +97,20 @@ def _block(statements: st.SearchStrategy[p.Statement], most: int) -> st.SearchSt
     return st.lists(statements, max_size=most).map(tuple)
 
 
-_inner = _one_of([_leaf] * 6 + [st.builds(p.Leave, how=st.sampled_from(["break", "continue"]))])
-_nested = _one_of(
-    [_leaf] * 6
-    + [
-        st.builds(p.Look, what=_looked_at, which=_small, then=_block(_inner, 2), otherwise=_block(_inner, 2)),
-        st.builds(p.OnStep, body=_block(_inner, 2)),
-        st.builds(p.Repeat, times=st.integers(1, 2), body=_block(_inner, 2), until=st.booleans()),
-    ]
-)
+def _body(leaf: st.SearchStrategy[p.Statement], generate: st.SearchStrategy[p.Statement]) -> st.SearchStrategy[tuple[p.Statement, ...]]:
+    """Most begin with something to work on, and train on it."""
+    inner = _one_of([leaf] * 6 + [st.builds(p.Leave, how=st.sampled_from(["break", "continue"]))])
+    block = _block(inner, 2)
+    nested = _one_of(
+        [leaf] * 8
+        + [
+            st.builds(p.Look, what=_looked_at, which=_small, then=block, otherwise=block),
+            st.builds(p.Lag, metrics=_small, steps=_small, then=block, otherwise=block),
+            st.builds(p.OnStep, body=block),
+            st.builds(p.Repeat, times=st.integers(1, 2), body=block, until=st.booleans()),
+        ]
+    )
+    return st.tuples(generate, _block(nested, 6), _block(_update, 1)).map(lambda parts: (parts[0], *parts[1], *parts[2]))
 
 
 def programs(*, fails: bool | None = False) -> st.SearchStrategy[p.Program]:
@@ -98,16 +119,27 @@ def programs(*, fails: bool | None = False) -> st.SearchStrategy[p.Program]:
     Args:
         fails: whether a user's function in it may raise on some samples; None: in some.
     """
-    # Most begin with something to work on, and train on it.
-    body = st.tuples(_generate, _block(_nested, 6), _block(_update, 1)).map(lambda parts: (parts[0], *parts[1], *parts[2]))
     return st.builds(
         p.Program,
         num_policies=st.integers(1, 2),
         num_steps=st.integers(1, 2),
         before=_block(_leaf, 2),
-        body=body,
+        body=_body(_leaf, _generate),
         after=_block(_leaf, 1),
         fails=st.booleans() if fails is None else st.just(fails),
+    )
+
+
+def timed_programs() -> st.SearchStrategy[p.Program]:
+    """Programs in which time is part of the meaning: older weights, more prompts than are needed."""
+    return st.builds(
+        p.Program,
+        num_policies=st.integers(1, 2),
+        num_steps=st.integers(2, 4),
+        before=_block(_leaf, 1),
+        body=_body(_timed_leaf, _timed_generate),
+        after=_block(_leaf, 1),
+        staleness=st.sampled_from([1, 1, 2, 3, 0]),
     )
 
 
@@ -125,11 +157,31 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 
 
 def difference(program: p.Program, spec: ClusterSpec, *, order_seed: int, seed: int = 0, by_identity: bool = False) -> str | None:
-    """Run a program in both ways; what differs, in words, or None."""
-    flow = program.as_flow()
-    eager = run_eager(flow, {}, spec, seed=seed)
+    """Run a program in both ways; what differs, in words, or None. Eager is given what time decided in the planned run."""
+    account = Account()
+    flow = program.as_flow(account)
     planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity)
+    wrong, lags = account.wrong(planned), list(account.lags)
+    if wrong is not None:
+        return f"planned: {wrong}"
+    eager, value = eager_of(flow, spec, planned, seed=seed)
+    if not eager.error:
+        wrong = account.wrong(eager, value)
+        if wrong is not None or lags != account.lags:
+            return f"eager: {wrong}" if wrong else f"lagged: planned {_brief(lags, account.lags)}, eager {_brief(account.lags, lags)}"
     return difference_of(planned, eager)
+
+
+def eager_of(flow: Flow, spec: ClusterSpec, planned: Answer, *, seed: int = 0) -> tuple[Answer, Callable[[int], object]]:
+    """The eager run of a flow, given what time decided in a planned one; and what each call of it came to that has one value."""
+    backends: list[Backend] = []
+
+    def around(backend: Backend) -> Backend:
+        backends.append(backend)
+        return backend
+
+    answer = run_eager(flow, {}, spec, seed=seed, decisions=planned.decisions or None, around=around)
+    return answer, backends[0].value
 
 
 def difference_of(planned: Answer, eager: Answer) -> str | None:

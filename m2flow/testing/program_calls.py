@@ -1,0 +1,376 @@
+"""The calls that the statements of a random program make, and what they give: the latest few results of each kind.
+
+A statement names its operands by counting back. One that has nothing to work on makes no call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+from m2flow.macro.combining import concat, where
+from m2flow.macro.critics import Critic, gae
+from m2flow.macro.datasets import Dataset
+from m2flow.macro.handles import Metrics, Rows
+from m2flow.macro.losses import nll, ppo_clip
+from m2flow.macro.number import Number
+from m2flow.macro.ops import log
+from m2flow.macro.roles import Policy, Reference, Reward
+from m2flow.recipe import AdamW
+from m2flow.testing import programs as p
+from m2flow.testing.account import Account
+from m2flow.testing.program_functions import (
+    BOARD,
+    KEEPS,
+    NUM_SAFE,
+    REWARDS,
+    Keeper,
+    against,
+    board_digest,
+    digest_of_all,
+    doubled_length,
+    is_odd_text,
+    lengths_differ,
+    place_in_minibatch,
+    posted,
+    raising_on_groups,
+    raising_op,
+    rank_in_group,
+    tied,
+    weighed,
+)
+
+MOST_VARIABLES = 3
+"""A program can reach so many results of each kind; older ones are released."""
+MOST_SAMPLES = 18
+"""Samples that a generation may have: small enough for thousands of programs."""
+
+ROWS = [{"prompt": f"{i * 7919 % 1000}=", "target": str(i)} for i in range(5)]
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Samples:
+    rows: Rows
+    n: int
+    """Samples of a prompt; 1 where updates can't compare them."""
+    most: int
+    made_by: frozenset[int]
+    """Calls that made them."""
+    parents: tuple[_Samples, ...] = ()
+    """What they were filtered from: whatever has rows of these has rows of them."""
+    is_union: bool = False
+
+
+@dataclass(eq=False)
+class _Numbers:
+    rows: Rows
+    of: _Samples
+
+
+def _recent() -> deque[T]:
+    return deque(maxlen=MOST_VARIABLES)
+
+
+@final
+class Calls:
+    """The roles, datasets and results of one run of a program."""
+
+    step = -1
+    """The step that the program is in."""
+
+    def __init__(self, program: p.Program, account: Account) -> None:
+        statements = list(program.statements())
+        self._program = program
+        self._account = account
+        self._samples: deque[_Samples] = _recent()
+        self._numbers: deque[_Numbers] = _recent()
+        self._values: deque[Number] = _recent()
+        self._metrics: deque[Metrics] = _recent()
+        self._policies = [Policy("fake", name=f"policy_{i}") for i in range(program.num_policies)]
+        uses = {s.form for s in statements if isinstance(s, p.Update)}
+        self._heldout = Dataset(ROWS[:3], name="heldout", shuffle=False)
+        self._datasets = [Dataset(ROWS), self._heldout]
+        self._demonstrations = Dataset(ROWS, name="demonstrations", shuffle=False)
+        self._heldout.take(1)  # A flow that makes no call is none.
+        self._reference = Reference(self._policies[0]) if "reference" in uses else None
+        has_critic = any(isinstance(s, p.Actor | p.Values) for s in statements)
+        self._critic = Critic(self._policies[0]) if has_critic else None
+        rewards = REWARDS if program.fails else REWARDS[:NUM_SAFE]
+        self._rewards = [Reward(function) for function in rewards]
+        self._keeps = KEEPS if program.fails else KEEPS[:NUM_SAFE]
+        names = ("keeper", "other") if any(isinstance(s, p.Ask) for s in statements) else ()
+        self._keepers = [Keeper(place, name=name, fails=program.fails) for place, name in enumerate(names)]  # type: ignore[call-arg]
+        BOARD.clear()
+        if any(isinstance(s, p.OnStep | p.Lag) for s in statements):
+            len(self._heldout.all())  # What the first step does not use has a place only if it may come after a look.
+
+    def log_values(self) -> None:
+        log(**{f"value_{i}": value for i, value in enumerate(self._values)})
+
+    def make(self, statement: p.Statement) -> None:  # one case a kind
+        """Make the calls of a statement that is no control flow."""
+        match statement:
+            case p.Generate():
+                self._generate(statement)
+            case p.Refill(n=n, count=count):
+                policy = _at(self._policies, statement.policy)
+                rows = policy.generate(
+                    _at(self._datasets, statement.dataset),
+                    n=n,
+                    max_new_tokens=14,
+                    count=count,
+                    score=_at(self._rewards, statement.reward),
+                    keep=_at(self._keeps, statement.keep),
+                    max_draws=statement.most,
+                )
+                self._generated(policy, rows, n, n * count)
+            case p.Union():
+                self._unite(statement)
+            case p.Combine():
+                self._combine(statement)
+            case p.Demonstrate(minibatch=minibatch):
+                trained = _at(self._policies, statement.policy)
+                passes = {"minibatch_size": minibatch or None, "optimizer": AdamW(1e-3)}
+                self._updated(trained, trained.update(self._demonstrations.all(), loss=nll(), **passes))  # type: ignore[arg-type]
+            case p.Log(which=which):
+                if self._values and (which % 2 or not self._metrics):
+                    log(value=_back(self._values, which // 2))
+                elif self._metrics:
+                    log(metric=_back(self._metrics, which // 2)["num_tokens"])
+            case p.Ask(how="digest"):
+                self._values.append(Number(_at(self._keepers, statement.role).digest()))
+            case p.Ask(how="forget"):
+                _at(self._keepers, statement.role).forget(2)
+            case p.Post(is_read=True):
+                self._values.append(Number(board_digest()))
+            case p.Score() | p.ApplyOp() | p.Logprobs() | p.Values() | p.Filter() | p.Update() | p.Actor() | p.Ask() | p.Post() | p.Mix():
+                if self._samples:
+                    self._work_on(statement, _back(self._samples, statement.samples))
+
+    def _work_on(self, statement: p.Statement, samples: _Samples) -> None:
+        match statement:
+            case p.Score(reward=reward):
+                self._score(_at(self._rewards, reward), samples)
+            case p.ApplyOp(unit=unit):
+                self._apply(unit, samples)
+            case p.Logprobs(policy=policy):
+                self._said(_at(self._policies, policy).logprobs(samples.rows))
+            case p.Values() if self._critic is not None:
+                self._said(self._critic.values(samples.rows))
+            case p.Filter(how=how):
+                parents = (samples, *samples.parents)
+                rows = self._filtered(samples, how)
+                self._samples.append(_Samples(rows, samples.n, samples.most, samples.made_by, parents, samples.is_union))
+            case p.Update():
+                self._update(statement, samples)
+            case p.Actor():
+                self._act(statement, samples)
+            case p.Mix():
+                self._mix(statement, samples)
+            case p.Ask():
+                self._ask(statement, samples)
+            case p.Post():
+                self._numbered(posted(samples.rows), samples)  # type: ignore[arg-type]
+                self._values.append(Number(board_digest()))
+
+    # Samples
+
+    def _generate(self, statement: p.Generate) -> None:
+        policy, n = _at(self._policies, statement.policy), statement.n
+        if statement.source == "samples":
+            asked = [samples for samples in self._samples if not samples.is_union and samples.most * n <= MOST_SAMPLES]
+            if not asked:
+                return
+            samples = _back(asked, statement.which)
+            rows = policy.generate(samples.rows, n=n, max_new_tokens=statement.longest)
+            self._generated(policy, rows, n, samples.most * n)
+            return
+        dataset, count = _at(self._datasets, statement.which), statement.count
+        staleness = 0 if statement.is_exact else None
+        if statement.source == "all":
+            count = len(dataset)
+            rows = policy.generate(dataset.all(), n=n, max_new_tokens=statement.longest, staleness=staleness)
+        elif statement.more:
+            taken, over = dataset.take(count + statement.more), 1 + statement.more / count
+            rows = policy.generate(taken, n=n, max_new_tokens=statement.longest, oversample=over, late="drop", staleness=staleness)
+        else:
+            rows = policy.generate(dataset.take(count), n=n, max_new_tokens=statement.longest, staleness=staleness)
+        self._generated(policy, rows, n, n * count, is_exact=statement.is_exact)
+
+    def _generated(self, policy: Policy, rows: Rows, n: int, most: int, *, is_exact: bool = False) -> None:
+        may_be_stale = self.step >= 0 and not is_exact
+        self._account.generated(policy.name, rows.maker.ordinal, self._program.staleness if may_be_stale else 0)
+        self._samples.append(_Samples(rows, n, most, frozenset({rows.call.ordinal})))
+
+    def _filtered(self, samples: _Samples, how: str) -> Rows:
+        match how:
+            case "numbers":
+                numbers = self._numbers_of(samples, 0).rows
+                return samples.rows.select(numbers > numbers.mean())
+            case "lengths":
+                return samples.rows.filter(samples.rows.length > 2)
+            case "samples":
+                return samples.rows.filter(is_odd_text)
+            case "groups":
+                return samples.rows.filter_groups(lengths_differ)
+        return samples.rows.filter(samples.rows.length < 0)
+
+    def _unite(self, statement: p.Union) -> None:
+        if not self._samples:
+            return
+        first = _back(self._samples, statement.first)
+        others = [other for other in self._samples if not other.made_by & first.made_by and "reward" not in _columns(other, first)]
+        if not others:
+            return
+        second = _back(others, statement.second)
+        rows = concat([first.rows, second.rows])
+        most, n = first.most + second.most, min(first.n, second.n)
+        self._samples.append(_Samples(rows, n, most, first.made_by | second.made_by, is_union=True))
+
+    # Numbers
+
+    def _score(self, reward: Reward, samples: _Samples) -> _Numbers:
+        return self._numbered(reward.score(samples.rows), samples)
+
+    def _numbered(self, rows: Rows, samples: _Samples) -> _Numbers:
+        self._numbers.append(_Numbers(rows, samples))
+        self._values.append(rows.mean())
+        return self._numbers[-1]
+
+    def _numbers_of(self, samples: _Samples, which: int) -> _Numbers:
+        fitting = [numbers for numbers in self._numbers if numbers.of in (samples, *samples.parents)]
+        return _back(fitting, which) if fitting else self._score(self._rewards[0], samples)
+
+    def _apply(self, unit: str, samples: _Samples) -> None:
+        fails = self._program.fails
+        functions = {"sample": raising_op if fails else doubled_length, "group": raising_on_groups if fails else rank_in_group}
+        functions["minibatch"] = place_in_minibatch
+        result = functions.get(unit, digest_of_all)(samples.rows)
+        if isinstance(result, Rows):
+            self._numbered(result, samples)
+        else:
+            self._values.append(Number(result))
+
+    def _mix(self, statement: p.Mix, samples: _Samples) -> None:
+        first, other = (self._numbers_of(samples, which).rows for which in (statement.first, statement.second))
+        whole = _back(self._values, statement.value)
+        match statement.unit:
+            case "sample":
+                self._numbered(weighed(samples.rows, first, whole, factor=0.5), samples)  # type: ignore[arg-type]
+            case "group":
+                self._numbered(against(first, samples.rows, other, whole=whole), samples)  # type: ignore[arg-type]
+            case "batch":
+                self._values.append(Number(tied(samples.rows, first, other, whole)))
+
+    def _ask(self, statement: p.Ask, samples: _Samples) -> None:
+        keeper = _at(self._keepers, statement.role)
+        if statement.how == "compare":
+            compared = keeper.compare(samples.rows, self._numbers_of(samples, 0).rows)
+            self._numbered(compared.rank - compared.last / 8, samples)
+        else:
+            self._numbered(keeper.note(samples.rows) if statement.how == "note" else keeper.plain(samples.rows), samples)
+            self._values.append(Number(keeper.digest()))
+
+    def _said(self, of_tokens: Rows) -> None:
+        self._values.append(of_tokens.mean())
+        log(said=self._values[-1])
+
+    def _combine(self, statement: p.Combine) -> None:
+        if not self._numbers:
+            return
+        first = _back(self._numbers, statement.first)
+        fitting = [other for other in self._numbers if other.of in (first.of, *first.of.parents)]
+        other = _back(fitting, statement.second).rows
+        match statement.how:
+            case "weighted":
+                rows = first.rows - 0.5 * other
+            case "centred":
+                rows = first.rows - first.rows.mean()
+            case "of group":
+                rows = first.rows - other.mean(over="group")
+            case "of key":
+                rows = first.rows * other.groupby(other > 0.2).transform("count")
+            case "where":
+                rows = where(first.rows > other, first.rows, 0.25)
+        self._numbered(rows, first.of)
+
+    # Weights
+
+    def _update(self, statement: p.Update, samples: _Samples) -> None:
+        numbers = self._numbers_of(samples, statement.numbers)
+        form = statement.form if samples.n > 1 else "advantages"
+        passes = {"minibatch_size": statement.minibatch or None, "epochs": statement.epochs}
+        policy = _at(self._policies, statement.policy)
+        if form == "advantages":
+            metrics = policy.update(samples.rows, advantages=numbers.rows, **passes)  # type: ignore[arg-type]
+        elif form == "reference" and self._reference is not None:
+            loss = ppo_clip(kl_coef=0.1)
+            metrics = policy.update(samples.rows, numbers.rows, loss=loss, reference=self._reference, **passes)  # type: ignore[arg-type]
+        else:
+            metrics = policy.update(samples.rows, numbers.rows, **passes)  # type: ignore[arg-type]
+        self._updated(policy, metrics)
+
+    def _updated(self, policy: Policy, metrics: Metrics) -> None:
+        self._account.updated(policy.name, metrics.call.ordinal, self.step)
+        self._metrics.append(metrics)
+
+    def _act(self, statement: p.Actor, samples: _Samples) -> None:
+        if self._critic is None:
+            return
+        numbers = self._numbers_of(samples, statement.numbers)
+        values = self._critic.values(samples.rows)
+        estimate = gae(samples.rows, numbers.rows, values, lam=0.5)
+        policy = _at(self._policies, statement.policy)
+        self._updated(policy, policy.update(samples.rows, advantages=estimate.advantages))
+        self._critic.update(samples.rows, returns=estimate.returns, old_values=values)
+
+    # Looks
+
+    def is_odd(self, what: str, which: int) -> bool:
+        """Look at something; an odd number is true."""
+        if what == "mean" and self._values:
+            return _odd(float(_back(self._values, which)))
+        if what == "value" and self._values:
+            return bool(_back(self._values, which) > 0.3)
+        if what == "metric" and self._metrics:
+            return _odd(float(_back(self._metrics, which)["loss" if which % 2 else "num_tokens"]))
+        if what == "len" and self._samples:
+            return len(_back(self._samples, which).rows) % 2 == 1
+        if what == "rows" and self._numbers:
+            return _odd(sum(_odd(float(str(number))) for number in _back(self._numbers, which).rows))
+        return what == "cursor" and _at(self._datasets, which).cursor % 2 == 1
+
+    def is_none_or_odd(self, which: int, steps: int) -> bool:
+        """Look at the metrics of some steps ago."""
+        if not self._metrics:
+            return False
+        metrics = _back(self._metrics, which)
+        found = metrics.lagged(steps)
+        self._account.lagged(metrics.call.ordinal, steps, found)
+        if found is None:
+            return True
+        loss = found.get("loss", 0.5)  # An update on no samples has none.
+        log(lagged=loss)
+        return _odd(loss)
+
+
+def _columns(*samples: _Samples) -> set[str]:
+    """Columns that only samples of a refill have."""
+    return {"reward" for each in samples if each.rows.scored_by is not None}
+
+
+def _odd(number: float) -> bool:
+    return math.isfinite(number) and round(number * 1e6) % 2 == 1  # The mean of no samples is no number.
+
+
+def _at(items: list[T] | tuple[T, ...], which: int) -> T:
+    return items[which % len(items)]
+
+
+def _back(items: deque[T] | list[T], which: int) -> T:
+    """Counting from the newest."""
+    return items[-1 - which % len(items)]
