@@ -25,6 +25,7 @@ _COMMANDS = {
     "diff": "Show what differs between two plans.",
     "samples": "Show the samples of a run, choose among them, or write them to a file.",
     "simulate": "Say what would happen, on a virtual clock: generation alone, by assignment or policy.",
+    "profile": "Measure what a flow's work takes, for the planner.",
     "view": "Write the timeline of a run as a page for the browser.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
     "keys": "Make the key that the channels of a cluster use between hosts.",

@@ -27,7 +27,7 @@ from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
 
 _LOG_LINES = 12
-_GATHER_S = 0.02
+GATHER_S = 0.02
 """Decode steps of a small model take a few milliseconds, and a batch of finished samples about 2 ms on its way through all
 processes. Of a large model every step is longer than this, so nothing waits."""
 
@@ -81,7 +81,7 @@ class LocalLauncher:
             train_options=self._spec.train.options,
             function_concurrency=self._spec.functions.concurrency,
             max_running=self._spec.rollout.max_running,
-            gather_s=_GATHER_S,
+            gather_s=GATHER_S,
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),
         )

@@ -237,6 +237,25 @@ def read_endings(run_dir: Path) -> dict[str, int]:
         db.close()
 
 
+def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
+    """Of each sample that came in: the step, tokens of its prompt, and tokens generated.
+
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            rows = db.execute("SELECT id, step, num_tokens - num_generated, num_generated FROM samples")
+            return {packed: (step, num_prompt, num_generated) for packed, step, num_prompt, num_generated in rows}
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
 def samples_digest(run_dir: Path) -> str:
     """SHA-256 over every sample: identity, token ids, what was prompt and what generated, and rewards; in the order of identity."""
     total = hashlib.sha256()

@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -193,19 +194,29 @@ def kept_rows(rows: Batch, is_kept: object) -> Batch:
     return rows.take(np.flatnonzero(np.asarray(values, bool)))
 
 
-def checked(call: Call, function: Callable[..., object]) -> Callable[..., object]:
+def checked(call: Call, function: Callable[..., object], took_ns: list[int] | None = None) -> Callable[..., object]:
     """The user's function; what it returns on a unit is looked at before the next unit's turn.
 
     So of several faults the earliest sample's is the one that counts, whether the function raised or returned what it may not.
+
+    Args:
+        took_ns: gets how long each unit took, in the order of their ends.
     """
+    took = took_ns if took_ns is not None else []
 
     @functools.wraps(function)
     def run(unit: Sample | list[Sample]) -> object:
+        start = time.monotonic_ns()
         result = function(unit)
-        return later(unit, result) if inspect.isawaitable(result) else _checked(call, unit, result)
+        if inspect.isawaitable(result):
+            return later(unit, result, start)
+        took.append(time.monotonic_ns() - start)
+        return _checked(call, unit, result)
 
-    async def later(unit: Sample | list[Sample], result: Awaitable[object]) -> object:
-        return _checked(call, unit, await result)
+    async def later(unit: Sample | list[Sample], result: Awaitable[object], start: int) -> object:
+        found = await result
+        took.append(time.monotonic_ns() - start)
+        return _checked(call, unit, found)
 
     return run
 

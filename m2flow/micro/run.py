@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,7 +76,8 @@ class Summary:
 
 class Run:
     """One run of a flow. With `decisions` of another run (`m2flow.micro.ledger.read_decisions`), an eager one repeats what time decided;
-    with a `pinned` plan, processes and sizes are that one's."""
+    with a `pinned` plan, processes and sizes are that one's. What `around` makes of the backend gets the flow's calls, for `max_steps` of
+    its steps."""
 
     def __init__(
         self,
@@ -90,6 +91,8 @@ class Run:
         pin_to: Sequence[PinnedCall] | None = None,
         decisions: Decisions | None = None,
         pinned: Plan | None = None,
+        around: Callable[[Backend], Backend] | None = None,
+        max_steps: int | None = None,
     ) -> None:
         self.flow = flow
         self.options = dict(options)
@@ -100,6 +103,8 @@ class Run:
         self._is_pinned = pin_plan or pin_to is not None
         self._decisions = decisions
         self._pinned_plan = pinned
+        self._around = around
+        self._max_steps = max_steps
         self._plan: Plan | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
@@ -116,6 +121,11 @@ class Run:
         if pinned is not None:
             check_edited(pinned, self._plan, self.spec)
         return self._plan
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """Of the flow's roles, once it is prepared."""
+        return self._models
 
     @property
     def tally(self) -> Tally:
@@ -162,7 +172,7 @@ class Run:
         try:
             self._controller.open()
             start = time.monotonic()
-            self.flow.run(self._watched(backend), self.options, seed=self.settings.seed)
+            self.flow.run(self._watched(backend), self.options, seed=self.settings.seed, max_steps=self._max_steps)
             wall_s = time.monotonic() - start
             return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
         finally:
@@ -174,7 +184,9 @@ class Run:
         try:
             performer.open()
             start = time.monotonic()
-            self.flow.run(self._watched(EagerBackend(performer, self._journal)), self.options, seed=self.settings.seed)
+            self.flow.run(
+                self._watched(EagerBackend(performer, self._journal)), self.options, seed=self.settings.seed, max_steps=self._max_steps
+            )
             wall_s = time.monotonic() - start
             return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
         finally:
@@ -183,7 +195,7 @@ class Run:
     def _watched(self, backend: Backend) -> Backend:
         """The backend as the flow gets it: what it does is recorded, and held to one structure if that was asked for."""
         assert self._journal is not None
-        recorder = Recorder(backend, self._journal.record)
+        recorder: Backend = Recorder(backend if self._around is None else self._around(backend), self._journal.record)
         if not self._is_pinned:
             return recorder
         return PinnedBackend(recorder, self._pin_to, source="the given plan" if self._pin_to is not None else "the first step")

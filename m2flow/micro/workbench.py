@@ -134,12 +134,12 @@ class Workbench:
 
     def step(self) -> list[tuple[Call, Batch]]:
         """Decode one token of everything that runs; the rows that leave now, by call."""
-        for engine in self._rollout.values():
+        for role, engine in self._rollout.items():
             if engine.num_unfinished:
                 start, num_running = now_ns(), engine.num_unfinished
                 finished = engine.step()
                 end = now_ns()
-                self._recorder.add(SpanName.ROLLOUT_STEP, start, end, num_samples=num_running, version=engine.version)
+                self._recorder.add(SpanName.ROLLOUT_STEP, start, end, num_samples=num_running, version=engine.version, label=role)
                 self._finished += [(generated, end) for generated in finished]
         is_last = len(self._finished) == len(self._growing)
         if not self._finished or not (is_last or now_ns() - self._left_ns >= self._gather_ns):
@@ -212,22 +212,28 @@ class Workbench:
         """
         if call.engine == "train":
             samples = inputs["samples"].in_order()
-            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(samples)):
+            ids = samples.ids.tolist()
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(ids), samples=ids):
                 engine = self._engine(self._train, call.role)
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._function is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
         is_sorted = "arguments" in call.options
         rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else performing.function_input(call, inputs)
-        with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(rows), samples=rows.ids.tolist()):
+        with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(rows), samples=rows.ids.tolist()) as span:
             if performing.gives(call) == "concat":
                 return rows
             if call.options.get("style") == "columns":
                 return performing.columns_result(call, inputs, rows, performing.function_of(call)(rows, values))
-            return self._by_unit(call, rows, inputs, values)
+            took_ns: list[int] = []
+            result = self._by_unit(call, rows, inputs, values, took_ns)
+            span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
+            return result
 
-    def _by_unit(self, call: Call, rows: Batch, inputs: Mapping[str, Batch], values: Mapping[str, object]) -> Batch | object:
-        """The user's function on one sample, group, mini-batch or batch after the other."""
+    def _by_unit(
+        self, call: Call, rows: Batch, inputs: Mapping[str, Batch], values: Mapping[str, object], took_ns: list[int]
+    ) -> Batch | object:
+        """The user's function on one sample, group, mini-batch or batch after the other; appends how long each took."""
         assert self._function is not None
         timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
         assert timeout_s is None or isinstance(timeout_s, int | float)
@@ -238,7 +244,7 @@ class Workbench:
             rows = arguments.rows
         try:
             results = self._function.call(
-                performing.checked(call, function),
+                performing.checked(call, function, took_ns),
                 rows,
                 granularity=call.granularity.value,
                 size=size,
@@ -298,21 +304,25 @@ class Workbench:
 
     def publish(self, role: str, version: int) -> Manifest:
         """Lay a role's trained weights into shared memory."""
-        with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role):
+        with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role) as span:
             shared = self._shared.get(role)
             if shared is None:
                 shared = self._shared[role] = SharedWeights(f"{self._shared_prefix}-{role}")
-            return shared.write(_plain(self._engine(self._train, role).weights()))
+            manifest = shared.write(_plain(self._engine(self._train, role).weights()))
+            span.set(num_bytes=manifest.num_bytes)
+            return manifest
 
     def load_weights(self, role: str, version: int, manifest: Manifest | None) -> None:
         """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor."""
         engine = self._engine(self._rollout, role)
-        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role):
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
             if manifest is None:
                 trained = list(self._engine(self._train, role).weights())
                 engine.load_weights(trained, version)
                 self._compare(role, digest(_plain(trained)), digest(_plain(engine.weights())))
+                span.set(num_bytes=sum(int(tensor.nbytes) for _, tensor in trained))
             else:
+                span.set(num_bytes=manifest.num_bytes)
                 reader = self._readers.setdefault(role, SharedWeightsReader())
                 engine.load_weights(_tensors(reader.read(manifest)), version)
 

@@ -312,7 +312,7 @@ class Worker:
             if peer != self.settings.name:
                 start = now_ns()
                 self._outbox.send(self._peers[peer], Parcel(call, rows, self.settings.name))
-                self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), label=peer)
+                self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
 
     def _stop(self, ordinal: int) -> None:
         """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""

@@ -12,6 +12,8 @@ Attributes that viewers understand:
     step, version, num_samples, num_tokens, length, finish
     sample       whose life it is: a packed `SampleId`, or its text "p17/3" beside `call`
     samples      whom the work was done on: packed identities, or a `range` of them
+    unit_us      microseconds of each unit that a function was called on, in the order of their ends
+    num_bytes    what was moved
     error        the exception's name, if the work raised
 """
 

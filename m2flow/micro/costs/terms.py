@@ -126,6 +126,8 @@ class FunctionCost(msgspec.Struct, frozen=True):
     """Latency at evenly spaced probabilities from 0 to 1, ends included: the whole distribution, slow calls too."""
     concurrency: int = 1
     """Units that a process works on at once."""
+    task_s: float = 0.0
+    """Added by each task, however many units it has."""
 
     @property
     def mean_s(self) -> float:
