@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.micro.costs.batches import Cover, batches_of, number
 from m2flow.micro.ledger import read_token_counts
-from m2flow.observe.spans import Span, SpanName, sample_of, samples_of
+from m2flow.observe.spans import Span, SpanName, samples_of
 from m2flow.observe.store import read_spans
 from m2flow.samples import group_key
 
@@ -136,7 +137,7 @@ class _Reader:
         by_kind: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self._work:
             by_kind[span.lane[0], span.lane[1]].append(span)
-        self._covers = {key: _Cover(found) for key, found in by_kind.items()}
+        self._covers = {key: Cover(found) for key, found in by_kind.items()}
 
     def read(self, samples: Sequence[tuple[int, tuple[int, int, int]]]) -> Observed:
         counted = [span for span in self._spans if span.start_ns >= self._from_ns]
@@ -151,7 +152,7 @@ class _Reader:
         return Observed(
             decode=self._decode(named[SpanName.ROLLOUT_STEP], named[SpanName.SAMPLE]),
             leaving=self._leaving(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND]),
-            entering=_sized([(s.lane[0], _number(s, "num_samples"), t) for s, t in idle if s.name == SpanName.ROLLOUT_STEP]),
+            entering=_sized([(s.lane[0], number(s, "num_samples"), t) for s, t in idle if s.name == SpanName.ROLLOUT_STEP]),
             update=self._passes(named[SpanName.TRAIN_ACCUMULATE]),
             forward=self._passes(named[SpanName.TRAIN_LOGPROBS]),
             preparing=_sized(self._between(named[SpanName.TRAIN_ACCUMULATE], idle)),
@@ -159,11 +160,11 @@ class _Reader:
             switches=_seconds((str(s.attributes.get("label", "")).removeprefix("to "), s.lane[0], s) for s in named[SpanName.SWITCH]),
             publishes=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_PUBLISH]),
             loads=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_LOAD]),
-            weight_bytes={_role(s): _number(s, "num_bytes") for s in named[SpanName.WEIGHTS_LOAD]},
+            weight_bytes={_role(s): number(s, "num_bytes") for s in named[SpanName.WEIGHTS_LOAD]},
             functions=_units(named[SpanName.FUNCTION_CALL]),
             hops=np.array(hops),
             sends=(
-                np.array([_number(s, "num_bytes") for s in named[SpanName.SEND]], np.int64),
+                np.array([number(s, "num_bytes") for s in named[SpanName.SEND]], np.int64),
                 np.array([s.duration_s for s in named[SpanName.SEND]]),
             ),
             groups=list(groups.values()),
@@ -172,28 +173,12 @@ class _Reader:
     def _decode(self, steps: Sequence[Span], lives: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
         found = {}
         for (role, worker), own in _by(steps).items():
-            ends = np.array([span.end_ns for span in own])
-            first, last, prompts, keys = [], [], [], []
-            for life in lives:
-                position = int(np.searchsorted(ends, life.end_ns))
-                packed = sample_of(life)
-                if packed is None or packed not in self._counts or life.lane[0] != worker:
-                    continue
-                if position < len(ends) and ends[position] == life.end_ns:
-                    first.append(position - _number(life, "num_tokens") + 1)
-                    last.append(position)
-                    prompts.append(self._counts[packed][1])
-                    keys.append(group_key(packed))
-            rows = _Rows(np.array(first, np.int64), np.array(last, np.int64), np.array(prompts, np.int64), np.array(keys, np.int64))
-            running, entered, prefill, context = rows.by_step(len(own))
-            asked = np.array([_number(span, "num_samples") for span in own])
-            # Beyond the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
-            kept = np.flatnonzero((running > 0) & ((running == asked) | ((running < asked) & (running == running.max()))))
-            found[role, worker] = DecodeSteps(
-                (running - entered)[kept], context[kept], entered[kept], prefill[kept],
-                np.array([own[i].duration_s for i in kept]), self._beside([own[i] for i in kept]),
-            )  # fmt: skip
-        return {key: steps for key, steps in found.items() if len(steps.seconds)}
+            (decoding, context, entered, prefill), kept = batches_of(own, [life for life in lives if life.lane[0] == worker], self._counts)
+            spans = [own[i] for i in kept.tolist()]
+            if spans:
+                seconds = np.array([span.duration_s for span in spans])
+                found[role, worker] = DecodeSteps(decoding[kept], context[kept], entered[kept], prefill[kept], seconds, self._beside(spans))
+        return found
 
     def _leaving(self, steps: Sequence[Span], sends: Sequence[Span]) -> dict[str, Leavings]:
         """Between two decode steps: what it takes to hand over samples that have finished, beyond what lies between steps anyway."""
@@ -205,7 +190,7 @@ class _Reader:
                 position = int(np.searchsorted(ends, send.start_ns, side="right")) - 1
                 if send.lane[0] == worker and position >= 0:
                     num, until = handed.get(position, (0, 0))
-                    handed[position] = max(num, _number(send, "num_samples")), max(until, send.end_ns)
+                    handed[position] = max(num, number(send, "num_samples")), max(until, send.end_ns)
             gaps = starts[1:] - ends[:-1]
             quiet = [gap for position, gap in enumerate(gaps.tolist()) if position not in handed and gap < _MOST_GAP_NS]
             usual = float(np.median(quiet)) if quiet else 0.0
@@ -219,7 +204,7 @@ class _Reader:
     def _passes(self, spans: Sequence[Span]) -> dict[tuple[str, str], Passes]:
         found = {}
         for key, every in _by(spans).items():
-            own = [span for span in every if _number(span, "step", -1) >= 0] or every  # What is done before the loop may be other work.
+            own = [span for span in every if number(span, "step", -1) >= 0] or every  # What is done before the loop may be other work.
             sizes = [self._lengths(span) for span in own]
             found[key] = Passes(
                 np.array([len(lengths) for lengths in sizes], np.int64),
@@ -237,8 +222,8 @@ class _Reader:
         known = [self._counts[packed] for packed in ids if packed in self._counts]
         if known and len(known) == len(ids):
             return np.array([num_prompt + num_generated for _, num_prompt, num_generated in known], np.int64)
-        num = max(_number(span, "num_samples"), 1)
-        return np.full(num, _number(span, "num_tokens") // num, np.int64)
+        num = max(number(span, "num_samples"), 1)
+        return np.full(num, number(span, "num_tokens") // num, np.int64)
 
     def _shared(self, span: Span) -> int:
         prompts: dict[int, list[int]] = defaultdict(list)
@@ -249,11 +234,11 @@ class _Reader:
 
     def _between(self, spans: Sequence[Span], idle: Sequence[tuple[Span, float]]) -> list[tuple[str, int, float]]:
         """What it takes to begin a micro-batch: after the one before it, which it did not have to wait for, or when all others are idle."""
-        found = [(span.lane[0], _number(span, "num_samples"), seconds) for span, seconds in idle if span.name == SpanName.TRAIN_ACCUMULATE]
+        found = [(span.lane[0], number(span, "num_samples"), seconds) for span, seconds in idle if span.name == SpanName.TRAIN_ACCUMULATE]
         for worker, own in _by_worker(spans).items():
             pairs = [(a, b) for a, b in itertools.pairwise(own) if a.attributes.get("call") == b.attributes.get("call")]
             found += [
-                (worker, _number(b, "num_samples"), max(b.start_ns - a.end_ns, 0) / 1e9)
+                (worker, number(b, "num_samples"), max(b.start_ns - a.end_ns, 0) / 1e9)
                 for a, b in pairs
                 if b.start_ns - a.end_ns < min(_MOST_GAP_NS, a.end_ns - a.start_ns)
             ]
@@ -290,62 +275,8 @@ _PROMPT_STARTS = (SpanName.SWITCH, SpanName.WEIGHTS_PUBLISH, SpanName.WEIGHTS_LO
 """Work that begins as soon as its message is there."""
 
 
-class _Cover:
-    """How much of a stretch of time was covered by spans."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        times, done = [0], [0]
-        for span in sorted(spans, key=lambda s: s.start_ns):
-            start = max(span.start_ns, times[-1])
-            if span.end_ns > start:
-                times += [start, span.end_ns]
-                done += [done[-1], done[-1] + span.end_ns - start]
-        self._origin = times[1] if len(times) > 1 else 0
-        self._times = np.array(times[1:] or [0]) - self._origin
-        self._done = np.array(done[1:] or [0])
-
-    def covered_ns(self, start_ns: int, end_ns: int) -> float:
-        at = np.interp([start_ns - self._origin, end_ns - self._origin], self._times, self._done)
-        return float(at[1] - at[0])
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Samples of one engine, [N] each: the steps in which they got their first and their last token, prompts' tokens, their groups."""
-
-    first: IntArray
-    last: IntArray
-    prompts: IntArray
-    groups: IntArray
-
-    def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Of each step: samples that run, those that enter, tokens of the latters' prompts, tokens in the caches of the others."""
-        first = np.clip(self.first, 0, None)
-
-        def total(weights: IntArray) -> IntArray:
-            change = np.zeros(num_steps + 1, np.int64)
-            np.add.at(change, first, weights)
-            np.add.at(change, self.last + 1, -weights)
-            return np.cumsum(change)[:num_steps]
-
-        running = total(np.ones(len(first), np.int64))
-        entered, prefill, unread = (np.zeros(num_steps, np.int64) for _ in range(3))
-        np.add.at(entered, first, 1)
-        np.add.at(unread, first, self.prompts)
-        _, once = np.unique(np.stack([first, self.groups]), axis=1, return_index=True)
-        np.add.at(prefill, first[once], self.prompts[once])
-        # A sample that entered at step f has its prompt and k - f tokens in the cache at step k; at f itself it is read, not decoded.
-        context = total(self.prompts) + np.arange(num_steps) * running - total(first) - unread
-        return running, entered, prefill, context
-
-
 def _role(span: Span) -> str:
     return str(span.attributes.get("label", "")).partition(".")[0]
-
-
-def _number(span: Span, name: str, default: int = 0) -> int:
-    value = span.attributes.get(name)
-    return int(value) if isinstance(value, int | float) else default
 
 
 def _by(spans: Iterable[Span]) -> dict[tuple[str, str], list[Span]]:

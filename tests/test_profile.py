@@ -1,0 +1,407 @@
+"""Profiles: constants come back out of the times that they made, and what is no profile is refused. No test measures time."""
+
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.cli.main import cli
+from m2flow.errors import SpecError
+from m2flow.micro.costs.extents import Extent
+from m2flow.micro.costs.fitting import Quality, fit, robust_mean
+from m2flow.micro.costs.measuring import Measurement, profile_of
+from m2flow.micro.costs.modelled import ModelledCosts
+from m2flow.micro.costs.observing import Observed
+from m2flow.micro.costs.profile import (
+    Machine,
+    MeasuredDecode,
+    MeasuredEngine,
+    MeasuredPass,
+    MeasuredSync,
+    Profile,
+    read_profile,
+    told_model,
+)
+from m2flow.micro.costs.profiled import ProfiledCosts
+from m2flow.micro.costs.shapes import shape_named
+from m2flow.micro.costs.terms import EngineId, Footprint, Layout
+from m2flow.micro.ledger import Ledger
+from m2flow.micro.plan import EngineSlot, Plan, WeightSync, WorkerPlan
+from m2flow.micro.search.workload import CallLoad, Workload
+from m2flow.observe.recorder import Recorder
+from m2flow.observe.store import TraceStore
+from m2flow.recipe import Model
+from m2flow.samples import Finish, SampleId
+from m2flow.spec import ClusterSpec, RolloutSpec
+
+ROLLOUT, TRAIN, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")
+FITTED = Quality(100, 0.99, 0.02)
+DECODE = MeasuredDecode(0.002, 5e-5, 1e-7, 2e-5, 1e-4, 4e-5, 8e-4, 128, 50.0, FITTED)
+UPDATE = MeasuredPass(0.01, -1e-5, 1e-4, 2e-8, 60.0, FITTED)
+PROFILE = Profile(
+    flow="grpo",
+    made="2026-01-02T03:04:05+00:00",
+    machine=Machine.here("cpu"),
+    models={"policy": "small (lm, float32)"},
+    engines=(
+        MeasuredEngine("policy", "rollout", "embedded", "cpu", 2, decode=DECODE, come_s=0.001),
+        MeasuredEngine("policy", "train", "embedded", "cpu", 2, update=UPDATE, optimizer_s=0.002, slowdown={"rollout": 1.25}),
+    ),
+    functions=(),
+    syncs=(MeasuredSync("policy", "same process", 4_000_000, 0.0, 0.006, 8),),
+    hop_s=0.0015,
+    byte_s=1e-9,
+    gather_s=0.02,
+    startup_s=3.0,
+    prompts=(8, 8),
+    responses=((5, 6), (4, 7)),
+    icc=0.0,
+)
+
+
+# Fitting
+
+
+@given(
+    fixed=st.floats(1e-4, 1e-2),
+    each=st.floats(1e-5, 1e-3),
+    token=st.floats(1e-8, 1e-6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_constants_come_back_from_noisy_and_interrupted_times(fixed: float, each: float, token: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples = rng.integers(1, 257, 500)
+    sizes = np.stack([np.ones(500), samples, samples * rng.integers(10, 200, 500)], 1)
+    seconds = sizes @ [fixed, each, token] * (1 + rng.normal(0, 0.03, 500).clip(-0.1, 0.1))
+    seconds[rng.random(500) < 0.05] *= 5  # Something else had the processor.
+    constants, quality = fit(sizes, seconds)
+    for row in ([1, 1, 50], [1, 16, 1600], [1, 256, 40_000]):
+        assert np.dot(row, constants) == pytest.approx(np.dot(row, [fixed, each, token]), rel=0.2)
+    assert quality.num == 500
+    assert quality.error < 0.1
+
+
+def test_a_term_that_says_nothing_is_zero_and_none_is_negative() -> None:
+    sizes = np.stack([np.ones(50), np.arange(50), np.arange(50)[::-1]], 1).astype(float)
+    constants, _ = fit(sizes, 1.0 + 0.1 * np.arange(50))
+    assert (constants >= 0).all()
+    assert constants[1] == pytest.approx(0.1, rel=0.05)
+
+
+def test_nothing_measured_gives_zeros_and_a_quality_that_says_so() -> None:
+    constants, quality = fit(np.zeros((0, 2)), [])
+    assert constants.tolist() == [0.0, 0.0]
+    assert quality == Quality(0, 0.0, 0.0)
+    assert robust_mean([]) == 0.0
+
+
+# From a trace
+
+
+def write_run(folder: Path, *, num_steps: int = 6, seed: int = 0) -> None:
+    """A time-shared run that took exactly as long as DECODE and UPDATE say. Its step 0 was ten times as slow."""
+    rng = random.Random(seed)
+    worker, functions = Recorder("device-0"), Recorder("functions-0")
+    (folder / "trace").mkdir(parents=True)
+    ledger = Ledger(folder / "ledger.db")
+    ledger.open()
+    now = 10**9
+
+    def ns(seconds: float, step: int) -> int:
+        return round(seconds * 1e9) * (10 if step == 0 else 1)
+
+    for step in range(num_steps):
+        call = 3 * step
+        groups = [rng.randint(4, 12) for _ in range(rng.choice([2, 4, 8]))]
+        tokens = {SampleId(call, p, i).pack(): (groups[p], rng.randint(1, 30)) for p in range(len(groups)) for i in range(4)}
+        for packed, (num_prompt, num_generated) in tokens.items():
+            ledger.samples_done(step, [packed], [num_prompt + num_generated], [num_generated], [Finish.STOP], ("x", 0, 0, 0))
+        longest = max(num for _, num in tokens.values())
+        begin = now
+        for turn in range(longest):
+            running = [packed for packed, (_, num) in tokens.items() if num > turn]
+            if turn == 0:
+                took = DECODE.step_s + DECODE.enter_s * len(running) + DECODE.prefill_token_s * sum(groups)
+            else:
+                context = sum(tokens[packed][0] + turn for packed in running)
+                took = DECODE.step_s + DECODE.sample_s * len(running) + DECODE.context_s * context
+            end = now + ns(took, step)
+            worker.add("rollout.step", now, end, num_samples=len(running), label="policy")
+            left = [packed for packed in running if tokens[packed][1] == turn + 1]
+            for packed in left:
+                worker.add("sample", begin, end, call=call, sample=packed, num_tokens=turn + 1)
+            now = end
+            if left:
+                start, now = now, now + ns(DECODE.handover_s + DECODE.leave_s * len(left), step)
+                worker.add("send", start, now, call=call, num_samples=len(left), num_bytes=1000 * len(left), label="functions-0")
+        now += ns(PROFILE.hop_s, step)
+        functions.add("function.call", now, now + 10**6, label="good.score", step=step, num_samples=len(tokens), unit_us=[100.0] * 9)
+        now += 10**6 + ns(PROFILE.hop_s, step)
+        worker.add("switch", now, now + ns(0.001, step), label="to train")
+        now += ns(0.001, step)
+        for ids in (list(tokens)[: len(tokens) // 2], list(tokens)[len(tokens) // 2 :]):
+            lengths = [sum(tokens[packed]) for packed in ids]
+            shared = sum(groups[SampleId.unpack(packed).prompt] for packed in ids) * 3 // 4
+            took = UPDATE.fixed_s + UPDATE.token_s * (sum(lengths) - shared) + UPDATE.token2_s * sum(s * s for s in lengths)
+            worker.add("train.accumulate", now, now + ns(took, step), call=call + 2, step=step, label="policy.update", samples=ids,
+                       num_samples=len(ids), num_tokens=sum(lengths))  # fmt: skip
+            now += ns(took, step)
+        worker.add("train.apply", now, now + ns(0.002, step), call=call + 2, step=step, label="policy.update")
+        now += ns(0.002, step) + ns(PROFILE.hop_s, step)
+        worker.add("weights.load", now, now + ns(0.006, step), label="policy", num_bytes=4_000_000)
+        now += ns(0.006, step)
+    ledger.close()
+    with TraceStore(folder) as store:
+        store.append(worker.drain())
+        store.append(functions.drain())
+
+
+PLAN = Plan(
+    flow="grpo",
+    cluster="laptop",
+    mode="time-shared",
+    structure="",
+    workers=(
+        WorkerPlan("device-0", "cpu", 2, (EngineSlot("policy", "rollout", "embedded"), EngineSlot("policy", "train", "embedded")), "lease"),
+        WorkerPlan("functions-0", "cpu", 1, (EngineSlot("*", "function", "python"),)),
+    ),
+    stages=(),
+    routes=(),
+    syncs=(WeightSync("policy", "device-0", "device-0", "same process"),),
+    switches=(),
+    arithmetic=(),
+)
+
+
+def test_a_trace_gives_back_the_constants_that_made_it(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    profile = profile_of("grpo", {}, [Measurement(PLAN, ClusterSpec(), Observed.of_run(tmp_path))], gather_s=0.02)
+    rollout, train = profile.engine("policy", "rollout", 2), profile.engine("policy", "train", 2)
+    assert rollout is not None
+    assert rollout.decode is not None
+    for name in ("step_s", "sample_s", "context_s", "prefill_token_s", "enter_s", "leave_s", "handover_s"):
+        assert getattr(rollout.decode, name) == pytest.approx(getattr(DECODE, name), rel=0.02), name
+    assert rollout.decode.quality.r2 > 0.999
+    assert rollout.decode.most_running <= 32
+    assert train is not None
+    assert train.update is not None
+    for name in ("fixed_s", "token_s", "token2_s"):
+        assert getattr(train.update, name) == pytest.approx(getattr(UPDATE, name), rel=0.05), name
+    assert train.update.sample_s < 0  # Of a prompt that four share, each has but a quarter.
+    assert (train.optimizer_s, train.come_s) == (pytest.approx(0.002), pytest.approx(0.001))
+    assert profile.hop_s == pytest.approx(PROFILE.hop_s, rel=0.01)
+    assert profile.syncs == (MeasuredSync("policy", "same process", 4_000_000, 0.0, pytest.approx(0.006), 6),)
+    score = profile.function("good.score")
+    assert score is not None
+    assert score.num == 45
+    assert score.quantiles_s[0] >= 1e-4
+
+
+def test_only_steps_of_the_flow_s_own_lengths_say_how_long_answers_are(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    every, some = Observed.of_run(tmp_path), Observed.of_run(tmp_path, natural_steps=[2])
+    assert 0 < len(some.groups) < len(every.groups)
+    assert all(len(answers) == 4 for _, answers in every.groups)
+
+
+def test_work_beside_another_engine_is_told_from_work_alone(tmp_path: Path) -> None:
+    rollout, train = Recorder("rollout-0"), Recorder("train-0")
+    (tmp_path / "trace").mkdir()
+    Ledger(tmp_path / "ledger.db").open()
+    rng, now = random.Random(1), 10**9
+    for number in range(60):
+        tokens, is_beside = rng.randint(10, 400), number % 3 == 0
+        took = round((0.01 + 1e-4 * tokens) * (1.5 if is_beside else 1.0) * 1e9)
+        train.add("train.accumulate", now, now + took, call=2, step=number // 30, label="policy.update", num_samples=1, num_tokens=tokens)
+        if is_beside:
+            rollout.add("rollout.step", now - 10**5, now + took + 10**5, num_samples=1, label="policy")
+        now += took + 10**7
+    with TraceStore(tmp_path) as store:
+        store.append(rollout.drain())
+        store.append(train.drain())
+    plan = msgspec.structs.replace(
+        PLAN, workers=(WorkerPlan("train-0", "cpu", 1, (EngineSlot("policy", "train", "embedded"),)),), syncs=()
+    )  # fmt: skip
+    profile = profile_of("grpo", {}, [Measurement(plan, ClusterSpec(), Observed.of_run(tmp_path))], gather_s=0.0)
+    engine = profile.engine("policy", "train", 1)
+    assert engine is not None
+    assert engine.slowdown["rollout"] == pytest.approx(1.5, rel=0.05)
+
+
+# The file
+
+
+def test_a_profile_survives_its_file_and_is_found_in_its_run_directory(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == PROFILE
+    assert read_profile(tmp_path) == PROFILE
+
+
+def test_what_is_no_profile_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    with pytest.raises(SpecError, match="can't be read: No such file"):
+        read_profile(file)
+    for text, said in (
+        ("", "no profile"),
+        ("[]", "no profile"),
+        ('{"version": 1}', "no profile"),
+        ('{"engines": 1, "version": 1}', "no profile"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SpecError, match=said):
+            read_profile(file)
+    record = json.loads(msgspec.json.encode(PROFILE))
+    file.write_text(json.dumps(record | {"version": 99}))
+    with pytest.raises(SpecError, match="format 99"):
+        read_profile(file)
+    del record["hop_s"]
+    file.write_text(json.dumps(record))
+    with pytest.raises(SpecError, match="damaged") as refusal:
+        read_profile(file)
+    assert "Measure again" in refusal.value.now
+
+
+def test_a_profile_of_another_model_or_engine_is_refused() -> None:
+    same = Model("models/small")
+    PROFILE.check({"policy": same}, ClusterSpec())
+    with pytest.raises(SpecError, match=r"another model for policy: small \(lm, float32\), not large"):
+        PROFILE.check({"policy": Model("models/large")}, ClusterSpec())
+    with pytest.raises(SpecError, match="rollout engine 'embedded', not 'fake'"):
+        PROFILE.check({"policy": same}, ClusterSpec(rollout=RolloutSpec(engine="fake")))
+
+
+def test_a_profile_of_another_machine_says_how_it_differs() -> None:
+    assert PROFILE.strangeness("cpu") == []
+    machine = msgspec.structs.replace(PROFILE.machine, cores=99, versions={**PROFILE.machine.versions, "torch": "0.1"})
+    told = msgspec.structs.replace(PROFILE, machine=machine).strangeness("cuda:0")
+    assert any("99" in line for line in told)
+    assert any(line.startswith("torch was 0.1") for line in told)
+    assert any(line == "the device was cpu and is cuda:0" for line in told)
+
+
+# Costs
+
+
+def costs(**spec: object) -> tuple[ProfiledCosts, ModelledCosts]:
+    work = Workload(
+        "grpo",
+        (
+            CallLoad("policy.generate", "generate", ROLLOUT, 32, 8, "sample", False, ()),
+            CallLoad("rule.score", "function", None, 32, 8, "sample", False, ("policy.generate",)),
+            CallLoad("reference.logprobs", "forward", REFERENCE, 32, 8, "sample", False, ("policy.generate",)),
+            CallLoad("policy.update", "update", TRAIN, 32, 8, "batch", False, ("rule.score",), num_optimizer_steps=1),
+        ),
+    )
+    extent = Extent.of([50] * 10, prompt=10)
+    cluster = ClusterSpec(device="cpu", cores=4, **spec)  # type: ignore[arg-type]
+    shape = shape_named("Qwen2.5-0.5B")
+    modelled = ModelledCosts(cluster, work, {"policy": shape, "reference": shape}, {"": extent})
+    return ProfiledCosts(PROFILE, modelled), modelled
+
+
+def test_what_was_measured_is_used_and_the_context_is_that_of_the_workload() -> None:
+    profiled, modelled = costs()
+    cost = profiled.decode(ROLLOUT, "", Layout(tp=2))
+    assert cost.step_s == DECODE.step_s
+    assert cost.sample_s == pytest.approx(DECODE.sample_s + DECODE.context_s * modelled.extent("policy").context)
+    assert (cost.enter_s, cost.leave_s, cost.gather_s) == (DECODE.enter_s, DECODE.leave_s, PROFILE.gather_s)
+    each = profiled.decode(ROLLOUT, "", Layout(tp=2, dp=2))  # Two instances, each as it was measured.
+    assert (each.step_s, each.sample_s) == (cost.step_s, cost.sample_s)
+    trained = profiled.train(TRAIN, "", Layout(tp=2))
+    assert (trained.update.fixed_s, trained.update.sample_s, trained.optimizer_s) == (UPDATE.fixed_s, UPDATE.sample_s, 0.002)
+    assert profiled.slowdown("train", "rollout") == 1.25
+    assert profiled.slowdown("rollout", "train") == 1.0
+    assert profiled.hop_s(1000, "", "") == pytest.approx(PROFILE.hop_s + 1e-6)
+
+
+def test_what_was_not_measured_is_the_model_s_corrected_where_the_engine_is_known() -> None:
+    profiled, modelled = costs()
+    off = DECODE.step_s / modelled.decode(ROLLOUT, "", Layout(tp=2)).step_s
+    assert profiled.decode(ROLLOUT, "", Layout(tp=4)).step_s == pytest.approx(modelled.decode(ROLLOUT, "", Layout(tp=4)).step_s * off)
+    off = UPDATE.token_s / modelled.train(TRAIN, "", Layout(tp=2)).update.token_s
+    assert profiled.train(TRAIN, "", Layout()).update.token_s == pytest.approx(modelled.train(TRAIN, "", Layout()).update.token_s * off)
+    assert profiled.train(REFERENCE, "", Layout()) == modelled.train(REFERENCE, "", Layout())
+    assert profiled.function("rule.score") == modelled.function("rule.score")
+    assert profiled.footprint(TRAIN, "", Layout()) == modelled.footprint(TRAIN, "", Layout())
+    assert profiled.unit(TRAIN, "") == modelled.unit(TRAIN, "")
+    apart = (("", Layout()), ("", Layout()))
+    assert profiled.sync_s("policy", *apart, is_same_devices=False) == modelled.sync_s("policy", *apart, is_same_devices=False)
+    assert profiled.sync_s("policy", *apart, is_same_devices=True) == pytest.approx(0.006 + PROFILE.hop_s)
+    assert profiled.switch(ROLLOUT, "", Footprint()).come_s == pytest.approx(0.001 + PROFILE.hop_s)
+
+
+def test_each_constant_says_whether_it_was_measured_or_modelled() -> None:
+    profiled, _ = costs()
+    constants = profiled.constants()
+    sources = {name: constant.source for name, constant in constants.items()}
+    assert sources["policy.rollout[2].step_s"].startswith("measured: 100 timings, R2 0.990")
+    assert sources["rule.score.latency_s"].startswith("modelled:")
+    assert any(name.startswith("reference.train") and source.startswith("modelled:") for name, source in sources.items())
+    assert not any(name.startswith("policy.rollout.") for name in sources)  # Measured: the model's are not in use.
+    assert all(source.startswith(("measured:", "modelled:", "data sheet", "estimate")) or source for source in sources.values())
+
+
+# The command
+
+FLOW = """
+from m2flow import Dataset, Policy, Reward, flow, steps
+
+def good(sample):
+    return float(len(sample.text))
+
+@flow
+def tiny(num_steps: int = 12):
+    policy = Policy("models/tiny")
+    reward = Reward(good)
+    prompts = Dataset([{"prompt": str(i)} for i in range(500)])
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(8), n=4, max_new_tokens=16)
+        policy.update(responses, reward.score(responses))
+"""
+
+
+def test_profile_measures_a_flow_on_fakes_in_both_placements_and_writes_it_down(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(FLOW)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("device: cpu\ncores: 2\nrollout: {engine: fake}\ntrain: {engine: fake, token_budget: 128}\n")
+    out = tmp_path / "tiny.json"
+    arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs"), "--out", str(out)]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    assert "policy.rollout[2].step_s" in done.output
+    assert "measured: " in done.output
+    profile = read_profile(out)
+    assert {(e.name, e.num_devices) for e in profile.engines} == {(f"policy.{k}", n) for k in ("rollout", "train") for n in (1, 2)}
+    assert {sync.transport for sync in profile.syncs} == {"same process", "shared memory"}
+    assert [found.call for found in profile.functions] == ["good.score"]
+    assert profile.startup_s > 0
+    assert profile.models == {"policy": told_model(Model("models/tiny"))}
+    assert {len(answers) for answers in profile.responses} == {4}
+    (first, *_) = sorted((tmp_path / "runs").iterdir())
+    again = CliRunner().invoke(cli, ["profile", str(tmp_path / "tiny.py"), "--from", str(first), "--json"])
+    assert again.exit_code == 0, again.output
+    refitted = read_profile(first)
+    measured, before = refitted.engine("policy", "rollout", 2), profile.engine("policy", "rollout", 2)
+    assert measured is not None
+    assert before is not None
+    assert measured.decode == before.decode
+
+
+def test_profile_says_what_is_wrong_with_a_run_that_it_can_t_use(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(FLOW)
+    done = CliRunner().invoke(cli, ["profile", str(tmp_path / "tiny.py"), "--from", str(tmp_path)])
+    assert done.exit_code != 0
+    assert "is no run" in done.output
+
+
+def test_profile_says_that_an_engine_can_t_start(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(FLOW)
+    done = CliRunner().invoke(cli, ["profile", str(tmp_path / "tiny.py"), "--runs-dir", str(tmp_path / "runs")])
+    assert done.exit_code != 0
+    assert "models/tiny" in done.output
