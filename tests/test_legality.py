@@ -6,6 +6,7 @@ with the rule in place all of these agree with the eager interpreter.
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -171,7 +172,7 @@ def batch_barrier(patch: Patch) -> None:
     def arrived(self: CallState, ids: list[int], num_tokens: dict[int, int]) -> None:
         whole(self, ids, num_tokens)
         if self.stage.unit == "batch" and self.call.engine == "function" and ids and not self.ready:
-            self.ready = sorted(ids)
+            self.ready = deque(sorted(ids))
 
     patch.setattr(CallState, "arrived", arrived)
 
@@ -183,6 +184,7 @@ def reads_wait_for_writes(patch: Patch) -> None:
         state = add(self, call, stage)  # type: ignore[arg-type]
         if state.call.engine == "rollout":
             state.waits_for.clear()
+            self._may_go(state)
         return state
 
     patch.setattr(board.Board, "add_call", at_once)
@@ -200,6 +202,7 @@ def writes_wait_for_writes(patch: Patch) -> None:
         state = add(self, call, stage)  # type: ignore[arg-type]
         if state.is_update:
             state.waits_for.clear()
+            self._may_go(state)
         return state
 
     patch.setattr(board.Board, "add_call", at_once)
@@ -218,7 +221,7 @@ def rows_are_kept_while_they_are_needed(patch: Patch) -> None:
 
     def at_once(self: board.Board, ordinal: int) -> None:
         release(self, ordinal)
-        for place in self._places.get(ordinal, {}):
+        for place in self._rows._places.get(ordinal, {}):
             self.send(place, m.Forget(ordinal))
 
     patch.setattr(board.Board, "release", at_once)

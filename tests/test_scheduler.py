@@ -209,6 +209,14 @@ class Rig:
                     assert call not in self.forgotten
                     assert call in self.resolved or call in self.rejected
                     self.forgotten.add(call)
+        self.check_that_all_were_asked()
+
+    def check_that_all_were_asked(self) -> None:
+        """Only those are asked who may have something new to do; nobody else has."""
+        for worker in self.scheduler._board.workers.values():
+            assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
+        for lease in self.scheduler._board.leases.values():
+            assert not self.scheduler._should_move(lease), f"{lease.name} was not asked for"
 
     def told(self, worker: str, message: m.ToWorker) -> None:
         match message:

@@ -15,7 +15,6 @@ from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
 from m2flow.micro import board, leases, performing, rollout_desk, roster, tracking, training, workbench
-from m2flow.micro import messages as m
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.rollout_desk import RolloutDesk
 from m2flow.micro.store import RowStore
@@ -78,13 +77,13 @@ def advantages_on_parts_of_groups(patch: Patch) -> None:
 
 
 def a_chunk_cuts_a_group(patch: Patch) -> None:
-    patch.setattr(FunctionDesk, "_next_rows", lambda self, state: state.ready[: state.stage.chunk])
+    patch.setattr(FunctionDesk, "_num_next", lambda self, state: min(len(state.ready), state.stage.chunk))
 
 
 def an_op_on_groups_runs_on_samples(patch: Patch) -> None:
     whole = CallState._unit_of
     patch.setattr(CallState, "_unit_of", lambda self, row: row if self.stage.unit == "group" else whole(self, row))
-    patch.setattr(FunctionDesk, "_next_rows", lambda self, state: state.ready[: state.stage.chunk])
+    patch.setattr(FunctionDesk, "_num_next", lambda self, state: min(len(state.ready), state.stage.chunk))
 
 
 def minibatches_by_arrival(patch: Patch) -> None:
@@ -98,8 +97,7 @@ def minibatches_by_arrival(patch: Patch) -> None:
             return
         size, come = len(self._minibatches[0]), list(self._tokens)
         every.sort(key=lambda group: come.index(group.key))
-        self._minibatches = [every[i : i + size] for i in range(0, len(every), size)]
-        self._todo = list(self._minibatches[0])
+        self._lay_out([every[i : i + size] for i in range(0, len(every), size)])
 
     patch.setattr(UpdateProgress, "add", arrived)
 
@@ -206,7 +204,7 @@ def a_sync_before_the_engine_is_drained(patch: Patch) -> None:
     offer = RolloutDesk._load_offer
 
     def at_once(self: RolloutDesk, worker: roster.WorkerState, role: str, version: int) -> rollout_desk.Offer | None:
-        if any(isinstance(t.message, m.LoadWeights) for t in self._board.tasks.values() if t.worker == worker.name):
+        if "LoadWeights" in worker.doing:
             return None
         num_tasks, worker.num_tasks["rollout"] = worker.num_tasks["rollout"], 0
         found = offer(self, worker, role, version)
@@ -229,7 +227,8 @@ def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:
         state = add(self, call, stage)
         if state.call.engine != "function":
             state.waits_for.clear()
-            self._trained.update((state.call.role, effect.version) for effect in state.call.writes)
+            self.versions._trained.update((state.call.role, effect.version) for effect in state.call.writes)
+            self._may_go(state)
         return state
 
     patch.setattr(board.Board, "add_call", at_once)

@@ -221,7 +221,7 @@ def a_call_is_forgotten_while_it_is_needed(patch: Patch) -> None:
 
     def at_once(self: board.Board, ordinal: int) -> None:
         release(self, ordinal)
-        for place in self._places.get(ordinal, {}):
+        for place in self._rows._places.get(ordinal, {}):
             self.send(place, m.Forget(ordinal))
 
     patch.setattr(board.Board, "release", at_once)

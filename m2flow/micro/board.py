@@ -6,7 +6,7 @@ The desks (`rollout_desk`, `train_desk`, `function_desk`) read it to decide, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call
@@ -16,14 +16,17 @@ from m2flow.micro import messages as m
 from m2flow.micro.carrying import Lines
 from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.leases import Lease
+from m2flow.micro.open_calls import OpenCalls
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
 from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
 from m2flow.micro.roster import TaskState, WorkerState
 from m2flow.micro.store import stopped_at
+from m2flow.micro.tasks import Tasks
 from m2flow.micro.tracking import CallState
 from m2flow.micro.updating import Group, UpdateProgress
 from m2flow.micro.versions import Versions
+from m2flow.micro.waking import Waking
 from m2flow.micro.whereabouts import Whereabouts
 from m2flow.samples import SampleId, by_group, make_ids
 
@@ -34,18 +37,20 @@ class Board:
     def __init__(self, plan: Plan, *, deterministic: bool) -> None:
         self.deterministic = deterministic
         self.calls: dict[int, CallState] = {}
-        self.active: dict[str, list[CallState]] = {"source": [], "rollout": [], "train": [], "function": []}
-        """Kind of engine -> calls that are not over, in program order."""
-        self.tasks: dict[int, TaskState] = {}
+        self.active: dict[int, CallState] = {}
+        """Calls that are not over, in program order."""
+        self.open = OpenCalls()
+        """Those of engines with a role."""
         self.leases = {w.lease: Lease(w.lease) for w in plan.workers if w.lease}
         self.workers: dict[str, WorkerState] = {}
-        for w in plan.workers:
+        for place, w in enumerate(plan.workers):
             roles = {kind: tuple(s.role for s in w.engines if s.kind == kind) for kind in ("rollout", "train", "function")}
-            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles)
+            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles, place)
             if w.lease:
                 self.leases[w.lease].join(w.name, frozenset(slot.kind for slot in w.engines))
+        self.tasks = Tasks(self.workers)
+        self.waking = Waking(self.workers)
         self.commands: list[Command] = []
-        self._num_tasks = 0
         self.versions = Versions()
         self._consumers: dict[int, list[int]] = {}
         self._rows = Whereabouts()
@@ -61,7 +66,7 @@ class Board:
         self._followers: dict[int, list[CallState]] = {}
         self._perhaps_unreachable: set[int] = set()
         self.lines = Lines(self)
-        self.functions = StartQueue(self._has_function_work)
+        self.functions = StartQueue(self._has_function_work, self.workers)
 
     # Calls
 
@@ -75,9 +80,11 @@ class Board:
         waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
         state = CallState(call, stage, [], waits_for, aligned, frozenset(before - needs))
         self.calls[call.ordinal] = state
-        self.active[call.engine].append(state)
+        self.active[call.ordinal] = state
+        self.open.add(state)
         for needed in inputs:
             self._consumers.setdefault(needed, []).append(call.ordinal)
+            self.calls[needed].num_users += 1
         for needed in waits_for:
             self._waiting_for.setdefault(needed, []).append(state)
         if call.engine == "function":
@@ -124,7 +131,7 @@ class Board:
         for needed in state.aligned_inputs:
             source = self.calls[needed]
             state.arrived(sorted(source.done), source.num_tokens)
-        self._queue(state)
+        self._may_go(state)
         if state.carry is not None:
             self.lines.prepared(state, len(rows_of))
         elif state.call.is_aligned and not state.ids:
@@ -149,8 +156,14 @@ class Board:
     def judge(self, state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> None:
         """These candidates of a refill are kept or not, or judging them failed; end it if that decides it."""
         assert state.refill is not None
+        members = self._members[state.refill]
+        shares = [member.share for member in members if member.call.engine == "rollout"]
         for position in {SampleId.unpack(row).prompt for row in rows}:
             state.refill.judge(position, verdict)
+        for share, member in zip(shares, (member for member in members if member.call.engine == "rollout"), strict=True):
+            if member.share > share:
+                self.waking.feed_all(member)
+            self.waking.rows_came(member)
         end = state.refill.end()
         if end is not None:
             self._end_refill(self._members.pop(state.refill), end, state)
@@ -172,7 +185,7 @@ class Board:
 
     def _abandon(self, state: CallState, *, keeps: bool = False) -> None:
         """Tell workers to give up what they have of a call, or to keep what can go on."""
-        for worker in {task.worker for task in self.tasks.values() if task.message.call == state.call.ordinal}:
+        for worker in state.tasks_at:
             self.send(worker, m.Abort(state.call.ordinal, keeps))
 
     def _prepare_consumers(self, state: CallState) -> None:
@@ -201,15 +214,14 @@ class Board:
         if state.is_over or not (fresh or gone):
             return 0
         rows = [row for row, _ in fresh]
-        state.done.update(rows)
-        state.dropped |= gone
+        state.turned_out(rows, gone)
         state.num_tokens.update(fresh)
         self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
         for consumer in self._consumers.get(state.call.ordinal, []):
             other = self.calls.get(consumer)
             if other is not None and not other.is_over:
                 other.arrived(rows, state.num_tokens)
-                self._queue(other)
+                self._rows_came(other)
         if state.refill is not None:
             for verdict, judged in ((True, rows), (False, gone)):
                 if state.call.drops and judged and not state.is_over:
@@ -231,11 +243,10 @@ class Board:
                 self._abandon(state, keeps=True)
                 self.complete(state, None)
             return
-        groups = by_group(state.ids)
-        whole = [rows for rows in groups.values() if state.done.issuperset(rows)]
-        wanted = num_wanted(state.call.options, len(groups))
-        if len(whole) < wanted:
+        wanted = num_wanted(state.call.options, state.num_groups)
+        if state.num_whole < wanted:
             return
+        whole = [rows for rows in by_group(state.ids).values() if state.done.issuperset(rows)]
         state.result = [row for rows in whole[:wanted] for row in rows]
         state.ready.clear()
         self.commands.append(Dropped(state.call.ordinal, tuple(sorted(set(state.ids).difference(state.result)))))
@@ -247,12 +258,15 @@ class Board:
         state.is_done = True
         state.value = value
         self.versions.done(state.call)
+        if state.is_update:
+            self.waking.wake_role(state.call.role)
+            self.open.changed(state.call.role)
         self._leave(state)
         if state.result is None:
             state.result = sorted(state.done)
         for other in self._waiting_for.pop(state.call.ordinal, []):
             other.waits_for.discard(state.call.ordinal)
-            self._queue(other)
+            self._may_go(other)
         self.commands.append(Resolve(state.call.ordinal, value))
         if state.carry is not None:
             self.lines.ended(state)
@@ -281,12 +295,11 @@ class Board:
             assert state.failure is not None
             self.fail(state, state.failure[1])
         else:
-            self._queue(state)
+            self._rows_came(state)
 
     def accumulated(self, state: CallState) -> None:
         """A micro-batch of an update has ended. One that fails does so when no group before its earliest failure is under way."""
-        is_out = any(task.message.call == state.call.ordinal for task in self.tasks.values())
-        if state.failure is not None and state.update is not None and state.update.has_tried_all and not is_out:
+        if state.failure is not None and state.update is not None and state.update.has_tried_all and not state.tasks_at:
             self.fail(state, state.failure[1])
 
     def fail(self, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
@@ -342,43 +355,66 @@ class Board:
                 and ordinal not in needed
                 and state.is_released
                 and state.is_done  # What failed is kept: an earlier failure may still reach what depends on it.
-                and not any(not self.calls[c].is_over for c in self._consumers.get(ordinal, []) if c in self.calls)
+                and not state.num_users
             ):
-                for place in {*self._rows.forget(ordinal), *self._rows.forget(stopped_at(ordinal))}:
+                for place in dict.fromkeys([*self._rows.forget(ordinal), *self._rows.forget(stopped_at(ordinal))]):
                     self.send(place, m.Forget(ordinal))
                 self.commands.append(Forgotten(ordinal))
                 self._shown.discard(ordinal)
                 self._consumers.pop(ordinal, None)
                 del self.calls[ordinal]
 
-    def _unfinished(self) -> Iterator[CallState]:
-        for states in self.active.values():
-            yield from states
-
     def _is_done(self, ordinal: int) -> bool:
         return ordinal not in self._errors and (ordinal not in self.calls or self.calls[ordinal].is_done)
 
     def _leave(self, state: CallState) -> None:
-        self.active[state.call.engine].remove(state)
+        del self.active[state.call.ordinal]
+        self.versions.over(state)
+        if self.open.close(state):
+            self.waking.wake_role(state.call.role)
+        if state.call.reads:
+            self.waking.wake_trainers()
         for follower in self._followers.pop(state.call.ordinal, []):
             follower.follows.discard(state.call.ordinal)
-            self._queue(follower)
+            self._may_go(follower)
+        for _, ref in state.call.inputs:
+            if ref.call in self.calls:
+                self.calls[ref.call].num_users -= 1
         self._perhaps_unreachable.add(state.call.ordinal)
         self._perhaps_unreachable.update([ref.call for _, ref in state.call.inputs])
 
-    def may_start(self, state: CallState) -> bool:
-        """Whether there may be something to do because of a new call. A dataset's rows come later, and a function waits for rows."""
-        return state.call.engine in ("rollout", "train") or (state.call.engine == "function" and self._has_function_work(state))
+    def _may_go(self, state: CallState) -> None:
+        """A call's rows are known now, or it waits for one call less."""
+        if state.is_prepared and not state.waits_for and not state.is_over:
+            if state.call.engine == "rollout":
+                if self.open.start(state):
+                    self.waking.feed_all(state)
+                self.waking.wake_role(state.call.role)
+            elif state.call.engine == "train":
+                self.open.start(state)
+        self._rows_came(state)
 
-    def _queue(self, state: CallState) -> None:
+    def _rows_came(self, state: CallState) -> None:
+        """Rows of a call may be handed out."""
         if state.call.engine == "function":
             self.functions.may_start(state)
+        elif state.call.engine == "train":
+            self.waking.wake_trainers(state.call.role)
+        elif state.call.engine == "rollout":
+            self.waking.rows_came(state)
+
+    def hand_out(self, state: CallState, count: int) -> list[int]:
+        """The next rows of a call, for a task."""
+        rows = state.take(count)
+        if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
+            self.waking.wake_role(state.call.role)
+        return rows
 
     def _has_function_work(self, state: CallState) -> bool:
         if state.waits_for or state.follows:
             return False
         if not state.ids and not state.call.is_aligned:  # Nothing to work on is worked on too, once.
-            return state.is_prepared and not any(t.message.call == state.call.ordinal for t in self.tasks.values())
+            return state.is_prepared and not state.tasks_at
         return len(state.ready) == len(state.ids) > 0 if state.stage.is_barrier else bool(state.ready)
 
     # Tasks and rows
@@ -387,41 +423,36 @@ class Board:
         self.commands.append(Send(worker, message))
 
     def next_task(self) -> int:
-        self._num_tasks += 1
-        return self._num_tasks
+        return self.tasks.next_number()
 
     def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int = 0) -> None:
         """Give a worker a task."""
-        worker.num_tasks[engine] += 1
-        if worker.lease is not None:
-            worker.lease.num_tasks += 1
-        worker.num_running += rows
-        self.tasks[task.number] = TaskState(worker.name, engine, task, rows)
+        self.tasks.start(worker, engine, task, rows, self.calls[task.call] if task.call >= 0 else None)
+        if engine == "function":
+            self.functions.note(worker)
         if task.call >= 0:
             self._rows.introduce(task.call, worker.name)
         self.send(worker.name, task)  # type: ignore[arg-type]
 
     def generated(self, number: int, num_rows: int) -> None:
         """Samples of a generation do not run any more."""
-        task = self.tasks.get(number)
-        if task is not None and task.rows_left:
-            task.rows_left -= num_rows
-            self.workers[task.worker].num_running -= num_rows
+        worker = self.tasks.generated(number, num_rows)
+        if worker is not None:
+            self.waking.wake(worker)
 
     def end_task(self, number: int) -> TaskState | None:
         """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
-        task = self.tasks.pop(number, None)
+        task = self.tasks.end(number)
         if task is not None:
             worker = self.workers[task.worker]
-            worker.num_tasks[task.engine] -= 1
-            worker.num_running -= task.rows_left
-            if worker.lease is not None:
-                worker.lease.num_tasks -= 1
+            self.waking.wake(worker)
+            if task.engine == "function":
+                self.functions.note(worker)
         return task
 
     def has_tasks(self, state: CallState) -> bool:
         """Whether a worker still has something of a call."""
-        return any(task.message.call == state.call.ordinal for task in self.tasks.values())
+        return bool(state.tasks_at)
 
     # Samples that go on in another call than they began in (`m2flow.micro.carrying`)
 
@@ -437,8 +468,11 @@ class Board:
         self.bring(stopped_at(by), rows, to)
 
     def adopt(self, state: CallState, before: CallState, finished: list[int]) -> None:
-        """Samples that an earlier call had left finished are rows of this call now."""
-        state.done.update(finished)
+        """Samples that an earlier call had left are taken over; those that had finished are rows of this call now."""
+        if state.is_all_begun and self.open.close(state):
+            self.waking.wake_role(state.call.role)
+        self.waking.feed_all(state)
+        self.waking.rows_came(state)
         state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
         for owner, rows in self._rows.owners(before.call.ordinal, finished).items():
             self.send(owner, m.Adopt(state.call.ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))

@@ -137,6 +137,8 @@ class Lines:
         assert carry is not None
         if carry.previous is not None or not state.is_prepared or state.failure is not None:
             return None
+        if state.num_whole < state.num_groups - carry.num_late:
+            return None
         groups = by_group(state.ids)
         result = chosen(groups, state.done, carry.oldest, most_late=carry.num_late, next_oldest=self._next_oldest(state.call))
         if result is None:
@@ -222,8 +224,7 @@ class Lines:
                 waiting.append(row)
                 if stopped is not None:
                     carry.stopped[row], carry.oldest[row] = stopped, age
-        state.ids = sorted((*late, *state.ids))
-        state.ready[:0] = waiting
+        state.take_over(late, waiting, finished)
         if expired:
             self._board.commands.append(Expired(state.call.ordinal, tuple(expired)))
         self._close(before)

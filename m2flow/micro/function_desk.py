@@ -5,14 +5,13 @@ A task takes what is ready up to the stage's chunk, and does not wait for more: 
 
 from __future__ import annotations
 
+import itertools
+
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board
 from m2flow.micro.rollout_desk import Offer
 from m2flow.micro.roster import WorkerState
 from m2flow.micro.tracking import CallState
-
-_MAX_QUEUED = 2
-"""Tasks that a process has at a time: one in hand, and one to begin with at once."""
 
 
 class FunctionDesk:
@@ -23,30 +22,21 @@ class FunctionDesk:
 
     def offer(self, worker: WorkerState) -> Offer | None:
         """The next task that this worker could have."""
-        num_tasks = worker.num_tasks["function"]
-        if num_tasks >= _MAX_QUEUED:
-            return None
-
-        def may_take(names: tuple[str, ...]) -> bool:
-            return worker.name in names and num_tasks <= min(self._board.workers[name].num_tasks["function"] for name in names)
-
-        state = self._board.functions.first(may_take)
+        state = self._board.functions.first(worker)
         return None if state is None else lambda: self._start(worker, state)
 
     def _start(self, worker: WorkerState, state: CallState) -> None:
-        rows = list(state.ready) if state.stage.is_barrier else self._next_rows(state)
-        del state.ready[: len(rows)]
+        rows = self._board.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state))
         self._board.bring_inputs(state, rows, worker.name)
         values = self._board.values_for(state)
         task = m.Perform(self._board.next_task(), state.call.ordinal, sorted(rows), list(state.stage.forward_to), values)  # type: ignore[arg-type]
         self._board.start(worker, "function", task)
 
-    def _next_rows(self, state: CallState) -> list[int]:
+    def _num_next(self, state: CallState) -> int:
         """Up to a chunk of ready rows, and the rest of the last one's unit."""
         chunk = 1 if state.refill is not None else state.stage.chunk  # Of a refill one group at a time, which may turn out not to count.
-        rows = state.ready[:chunk]
-        if state.stage.unit != "sample":
-            rest = state.ready[chunk:]
-            while rest and state.unit_of(rest[0]) == state.unit_of(rows[-1]):
-                rows.append(rest.pop(0))
-        return rows
+        if state.stage.unit == "sample" or chunk >= len(state.ready):
+            return min(chunk, len(state.ready))
+        rows = itertools.islice(state.ready, chunk - 1, None)
+        last = state.unit_of(next(rows))
+        return chunk + sum(1 for _ in itertools.takewhile(lambda row: state.unit_of(row) == last, rows))

@@ -48,6 +48,10 @@ class Lease:
     def is_moving(self) -> bool:
         return bool(self._moving_to)
 
+    def is_of(self, kind: str) -> bool:
+        """Whether engines of this kind may work now."""
+        return self.owner == kind and not self._moving_to
+
     def move(self) -> Sequence[str]:
         """Begin to hand the devices to the other kind; the workers to tell now."""
         assert not self.is_moving

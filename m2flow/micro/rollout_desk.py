@@ -8,14 +8,15 @@ together where there is room, so that a prompt is prefilled once.
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections import Counter
 from collections.abc import Callable
 
 from m2flow.channels.weights import Manifest
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board
 from m2flow.micro.roster import WorkerState
-from m2flow.micro.staleness import window
+from m2flow.micro.staleness import ANY_VERSION, window
 from m2flow.micro.tracking import CallState
 from m2flow.samples import group_key
 
@@ -31,6 +32,8 @@ class RolloutDesk:
         self._published: dict[str, tuple[int, Manifest]] = {}
         self._publishing: set[str] = set()
         self._num_loads: dict[str, int] = {}
+        self._num_holding: dict[str, Counter[int]] = {}
+        """Role -> version -> how many rollout engines hold it."""
         self._loading: set[tuple[str, str]] = set()
         """Worker and role whose engine is told to take weights."""
 
@@ -44,18 +47,16 @@ class RolloutDesk:
 
     def needs_loading(self, reader: CallState) -> bool:
         """Whether some rollout engine of the role still has to take weights before it can run this call."""
-        role, (oldest, _) = reader.call.role, window(reader.call)
-        return any(worker.held.get(role, 0) < oldest for worker in self._board.workers.values() if role in worker.roles["rollout"])
+        return self._oldest(reader.call.role) < window(reader.call)[0]
 
     def publish_offer(self, worker: WorkerState) -> Offer | None:
         """What this worker's trainer could lay into shared memory for others that wait for it."""
         for role in worker.roles["train"]:
             version = self._awaited(role)
             is_current = role in self._published and self._published[role][0] == version
-            others = [w for w in self._board.workers.values() if role in w.roles["rollout"] and w is not worker]
-            if version is None or is_current or not others or role in self._publishing or self._num_loads.get(role):
+            if version is None or is_current or role in self._publishing or self._num_loads.get(role):
                 continue
-            if all(w.held.get(role, 0) >= version for w in others):
+            if self._oldest(role, but=worker) >= version:
                 continue
             return lambda role=role, version=version: self._publish(worker, role, version)  # type: ignore[misc]
         return None
@@ -63,9 +64,14 @@ class RolloutDesk:
     def published(self, role: str, version: int, manifest: Manifest) -> None:
         self._publishing.discard(role)
         self._published[role] = (version, manifest)
+        self._board.waking.wake_role(role)
 
     def loaded(self, worker: WorkerState, message: m.LoadWeights) -> None:
+        held = self._held(message.role)
+        held[worker.held.get(message.role, 0)] -= 1
+        held[message.version] += 1
         worker.held[message.role] = message.version
+        self._board.waking.wake_trainers(message.role)
         self._loading.discard((worker.name, message.role))
         if message.manifest is not None:
             self._num_loads[message.role] -= 1
@@ -79,23 +85,28 @@ class RolloutDesk:
         if not _may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
             is_sure = first.is_prepared and not first.waits_for
             return self._load_offer(worker, role, newest) if newest > held and is_sure else None
-        for state in self._calls(role):
-            if _may_use(state, held) and state.ready and not state.waits_for:
+        for state in self._board.open.started("rollout", role):
+            if state.ready and _may_use(state, held):
                 quota = self._quota(worker, state)
                 if quota > 0:
                     return lambda state=state, quota=quota: self._hand_out(worker, state, quota)  # type: ignore[misc]
         return None
 
-    def _calls(self, role: str) -> list[CallState]:
-        return [state for state in self._board.active["rollout"] if state.call.role == role]
-
     def _first(self, role: str) -> CallState | None:
         """The earliest call with samples left to hand out. One that no version is there for is passed over: what it waits for may be
         what later calls make."""
-        for state in self._calls(role):
-            if self._has_left(state) and window(state.call)[0] <= self._board.versions.newest(role):
-                return state
-        return None
+        return self._board.open.first(role, lambda state: window(state.call)[0] <= self._board.versions.newest(role))
+
+    def _held(self, role: str) -> Counter[int]:
+        if role not in self._num_holding:
+            self._num_holding[role] = Counter(worker.held.get(role, 0) for worker in self._board.waking.hosts("rollout", role))
+        return self._num_holding[role]
+
+    def _oldest(self, role: str, but: WorkerState | None = None) -> int:
+        """The oldest version that a rollout engine of the role holds, if there is one, of others than `but`."""
+        held = +self._held(role)
+        mine = but.held.get(role, 0) if but is not None and role in but.roles["rollout"] else None
+        return min((version for version, count in held.items() if count > (version == mine)), default=ANY_VERSION)
 
     def _loadable(self, worker: WorkerState, role: str, first: CallState) -> int:
         """The newest version that this worker could take now and the call may use; the one that it holds if there is none."""
@@ -130,35 +141,16 @@ class RolloutDesk:
             return None
         return trained if trained and _may_use(first, trained) else None
 
-    def _has_left(self, state: CallState) -> bool:
-        """Whether a call has, or may yet have, samples that no worker has."""
-        if state.carry is not None and state.carry.previous is not None:
-            return True
-        return not state.is_prepared or state.refill is not None or len(state.done) + self._num_out(state) < len(state.ids)
-
-    def _num_out(self, state: CallState) -> int:
-        """Samples of a call that workers have."""
-        return sum(t.rows_left for t in self._board.tasks.values() if t.message.call == state.call.ordinal)
-
     def _quota(self, worker: WorkerState, state: CallState) -> int:
         """How many samples of a call this worker may take now: its even share of what is left, if there is room."""
-        workers = [self._board.workers[name] for name in state.stage.workers]
-        n = state.call.options["n"]
-        assert isinstance(n, int)
-        allowed = len(state.ids) if state.refill is None else state.refill.num_allowed * n
-        left = allowed - len(state.done)
-        here = sum(t.rows_left for t in self._board.tasks.values() if t.worker == worker.name and t.message.call == state.call.ordinal)
         room = state.stage.chunk - worker.num_running
-        not_begun = allowed - (len(state.ids) - len(state.ready))
-        return min(room, not_begun, math.ceil(left / len(workers)) - here)
+        return min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
 
     def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
-        rows = state.ready[:quota]
-        for row in state.ready[quota:]:
-            if group_key(row) != group_key(rows[-1]) or len(rows) >= state.stage.chunk:
-                break
-            rows.append(row)
-        del state.ready[: len(rows)]
+        ready = itertools.islice(state.ready, quota - 1, None)
+        group = group_key(next(ready))
+        more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
+        rows = self._board.hand_out(state, min(quota + more, max(quota, state.stage.chunk)))
         self._board.lines.handed_out(state, rows, worker.held.get(state.call.role, 0))
         for drawn, stopped_by, together in self._board.lines.batches(state, rows):
             self._start(worker, state, together, drawn, stopped_by)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from m2flow.micro import messages as m
 from m2flow.micro.leases import Lease
+
+if TYPE_CHECKING:
+    from m2flow.micro.tracking import CallState
 
 
 @dataclass
@@ -28,8 +32,14 @@ class WorkerState:
     """What it shares its device by, if it does."""
     roles: dict[str, tuple[str, ...]]
     """Kind of engine -> roles whose engine is here."""
+    place: int = 0
+    """In the plan: of several that could do something, the first does."""
     num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
     num_running: int = 0
     """Samples that generate here, of all roles."""
     held: dict[str, int] = field(default_factory=dict)
     """Role -> version of the weights in its rollout engine here."""
+    doing: dict[str, int] = field(default_factory=dict)
+    """What its tasks are, in words, and how many of them."""
+    sated_of: list[CallState] = field(default_factory=list)
+    """Generations of which it wants no more rows, as it is now (`m2flow.micro.waking`)."""

@@ -47,32 +47,25 @@ class Scheduler:
         """
         board = self._board
         board.commands = []
-        makes_work = True
         match event:
             case CallAdded(call, stage):
-                makes_work = board.may_start(board.add_call(call, stage))
+                board.add_call(call, stage)
             case Sourced(ordinal, ids, num_tokens):
                 board.sourced(board.calls[ordinal], ids, num_tokens)
             case Wanted(ordinal):
                 board.want(board.calls[ordinal])
-                makes_work = False
             case Released(ordinal):
                 board.release(ordinal)
-                makes_work = False
             case FromWorker(worker, message):
                 self._from_worker(worker, message)
-        if makes_work:
-            for worker_state in board.workers.values():
-                self._dispatch(worker_state)
-            for lease in board.leases.values():
-                self._hand_over(lease)
+        self._give_work()
         board.forget_unreachable()
         return board.commands
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return not any(self._board.active.values()) and not self._board.tasks
+        return not self._board.active and not self._board.tasks
 
     def num_rows(self, ordinal: int) -> int:
         """Rows of the result of a call that is done."""
@@ -80,20 +73,15 @@ class Scheduler:
 
     def running(self) -> dict[str, str]:
         """What each worker does now, in words."""
-        doing: dict[str, list[str]] = {}
-        for task in self._board.tasks.values():
-            state = self._board.calls.get(task.message.call)
-            doing.setdefault(task.worker, []).append(state.call.name if state else type(task.message).__name__)
-        return {worker: ", ".join(dict.fromkeys(names)) for worker, names in doing.items()}
+        return {worker.name: ", ".join(worker.doing) for worker in self._board.workers.values() if worker.doing}
 
     def waiting(self) -> list[str]:
         """What each unfinished call waits for, in words."""
         lines = []
-        for states in self._board.active.values():
-            for state in states:
-                names = [self._board.calls[c].call.name for c in sorted(state.waits_for) if c in self._board.calls]
-                after = f", after {', '.join(names)}" if names else ""
-                lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
+        for state in self._board.active.values():
+            names = [self._board.calls[c].call.name for c in sorted(state.waits_for) if c in self._board.calls]
+            after = f", after {', '.join(names)}" if names else ""
+            lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
         return lines
 
     def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
@@ -148,42 +136,47 @@ class Scheduler:
             case m.Switch(to=owner):
                 assert worker.lease is not None
                 self._tell_to_switch(worker.lease.answered(worker.name), owner)
+                if not worker.lease.is_moving:
+                    board.waking.wake_all(board.workers[name] for name in worker.lease.workers)
             case _:
                 pass
 
+    def _give_work(self) -> None:
+        """Ask those who may have something new to do; then the leases of which one was asked."""
+        board = self._board
+        leases: dict[str, Lease] = {}
+        while (worker := board.waking.next() or board.functions.next()) is not None:
+            self._dispatch(worker)
+            if worker.lease is not None:
+                leases[worker.lease.name] = worker.lease
+        for lease in leases.values():
+            self._hand_over(lease)
+
     def _dispatch(self, worker: WorkerState) -> None:
         """Give a worker all that it can take now."""
-        while True:
-            offer = self._leased_offer(worker) if worker.lease else self._free_offer(worker)
-            if offer is None:
-                return
+        while (offer := self._offer(worker)) is not None:
             offer()
 
-    def _free_offer(self, worker: WorkerState) -> Offer | None:
+    def _offer(self, worker: WorkerState) -> Offer | None:
+        """The next thing that a worker could do: of all that it hosts, or of the kind that has its lease."""
         for kind, desk in self._desks.items():
-            if worker.roles[kind]:
+            if worker.roles[kind] and (kind == "function" or worker.lease is None or worker.lease.is_of(kind)):
                 offer = desk.offer(worker)
                 if offer is not None:
                     return offer
         return None
 
-    def _leased_offer(self, worker: WorkerState) -> Offer | None:
-        """The next task of the kind that has the lease."""
-        assert worker.lease is not None
-        owner = worker.lease.owner
-        return self._desks[owner].offer(worker) if worker.roles[owner] and not worker.lease.is_moving else None
-
     def _hand_over(self, lease: Lease) -> None:
         """When the owner has no task in hand and none to begin, the lease goes to the other kind if that has."""
-        if lease.is_moving or not lease.is_idle:
-            return
-        workers = [self._board.workers[name] for name in lease.workers]
-        for worker in workers:  # Another worker's turn may have made work for one that was asked before.
-            self._dispatch(worker)
-        to = lease.other
-        desk = self._desks[to]
-        if lease.is_idle and any(worker.roles[to] and desk.offer(worker) is not None for worker in workers):
+        if self._should_move(lease):
+            to = lease.other
             self._tell_to_switch(lease.move(), to)
+
+    def _should_move(self, lease: Lease) -> bool:
+        to = lease.other
+        workers = (self._board.workers[name] for name in lease.workers)
+        is_free = lease.is_idle and not lease.is_moving
+        return is_free and any(worker.roles[to] and self._desks[to].offer(worker) is not None for worker in workers)
 
     def _tell_to_switch(self, workers: Iterable[str], to: str) -> None:
         for name in workers:

@@ -17,12 +17,12 @@ from m2flow.macro.late import CARRIED, is_cut
 from m2flow.micro.decisions import Stretch
 from m2flow.samples import Batch, SampleId
 
-_ANY = 2**31 - 1
+ANY_VERSION = 2**31 - 1
 
 
 def window(call: Call) -> tuple[int, int]:
     """The oldest and the newest version that a generate call may use: any, if it reads no weights that anything writes."""
-    return (call.reads[0].first, call.reads[0].version) if call.reads else (0, _ANY)
+    return (call.reads[0].first, call.reads[0].version) if call.reads else (0, ANY_VERSION)
 
 
 def is_time_dependent(call: Call) -> bool:

@@ -6,7 +6,8 @@ rows has come in from each aligned input. Pure bookkeeping; the decisions are th
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,8 +43,22 @@ class CallState:
     units: dict[int, tuple[int, ...]] = field(default_factory=dict)
     missing: dict[int, int] = field(default_factory=dict)
     """Unit -> rows of inputs still to come."""
-    ready: list[int] = field(default_factory=list)
+    ready: deque[int] = field(default_factory=deque)
     """Rows of complete units that no task has yet, in the order in which they came."""
+    num_begun: int = 0
+    """Rows that a task has or had."""
+    tasks_at: dict[str, int] = field(default_factory=dict)
+    """Worker -> tasks of the call that it has."""
+    out_at: dict[str, int] = field(default_factory=dict)
+    """Worker -> samples of a generation that it has."""
+    hungry: list[int] = field(default_factory=list)
+    """Places of workers that may still want rows of a generation: a heap."""
+    sated: set[int] = field(default_factory=set)
+    """Places of those that want none, as they are now."""
+    num_whole: int = 0
+    """Groups of a generation that is cut of which all samples are done."""
+    num_users: int = 0
+    """Calls, not over, that take its result."""
     done: set[int] = field(default_factory=set)
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of each row, of this call's result or, for a call without tokens, of its input's."""
@@ -63,6 +78,9 @@ class CallState:
     is_released: bool = False
     carry: Carry | None = None
     """Of a generation whose late samples go on in the next call of its line."""
+    _left_of_group: dict[int, int] = field(default_factory=dict)
+    _unsettled: set[int] = field(default_factory=set)
+    """Rows before the earliest failure that may still fail."""
     follows: set[int] = field(default_factory=set)
     """Calls that must be over, well or not, before it may start: they read what it overwrites."""
     _minibatch_of: dict[int, int] = field(default_factory=dict)
@@ -90,18 +108,73 @@ class CallState:
 
     def failed_at(self, row: int, error: M2FlowError, passed: Iterable[int]) -> None:
         """A task failed at this row, after others that were well. What comes after the row need not be tried any more."""
+        passed = list(passed)
         self.passed.update(passed)
+        self._unsettled.difference_update(passed)
         if self.failure is None or row < self.failure[0]:
             self.failure = (row, error)
-            self.ready = [ready for ready in self.ready if ready < row]
+            self.ready = deque(ready for ready in self.ready if ready < row)
+            settled = self.done | self.dropped | self.passed
+            self._unsettled = {before for before in self.ids if before < row and before not in settled}
+
+    def turned_out(self, done: Iterable[int], dropped: Iterable[int]) -> None:
+        """These rows are done, and these the call dropped."""
+        self.done.update(done)
+        self.dropped.update(dropped)
+        if self._left_of_group:
+            for row in done:
+                key = group_key(row)
+                self._left_of_group[key] -= 1
+                self.num_whole += not self._left_of_group[key]
+        if self._unsettled:
+            self._unsettled.difference_update(done)
+            self._unsettled.difference_update(dropped)
 
     @property
     def has_settled(self) -> bool:
         """Whether nothing that is still under way can fail before the earliest failure."""
-        if self.failure is None:
-            return False
-        before = set(itertools.takewhile(lambda row: row < self.failure[0], self.ids))  # type: ignore[index]
-        return before <= self.done | self.dropped | self.passed
+        return self.failure is not None and not self._unsettled
+
+    @property
+    def num_may_begin(self) -> int:
+        """Of the rows of a generation that are ready, those that may be handed out: of a refill as many as it allows by now."""
+        if self.refill is None:
+            return len(self.ready)
+        return self.refill.num_allowed * self.num_per_prompt - (len(self.ids) - len(self.ready))
+
+    @property
+    def num_per_prompt(self) -> int:
+        n = self.call.options["n"]
+        assert isinstance(n, int)
+        return n
+
+    @property
+    def num_groups(self) -> int:
+        """Of a generation that is cut."""
+        return len(self._left_of_group)
+
+    @property
+    def share(self) -> int:
+        """Samples of a generation that a worker has at most: its even part of those that are not done."""
+        allowed = len(self.ids) if self.refill is None else self.refill.num_allowed * self.num_per_prompt
+        return math.ceil((allowed - len(self.done)) / len(self.stage.workers))
+
+    @property
+    def has_rows_to_begin(self) -> bool:
+        """Whether rows of a generation can be handed out now."""
+        return bool(self.ready) and not self.waits_for and not self.is_over and self.num_may_begin > 0
+
+    @property
+    def is_all_begun(self) -> bool:
+        """Whether no worker will get more samples of a generation. Of a refill that is known at its end."""
+        may_grow = self.refill is not None or (self.carry is not None and self.carry.previous is not None)
+        return self.is_prepared and not may_grow and self.num_begun >= len(self.ids)
+
+    def take(self, count: int) -> list[int]:
+        """The next rows, for a task."""
+        rows = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
+        self.num_begun += len(rows)
+        return rows
 
     def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> None:
         """These rows of one aligned input are there. Those that this call does not work on don't matter."""
@@ -158,6 +231,8 @@ class CallState:
             n = len(self.ids) // max(len(prompts), 1)
             self._by_prompt = {p: tuple(self.ids[k * n : k * n + n]) for k, p in enumerate(prompts)}
             self._prompt_of = {row: p for p, rows in self._by_prompt.items() for row in rows}
+            if is_cut(self.call.options):
+                self._count_groups()
             return
         num_inputs = 1 if self.is_union else len(self.aligned_inputs)
         if self.stage.unit == "sample" and not self.is_update:
@@ -172,6 +247,20 @@ class CallState:
             units.setdefault(unit, []).append(row)
         self.units = {unit: tuple(rows) for unit, rows in units.items()}
         self.missing = {unit: len(rows) * num_inputs for unit, rows in self.units.items()}
+
+    def take_over(self, late: Iterable[int], waiting: Sequence[int], finished: Sequence[int]) -> None:
+        """Samples that an earlier generation left are this one's: those that wait for a task come first, others have finished."""
+        self.ids = sorted((*late, *self.ids))
+        self.ready.extendleft(reversed(waiting))
+        self.done.update(finished)
+        self.num_begun += len(finished)
+        self._count_groups()
+
+    def _count_groups(self) -> None:
+        """Of a generation that is cut: what each group still lacks."""
+        groups = by_group(self.ids)
+        self._left_of_group = {key: len(rows) - len(self.done.intersection(rows)) for key, rows in groups.items()}
+        self.num_whole = sum(1 for left in self._left_of_group.values() if not left)
 
     def prompts_of(self, rows: Iterable[int]) -> list[int]:
         return [self._prompt_of[row] for row in rows]

@@ -7,6 +7,9 @@ will do, and log-probabilities and copies are done.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
+
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
@@ -33,20 +36,22 @@ class TrainDesk:
         publish = self._rollout.publish_offer(worker)
         if publish is not None:
             return publish
-        for state in self._board.active["train"]:
-            if state.call.role not in worker.roles["train"] or state.waits_for:
-                continue
+        for state in self._started(worker):
             found = self._offer_call(worker, state)
             if found is not None:
                 return found
         return None
 
+    def _started(self, worker: WorkerState) -> Iterable[CallState]:
+        """The calls of this worker's roles that wait for nothing, in program order."""
+        lists = [self._board.open.started("train", role) for role in worker.roles["train"]]
+        return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda state: state.call.ordinal)
+
     def _offer_call(self, worker: WorkerState, state: CallState) -> Offer | None:
         if state.update is not None:
             return self._update_offer(worker, state)
         if state.call.method == "copy_of":
-            is_out = any(t.message.call == state.call.ordinal for t in self._board.tasks.values())
-            return None if is_out else lambda: self._copy(worker, state)
+            return None if state.tasks_at else lambda: self._copy(worker, state)
         return (lambda: self._logprobs(worker, state)) if state.ready else None
 
     def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
@@ -81,14 +86,13 @@ class TrainDesk:
         self._board.start(worker, "train", m.CopyWeights(self._board.next_task(), state.call.ordinal))
 
     def _logprobs(self, worker: WorkerState, state: CallState) -> None:
-        rows: list[int] = []
-        filled = 0
+        count, filled = 0, 0
         for row in state.ready:
             filled += state.num_tokens[row]
-            if rows and filled > state.stage.token_budget:
+            if count and filled > state.stage.token_budget:
                 break
-            rows.append(row)
-        del state.ready[: len(rows)]
+            count += 1
+        rows = self._board.hand_out(state, count)
         self._board.bring_inputs(state, rows, worker.name)
         task = m.Perform(self._board.next_task(), state.call.ordinal, rows, list(state.stage.forward_to))
         self._board.start(worker, "train", task)

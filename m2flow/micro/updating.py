@@ -7,7 +7,8 @@ order, cut by the same rule as `m2flow.micro.packing.cut`. Pure: it is told what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -40,15 +41,26 @@ class UpdateProgress:
 
     def __init__(self, groups: Sequence[Group], *, minibatch_size: int | None, epochs: int, token_budget: int, by_identity: bool) -> None:
         size = minibatch_size or max(len(groups), 1)
-        self._minibatches = [list(groups[i : i + size]) for i in range(0, len(groups), size)]
         self._epochs = epochs
         self._budget = token_budget
         self._by_identity = by_identity
         self._tokens: dict[int, int] = {}
         self._epoch = 0
         self._minibatch = 0
-        self._todo = list(self._minibatches[0]) if groups else []
         self._is_failing = False
+        self._lay_out([list(groups[i : i + size]) for i in range(0, len(groups), size)])
+
+    def _lay_out(self, minibatches: list[list[Group]]) -> None:
+        """These are the mini-batches, and the first is to be done."""
+        self._minibatches = minibatches
+        self._place = {group.key: (number, place) for number, part in enumerate(minibatches) for place, group in enumerate(part)}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing of the mini-batch is handed out."""
+        self._todo = [] if self.is_finished else list(self._minibatches[self._minibatch])
+        self._come = [group for group in self._todo if group.key in self._tokens]
+        self._num_tokens = sum(self._tokens[group.key] for group in self._come)
 
     @property
     def is_finished(self) -> bool:
@@ -57,6 +69,13 @@ class UpdateProgress:
     def add(self, key: int, num_tokens: int) -> None:
         """A group is complete, with its inputs; it has this many tokens."""
         self._tokens[key] = num_tokens
+        minibatch, place = self._place.get(key, (-1, 0))
+        if minibatch != self._minibatch or self.is_finished:
+            return
+        group = self._minibatches[minibatch][place]
+        if _find(self._todo, group, self._place) is not None:
+            bisect.insort(self._come, group, key=lambda group: self._place[group.key])
+            self._num_tokens += num_tokens
 
     def next(self, *, is_idle: bool) -> MicroBatch | MinibatchEnd | None:
         """What to do now; None: wait for more groups. `is_idle` says that the trainer has nothing else to do."""
@@ -73,6 +92,8 @@ class UpdateProgress:
     def fail_at(self, row: int) -> None:
         """A sample of the mini-batch fails: of the groups that were not handed out only those before it are still tried."""
         self._todo = [group for group in self._todo if group.ids[0] < row]
+        self._come = [group for group in self._come if group.ids[0] < row]
+        self._num_tokens = sum(self._tokens[group.key] for group in self._come)
         self._is_failing = True
 
     @property
@@ -83,27 +104,45 @@ class UpdateProgress:
     def take(self, step: MicroBatch | MinibatchEnd) -> None:
         """What `next` answered is being done."""
         if isinstance(step, MicroBatch):
-            taken = set(step.ids)
-            self._todo = [group for group in self._todo if group.ids[0] not in taken]
+            self._take(step)
             return
         self._minibatch += 1
         if self._minibatch == len(self._minibatches):
             self._minibatch, self._epoch = 0, self._epoch + 1
-        self._todo = [] if self.is_finished else list(self._minibatches[self._minibatch])
+        self._begin()
+
+    def _take(self, step: MicroBatch) -> None:
+        """What is handed out are the first that have come; by identity, the first at all."""
+        taken = set(step.ids)
+        count = 0
+        while count < len(self._come) and self._come[count].ids[0] in taken:
+            group = self._come[count]
+            place = _find(self._todo, group, self._place)
+            assert place is not None
+            del self._todo[place]
+            self._num_tokens -= self._tokens[group.key]
+            count += 1
+        del self._come[:count]
 
     def _choose(self, is_idle: bool) -> list[Group]:
+        """Groups up to the budget, the first that have come; fewer only if they are the rest, or the trainer is idle."""
+        is_worthwhile = is_idle and not self._by_identity and self._num_tokens * 4 >= self._budget
+        if self._num_tokens <= self._budget and len(self._come) < len(self._todo) and not is_worthwhile:
+            return []
         chosen: list[Group] = []
         filled = 0
-        for group in self._todo:
-            tokens = self._tokens.get(group.key)
-            if tokens is None:
-                if self._by_identity:
-                    return []
-                continue
+        for group, first in zip(self._come, self._todo, strict=False):
+            if self._by_identity and group is not first:
+                return []
+            tokens = self._tokens[group.key]
             if chosen and filled + tokens > self._budget:
                 return chosen
             chosen.append(group)
             filled += tokens
-        is_rest = len(chosen) == len(self._todo)
-        is_worthwhile = is_idle and not self._by_identity and filled * 4 >= self._budget
-        return chosen if is_rest or is_worthwhile else []
+        return chosen if len(chosen) == len(self._todo) or is_worthwhile else []
+
+
+def _find(groups: Sequence[Group], group: Group, place: Mapping[int, tuple[int, int]]) -> int | None:
+    """Where a group is in a list that is in order of place."""
+    found = bisect.bisect_left(groups, place[group.key], key=lambda group: place[group.key])
+    return found if found < len(groups) and groups[found] is group else None

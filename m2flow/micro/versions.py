@@ -16,8 +16,8 @@ class Versions:
     def __init__(self) -> None:
         self._writers: dict[str, dict[int, int]] = {}
         """Resource -> version -> the call that writes it, unless that is done and a newer one is known."""
-        self._readers: dict[str, list[CallState]] = {}
-        """Resource -> calls that read it, in program order."""
+        self._readers: dict[str, dict[int, CallState]] = {}
+        """Resource -> calls, not over, that read it, in program order."""
         self._trained: dict[str, int] = {}
         self._replacing: set[str] = set()
 
@@ -28,10 +28,15 @@ class Versions:
     def add(self, state: CallState, is_done: Callable[[int], bool]) -> None:
         """Take in what a call reads and writes."""
         for effect in state.call.reads:
-            self._readers.setdefault(effect.resource, []).append(state)
+            self._readers.setdefault(effect.resource, {})[state.call.ordinal] = state
         for effect in state.call.writes:
             known = self._writers.get(effect.resource, {})
             self._writers[effect.resource] = {v: c for v, c in known.items() if not is_done(c)} | {effect.version: state.call.ordinal}
+
+    def over(self, state: CallState) -> None:
+        """A call is over, well or not: nobody has to wait for its reads."""
+        for effect in state.call.reads:
+            self._readers[effect.resource].pop(state.call.ordinal, None)
 
     def done(self, call: Call) -> None:
         """A call is done: what it trained is the newest version."""
@@ -55,8 +60,7 @@ class Versions:
     def reads_before(self, call: Call) -> Iterator[CallState]:
         """Earlier calls, not over, that read a version which this call replaces."""
         for effect in call.writes:
-            readers = self._readers[effect.resource] = [s for s in self._readers.get(effect.resource, ()) if not s.is_over]
-            for state in readers:
+            for state in self._readers.get(effect.resource, {}).values():
                 if state.call.ordinal >= call.ordinal:
                     break
                 if Effect(effect.resource, effect.version - 1) in state.call.reads:
