@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_random_programs import _quick  # noqa: F401  # a fixture
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, steps
 from m2flow.errors import InternalError
 from m2flow.micro.events import Command, Event
 from m2flow.micro.scheduler import Scheduler
@@ -98,6 +98,16 @@ def in_turns() -> None:
         other.update(second, reward.score(second))
 
 
+@flow
+def looks_back() -> None:
+    """Samples of the weights before an update that needs nothing of them, and of those after it."""
+    policy, reward, demos = Policy("fake"), Reward(length), Dataset(ROWS, shuffle=False)
+    before = policy.generate(demos.take(7), n=2, max_new_tokens=20)
+    policy.update(demos.take(2), loss=nll())
+    after = policy.generate(demos.take(4), n=2, max_new_tokens=20)
+    log(before=reward.score(before).mean(), after=reward.score(after).mean())
+
+
 SPECS = [
     ClusterSpec(
         placement=placement,  # type: ignore[arg-type]
@@ -111,7 +121,7 @@ SPECS = [
 ]
 
 
-PROGRAMS = [behind, late, refilled, in_turns]
+PROGRAMS = [behind, late, refilled, in_turns, looks_back]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

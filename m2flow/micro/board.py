@@ -259,7 +259,6 @@ class Board:
         state.value = value
         self.versions.done(state.call)
         if state.is_update:
-            self.waking.wake_role(state.call.role)
             self.open.changed(state.call.role)
         self._leave(state)
         if state.result is None:
