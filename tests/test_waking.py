@@ -79,6 +79,14 @@ def late() -> None:
         policy.update(responses, reward.score(responses))
 
 
+@flow(staleness=2)
+def carried() -> None:
+    policy, reward, prompts = Policy("fake"), Reward(length), Dataset(ROWS)
+    for _ in steps(5):
+        responses = policy.generate(prompts.take(6), n=2, max_new_tokens=9, oversample=1.5, late="carry")
+        policy.update(responses, reward.score(responses))
+
+
 @flow
 def refilled() -> None:
     policy, reward, prompts = Policy("fake"), Reward(length), Dataset(ROWS)
@@ -121,7 +129,7 @@ SPECS = [
 ]
 
 
-PROGRAMS = [behind, late, refilled, in_turns, looks_back]
+PROGRAMS = [behind, late, carried, refilled, in_turns, looks_back]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
