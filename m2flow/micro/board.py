@@ -14,12 +14,12 @@ from m2flow.macro.late import carries, is_cut, num_wanted
 from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
 from m2flow.micro.carrying import Lines
-from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Forgotten, Reject, Resolve, Send
+from m2flow.micro.events import CONTROLLER, Command, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.leases import Lease
 from m2flow.micro.open_calls import OpenCalls
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
-from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
+from m2flow.micro.refills import Refills
 from m2flow.micro.roster import TaskState, WorkerState
 from m2flow.micro.store import stopped_at
 from m2flow.micro.tasks import Tasks
@@ -61,11 +61,10 @@ class Board:
         """Calls of datasets whose rows the program has looked at."""
         self._waiting_for: dict[int, list[CallState]] = {}
         """Call -> those that wait until it is done."""
-        self._members: dict[Refill, list[CallState]] = {}
-        """Refill -> the calls that are part of it."""
         self._followers: dict[int, list[CallState]] = {}
         self._perhaps_unreachable: set[int] = set()
         self.lines = Lines(self)
+        self.refills = Refills(self)
         self.functions = StartQueue(self._has_function_work, self.workers)
 
     # Calls
@@ -124,7 +123,7 @@ class Board:
         assert isinstance(n, int)
         is_rollout = state.call.engine == "rollout"
         if state.call.is_gated:
-            state.refill = self._refill_of(state, len(rows_of))
+            state.refill = self.refills.join(state, len(rows_of))
         state.prepare(make_ids(state.call.ordinal, len(rows_of), n).tolist() if is_rollout else rows_of, rows_of)
         if state.is_update:
             state.update = self._progress(state.call, state.stage, state.ids)
@@ -145,45 +144,7 @@ class Board:
             return base.ids if base.is_prepared else None
         return base.result
 
-    def _refill_of(self, state: CallState, num_candidates: int) -> Refill:
-        refill = self.calls[state.bases[0]].refill
-        count = state.call.options["refill"]
-        assert isinstance(count, int)
-        refill = refill or Refill(num_candidates, count)
-        self._members.setdefault(refill, []).append(state)
-        return refill
-
-    def judge(self, state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> None:
-        """These candidates of a refill are kept or not, or judging them failed; end it if that decides it."""
-        assert state.refill is not None
-        members = self._members[state.refill]
-        shares = [member.share for member in members if member.call.engine == "rollout"]
-        for position in {SampleId.unpack(row).prompt for row in rows}:
-            state.refill.judge(position, verdict)
-        for share, member in zip(shares, (member for member in members if member.call.engine == "rollout"), strict=True):
-            if member.share > share:
-                self.waking.feed_all(member)
-            self.waking.rows_came(member)
-        end = state.refill.end()
-        if end is not None:
-            self._end_refill(self._members.pop(state.refill), end, state)
-
-    def _end_refill(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
-        """Give up what still runs beyond what was needed, and let the calls of the refill end with what it gives."""
-        self.commands.append(Discarded(members[0].call.ordinal, end.last))
-        error = end.error
-        if end.is_dry:
-            judged, error = members[-1], ran_dry(members[-1].call, len(end.kept), end.last + 1)
-        for member in members:
-            member.result = [row for row in member.ids if SampleId.unpack(row).prompt in end.kept]
-            member.ready.clear()
-            if member is judged and error is not None:
-                self.fail(member, error)
-            elif not member.is_over:
-                self._abandon(member)
-                self.complete(member, None)
-
-    def _abandon(self, state: CallState, *, keeps: bool = False) -> None:
+    def abandon(self, state: CallState, *, keeps: bool = False) -> None:
         """Tell workers to give up what they have of a call, or to keep what can go on."""
         for worker in state.tasks_at:
             self.send(worker, m.Abort(state.call.ordinal, keeps))
@@ -225,7 +186,7 @@ class Board:
         if state.refill is not None:
             for verdict, judged in ((True, rows), (False, gone)):
                 if state.call.drops and judged and not state.is_over:
-                    self.judge(state, judged, verdict)
+                    self.refills.judge(state, judged, verdict)
         elif is_cut(state.call.options) and state.failure is None:
             self.cut(state)
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
@@ -240,7 +201,7 @@ class Board:
             state.result = self.lines.cut(state)
             if state.result is not None:
                 state.ready.clear()
-                self._abandon(state, keeps=True)
+                self.abandon(state, keeps=True)
                 self.complete(state, None)
             return
         wanted = num_wanted(state.call.options, state.num_groups)
@@ -250,7 +211,7 @@ class Board:
         state.result = [row for rows in whole[:wanted] for row in rows]
         state.ready.clear()
         self.commands.append(Dropped(state.call.ordinal, tuple(sorted(set(state.ids).difference(state.result)))))
-        self._abandon(state)
+        self.abandon(state)
         self.complete(state, None)
 
     def complete(self, state: CallState, value: object) -> None:
@@ -315,7 +276,7 @@ class Board:
         if known is None:
             state.is_failed = True
             self._leave(state)
-            self._abandon(state)
+            self.abandon(state)
             self._waiting_for.pop(ordinal, None)
             if state.carry is not None:
                 self.lines.ended(state)

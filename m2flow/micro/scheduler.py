@@ -110,7 +110,7 @@ class Scheduler:
                 error = error_from_record(message.error).located(state.call.site.describe())
                 if state.refill is not None and isinstance(ended.message, m.Perform):
                     if not state.is_over:
-                        board.judge(state, ended.message.ids, error)
+                        board.refills.judge(state, ended.message.ids, error)
                 else:
                     board.task_failed(state, ended.message, message.row, error)
             return

@@ -1,0 +1,63 @@
+"""The refills under way: which calls are part of each, and what they do when it is decided (`m2flow.micro.refilling`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, final
+
+from m2flow.errors import M2FlowError
+from m2flow.micro.events import Discarded
+from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
+from m2flow.samples import SampleId
+
+if TYPE_CHECKING:
+    from m2flow.micro.board import Board
+    from m2flow.micro.tracking import CallState
+
+
+@final
+class Refills:
+    """Bookkeeping on the board."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._members: dict[Refill, list[CallState]] = {}
+
+    def join(self, state: CallState, num_candidates: int) -> Refill:
+        """The refill that a call is part of: that of its input, or a new one."""
+        refill = self._board.calls[state.bases[0]].refill
+        count = state.call.options["refill"]
+        assert isinstance(count, int)
+        refill = refill or Refill(num_candidates, count)
+        self._members.setdefault(refill, []).append(state)
+        return refill
+
+    def judge(self, state: CallState, rows: Iterable[int], verdict: bool | M2FlowError) -> None:
+        """These candidates of a refill are kept or not, or judging them failed; end it if that decides it."""
+        assert state.refill is not None
+        generations = [member for member in self._members[state.refill] if member.call.engine == "rollout"]
+        shares = [member.share for member in generations]
+        for position in {SampleId.unpack(row).prompt for row in rows}:
+            state.refill.judge(position, verdict)
+        for member, share in zip(generations, shares, strict=True):
+            if member.share > share:
+                self._board.waking.feed_all(member)
+            self._board.waking.rows_came(member)
+        end = state.refill.end()
+        if end is not None:
+            self._end(self._members.pop(state.refill), end, state)
+
+    def _end(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
+        """Give up what still runs beyond what was needed, and let the calls of the refill end with what it gives."""
+        self._board.commands.append(Discarded(members[0].call.ordinal, end.last))
+        error = end.error
+        if end.is_dry:
+            judged, error = members[-1], ran_dry(members[-1].call, len(end.kept), end.last + 1)
+        for member in members:
+            member.result = [row for row in member.ids if SampleId.unpack(row).prompt in end.kept]
+            member.ready.clear()
+            if member is judged and error is not None:
+                self._board.fail(member, error)
+            elif not member.is_over:
+                self._board.abandon(member)
+                self._board.complete(member, None)
