@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, ppo_clip, steps
+from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer
 from m2flow.testing.world import run_eager, run_planned
@@ -40,6 +41,17 @@ def sorts_behind() -> None:
     for _ in steps(4):
         responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8)
         policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3), minibatch_size=2)
+
+
+@flow(staleness=2)
+def sorts_on() -> None:
+    policy, verifier = Policy(DIGITS, init="random"), Reward(digits_seen)
+    prompts = Dataset(PROMPTS, shuffle=False)
+    for step in steps(3):
+        # Later turns are longer, so that what the first one leaves is not done at once.
+        responses = policy.generate(prompts.take(3), n=3, max_new_tokens=24 + step, oversample=1.5, late="carry")
+        metrics = policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3), minibatch_size=2)
+        float(metrics["loss"])
 
 
 @flow
@@ -121,5 +133,16 @@ def weights(directory: Path) -> np.ndarray:
 def test_a_run_with_staleness_equals_the_eager_one_that_is_given_its_record(placement):
     cluster = spec(placement, 2, max_running=2)
     planned = run_planned(sorts_behind, {}, cluster, deterministic=True)
-    assert len(set(planned.decisions.values())) > 1
+    assert len({decision.oldest for decision in planned.decisions.values()}) > 1
     assert run_eager(sorts_behind, {}, cluster, deterministic=True, decisions=planned.decisions) == planned
+
+
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_a_run_that_carries_equals_the_eager_one_that_is_given_its_record(placement):
+    """Samples that go on with new weights read their tokens again, through the same shapes."""
+    cluster = spec(placement, 2, max_running=64)
+    planned = run_planned(sorts_on, {}, cluster, deterministic=True, order_seed=1)
+    assert any(decision.call != SampleId.unpack(packed).call for packed, decision in planned.decisions.items())
+    # Where rollout has workers of its own, they go on with what they hold while the new weights are published.
+    assert placement == "split" or any(len(decision.stretches) > 1 for decision in planned.decisions.values())
+    assert run_eager(sorts_on, {}, cluster, deterministic=True, decisions=planned.decisions) == planned

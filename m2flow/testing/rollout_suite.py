@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -201,6 +202,65 @@ def check_a_resumed_sample_has_the_versions_that_made_it(factory: Factory) -> No
     np.testing.assert_array_equal(done.logprobs[:4], gone.logprobs)
 
 
+def check_what_goes_on_with_new_weights_reads_its_prefix_by_them(factory: Factory) -> None:
+    """What is stopped, and goes on after a change of weights, is what an engine gives that never had other weights."""
+    settings = EngineSettings(deterministic=True)
+    requests = _group_requests(_SAMPLED, num_per_prompt=3)
+    with _started(factory, settings) as engine:
+        can = engine.capabilities
+        if not (can.abort and can.resume_with_prefix and can.deterministic):
+            return
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add(requests)
+        for _ in range(5):
+            assert engine.step() == []
+        stopped = {sample.id: sample for sample in engine.abort([request.id for request in requests])}
+        engine.load_weights(changed, 1)
+        goes_on = [_continued(request, stopped[request.id], 5) for request in requests]
+        done = _generate(engine, goes_on)
+    with _started(factory, settings) as engine:
+        engine.load_weights(changed, 1)
+        assert_same_samples(_generate(engine, goes_on[::-1]), done, is_bitwise=True)
+    for request in requests:
+        before, after = stopped[request.id], done[request.id]
+        assert len(after.tokens) > 5
+        assert after.versions.tolist() == [0] * 5 + [1] * (len(after.tokens) - 5)
+        assert not after.kv_stale.any()
+        np.testing.assert_array_equal(after.logprobs[:5], before.logprobs)
+
+
+def check_what_a_prefix_was_made_with_is_remembered(factory: Factory) -> None:
+    request = _request(0, 0, _GREEDY)
+    with _started(factory) as engine:
+        if not engine.capabilities.resume_with_prefix:
+            return
+        whole = _generate(engine, [request])[request.id]
+        stale = (False, True, True)
+        done = _generate(engine, [replace(_continued(request, whole, 3), prefix_kv_stale=stale)])[request.id]
+    assert done.kv_stale.tolist() == [*stale, *[False] * (len(done.tokens) - 3)]
+
+
+def check_progress_counts_the_tokens_of_each_request(factory: Factory) -> None:
+    requests = _group_requests(_GREEDY, num_per_prompt=2)
+    with _started(factory, EngineSettings(max_running=2)) as engine:
+        assert engine.progress() == {}
+        engine.add(requests)
+        assert engine.progress() == {request.id: 0 for request in requests}
+        seen: dict[int, int] = {}
+        while engine.num_unfinished:
+            done = {sample.id for sample in engine.step()}
+            progress = engine.progress()
+            assert not done & set(progress)
+            assert all(seen.get(i, 0) <= count <= seen.get(i, 0) + 1 for i, count in progress.items())
+            seen |= progress
+        engine.add(requests[:1])
+        engine.step()
+        (stopped,) = engine.abort([requests[0].id])
+        if engine.capabilities.resume_with_prefix:
+            engine.add([_continued(requests[0], stopped, len(stopped.tokens))])
+            assert engine.progress() == {requests[0].id: len(stopped.tokens)}
+
+
 def check_weights_that_do_not_fit_are_refused(factory: Factory) -> None:
     with _started(factory) as engine:
         held = list(engine.weights())
@@ -363,6 +423,7 @@ def _continued(request: Request, sample: Generated, num_tokens: int) -> Request:
         tuple(sample.tokens[:num_tokens].tolist()),
         tuple(sample.logprobs[:num_tokens].tolist()),
         tuple(sample.versions[:num_tokens].tolist()),
+        tuple(sample.kv_stale[:num_tokens].tolist()),
     )
 
 
