@@ -1,0 +1,208 @@
+"""The search: for every set of calls between two cuts, the plans that no other beats, made of those of its two halves.
+
+    F(S) = unbeaten( leaves of S,  { A then B in turns, A and B split : cuts A | B of S,  a in F(A), b in F(B) } )
+
+A row has the devices that a plan needs, its times and its memory (composing.py, memory.py), and its ties. Putting rows together is
+monotone in every value and asks nothing else of a row but its ties, so a beaten row is part of no plan that an unbeaten one could not
+replace: F(everything) has an optimal plan of the cost model among all trees of leaves, turns and splits. A plan may leave devices
+idle: splits add up the devices that their parts need, turns take the greater need of each pool, and the sum need not be the cluster's.
+
+Exact for all that `Problem.options` offers. Sets that no two cuts enclose never occur. Time grows with the square of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.micro.costs.terms import EngineId
+from m2flow.micro.search.calls import Cut
+from m2flow.micro.search.composing import Times, in_turns, side_by_side, through_functions, zero_times
+from m2flow.micro.search.fronts import FloatArray, Front, IntArray, gathered, pruned
+from m2flow.micro.search.leaves import leaf_times
+from m2flow.micro.search.memory import Memory
+from m2flow.micro.search.options import Option
+from m2flow.micro.search.problem import Problem
+
+BoolArray = npt.NDArray[np.bool_]
+
+TURNS, SPLIT = 0, 1
+APART, TOGETHER, UNKNOWN = 1, 0, -1
+_NUM_TIMES = 4
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What `solve` found, for whoever wants the plan of a row."""
+
+    problem: Problem
+    fronts: dict[int, Front]
+    cuts: dict[int, tuple[Cut, ...]]
+    chunks: dict[int, tuple[int, ...]]
+    steps_s: FloatArray
+    """[rows of everything]: the time of a step."""
+
+
+class Solver:
+    """Fills the tables of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.memory = Memory(problem)
+        self._num_pools = len(problem.pools)
+        self._times = slice(self._num_pools, self._num_pools + _NUM_TIMES)
+        self._bytes = slice(self._num_pools + _NUM_TIMES, None)
+        self._fronts: dict[int, Front] = {}
+        self._cuts: dict[int, tuple[Cut, ...]] = {}
+        self._chunks: dict[int, tuple[int, ...]] = {}
+
+    def solve(self) -> Tables:
+        graph = self.problem.graph
+        for calls in graph.convex_sets:
+            self._cuts[calls] = tuple(graph.cuts(calls))
+            found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 else []
+            for index, cut in enumerate(self._cuts[calls]):
+                found += [self._join(calls, cut, index, how) for how in (TURNS, SPLIT) if self._may(cut, how)]
+            self._fronts[calls] = pruned(gathered(found)) if found else self._nothing()
+        return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
+
+    def _may(self, cut: Cut, how: int) -> bool:
+        """Calls of one engine are on the same devices."""
+        graph = self.problem.graph
+        return how == TURNS or not graph.engines(cut.first) & graph.engines(cut.second)
+
+    def _nothing(self) -> Front:
+        return Front(
+            np.zeros((0, self._num_pools + _NUM_TIMES + self.memory.width)),
+            np.zeros((0, self._num_ties), np.int64),
+            np.zeros((0, 3), np.int64),
+        )
+
+    @property
+    def _num_ties(self) -> int:
+        return len(self.problem.tied) + len(self.problem.pairs)
+
+    # ---- leaves
+
+    def _leaf(self, calls: int) -> Front:
+        problem = self.problem
+        members = problem.graph.members(calls)
+        engine = members[0].engine
+        assert engine is not None
+        options = problem.options.of[engine]
+        if not options:
+            return self._nothing()
+        leaf = leaf_times(members, options, problem.costs, problem.batches)
+        self._chunks[calls] = leaf.chunks
+        num_options, num_chunks = leaf.times.shape[:2]
+        which = np.repeat(np.arange(num_options), num_chunks)
+        times = leaf.times.reshape(-1, 3)
+        need = np.zeros((num_options, self._num_pools))
+        need[np.arange(num_options), [problem.pools.index(option.pool) for option in options]] = [o.num_devices for o in options]
+        values = np.concatenate([need[which], times, times[:, 1:2], self.memory.leaf(engine, options, calls)[which]], axis=1)
+        ties = np.full((len(which), self._num_ties), UNKNOWN)
+        if engine in problem.tied and problem.is_open(engine, calls):
+            ties[:, problem.tied.index(engine)] = which
+        origin = np.stack([np.full(len(which), -1), which, np.tile(np.arange(num_chunks), num_options)], axis=1)
+        return pruned(Front(values, ties, origin))
+
+    # ---- two parts
+
+    def _join(self, calls: int, cut: Cut, index: int, how: int) -> Front:
+        """All pairs of rows of the two sides that fit together."""
+        a, b = self._fronts[cut.first], self._fronts[cut.second]
+        if not len(a) or not len(b):
+            return self._nothing()
+        need = self._need(a, b, how)
+        legal = np.logical_and.reduce(need <= np.array(self.problem.num_devices), axis=2) & self._agree(cut, a, b)
+        ia, ib = np.nonzero(legal)
+        if not len(ia):
+            return self._nothing()
+        ties = self._ties(cut, a.ties[ia], b.ties[ib], how)
+        times = self._pair_times(cut, a, b, ia, ib, how)
+        times += self._sync_s(cut, ties, how)[:, None] * np.array([0.0, 1.0, 1.0, 1.0])
+        bytes_ = self.memory.join(cut, a.values[ia, self._bytes], b.values[ib, self._bytes], ties, is_turns=how == TURNS)
+        ties = self._closed(calls, ties)
+        fits = self.memory.fits(bytes_)
+        values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
+        origin = np.stack([np.full(len(ia), 2 * index + how), ia, ib], axis=1)
+        return pruned(Front(values[fits], ties[fits], origin[fits]))
+
+    def _need(self, a: Front, b: Front, how: int) -> FloatArray:
+        of_a, of_b = a.values[:, None, : self._num_pools], b.values[None, :, : self._num_pools]
+        return np.maximum(of_a, of_b) if how == TURNS else of_a + of_b
+
+    def _agree(self, cut: Cut, a: Front, b: Front) -> BoolArray:
+        """An engine that has calls on both sides has chosen the same, and what is apart on one side is so on the other."""
+        agree = np.ones((len(a), len(b)), np.bool_)
+        for column in self._shared(cut):
+            agree &= a.ties[:, None, column] == b.ties[None, :, column]
+        return agree
+
+    def _shared(self, cut: Cut) -> list[int]:
+        problem = self.problem
+        both = problem.graph.engines(cut.first) & problem.graph.engines(cut.second)
+        engines = [i for i, engine in enumerate(problem.tied) if engine in both]
+        return engines + [len(problem.tied) + i for i, pair in enumerate(problem.pairs) if both.issuperset(pair)]
+
+    def _ties(self, cut: Cut, a: IntArray, b: IntArray, how: int) -> IntArray:
+        """Of the two together. Engines that this cut brings together first are apart if it is a split."""
+        problem = self.problem
+        ties = np.maximum(a, b)
+        first, second = problem.graph.engines(cut.first), problem.graph.engines(cut.second)
+        for i, pair in enumerate(problem.pairs):
+            here = first | second
+            if here.issuperset(pair) and not first.issuperset(pair) and not second.issuperset(pair):
+                ties[:, len(problem.tied) + i] = APART if how == SPLIT else TOGETHER
+        return ties
+
+    def _closed(self, calls: int, ties: IntArray) -> IntArray:
+        problem = self.problem
+        is_open = [problem.is_open(engine, calls) for engine in problem.tied]
+        placed = {e for e in problem.placed if problem.calls_of(e) & ~calls}
+        is_open += [placed.issuperset(pair) for pair in problem.pairs]
+        return np.where(np.array(is_open, np.bool_), ties, UNKNOWN) if is_open else ties
+
+    def _pair_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray, how: int) -> FloatArray:
+        of_a, of_b = self._read(a), self._read(b)
+        fed = through_functions(of_a, cut.functions, self.problem.calls, self.problem.functions)
+        compose = in_turns if how == TURNS else side_by_side
+        found = compose(of_a.at(ia), fed.at(ia), of_b.at(ib), is_linked=cut.is_linked, waits=cut.waits)
+        return np.stack([found.first, found.total, found.last, found.busy], axis=1)
+
+    def _read(self, front: Front) -> Times:
+        first, total, last, busy = front.values[:, self._times].T
+        return Times(first, total, last, busy)
+
+    def _sync_s(self, cut: Cut, ties: IntArray, how: int) -> FloatArray:
+        """Seconds of the syncs whose calls this cut brings together."""
+        problem = self.problem
+        found = np.zeros(len(ties))
+        for sync in problem.syncs:
+            if not sync.meets(cut):
+                continue
+            columns = [problem.tied.index(sync.source), problem.tied.index(sync.target)]
+            chosen, where = np.unique(ties[:, columns], axis=0, return_inverse=True)
+            sources, targets = problem.options.of[sync.source], problem.options.of[sync.target]
+            each = [problem.sync_s(sync, sources[s], targets[t], is_turns=how == TURNS) for s, t in chosen]
+            found += np.array(each)[where.reshape(-1)]
+        return found
+
+    # ---- the step
+
+    def _steps_s(self) -> FloatArray:
+        problem = self.problem
+        whole = self._read(self._fronts[problem.graph.everything])
+        fed = through_functions(zero_times(), problem.graph.leading_functions, problem.calls, problem.functions)
+        total = np.maximum(fed.first + whole.total, fed.total + whole.last)
+        step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy))
+        out = through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions)
+        staleness = problem.workload.staleness
+        return out.total if not staleness else np.maximum(out.busy, out.total / (staleness + 1))
+
+
+def option_of(problem: Problem, engine: EngineId, row: IntArray) -> Option:
+    """The option of a leaf's row."""
+    return problem.options.of[engine][int(row[1])]

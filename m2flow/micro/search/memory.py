@@ -1,0 +1,108 @@
+"""What a part of a plan takes of its fullest device, and of the host behind it.
+
+Of each set of devices: what is kept there while others work, and the most that is there at once.
+
+    turns   kept = kA + kB        most = max(mA + kB, mB + kA)
+    split   kept = max(kA, kB)    most = max(mA, mB)
+
+The fullest devices of two parts that take turns are taken to be the same ones. An engine with several calls is in one place in all of
+them, so its devices are a set of their own until the last of its calls is inside: what it keeps is counted once, and what other
+engines keep elsewhere is not added to it. Room on the host for what leaves is reserved for good, by the rule for what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.micro.costs.terms import EngineId
+from m2flow.micro.search.calls import Cut
+from m2flow.micro.search.fronts import FloatArray, IntArray
+from m2flow.micro.search.options import Option
+from m2flow.micro.search.problem import Problem
+
+KEPT, MOST, HOST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Rows of [3 (kept, most, host), pools, 1 + placed engines], flat. Set 0 are the devices of no placed engine that is open."""
+
+    problem: Problem
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 3, len(self.problem.pools), 1 + len(self.problem.placed)
+
+    @property
+    def width(self) -> int:
+        return 3 * self.shape[1] * self.shape[2]
+
+    def leaf(self, engine: EngineId, options: Sequence[Option], calls: int) -> FloatArray:
+        """[options, width]."""
+        place = self._set_of(engine, calls)
+        found = np.zeros((len(options), *self.shape))
+        for i, option in enumerate(options):
+            pool = self.problem.pools.index(option.pool)
+            found[i, :, pool, place] = option.kept_bytes, option.footprint.device_bytes, option.host_bytes
+        return found.reshape(len(options), -1)
+
+    def join(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray, *, is_turns: bool) -> FloatArray:
+        """[rows, width] of two parts; `ties` as they are before anything is closed."""
+        of_a, of_b = (side.reshape(-1, *self.shape) for side in (a, b))
+        found = self._turns(cut, of_a, of_b, ties) if is_turns else np.maximum(of_a, of_b)
+        return self._closed(cut.first | cut.second, found).reshape(len(a), -1)
+
+    def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
+        found = rows.reshape(-1, *self.shape)
+        room = np.array([self.problem.costs.device_bytes(pool) for pool in self.problem.pools])
+        host = np.array([self.problem.costs.host_bytes(pool) for pool in self.problem.pools])
+        return np.asarray(((found[:, MOST] <= room[:, None]) & (found[:, HOST] <= host[:, None])).all(axis=(1, 2)))
+
+    def _turns(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray) -> FloatArray:
+        found = np.zeros_like(a)
+        any_a, any_b = a.max(axis=3), b.max(axis=3)
+        found[..., 0] = _stacked(a[..., 0], b[..., 0])
+        for i, engine in enumerate(self.problem.placed, 1):
+            in_a, in_b = (self._set_of(engine, calls) == i for calls in (cut.first, cut.second))
+            if in_a and in_b:
+                found[..., i] = _stacked(a[..., i], b[..., i]) - self._own(engine, ties)
+            elif in_a:
+                found[..., i] = _stacked(a[..., i], any_b)
+            elif in_b:
+                found[..., i] = _stacked(any_a, b[..., i])
+        return found
+
+    def _own(self, engine: EngineId, ties: IntArray) -> FloatArray:
+        """[rows, 3, pools]: what both sides have counted."""
+        options = self.problem.options.of[engine]
+        table = np.zeros((len(options), 3, len(self.problem.pools)))
+        for i, option in enumerate(options):
+            pool = self.problem.pools.index(option.pool)
+            table[i, :, pool] = option.kept_bytes, option.kept_bytes, option.host_bytes
+        return table[ties[:, self.problem.tied.index(engine)]]
+
+    def _closed(self, calls: int, found: FloatArray) -> FloatArray:
+        """Devices of an engine all of whose calls are inside are like any others."""
+        for i, engine in enumerate(self.problem.placed, 1):
+            if self.problem.calls_of(engine) & ~calls == 0:
+                found[..., 0] = np.maximum(found[..., 0], found[..., i])
+                found[..., i] = 0
+        return found
+
+    def _set_of(self, engine: EngineId, calls: int) -> int:
+        """The set in which a part with these calls counts an engine's devices; 0 if it is nothing special (or not there)."""
+        problem = self.problem
+        if engine not in problem.placed:
+            return 0
+        mine = problem.calls_of(engine)
+        return 1 + problem.placed.index(engine) if mine & calls and mine & ~calls else 0
+
+
+def _stacked(a: FloatArray, b: FloatArray) -> FloatArray:
+    """[rows, 3, pools] of two parts whose fullest devices are the same."""
+    most = np.maximum(a[:, MOST] + b[:, KEPT], b[:, MOST] + a[:, KEPT])
+    return np.stack([a[:, KEPT] + b[:, KEPT], most, a[:, HOST] + b[:, HOST]], axis=1)

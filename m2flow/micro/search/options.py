@@ -1,0 +1,115 @@
+"""Where an engine may be: its layouts in every pool, with their times, their memory and what it costs to step aside.
+
+    Costs, ClusterSpec --options_of--> Options of each engine (resident, or in the host's memory between its calls)
+
+What a pin forbids, and what does not fit the device alone, is not here. `unfit` remembers the latter, for the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from m2flow.micro.costs.terms import Costs, EngineId, Footprint, Layout
+from m2flow.spec import ClusterSpec, PinSpec
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to place an engine."""
+
+    pool: str
+    layout: Layout
+    footprint: Footprint
+    is_swapped: bool = False
+    """It comes to its devices before its calls and leaves them after, with all that it keeps; otherwise it stays."""
+    leave_s: float = 0.0
+    come_s: float = 0.0
+
+    @property
+    def num_devices(self) -> int:
+        return self.layout.num_devices
+
+    @property
+    def kept_bytes(self) -> int:
+        """On the device while others work there."""
+        return 0 if self.is_swapped else self.footprint.kept_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """In the host's memory, for each device: room for what leaves is reserved for good."""
+        return self.footprint.host + (self.footprint.kept_bytes if self.is_swapped else 0)
+
+
+@dataclass
+class Options:
+    """All ways to place each engine."""
+
+    of: dict[EngineId, list[Option]] = field(default_factory=dict)
+    unfit: dict[EngineId, list[Option]] = field(default_factory=dict)
+
+
+def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, counts: dict[str, Iterable[int]] | None = None) -> Options:
+    """Every option of every engine, at all device counts (or those given, by pool) that are multiples of the engine's unit."""
+    found = Options()
+    for engine in engines:
+        found.of[engine], found.unfit[engine] = [], []
+        pin = pin_of(engine, spec)
+        for pool, size in spec.pools.items():
+            if pin.pool not in (None, pool):
+                continue
+            unit = costs.unit(engine, pool)
+            for num in _counts(unit, size.num_devices, counts[pool] if counts else None):
+                if not _count_allowed(num, pin):
+                    continue
+                for layout in costs.layouts(engine, pool, num):
+                    if _layout_allowed(layout, pin):
+                        _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
+            if not unit and not found.unfit[engine]:
+                _add_unfit(found, engine, pool, size.num_devices, costs)
+    return found
+
+
+def _counts(unit: int, num_devices: int, wanted: Iterable[int] | None) -> list[int]:
+    if not unit:
+        return []
+    return sorted({num // unit * unit for num in (range(unit, num_devices + 1, unit) if wanted is None else wanted)} - {0})
+
+
+def _add(found: Options, engine: EngineId, pool: str, layout: Layout, costs: Costs, *, may_swap: bool) -> None:
+    footprint = costs.footprint(engine, pool, layout)
+    stays = Option(pool, layout, footprint)
+    if footprint.device_bytes > costs.device_bytes(pool) or footprint.host > costs.host_bytes(pool):
+        found.unfit[engine].append(stays)
+        return
+    found.of[engine].append(stays)
+    if may_swap and footprint.kept_bytes:
+        switch = costs.switch(engine, pool, footprint)
+        away = Option(pool, layout, footprint, is_swapped=True, leave_s=switch.leave_s, come_s=switch.come_s)
+        if away.host_bytes <= costs.host_bytes(pool):
+            found.of[engine].append(away)
+
+
+def _add_unfit(found: Options, engine: EngineId, pool: str, num_devices: int, costs: Costs) -> None:
+    found.unfit[engine] += [
+        Option(pool, layout, costs.footprint(engine, pool, layout)) for layout in costs.layouts(engine, pool, num_devices)
+    ]
+
+
+def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
+    """What the spec fixes for an engine: `policy.rollout` before `policy`, field by field."""
+    both, own = spec.pin.get(engine.role, PinSpec()), spec.pin.get(str(engine), PinSpec())
+    layout = both.layout.model_copy(update=own.layout.model_dump(exclude_none=True))
+    fixed = {name: value for name, value in own.model_dump(exclude={"layout"}).items() if value is not None}
+    return both.model_copy(update={**fixed, "layout": layout})
+
+
+def _count_allowed(num: int, pin: PinSpec) -> bool:
+    if pin.devices is not None and num != pin.devices[1] - pin.devices[0]:
+        return False
+    return pin.num_devices in (None, num)
+
+
+def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:
+    fixed = pin.layout.model_dump(exclude_none=True)
+    return all(getattr(layout, name) == value for name, value in fixed.items()) and pin.offload in (None, layout.offload)

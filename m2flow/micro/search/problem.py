@@ -1,0 +1,148 @@
+"""One search, set up: the call graph, every engine's options, every function's times, and what ties parts of a plan together.
+
+Two kinds of engine are more than a leaf of their own. One with several calls (a critic's values and update) is in one place: wherever
+a plan puts these calls, they have the same devices and the same layout. And a model that is both sampled and trained needs its new
+weights sent, which costs what both layouts make it cost. What such an engine has chosen is part of a row's ties until all the calls
+that it matters to are inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, pairwise
+
+from m2flow.errors import PlanError
+from m2flow.micro.costs.terms import Costs, EngineId
+from m2flow.micro.search.batches import Batch, Draws
+from m2flow.micro.search.calls import CallGraph, Cut
+from m2flow.micro.search.composing import FunctionTimes, function_times
+from m2flow.micro.search.options import Option, Options, options_of
+from m2flow.micro.search.workload import CallLoad, Workload
+from m2flow.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Sync:
+    """New weights of a role on their way to its rollout engine."""
+
+    role: str
+    times: int
+    """In a step."""
+    calls: int
+    """All that generate with the weights or update them."""
+
+    def meets(self, cut: Cut) -> bool:
+        """Whether its calls come together at this cut."""
+        return not self.calls & ~(cut.first | cut.second) and bool(self.calls & ~cut.first) and bool(self.calls & ~cut.second)
+
+    @property
+    def source(self) -> EngineId:
+        return EngineId(self.role, "train")
+
+    @property
+    def target(self) -> EngineId:
+        return EngineId(self.role, "rollout")
+
+
+@dataclass
+class Problem:
+    """What `find_plan` searches."""
+
+    workload: Workload
+    lengths: Draws
+    costs: Costs
+    spec: ClusterSpec
+    counts: dict[str, Iterable[int]] | None = None
+    """Device counts to try, by pool; None: all."""
+    _syncs_s: dict[tuple[str, Option, Option, bool], float] = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> CallGraph:
+        return CallGraph(self.workload)
+
+    @cached_property
+    def pools(self) -> tuple[str, ...]:
+        return tuple(self.spec.pools)
+
+    @cached_property
+    def calls(self) -> dict[str, CallLoad]:
+        return {call.name: call for call in self.workload.calls}
+
+    @cached_property
+    def batches(self) -> dict[str, Batch]:
+        """By call; calls on equally many prompts share theirs."""
+        made: dict[tuple[int, int], Batch] = {}
+        found = {}
+        for call in self.workload.calls:
+            shape = call.num_prompts, call.num_per_prompt
+            if shape not in made:
+                made[shape] = Batch(call, self.lengths)
+            found[call.name] = made[shape]
+        return found
+
+    @cached_property
+    def functions(self) -> dict[str, FunctionTimes]:
+        processes = self.spec.functions.workers
+        return {call.name: function_times(call, self.costs.function(call.name), processes) for call in self.graph.function_calls}
+
+    @cached_property
+    def options(self) -> Options:
+        return options_of(self.workload.engines, self.costs, self.spec, self.counts)
+
+    def check(self) -> None:
+        """Raises PlanError: some engine fits nowhere, however much of the cluster it has."""
+        for engine, ways in self.options.of.items():
+            if not ways:
+                raise PlanError(f"{engine} fits nowhere on {self.spec.name}")
+
+    @cached_property
+    def num_devices(self) -> tuple[int, ...]:
+        return tuple(pool.num_devices for pool in self.spec.pools.values())
+
+    def calls_of(self, engine: EngineId) -> int:
+        return sum(1 << i for i, call in enumerate(self.graph.device_calls) if call.engine == engine)
+
+    @cached_property
+    def placed(self) -> tuple[EngineId, ...]:
+        """Engines with several calls, which must be in one place."""
+        return tuple(engine for engine in self.workload.engines if self.calls_of(engine).bit_count() > 1)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[EngineId, EngineId], ...]:
+        """Of `placed`: either apart (on devices of their own) or not, all through the plan."""
+        return tuple(combinations(self.placed, 2))
+
+    @cached_property
+    def syncs(self) -> tuple[Sync, ...]:
+        found = []
+        for role in dict.fromkeys(engine.role for engine in self.workload.engines):
+            mine = [call for call in self.graph.device_calls if call.engine is not None and call.engine.role == role]
+            acts = [call.work for call in mine if call.work in ("generate", "update")]
+            times = sum(a == "update" and b == "generate" for a, b in pairwise([*acts, *acts[:1]]))
+            if times:
+                concerned = sum(self.graph.bits[call.name] for call in mine if call.work in ("generate", "update"))
+                found.append(Sync(role, times, concerned))
+        return tuple(found)
+
+    @cached_property
+    def tied(self) -> tuple[EngineId, ...]:
+        """Engines whose option is part of a row's ties: first `placed`, then those that only a sync ties."""
+        synced = [engine for sync in self.syncs for engine in (sync.target, sync.source)]
+        return tuple(dict.fromkeys([*self.placed, *synced]))
+
+    def is_open(self, engine: EngineId, calls: int) -> bool:
+        """Whether what `engine` has chosen in `calls` matters to calls outside."""
+        scopes = [self.calls_of(engine)] if engine in self.placed else []
+        scopes += [sync.calls for sync in self.syncs if engine in (sync.source, sync.target)]
+        return any(scope & ~calls for scope in scopes) and bool(self.calls_of(engine) & calls)
+
+    def sync_s(self, sync: Sync, source: Option, target: Option, *, is_turns: bool) -> float:
+        """Seconds a step. On the same devices if they take turns and have equally many of one pool."""
+        is_same = is_turns and source.pool == target.pool and source.num_devices == target.num_devices
+        key = (sync.role, source, target, is_same)
+        if key not in self._syncs_s:
+            one = self.costs.sync_s(sync.role, (source.pool, source.layout), (target.pool, target.layout), is_same_devices=is_same)
+            self._syncs_s[key] = one * sync.times
+        return self._syncs_s[key]

@@ -1,0 +1,210 @@
+"""A plan as a tree, read back from the search's tables: what each part takes, which parts decide, and where each engine sits.
+
+    Tables, row --tree_of--> Node --parts_of--> summands of the predicted time
+                                  --seats_of--> Seats
+
+Every node is priced again by the formulas of composing.py, one plan instead of thousands; the sum is the search's or the search is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from m2flow.micro.costs.terms import EngineId
+from m2flow.micro.search.calls import Cut
+from m2flow.micro.search.choice import Part
+from m2flow.micro.search.composing import Times, in_turns, side_by_side, through_functions, zero_times
+from m2flow.micro.search.dynamic import TURNS, Tables
+from m2flow.micro.search.leaves import leaf_times
+from m2flow.micro.search.options import Option
+from m2flow.micro.search.problem import Problem, Sync
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """An engine at its calls."""
+
+    engine: EngineId
+    names: tuple[str, ...]
+    option: Option
+    chunk: int
+    times: Times
+
+    @property
+    def need(self) -> dict[str, int]:
+        return {self.option.pool: self.option.num_devices}
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two parts."""
+
+    is_turns: bool
+    first: Node
+    second: Node
+    cut: Cut
+    fed: Times
+    """What the second gets."""
+    syncs: tuple[tuple[Sync, float], ...]
+    """With their seconds: syncs whose calls come together here."""
+    times: Times
+
+    @property
+    def need(self) -> dict[str, int]:
+        a, b = self.first.need, self.second.need
+        of = {pool: (a.get(pool, 0), b.get(pool, 0)) for pool in {**a, **b}}
+        return {pool: max(pair) if self.is_turns else sum(pair) for pool, pair in of.items()}
+
+
+Node = Leaf | Pair
+
+
+def tree_of(tables: Tables, row: int) -> Node:
+    """The plan of a row of everything."""
+    return _node(tables, tables.problem.graph.everything, row)
+
+
+def leaves_of(node: Node) -> list[Leaf]:
+    return [node] if isinstance(node, Leaf) else leaves_of(node.first) + leaves_of(node.second)
+
+
+def _node(tables: Tables, calls: int, row: int) -> Node:
+    problem = tables.problem
+    kind, left, right = (int(number) for number in tables.fronts[calls].origin[row])
+    if kind < 0:
+        members = problem.graph.members(calls)
+        engine = members[0].engine
+        assert engine is not None
+        option, chunk = problem.options.of[engine][left], tables.chunks[calls][right]
+        leaf = leaf_times(members, [option], problem.costs, problem.batches)
+        first, total, last = leaf.times[0, leaf.chunks.index(chunk)]
+        return Leaf(engine, tuple(call.name for call in members), option, chunk, Times(first, total, last, total))
+    cut, is_turns = tables.cuts[calls][kind // 2], kind % 2 == TURNS
+    return pair_of(problem, cut, _node(tables, cut.first, left), _node(tables, cut.second, right), is_turns=is_turns)
+
+
+def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, *, is_turns: bool) -> Pair:
+    """Two parts put together."""
+    fed = through_functions(first.times, cut.functions, problem.calls, problem.functions)
+    compose = in_turns if is_turns else side_by_side
+    times = compose(first.times, fed, second.times, is_linked=cut.is_linked, waits=cut.waits)
+    where = {leaf.engine: leaf.option for leaf in leaves_of(first) + leaves_of(second)}
+    syncs = tuple(
+        (sync, problem.sync_s(sync, where[sync.source], where[sync.target], is_turns=is_turns)) for sync in problem.syncs if sync.meets(cut)
+    )
+    more = sum(seconds for _, seconds in syncs)
+    times = Times(times.first, times.total + more, times.last + more, times.busy + more)
+    return Pair(is_turns, first, second, cut, fed, syncs, times)
+
+
+def step_s(problem: Problem, node: Node) -> float:
+    """The predicted time of a step."""
+    return float(sum(part.seconds for part in parts_of(problem, node) if part.on_critical_path))
+
+
+def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:
+    """Summands of the predicted time, then what happens beside them."""
+    staleness = problem.workload.staleness
+    path = list(_whole(problem, node))
+    total = sum(part.seconds for part in path) / (staleness + 1)
+    if staleness:
+        path = [Part(f"{part.what} / {staleness + 1} steps under way", part.seconds / (staleness + 1)) for part in path]
+        held = list(_busy(problem, node))
+        ends = [
+            Part(name, function.total)
+            for name, function in problem.functions.items()
+            if name in (*problem.graph.leading_functions, *problem.graph.trailing_functions)
+        ]
+        held = max([held, *([part] for part in ends)], key=lambda parts: sum(part.seconds for part in parts))
+        path = held if sum(part.seconds for part in held) > total else path
+    named = {part.what.split(" / ")[0] for part in path}
+    beside = [Part(_called(leaf), float(leaf.times.total), False) for leaf in leaves_of(node) if _called(leaf) not in named]
+    return (*path, *beside)
+
+
+def _whole(problem: Problem, node: Node) -> Iterator[Part]:
+    """All of a step: what needs nothing from devices, the plan, what feeds nothing on them."""
+    graph = problem.graph
+    fed = through_functions(zero_times(), graph.leading_functions, problem.calls, problem.functions)
+    early, late = fed.first + node.times.total, fed.total + node.times.last
+    path, total = list(_path(problem, node, "total" if early >= late else "last")), float(max(early, late))
+    step = Times(node.times.first, np.asarray(total), node.times.last, node.times.busy)
+    end = float(through_functions(step, graph.trailing_functions, problem.calls, problem.functions).total)
+    before = total - sum(part.seconds for part in path)
+    yield from [Part(", ".join(graph.leading_functions), before)] if before > 0 else []
+    yield from path
+    yield from [Part(", ".join(graph.trailing_functions), end - total)] if end > total else []
+
+
+def _path(problem: Problem, node: Node, which: str) -> Iterator[Part]:
+    """Summands of the first, total or last time of a part."""
+    if isinstance(node, Leaf):
+        yield from _leaf_path(node, which)
+        return
+    a, b = node.first, node.second
+    value, of_a, of_b = max(_ways(problem, node, which), key=lambda way: way[0])
+    if of_a:
+        yield from _path(problem, a, of_a)
+        between = value - float(getattr(a.times, of_a)) - (float(getattr(b.times, of_b)) if of_b else 0.0)
+        if between > 1e-12 * value and node.cut.functions:
+            yield Part(", ".join(node.cut.functions), between)
+    if of_b:
+        yield from _path(problem, b, of_b)
+    if which != "first":
+        yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
+
+
+def _ways(problem: Problem, node: Pair, which: str) -> list[tuple[float, str, str]]:
+    """(seconds, time of the first, time of the second): the terms of the maximum that `which` is, syncs not counted."""
+    a, b, fed = node.first.times, node.second.times, node.fed
+    in_order = {"first": ("total", "first"), "total": ("total", "total"), "last": ("last", "total")}[which]
+    after = float(getattr(a, in_order[0]) + getattr(b, in_order[1])), *in_order
+    if not node.cut.is_linked:
+        return [after] if node.is_turns else [(float(getattr(a, which)), which, ""), (float(getattr(b, which)), "", which)]
+    if node.cut.waits:
+        handed = [in_order]
+    else:
+        handed = {"first": [("first", "first")], "total": [("first", "total"), ("total", "last")], "last": [("last", "last")]}[which]
+    ways = [(float(getattr(fed, x) + getattr(b, y)), _cause(problem, node, x), y) for x, y in handed]
+    return [*ways, after] if node.is_turns and not node.cut.waits else ways
+
+
+def _cause(problem: Problem, node: Pair, which: str) -> str:
+    """What of the first part a time of what it hands on is reckoned from: a slow function may decide from the first sample on."""
+    if which == "last":
+        return "last"
+    a = node.first.times
+    late = Times(np.asarray(-np.inf), a.total, a.last, a.busy)
+    blind = through_functions(late, node.cut.functions, problem.calls, problem.functions)
+    return "total" if float(getattr(blind, which)) >= float(getattr(node.fed, which)) * (1 - 1e-12) else "first"
+
+
+def _leaf_path(leaf: Leaf, which: str) -> Iterator[Part]:
+    seconds, option = float(getattr(leaf.times, which)), leaf.option
+    come = option.come_s if which != "last" else 0.0
+    leave = option.leave_s if which != "first" else 0.0
+    yield from [Part(f"switch to {leaf.engine}", come)] if come else []
+    yield Part(_called(leaf), seconds - come - leave)
+    yield from [Part(f"switch from {leaf.engine}", leave)] if leave else []
+
+
+def _called(leaf: Leaf) -> str:
+    return ", ".join(leaf.names)
+
+
+def _busy(problem: Problem, node: Node) -> Iterator[Part]:
+    """Summands of how long the devices that are busiest are held in each step."""
+    if isinstance(node, Leaf):
+        yield from _leaf_path(node, "total")
+    elif node.is_turns:
+        yield from _path(problem, node, "total")
+    else:
+        a, b, fed = node.first.times.busy, node.second.times.busy, node.fed.busy
+        if max(a, b) >= fed:
+            yield from _busy(problem, node.first if a >= b else node.second)
+        else:
+            yield Part(", ".join(node.cut.functions), float(fed))
+        yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
