@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from m2flow.spec import ClusterSpec
+
 EngineKind = Literal["rollout", "train"]
 
 
@@ -215,6 +217,10 @@ class Costs(ABC):
         """How many times as long an engine takes while one of the other kind works on other devices of its host: processes on one
         machine share memory's bandwidth, caches and power. 1 where nobody measured it."""
         return 1.0
+
+    def for_spec(self, spec: ClusterSpec) -> Costs | None:
+        """Of the same flow under another spec; None where that can't be said."""
+        return None
 
     @abstractmethod
     def constants(self) -> dict[str, Constant]:
