@@ -145,8 +145,8 @@ def runs(draw):
 def test_no_makespan_is_below_a_bound_and_every_device_second_is_counted_once(run):
     costs, lengths, spec, options, seated = run
     result = ran(stale, costs, lengths, spec, options=options, num_steps=3, seated=seated)
-    for stretch in result.history.stretches:
-        assert sum(stretch.seconds.values()) == pytest.approx(stretch.makespan_s * result.history.num_devices)
+    for period in result.history.periods:
+        assert sum(period.seconds.values()) == pytest.approx(period.makespan_s * result.history.num_devices)
     for step in result.report.steps:
         assert step.makespan_s >= max(step.lower_bounds_s.values()) * (1 - 1e-7)
         assert sum(step.staleness.values()) == options["batch"] * options["n"]

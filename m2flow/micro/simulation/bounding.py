@@ -1,4 +1,4 @@
-"""Lower bounds on a stretch of a simulated run, from the work that was done between its ends.
+"""Lower bounds on a period of a simulated run, from the work that was done between its ends.
 
     longest_sample   (t0 + t1) L + its part of training + an optimiser step     a token follows the one before it
     work             device seconds of all tokens at the best rate and of all training, by all devices
@@ -6,7 +6,7 @@
     no_migration     of the rollout, each sample where it began
     critical_path    max_k (r_k + sum of the training of what is released from r_k on), r_k when a group may be done at the earliest
 
-What a stretch does is cut at its ends: of a sample that began before it or goes on after it the tokens in between count, of a task the
+What a period does is cut at its ends: of a sample that began before it or goes on after it the tokens in between count, of a task the
 share of its time. So the first four hold with any staleness; the last only where a step's samples are generated and trained in it.
 Fixed costs of micro-batches, switches, syncs and hops are left out, so none of them is above what any schedule on these seats can reach.
 """

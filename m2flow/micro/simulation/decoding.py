@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from m2flow.micro.costs.terms import DecodeCost
+from m2flow.micro.decisions import Stretch
 
 _NEAR = 1e-9
 """Turns within which two samples end together."""
@@ -37,9 +38,21 @@ class Life:
     ended: float = -1.0
     """-1: it runs."""
     ended_s: float = -1.0
-    is_aborted: bool = False
+    is_wasted: bool = False
+    """What it has generated is for nothing."""
+    version: int = 0
+    """Of the weights that generate it."""
+    before: tuple[Stretch, ...] = ()
+    """Of its tokens from earlier lives, which it goes on from."""
     is_over: bool = False
     """Ended or given up."""
+
+    def stretches(self, num_tokens: int) -> tuple[Stretch, ...]:
+        """Of all its tokens, if it has made so many here."""
+        *earlier, last = self.before or (Stretch(0, self.version),)
+        if last.version == self.version:
+            return *earlier, Stretch(last.num_tokens + num_tokens, self.version)
+        return *self.before, Stretch(num_tokens, self.version)
 
     def tokens_until(self, turn: float) -> float:
         """Tokens that it had when the worker's count of turns stood here."""
@@ -116,7 +129,6 @@ class Decoding:
         """These are aborted: what they have is kept in `ended`."""
         self.advance(now_s)
         for life in lives:
-            life.is_aborted = True
             if life.begun >= 0:
                 self._end(life, now_s)
             else:

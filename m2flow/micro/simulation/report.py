@@ -4,7 +4,7 @@
 
 A step lasts from the end of the step before it to the end of its last call. With staleness, or with samples that are carried over,
 steps overlap: the numbers of a step are then those of the work done between these ends, and the names of its bounds say so
-(`..._between_releases`). No makespan may be below a bound of the same stretch, nor that of the whole run below the run's.
+(`..._between_releases`). No makespan may be below a bound of the same period, nor that of the whole run below the run's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from m2flow.errors import InternalError
 from m2flow.micro import messages as m
 from m2flow.micro.simulation.bounding import Span, span_bounds
 from m2flow.micro.simulation.machines import Machine
-from m2flow.micro.simulation.run import History, Stretch, staleness_of
+from m2flow.micro.simulation.run import History, Period, staleness_of
 from m2flow.micro.simulation.simulate import Simulated
 from m2flow.samples import SampleId
 
@@ -76,52 +76,53 @@ def report_of(simulated: Simulated, machines: Mapping[str, Machine], *, overlaps
         InternalError: a makespan is below a bound: the simulator, a cost or a bound is wrong.
     """
     history = simulated.history
-    before: Stretch | None = None
+    before: Period | None = None
     steps = []
-    for stretch in history.stretches:
-        if stretch.step >= 0 or (stretch.makespan_s and not any(s.step >= 0 for s in history.stretches)):
-            steps.append(_step(history, machines, stretch, before, overlaps=overlaps))
-        before = stretch
+    for period in history.periods:
+        if period.step >= 0 or (period.makespan_s and not any(s.step >= 0 for s in history.periods)):
+            steps.append(_step(history, machines, period, before, overlaps=overlaps))
+        before = period
     totals_of(history, machines, overlaps=overlaps)
     return Report(steps, history.num_events, simulated.wall_s)
 
 
 def totals_of(history: History, machines: Mapping[str, Machine], *, overlaps: bool) -> RunTotals:
     """Of all steps of the loop; of a flow without one, of all."""
-    stretches = history.stretches
-    inside = [at for at, stretch in enumerate(stretches) if stretch.step >= 0] or list(range(len(stretches)))
-    first, last = stretches[inside[0]], stretches[inside[-1]]
-    before = stretches[inside[0] - 1].turns if inside[0] else {}
+    periods = history.periods
+    inside = [at for at, period in enumerate(periods) if period.step >= 0] or list(range(len(periods)))
+    first, last = periods[inside[0]], periods[inside[-1]]
+    before = periods[inside[0] - 1].turns if inside[0] else {}
     span = Span(first.start_s, last.end_s, before, last.turns)
     bounds = span_bounds(history, machines, span, is_self_contained=not overlaps and len(inside) == 1)
     makespan_s = span.end_s - span.start_s
     _check("the run", makespan_s, bounds)
-    causes = {cause for at in inside for cause in stretches[at].seconds}
-    seconds = {cause: sum(stretches[at].seconds.get(cause, 0.0) for at in inside) for cause in causes}
+    causes = {cause for at in inside for cause in periods[at].seconds}
+    seconds = {cause: sum(periods[at].seconds.get(cause, 0.0) for at in inside) for cause in causes}
     whole = sum(seconds.values())
     idle = {cause: value for cause, value in sorted(seconds.items()) if cause != "work" and value > 0}
     return RunTotals(makespan_s, bounds, _efficiency(makespan_s, bounds), idle, seconds.get("work", 0.0) / whole if whole else 0.0)
 
 
-def _step(history: History, machines: Mapping[str, Machine], stretch: Stretch, before: Stretch | None, *, overlaps: bool) -> StepReport:
-    span = Span(stretch.start_s, stretch.end_s, before.turns if before else {}, stretch.turns)
+def _step(history: History, machines: Mapping[str, Machine], period: Period, before: Period | None, *, overlaps: bool) -> StepReport:
+    span = Span(period.start_s, period.end_s, before.turns if before else {}, period.turns)
     bounds = span_bounds(history, machines, span, is_self_contained=not overlaps)
-    _check(f"step {stretch.step}", stretch.makespan_s, bounds)
+    _check(f"step {period.step}", period.makespan_s, bounds)
     staleness: Counter[int] = Counter()
     trained = 0
-    for row in _consumed(history, stretch.step):
+    for row in _consumed(history, period.step):
         if history.drawn.is_drawn(row) and row in history.versions:
-            staleness[staleness_of(history.calls[SampleId.unpack(row).call], history.versions[row])] += 1
+            giver = history.given.get(row, SampleId.unpack(row).call)
+            staleness[staleness_of(history.calls[giver], history.versions[row])] += 1
             trained += history.drawn.response_tokens(row)
     return StepReport(
-        makespan_s=stretch.makespan_s,
+        makespan_s=period.makespan_s,
         lower_bounds_s={name + BETWEEN * overlaps: seconds for name, seconds in sorted(bounds.items())},
-        efficiency=_efficiency(stretch.makespan_s, bounds),
-        idle_s={cause: value for cause, value in sorted(stretch.seconds.items()) if cause != "work" and value > 0},
+        efficiency=_efficiency(period.makespan_s, bounds),
+        idle_s={cause: value for cause, value in sorted(period.seconds.items()) if cause != "work" and value > 0},
         staleness={str(behind): count for behind, count in sorted(staleness.items())},
         trained_tokens=trained,
-        wasted_tokens=_wasted(history, stretch.step),
-        peak_memory_gib=stretch.peak_bytes / _GIB,
+        wasted_tokens=_wasted(history, period.step),
+        peak_memory_gib=period.peak_bytes / _GIB,
     )
 
 
@@ -138,7 +139,7 @@ def _wasted(history: History, step: int) -> int:
     total = 0.0
     for lives in history.lives.values():
         for life in lives:
-            if (life.is_aborted or life.id in history.wasted) and history.calls[life.call].step == step:
+            if (life.is_wasted or life.id in history.wasted) and history.calls[life.call].step == step:
                 total += life.tokens_until(life.ended)
     return round(total)
 

@@ -28,6 +28,11 @@ class Rows:
         """A call's rows come into being."""
         self._there.setdefault(call, {}).setdefault(place, {}).update(dict.fromkeys(ids, now_s))
 
+    def adopted(self, call: int, drawn: int, ids: Iterable[int], place: str) -> None:
+        """Rows of one call are another's too."""
+        here = self._at(drawn, place)
+        self._there.setdefault(call, {}).setdefault(place, {}).update((row, here[row]) for row in ids)
+
     def send(self, call: int, ids: Iterable[int], source: str, target: str, now_s: float, num_tokens: Callable[[int], int]) -> None:
         """Rows go from one place to another; what is still on its way to the source goes on from there."""
         if source == target:

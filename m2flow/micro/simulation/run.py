@@ -9,7 +9,7 @@ a function of the inputs: two runs of the same are equal to the last bit.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -18,7 +18,22 @@ from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro import performing
 from m2flow.micro.costs.terms import FunctionCost
-from m2flow.micro.events import CONTROLLER, Command, Discarded, Dropped, Event, Forgotten, FromWorker, Reject, Resolve, Send
+from m2flow.micro.decisions import Stretch
+from m2flow.micro.events import (
+    CONTROLLER,
+    Command,
+    Discarded,
+    Dropped,
+    Event,
+    Expired,
+    Forgotten,
+    FromWorker,
+    Given,
+    Late,
+    Reject,
+    Resolve,
+    Send,
+)
 from m2flow.micro.lowering import Lowering
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.run_ahead import RunAhead
@@ -49,7 +64,7 @@ class Did:
 
 
 @dataclass
-class Stretch:
+class Period:
     """A step of the program, from the end of the one before to the end of its last call; or what comes before or after the loop."""
 
     step: int
@@ -72,13 +87,15 @@ class Stretch:
 class History:
     """All that happened."""
 
-    stretches: list[Stretch]
+    periods: list[Period]
     lives: Mapping[str, list[Life]]
     """Worker -> the samples that it had."""
     dids: list[Did]
     calls: Mapping[int, Call]
     versions: Mapping[int, int]
-    """Sample -> the version of the weights that generated it."""
+    """Sample -> the version of the weights that generated it; the oldest of several."""
+    given: Mapping[int, int]
+    """Carried sample -> the call whose result it is in."""
     wasted: set[int]
     """Samples that are in no result."""
     drawn: Drawn
@@ -121,6 +138,9 @@ class Simulation:
         self._held: dict[tuple[str, str], int] = {}
         self._versions: dict[int, int] = {}
         self._wasted: set[int] = set()
+        self._given: dict[int, int] = {}
+        self._kept: dict[int, tuple[Stretch, ...]] = {}
+        """Samples that were stopped -> their tokens then."""
         self._dids: list[Did] = []
         self._starts: dict[int, float] = {}
         self._num_lives: Counter[str] = Counter()
@@ -129,7 +149,7 @@ class Simulation:
         self._num_busy: Counter[str] = Counter()
         """Tasks under way, by kind: `train`, `function`, `sync`."""
         self._switching: Counter[str] = Counter()
-        self._stretches, self._stretch_of, self._open = _stretches(program)
+        self._periods, self._period_of, self._open = _periods(program)
         self._at = 0
         self._owners = {machine.lease: "rollout" for machine in machines.values() if machine.lease}
 
@@ -147,14 +167,15 @@ class Simulation:
             self._usage.passed(self.clock.next_s, self._causes())
             self.clock.turn()
             self._settle()
-        self._end_stretches()
+        self._end_periods()
         lives = {name: worker.lives for name, worker in self._workers.items()}
         return History(
-            self._stretches,
+            self._periods,
             lives,
             self._dids,
             self._calls,
             self._versions,
+            self._given,
             self._wasted,
             self.drawn,
             self.num_tokens,
@@ -175,7 +196,13 @@ class Simulation:
     def function_cost(self, call: Call) -> FunctionCost | None:
         return None if call.options.get("style") == "columns" else self._function_cost(call)
 
-    def say(self, worker: str, message: m.Finished | m.TaskDone | m.TaskFailed) -> None:
+    def stopped(self, packed: int) -> tuple[Stretch, ...]:
+        return self._kept[packed]
+
+    def keep(self, ids: Iterable[int], stretches: Iterable[tuple[Stretch, ...]]) -> None:
+        self._kept.update(zip(ids, stretches, strict=True))
+
+    def say(self, worker: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
         self._said.append(FromWorker(worker, message))
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:
@@ -240,8 +267,7 @@ class Simulation:
                 self.rows.forget(call, CONTROLLER)
             case Send(worker, message):
                 if isinstance(message, m.Generate):
-                    role = self._calls[message.call].role
-                    self._versions.update(dict.fromkeys(message.ids, self._held.get((worker, role), 0)))
+                    self._began(worker, message)
                 self._workers[worker].told(message)
             case Resolve(ordinal, _):
                 self._driver.resolved(ordinal)
@@ -250,10 +276,22 @@ class Simulation:
                 raise error
             case Discarded(ordinal, last):
                 self._wasted.update(row for row in self._versions if _is_beyond(row, ordinal, last))
-            case Dropped(_, ids):
+            case Dropped(_, ids) | Late(_, ids):
                 self._wasted.update(ids)
+            case Given(ordinal, ids):
+                self._wasted.difference_update(ids)
+                self._given.update(dict.fromkeys(ids, ordinal))
+            case Expired(_, ids):
+                for life in [life for w in self._workers.values() for life in w.lives if life.id in ids]:
+                    life.is_wasted = True
             case Forgotten():
                 pass
+
+    def _began(self, worker: str, task: m.Generate) -> None:
+        """Samples go to a worker: a version that they are of; of those that go on, the oldest."""
+        held = self._held.get((worker, self._calls[task.call].role), 0)
+        for row in task.ids:
+            self._versions[row] = min(held, self._versions.get(row, held)) if task.aborted_by >= 0 else held
 
     def _made(self, call: Call, stage: Stage) -> None:
         self._calls[call.ordinal] = call
@@ -269,23 +307,23 @@ class Simulation:
 
     def _resolved(self, ordinal: int) -> None:
         """Close the steps that are over."""
-        self._open[self._stretch_of[ordinal]] -= 1
-        while self._at < len(self._stretches) and not self._open[self._at]:
-            self._end_stretch()
+        self._open[self._period_of[ordinal]] -= 1
+        while self._at < len(self._periods) and not self._open[self._at]:
+            self._end_period()
 
-    def _end_stretch(self) -> None:
-        stretch = self._stretches[self._at]
-        stretch.end_s = self.clock.now_s
-        stretch.seconds = self._usage.take()
-        stretch.turns = {n: w.decoding.turns_at(self.clock.now_s) for n, w in self._workers.items() if self._machines[n].decode}
+    def _end_period(self) -> None:
+        period = self._periods[self._at]
+        period.end_s = self.clock.now_s
+        period.seconds = self._usage.take()
+        period.turns = {n: w.decoding.turns_at(self.clock.now_s) for n, w in self._workers.items() if self._machines[n].decode}
         self._at += 1
-        if self._at < len(self._stretches):
-            self._stretches[self._at].start_s = self.clock.now_s
+        if self._at < len(self._periods):
+            self._periods[self._at].start_s = self.clock.now_s
             self._note_memory()
 
-    def _end_stretches(self) -> None:
-        while self._at < len(self._stretches):
-            self._end_stretch()
+    def _end_periods(self) -> None:
+        while self._at < len(self._periods):
+            self._end_period()
 
     # Why devices are idle
 
@@ -314,13 +352,13 @@ class Simulation:
 
     def _note_memory(self) -> None:
         """The fullest device, as things are now."""
-        if self._at >= len(self._stretches):
+        if self._at >= len(self._periods):
             return
         fullest = 0
         for cell in self._usage.cells:
             machines = [self._machines[name] for name in cell.workers]
             fullest = max(fullest, sum(m.resident_bytes(self._owners[m.lease]) if m.lease else _all_bytes(m) for m in machines))
-        self._stretches[self._at].peak_bytes = max(self._stretches[self._at].peak_bytes, fullest)
+        self._periods[self._at].peak_bytes = max(self._periods[self._at].peak_bytes, fullest)
 
 
 def _all_bytes(machine: Machine) -> int:
@@ -348,17 +386,17 @@ def _num_prompts(call: Call, calls: Mapping[int, Call]) -> int:
     return calls[prompts].most_rows
 
 
-def _stretches(program: Program) -> tuple[list[Stretch], dict[int, int], list[int]]:
+def _periods(program: Program) -> tuple[list[Period], dict[int, int], list[int]]:
     """The steps with what lies before and after them; which of these each call is in; and how many calls each has."""
     calls = [item.call for item in program.items if isinstance(item, Made)]
     last = max((call.step for call in calls), default=-1)
     first_call = next((call.ordinal for call in calls if call.step >= 0), len(calls))
-    stretches = [Stretch(-1), *[Stretch(step) for step in range(last + 1)], Stretch(-1)]
+    periods = [Period(-1), *[Period(step) for step in range(last + 1)], Period(-1)]
     place = {call.ordinal: call.step + 1 if call.step >= 0 else 0 if call.ordinal < first_call else last + 2 for call in calls}
-    num_open = [0] * len(stretches)
+    num_open = [0] * len(periods)
     for at in place.values():
         num_open[at] += 1
-    return stretches, place, num_open
+    return periods, place, num_open
 
 
 def staleness_of(call: Call, version: int) -> int:

@@ -15,11 +15,14 @@ from m2flow.channels.weights import Manifest
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.costs.terms import FunctionCost, TrainCost
+from m2flow.micro.decisions import Stretch
 from m2flow.micro.simulation.clock import Clock
 from m2flow.micro.simulation.decoding import Decoding, Life
 from m2flow.micro.simulation.drawn import Drawn
 from m2flow.micro.simulation.machines import Machine
 from m2flow.micro.simulation.rows import Rows
+from m2flow.micro.staleness import is_time_dependent
+from m2flow.micro.store import stopped_at
 from m2flow.samples import group_key
 
 
@@ -38,13 +41,19 @@ class Surroundings(Protocol):
     def function_cost(self, call: Call) -> FunctionCost | None:
         """None: it takes no time that counts."""
 
-    def say(self, worker: str, message: m.Finished | m.TaskDone | m.TaskFailed) -> None:
+    def say(self, worker: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
         """The controller hears it when the worker has done what it does now."""
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:
         """A task that is no generation begins, and will take so long."""
 
     def ended(self, worker: str, task: m.Task) -> None: ...
+
+    def stopped(self, packed: int) -> tuple[Stretch, ...]:
+        """The tokens of a sample that was stopped, when it was."""
+
+    def keep(self, ids: Iterable[int], stretches: Iterable[tuple[Stretch, ...]]) -> None:
+        """Samples were stopped and may go on."""
 
     def generating(self, worker: str, num_lives: int) -> None:
         """How many samples the worker has, waiting ones too, has changed by so many."""
@@ -66,6 +75,7 @@ class VirtualWorker:
         self._current: m.Task | None = None
         self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
         self._alarm = 0
+        self._held: dict[str, int] = {}
         self._finished: list[Life] = []
         """Samples that wait for others, to leave together."""
         self._left_s = float("-inf")
@@ -87,10 +97,17 @@ class VirtualWorker:
         match message:
             case m.Push(call=call, ids=ids, to=to):
                 around.rows.send(call, ids, self.name, to, around.clock.now_s, around.num_tokens)
-            case m.Abort(call=call):
+            case m.Abort(call=call, keeps=keeps):
+                if keeps:
+                    self._stop(call)
                 self._abort(call)
+            case m.Adopt(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
+                around.rows.adopted(call, drawn, ids, self.name)
+                for place in forward_to:
+                    around.rows.send(call, ids, self.name, place, around.clock.now_s, around.num_tokens)
             case m.Forget(call=call):
                 around.rows.forget(call, self.name)
+                around.rows.forget(stopped_at(call), self.name)
             case m.Task():
                 self._queue.append(message)
                 self._wake()
@@ -140,6 +157,8 @@ class VirtualWorker:
             result = self._deliver(task)
         if isinstance(task, m.Apply) and task.is_last:
             result = {}
+        if isinstance(task, m.LoadWeights):
+            self._held[task.role] = task.version
         if isinstance(task, m.PublishWeights):
             manifest = Manifest(f"{task.role}-{task.version}", 0, ())
         around.ended(self.name, task)
@@ -151,7 +170,9 @@ class VirtualWorker:
         """When its rows are here."""
         rows = self._around.rows
         if isinstance(task, m.Generate):
-            (prompts,) = (ref.call for name, ref in self._around.call(task.call).inputs if name == "prompts")
+            if task.aborted_by >= 0:
+                return rows.ready_s(stopped_at(task.aborted_by), task.ids, self.name)
+            (prompts,) = (ref.call for name, ref in self._around.call(task.drawn_by).inputs if name == "prompts")
             return rows.ready_s(prompts, task.prompts, self.name)
         if isinstance(task, m.Perform | m.Accumulate):
             call = self._around.call(task.call)
@@ -211,14 +232,24 @@ class VirtualWorker:
         self._report(task.number, task.call, ids, task.forward_to, [around.num_tokens(row) if has_tokens else 1 for row in ids], dropped)
         return None
 
-    def _report(self, number: int, call: int, ids: list[int], forward_to: Iterable[str], num_tokens: list[int], dropped: list[int]) -> None:
+    def _report(
+        self,
+        number: int,
+        call: int,
+        ids: list[int],
+        forward_to: Iterable[str],
+        num_tokens: list[int],
+        dropped: Sequence[int] = (),
+        stretches: Sequence[tuple[Stretch, ...]] = (),
+    ) -> None:
         around = self._around
         now_s = around.clock.now_s
         around.rows.made(call, ids, self.name, now_s)
         has_tokens = dict(zip(ids, num_tokens, strict=True))
         for place in forward_to:
             around.rows.send(call, ids, self.name, place, now_s, lambda row: has_tokens[row])
-        around.say(self.name, m.Finished(number, call, ids, num_tokens, [0] * len(ids), [], [0] * len(ids), [], None, dropped))
+        blank = [0] * len(ids)
+        around.say(self.name, m.Finished(number, call, ids, num_tokens, blank, [], blank, [], None, list(dropped), list(stretches)))
 
     # Generation
 
@@ -226,11 +257,16 @@ class VirtualWorker:
         around = self._around
         role = around.call(task.call).role
         lives: dict[int, Life] = {}
-        last_prompt = -1
-        for row, prompt in zip(task.ids, task.prompts, strict=True):
-            prefill = around.drawn.prompt_tokens(row) if prompt != last_prompt else 0  # Siblings share their prompt's cache.
-            last_prompt = prompt
-            lives[row] = Life(row, role, task.call, task.number, around.drawn.response_tokens(row), prefill, around.clock.now_s)
+        last_group = -1
+        for row in task.ids:
+            prefill = around.drawn.prompt_tokens(row) if group_key(row) != last_group else 0  # Siblings share their prompt's cache.
+            last_group = group_key(row)
+            before = around.stopped(row) if task.aborted_by >= 0 else ()
+            had = sum(stretch.num_tokens for stretch in before)
+            left = max(around.drawn.response_tokens(row) - had, 1)
+            life = Life(row, role, task.call, task.number, left, prefill + had, around.clock.now_s)
+            life.version, life.before = self._held.get(role, 0), before
+            lives[row] = life
         self.lives += lives.values()
         self._generations[task.number] = (task, lives)
         around.generating(self.name, len(lives))
@@ -273,27 +309,54 @@ class VirtualWorker:
 
     def _leave(self, leaving: Iterable[Life]) -> None:
         around = self._around
-        by_task: dict[int, list[int]] = {}
+        by_task: dict[int, list[Life]] = {}
         for life in leaving:
-            by_task.setdefault(life.task, []).append(life.id)
-        for number, ids in by_task.items():
+            by_task.setdefault(life.task, []).append(life)
+        for number, lives in by_task.items():
             if number not in self._generations:
                 continue  # They were given up in the meantime.
             task, left = self._generations[number]
+            ids = [life.id for life in lives]
             for row in ids:
                 del left[row]
             around.generating(self.name, -len(ids))
-            tokens = [around.drawn.prompt_tokens(row) + around.drawn.response_tokens(row) for row in ids]
-            self._report(number, task.call, ids, task.forward_to, tokens, [])
+            stretches = [life.stretches(life.num_tokens) for life in lives] if is_time_dependent(around.call(task.call)) else []
+            self._report(number, task.call, ids, task.forward_to, [around.num_tokens(row) for row in ids], stretches=stretches)
             if not left:
                 del self._generations[number]
                 around.say(self.name, m.TaskDone(number))
+
+    def _stop(self, call: int) -> None:
+        """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
+        around, now_s = self._around, self._around.clock.now_s
+        done, self._finished = [f for f in self._finished if f.call == call], [f for f in self._finished if f.call != call]
+        if done:
+            self._leave(done)
+        turns = self.decoding.turns_at(now_s)
+        found: list[tuple[int, tuple[Stretch, ...]]] = []
+        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
+            _, left = self._generations[number]
+            kept = [life for life in left.values() if life.tokens_until(turns) >= 1 or life.before]
+            for life in kept:
+                del left[life.id]
+                found.append((life.id, life.stretches(int(life.tokens_until(turns)))))
+            self.decoding.give_up(kept, now_s)
+            around.generating(self.name, -len(kept))
+        if found:
+            ids, stretches = [row for row, _ in found], [of for _, of in found]
+            around.keep(ids, stretches)
+            around.rows.made(stopped_at(call), ids, self.name, now_s)
+            generated = [sum(stretch.num_tokens for stretch in of) for of in stretches]
+            total = [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)]
+            around.say(self.name, m.Aborted(call, ids, total, generated, stretches, ("", 0, 0, 0)))
 
     def _abort(self, call: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done."""
         around = self._around
         for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
             _, left = self._generations.pop(number)
+            for life in left.values():
+                life.is_wasted = True
             self.decoding.give_up(left.values(), around.clock.now_s)
             around.generating(self.name, -len(left))
             around.say(self.name, m.TaskDone(number))
