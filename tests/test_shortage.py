@@ -98,7 +98,7 @@ def test_engines_that_fit_alone_and_not_together_are_told_to_offload() -> None:
 
 def test_fewer_samples_that_decode_together_are_named_where_they_make_room() -> None:
     spec = cluster(may_offload=False)
-    text = said("Qwen2.5-14B", spec, lambda engine, pool, layout: engine == TRAIN or layout.tp == 1)
+    text = said("Qwen2.5-14B", spec, lambda engine, pool, layout: engine == TRAIN or (layout.tp, layout.pp) == (1, 1))
     found = next(line for line in text.splitlines() if "max_running" in line)
     running = int(found.partition("max_running: ")[2].partition("}")[0])
     for number, fits in ((running, True), (2 * running, False)):
