@@ -8,6 +8,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.macro.refill import informative
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer
+from m2flow.testing.fakes import FAKE_CONTEXT
 from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
@@ -103,3 +104,34 @@ def test_a_refill_that_finds_too_few_groups_says_how_many_and_where():
     same = {"num_steps": 1, "count": 3, "n": 2, "reward": "short", "keep": "none", "max_draws": 5}
     answer = run_planned(refilling, same, ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")))
     assert "only 0 of the 3 groups that generate(count=...) needs were kept among 5 prompts" in answer.error
+
+
+@flow
+def with_long_prompts(longs: list[int], count: int, n: int) -> None:
+    """Some prompts do not fit the model's context: those that the refill needs are an error, others are not seen."""
+    policy, verifier = Policy("fake"), Reward(short_enough)
+    prompts = Dataset([{"prompt": "x" * FAKE_CONTEXT if i in longs else f"{i * 7919}="} for i in range(12)], shuffle=False)
+    kept = policy.generate(prompts, n=n, max_new_tokens=9, count=count, score=verifier, max_draws=12)
+    log(reward=verifier.score(kept).mean())
+    log(cursor=float(prompts.cursor))
+
+
+@few
+@given(clusters(), st.sets(st.integers(0, 11), max_size=4), st.integers(1, 3), st.integers(2, 3), st.integers(0, 2**30))
+def test_a_prompt_that_is_too_long_counts_only_if_the_refill_needs_it(cluster, longs, count, n, order_seed):
+    options = {"longs": sorted(longs), "count": count, "n": n}
+    eager = run_eager(with_long_prompts, options, cluster)
+    planned = run_planned(with_long_prompts, options, cluster, order_seed=order_seed)
+    assert planned.error == eager.error
+    if not eager.error:
+        assert planned == eager
+
+
+def test_a_prompt_beyond_the_last_one_needed_is_started_and_does_not_fail_the_refill():
+    spec = ClusterSpec(cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    needed = int(run_eager(with_long_prompts, {"longs": [], "count": 2, "n": 2}, spec).logs[-1][2])
+    for long in range(needed, 12):
+        for order_seed in range(4):
+            answer = run_planned(with_long_prompts, {"longs": [long], "count": 2, "n": 2}, spec, order_seed=order_seed)
+            assert answer.error == ""
+    assert "p0/0: a prompt of 4096 tokens" in run_planned(with_long_prompts, {"longs": [0], "count": 2, "n": 2}, spec).error

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, final
 
 from m2flow.errors import M2FlowError
+from m2flow.micro import messages as m
 from m2flow.micro.events import Discarded
 from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
-from m2flow.samples import SampleId
+from m2flow.samples import SampleId, group_key
 
 if TYPE_CHECKING:
     from m2flow.micro.board import Board
@@ -46,6 +47,14 @@ class Refills:
         end = state.refill.end()
         if end is not None:
             self._end(self._members.pop(state.refill), end, state)
+
+    def not_generated(self, state: CallState, task: m.Generate, row: int, error: M2FlowError) -> None:
+        """A candidate can't be generated, which counts if it is needed. Of its task nothing was begun: the others can still be."""
+        if state.is_over:
+            return
+        row = row if row in task.ids else min(task.ids)
+        state.give_back([other for other in task.ids if group_key(other) != group_key(row)])
+        self.judge(state, [row], error)
 
     def _end(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
         """Give up what still runs beyond what was needed, and let the calls of the refill end with what it gives."""

@@ -111,6 +111,8 @@ class Scheduler:
                 if state.refill is not None and isinstance(ended.message, m.Perform):
                     if not state.is_over:
                         board.refills.judge(state, ended.message.ids, error)
+                elif state.refill is not None and isinstance(ended.message, m.Generate):
+                    board.refills.not_generated(state, ended.message, message.row, error)
                 else:
                     board.task_failed(state, ended.message, message.row, error)
             return

@@ -176,6 +176,11 @@ class CallState:
         self.num_begun += len(rows)
         return rows
 
+    def give_back(self, rows: Sequence[int]) -> None:
+        """Rows that a task had, and did not begin with."""
+        self.ready.extendleft(reversed(rows))
+        self.num_begun -= len(rows)
+
     def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> None:
         """These rows of one aligned input are there. Those that this call does not work on don't matter."""
         if not self.is_prepared:
