@@ -18,8 +18,8 @@ from m2flow.macro.graph import Call, Effect
 from m2flow.macro.session import Session
 from m2flow.micro import board, legality, placement, rollout_desk, training, workbench, worker
 from m2flow.micro.arguments import Arguments
+from m2flow.micro.decisions import Stretch, stretches_of
 from m2flow.micro.plan import Stage
-from m2flow.micro.staleness import versions_of
 from m2flow.micro.tracking import CallState
 from m2flow.micro.versions import Versions
 from m2flow.samples import Batch, Sample
@@ -96,7 +96,10 @@ def an_engine_samples_with_what_it_holds(patch: Patch) -> None:
 
 
 def a_version_is_noted_one_too_new(patch: Patch) -> None:
-    patch.setattr(worker, "versions_of", lambda rows: [version + 1 for version in versions_of(rows)])
+    def newer(rows: Batch) -> list[tuple[Stretch, ...]]:
+        return [tuple(stretch._replace(version=stretch.version + 1) for stretch in sample) for sample in stretches_of(rows)]
+
+    patch.setattr(worker, "stretches_of", newer)
 
 
 def a_dropped_group_counts_too(patch: Patch) -> None:
@@ -109,14 +112,13 @@ def a_late_group_takes_the_place_of_one_in_time(patch: Patch) -> None:
     """What the generation gives is said before its last groups are there."""
 
     def cut(self: board.Board, state: CallState) -> None:
-        done = self._late_cut(state)  # type: ignore[attr-defined]
+        whole(self, state)
         if state.is_done and state.result is not None:
             others = [row for row in state.ids if row not in set(state.result)]
             state.result = sorted([*state.result[: -len(others)], *others]) if others else state.result
-        return done  # type: ignore[no-any-return]
 
-    patch.setattr(board.Board, "_late_cut", board.Board._cut, raising=False)
-    patch.setattr(board.Board, "_cut", cut)
+    whole = board.Board.cut
+    patch.setattr(board.Board, "cut", cut)
 
 
 def lagged_looks_one_step_too_far(patch: Patch) -> None:
