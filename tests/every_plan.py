@@ -184,7 +184,9 @@ class Oracle:
         if not pairs:
             if turns:
                 return a.T + b.l, a.T + b.T, a.d + b.T, a.T + b.T
-            return np.maximum(a.l, b.l), np.maximum(a.T, b.T), np.maximum(a.d, b.d), np.maximum(a.busy, b.busy)
+            slow_a, slow_b = self._slower(a, b)
+            total = np.maximum(a.T + slow_a, b.T + slow_b)
+            return np.maximum(a.l, b.l), total, np.maximum(a.d, b.d), np.maximum(a.busy + slow_a, b.busy + slow_b)
         entries = {y for _, y in pairs if not any(self._linked(z, y) for z in b.names)}
         l, T, d, busy = self._through((a.l, a.T, a.d, a.busy), self._between(a.names, b.names))  # noqa: E741
         if any(self.p.calls[y].is_barrier for y in entries):
@@ -194,7 +196,16 @@ class Oracle:
             start = np.maximum(a.T, l)
             whole = np.maximum(start + b.T, T + b.d)
             return start + b.l, whole, np.maximum(a.d + b.T, d + b.d), whole
-        return l + b.l, np.maximum(l + b.T, T + b.d), d + b.d, np.maximum(busy, b.busy)
+        slow_a, slow_b = self._slower(a, b)
+        return l + b.l, np.maximum(l + b.T + slow_b, T + slow_a + b.d), d + b.d, np.maximum(busy + slow_a, b.busy + slow_b)
+
+    def _slower(self, a: Price, b: Price) -> tuple[np.ndarray, np.ndarray]:
+        kinds = [{self.p.calls[n].engine.kind for n in x.names} for x in (a, b)]
+        factors = [
+            max([self.p.costs.slowdown(k, o) for k in own for o in other if k != o], default=1.0) for own, other in (kinds, kinds[::-1])
+        ]
+        both = np.minimum(a.T, b.T) * (len(self.p.pools) == 1)
+        return (factors[0] - 1) * both, (factors[1] - 1) * both
 
     def _linked(self, low: str, high: str) -> bool:
         return low in self.above[high] and self._only_functions(low, high)

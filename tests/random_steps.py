@@ -65,8 +65,11 @@ def random_problem(seed: int, *, num_calls: int, num_ways: int = 3, num_pools: i
         (role, a, b): (rng.uniform(0, 0.5), rng.uniform(0, 2)) for role in ("policy",) for a in sorted(sizes) for b in sorted(sizes)
     }  # fmt: skip
     functions = {c.name: FunctionCost((0.0, rng.uniform(0, 1)), 2) for c in graph if c.engine is None}
+    slow = {"rollout": 1 + rng.random() * rng.choice([0, 1]), "train": 1 + rng.random() * rng.choice([0, 1])}
     memory = rng.choice([60, 100, 160, 1000])
-    costs = TableCosts(dict.fromkeys(pools, memory), entries, functions=functions, syncs_s=syncs, host_bytes=rng.choice([0, 50, 1000]))
+    costs = TableCosts(
+        dict.fromkeys(pools, memory), entries, functions=functions, syncs_s=syncs, host_bytes=rng.choice([0, 50, 1000]), slowdowns=slow
+    )
     spec = ClusterSpec(pools=pools, may_offload=rng.random() < 0.8)
     return Problem(workload, DrawnLengths(seed), costs, spec)
 

@@ -1,6 +1,6 @@
 """Costs that are written down: a planner's test says what each layout takes, and nothing is modelled.
 
->>> from m2flow.micro.costs.terms import DecodeCost, EngineId, Footprint, Layout
+>>> from m2flow.micro.costs.terms import DecodeCost, EngineId, EngineKind, Footprint, Layout
 >>> policy = EngineId("policy", "rollout")
 >>> costs = TableCosts({"gpus": 80}, {(policy, "gpus"): {Layout(dp=2): Entry(DecodeCost(0.01, 0.0001, 0.0, 64), Footprint(weights=16))}})
 >>> costs.layouts(policy, "gpus", 2)
@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
-from m2flow.micro.costs.terms import Constant, Costs, DecodeCost, EngineId, Footprint, FunctionCost, Layout, Switch, TrainCost
+from m2flow.micro.costs.terms import Constant, Costs, DecodeCost, EngineId, EngineKind, Footprint, FunctionCost, Layout, Switch, TrainCost
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -35,13 +36,16 @@ class TableCosts(Costs):
         functions: Mapping[str, FunctionCost] | None = None,
         syncs_s: Mapping[tuple[str, Layout, Layout], tuple[float, float]] | None = None,
         host_bytes: int = 2**60,
+        slowdowns: Mapping[str, float] | None = None,
     ) -> None:
-        """`syncs_s`: (role, trainer's layout, rollout's layout) -> seconds on the same devices, and on others; 0 where it says nothing."""
+        """`syncs_s`: (role, trainer's layout, rollout's layout) -> seconds on the same devices, and on others; 0 where it says nothing.
+        `slowdowns`: kind of engine -> how many times as long it takes beside the other kind on one host."""
         self._device_bytes = dict(device_bytes)
         self._entries = {place: dict(table) for place, table in entries.items()}
         self._functions = dict(functions or {})
         self._syncs_s = dict(syncs_s or {})
         self._host_bytes = host_bytes
+        self._slowdowns = dict(slowdowns or {})
 
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
         return [layout for layout in self._entries.get((engine, pool), {}) if layout.num_devices == num_devices]
@@ -82,6 +86,9 @@ class TableCosts(Costs):
 
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         return 0.0
+
+    def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
+        return self._slowdowns.get(engine, 1.0) if beside != engine else 1.0
 
     def constants(self) -> dict[str, Constant]:
         return {}

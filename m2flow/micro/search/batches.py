@@ -4,7 +4,7 @@
 
 A rollout of W tokens whose longest answer has L on n instances with B slots each takes
 
-    T = max( t0 max(L, W/(n B)) + t1 W/n,  k-longest bound ) + prefill/n
+    T = max( t0 max(L, W/(n B)) + t1 W/n,  k-longest bound ) + prefill/n + coming and going
 
 work spread evenly, the longest sample anywhere. Groups are released when their last member is done. The search adds up times in
 straight lines, so a release is given by the line from (first chunk, l) to (last chunk, T) that no chunk is later than: what a plan
@@ -49,6 +49,10 @@ class Instances:
     max_running: FloatArray
     num: FloatArray
     """Instances."""
+    enter_leave_s: FloatArray
+    """Of a sample's coming and going."""
+    handover_s: FloatArray
+    gather_s: FloatArray
 
     @property
     def slots(self) -> FloatArray:
@@ -87,7 +91,10 @@ class Draw:
         """The time of the rollout, each way."""
         tokens, longest = float(self.responses.sum()), float(self.responses.max(initial=0))
         even = ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num
-        return np.maximum(even, self.k_longest_s(ways)) + self.prefill_s(ways)
+        decode = np.maximum(even, self.k_longest_s(ways))
+        each = self.responses.size / ways.num
+        handovers = np.minimum(each, np.divide(decode, ways.gather_s, out=np.full_like(decode, np.inf), where=ways.gather_s > 0))
+        return decode + self.prefill_s(ways) + each * ways.enter_leave_s + handovers * ways.handover_s
 
     def prefill_s(self, ways: Instances) -> FloatArray:
         """A group's prompt is read once."""
@@ -110,17 +117,19 @@ class Draw:
 class Batch:
     """The samples that a call works on."""
 
-    def __init__(self, call: CallLoad, lengths: Draws, *, seed: int = 0) -> None:
+    def __init__(self, call: CallLoad, lengths: Draws, *, limit: int = 0, seed: int = 0) -> None:
+        """`limit`: tokens at which an answer is cut; 0: none but that of the lengths."""
         num_draws = max(1, min(_MOST_DRAWS, _ENOUGH_SAMPLES // max(1, call.num_samples)))
         shape = call.num_prompts, call.num_per_prompt
         self.draws = tuple(
-            Draw(lengths.draw(*shape, seed, step=step), lengths.draw_prompts(call.num_prompts, seed, step=step))
+            Draw(_cut(lengths.draw(*shape, seed, step=step), limit), lengths.draw_prompts(call.num_prompts, seed, step=step))
             for step in range(num_draws)
         )
+        self.num_samples = call.num_samples
         whole = np.concatenate([(draw.responses + draw.prompts[:, None]).ravel() for draw in self.draws]).astype(np.float64)
-        self.mean_tokens = float(whole.mean())
+        self.mean_tokens = float(whole.mean()) if len(whole) else 0.0
         """Of a sample with its prompt."""
-        self.mean_square = float((whole * whole).mean())
+        self.mean_square = float((whole * whole).mean()) if len(whole) else 0.0
 
     def rollout_s(self, ways: Instances) -> FloatArray:
         return np.asarray(np.mean([draw.seconds(ways) for draw in self.draws], axis=0))
@@ -140,6 +149,10 @@ class Batch:
     def first_chunk_s(self, ways: Instances, groups_in_chunk: int) -> FloatArray:
         """L of the straight release that is nowhere earlier than the true one, in chunks of whole groups."""
         return np.asarray(np.mean([_chord(draw.releases_s(ways), groups_in_chunk) for draw in self.draws], axis=0))
+
+
+def _cut(responses: IntArray, limit: int) -> IntArray:
+    return np.minimum(responses, limit) if limit else responses
 
 
 def _chord(releases_s: FloatArray, step: int) -> FloatArray:

@@ -46,14 +46,21 @@ def zero_times() -> Times:
     return Times(nothing, nothing, nothing, nothing)
 
 
-def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
-    """A and B on devices of their own. `fed` is what B gets, when: A with the functions after it."""
-    busy = np.maximum(fed.busy, b.busy)
-    if not is_linked:
-        return Times(np.maximum(a.first, b.first), np.maximum(a.total, b.total), np.maximum(a.last, b.last), busy)
+def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, slowdowns: tuple[float, float] = (1.0, 1.0)) -> Times:
+    """A and B on devices of their own. `fed` is what B gets, when: A with the functions after it.
+
+    `slowdowns`: how many times as long A, and B, take while the other works too, which they do for as long as the shorter lasts.
+    """
     if waits:
-        return Times(fed.total + b.first, fed.total + b.total, fed.last + b.total, busy)
-    return Times(fed.first + b.first, np.maximum(fed.first + b.total, fed.total + b.last), fed.last + b.last, busy)
+        return Times(fed.total + b.first, fed.total + b.total, fed.last + b.total, np.maximum(fed.busy, b.busy))
+    both = np.minimum(a.total, b.total)
+    more_a, more_b = ((factor - 1) * both for factor in slowdowns)
+    busy = np.maximum(fed.busy + more_a, b.busy + more_b)
+    if not is_linked:
+        total = np.maximum(a.total + more_a, b.total + more_b)
+        return Times(np.maximum(a.first, b.first), total, np.maximum(a.last, b.last), busy)
+    total = np.maximum(fed.first + b.total + more_b, fed.total + more_a + b.last)
+    return Times(fed.first + b.first, total, fed.last + b.last, busy)
 
 
 def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
@@ -85,8 +92,8 @@ class FunctionTimes:
         return Times(t.first + self.first, total, t.last + self.last, np.maximum(t.busy, self.total))
 
 
-def function_times(call: CallLoad, cost: FunctionCost, num_processes: int) -> FunctionTimes:
-    """A call whose units are taken in order by `num_processes` with `concurrency` units each.
+def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
+    """A call whose units are taken in order, `chunk` in a task, by `num_processes` with `concurrency` units each.
 
     The last unit in is out when the slowest of those that were under way with it is: the quantile c/(c + 1) of the latency, c units.
     """
@@ -94,7 +101,9 @@ def function_times(call: CallLoad, cost: FunctionCost, num_processes: int) -> Fu
     under_way = min(units, num_processes * cost.concurrency)
     at = np.linspace(0, 1, len(cost.quantiles_s)) if len(cost.quantiles_s) > 1 else np.zeros(1)
     last = float(np.interp(under_way / (under_way + 1), at, cost.quantiles_s)) if under_way else 0.0
-    return FunctionTimes(cost.mean_s, max(last, units * cost.mean_s / max(1, under_way)), last)
+    tasks_s = cost.task_s * -(-units // chunk) / max(1, min(num_processes, units))
+    total = max(last + cost.task_s * bool(units), units * cost.mean_s / max(1, under_way) + tasks_s)
+    return FunctionTimes(cost.mean_s + cost.task_s, total, last + cost.task_s)
 
 
 def through_functions(a: Times, names: Iterable[str], calls: Mapping[str, CallLoad], times: Mapping[str, FunctionTimes]) -> Times:

@@ -22,6 +22,7 @@ from m2flow.micro.search.calls import Cut
 from m2flow.micro.search.composing import Times, in_turns, side_by_side, through_functions, zero_times
 from m2flow.micro.search.fronts import FloatArray, Front, IntArray, gathered, pruned
 from m2flow.micro.search.leaves import leaf_times
+from m2flow.micro.search.limits import Limits
 from m2flow.micro.search.memory import Memory
 from m2flow.micro.search.options import Option
 from m2flow.micro.search.problem import Problem
@@ -48,12 +49,17 @@ class Tables:
 class Solver:
     """Fills the tables of one problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, known_s: float = np.inf) -> None:
+        """`known_s`: the time of a plan that is known; what can't be as fast is dropped."""
         self.problem = problem
+        self.limits = Limits(problem)
+        self._known_s = known_s * (1 + 1e-9)
         self.memory = Memory(problem)
         self._num_pools = len(problem.pools)
         self._times = slice(self._num_pools, self._num_pools + _NUM_TIMES)
         self._bytes = slice(self._num_pools + _NUM_TIMES, None)
+        self._late = np.array([0.0, 1.0, 1.0, float(problem.workload.staleness > 0)])
+        """The times to which a sync is added."""
         self._fronts: dict[int, Front] = {}
         self._cuts: dict[int, tuple[Cut, ...]] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
@@ -77,6 +83,7 @@ class Solver:
         return Front(
             np.zeros((0, self._num_pools + _NUM_TIMES + self.memory.width)),
             np.zeros((0, self._num_ties), np.int64),
+            np.zeros(0),
             np.zeros((0, 3), np.int64),
         )
 
@@ -101,12 +108,16 @@ class Solver:
         times = leaf.times.reshape(-1, 3)
         need = np.zeros((num_options, self._num_pools))
         need[np.arange(num_options), [problem.pools.index(option.pool) for option in options]] = [o.num_devices for o in options]
-        values = np.concatenate([need[which], times, times[:, 1:2], self.memory.leaf(engine, options, calls)[which]], axis=1)
+        busy = times[:, 1:2] * bool(problem.workload.staleness)
+        values = np.concatenate(
+            [need[which], times, busy, self.memory.settled(calls, self.memory.leaf(engine, options, calls))[which]], axis=1
+        )
         ties = np.full((len(which), self._num_ties), UNKNOWN)
         if engine in problem.tied and problem.is_open(engine, calls):
             ties[:, problem.tied.index(engine)] = which
         origin = np.stack([np.full(len(which), -1), which, np.tile(np.arange(num_chunks), num_options)], axis=1)
-        return pruned(Front(values, ties, origin))
+        work = times[:, 1] * need[which].sum(axis=1)
+        return pruned(self._promising(calls, Front(values, ties, work, origin)))
 
     # ---- two parts
 
@@ -120,15 +131,32 @@ class Solver:
         ia, ib = np.nonzero(legal)
         if not len(ia):
             return self._nothing()
-        ties = self._ties(cut, a.ties[ia], b.ties[ib], how)
         times = self._pair_times(cut, a, b, ia, ib, how)
-        times += self._sync_s(cut, ties, how)[:, None] * np.array([0.0, 1.0, 1.0, 1.0])
+        work = a.work[ia] + b.work[ib]
+        keep = self._is_promising(calls, times, work)
+        if not keep.all():
+            ia, ib, times, work = ia[keep], ib[keep], times[keep], work[keep]
+            if not len(ia):
+                return self._nothing()
+        ties = self._ties(cut, a.ties[ia], b.ties[ib], how)
+        times += self._sync_s(cut, ties, how)[:, None] * self._late
         bytes_ = self.memory.join(cut, a.values[ia, self._bytes], b.values[ib, self._bytes], ties, is_turns=how == TURNS)
         ties = self._closed(calls, ties)
         fits = self.memory.fits(bytes_)
+        bytes_ = self.memory.settled(calls, bytes_)
         values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
         origin = np.stack([np.full(len(ia), 2 * index + how), ia, ib], axis=1)
-        return pruned(Front(values[fits], ties[fits], origin[fits]))
+        return pruned(self._promising(calls, Front(values, ties, work, origin).take(fits)))
+
+    def _promising(self, calls: int, front: Front) -> Front:
+        keep = self._is_promising(calls, front.values[:, self._times], front.work)
+        return front if keep.all() else front.take(keep)
+
+    def _is_promising(self, calls: int, times: FloatArray, work: FloatArray) -> BoolArray:
+        """Rows that a plan as fast as the one that is known may have."""
+        if self._known_s == np.inf:
+            return np.ones(len(times), np.bool_)
+        return np.asarray(self.limits.of_rows(calls, times[:, 1], times[:, 3], work) <= self._known_s)
 
     def _need(self, a: Front, b: Front, how: int) -> FloatArray:
         of_a, of_b = a.values[:, None, : self._num_pools], b.values[None, :, : self._num_pools]
@@ -168,9 +196,13 @@ class Solver:
     def _pair_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray, how: int) -> FloatArray:
         of_a, of_b = self._read(a), self._read(b)
         fed = through_functions(of_a, cut.functions, self.problem.calls, self.problem.functions)
-        compose = in_turns if how == TURNS else side_by_side
-        found = compose(of_a.at(ia), fed.at(ia), of_b.at(ib), is_linked=cut.is_linked, waits=cut.waits)
-        return np.stack([found.first, found.total, found.last, found.busy], axis=1)
+        parts = of_a.at(ia), fed.at(ia), of_b.at(ib)
+        if how == TURNS:
+            found = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
+        else:
+            found = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits, slowdowns=self.problem.slowdowns(cut))
+        busy = found.busy if self.problem.workload.staleness else np.zeros_like(found.total)
+        return np.stack([found.first, found.total, found.last, busy], axis=1)
 
     def _read(self, front: Front) -> Times:
         first, total, last, busy = front.values[:, self._times].T

@@ -27,6 +27,8 @@ class Front:
     """[rows, values], not negative."""
     ties: IntArray
     """[rows, ties]."""
+    work: FloatArray
+    """[rows], device-seconds; of no importance for what is beaten."""
     origin: IntArray
     """[rows, 3]: where a row is from: (-1 - cut, row of the first, row of the second), or (way, option, chunk) of a leaf."""
 
@@ -34,13 +36,14 @@ class Front:
         return len(self.values)
 
     def take(self, rows: npt.NDArray[np.bool_] | IntArray) -> Front:
-        return Front(self.values[rows], self.ties[rows], self.origin[rows])
+        return Front(self.values[rows], self.ties[rows], self.work[rows], self.origin[rows])
 
 
 def gathered(fronts: list[Front]) -> Front:
     return Front(
         np.concatenate([front.values for front in fronts]),
         np.concatenate([front.ties for front in fronts]),
+        np.concatenate([front.work for front in fronts]),
         np.concatenate([front.origin for front in fronts]),
     )
 
@@ -49,12 +52,11 @@ def pruned(front: Front) -> Front:
     """Without rows that another one beats or equals."""
     if len(front) < 2:
         return front
-    values = front.values
-    scale = values.max(axis=0)
-    values = values[:, scale > values.min(axis=0)]  # A column in which all are equal decides nothing.
-    weights = 1 / np.maximum(scale[scale > front.values.min(axis=0)], 1e-300)
-    order = np.argsort(values @ weights, kind="stable")
-    kept = order[_unbeaten(values[order], _codes(front.ties)[order])]
+    most = front.values.max(axis=0)
+    differ = most > front.values.min(axis=0)  # A column in which all are equal decides nothing.
+    values = front.values[:, differ]
+    order = np.argsort(values @ (1 / most[differ]), kind="stable")
+    kept = order[_unbeaten(np.ascontiguousarray(values[order].T), _codes(front.ties)[order])]
     return front.take(np.sort(kept))
 
 
@@ -67,15 +69,15 @@ def _codes(ties: IntArray) -> IntArray:
 
 
 def _unbeaten(values: FloatArray, codes: IntArray) -> IntArray:
-    """Indices of the rows that no other beats, given in an order in which a row comes before those that it beats."""
-    left = np.arange(len(values))
+    """Indices of the rows that no other beats, [values, rows] in an order in which a row comes before those that it beats."""
+    left = np.arange(len(codes))
     slack = values * (1 + _ROUNDING)
-    at = 0
-    while at < len(left):
-        loses = np.logical_and.reduce(slack >= values[at], axis=1) & (codes == codes[at])
-        loses[: at + 1] = False
-        if loses.any():
-            keep = ~loses
-            left, values, slack, codes = left[keep], values[keep], slack[keep], codes[keep]
-        at += 1
-    return left
+    kept: list[int] = []
+    while len(left):
+        kept.append(int(left[0]))
+        stays = codes != codes[0]
+        for column, value in zip(slack, values[:, 0], strict=True):
+            stays |= column < value
+        stays[0] = False
+        left, values, slack, codes = left[stays], values[:, stays], slack[:, stays], codes[stays]
+    return np.array(kept, np.int64)

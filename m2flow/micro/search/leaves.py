@@ -58,6 +58,8 @@ def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Cost
     """The calls in their order, in chunks that are legal for each of them; the engine comes before and leaves after, if it is swapped."""
     engine = calls[0].engine
     assert engine is not None
+    if not any(call.num_samples for call in calls):
+        return LeafTimes((1,), np.zeros((len(options), 1, TIMES)))
     chunks = tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
     first = sum((t[..., 1] for t in each[:-1]), np.zeros(each[0].shape[:2])) + each[-1][..., 0]
@@ -85,6 +87,9 @@ def instances(engine: EngineId, options: Sequence[Option], costs: Costs) -> Inst
         prefill_token_s=np.array([d.prefill_token_s for d in decodes]),
         max_running=np.array([max(1, d.max_running) for d in decodes], np.float64),
         num=np.array([option.layout.dp for option in options], np.float64),
+        enter_leave_s=np.array([d.enter_s + d.leave_s for d in decodes]),
+        handover_s=np.array([d.handover_s for d in decodes]),
+        gather_s=np.array([d.gather_s for d in decodes]),
     )
 
 
@@ -103,12 +108,12 @@ def _passes(call: CallLoad, engine: EngineId, options: Sequence[Option], chunks:
     trains = [costs.train(engine, option.pool, option.layout) for option in options]
     passes = [train.update if call.work == "update" else train.forward for train in trains]
     fixed = np.array([p.fixed_s for p in passes])[:, None]
-    sample = np.array([p.token_s * batch.mean_tokens + p.token2_s * batch.mean_square for p in passes])[:, None]
+    sample = np.array([p.sample_s + p.token_s * batch.mean_tokens + p.token2_s * batch.mean_square for p in passes])[:, None]
     replicas = np.array([option.layout.dp for option in options], np.float64)[:, None]
     size = np.array(chunks, np.float64)[None, :]
     rows = np.ceil(size / replicas)
     microbatches = np.ceil(np.maximum(1.0, rows * batch.mean_tokens / call.token_budget)) if call.token_budget else np.ones_like(rows)
-    chunk_s = microbatches * fixed + rows * replicas * sample
+    chunk_s = microbatches * replicas * fixed + rows * replicas * sample  # `fixed` is a replica's, shared out to all.
     pass_s = call.num_samples / size * chunk_s
     if call.work != "update":
         return np.stack([chunk_s, pass_s, chunk_s], axis=-1)

@@ -8,6 +8,8 @@ Of each set of devices: what is kept there while others work, and the most that 
 The fullest devices of two parts that take turns are taken to be the same ones. An engine with several calls is in one place in all of
 them, so its devices are a set of their own until the last of its calls is inside: what it keeps is counted once, and what other
 engines keep elsewhere is not added to it. Room on the host for what leaves is reserved for good, by the rule for what is kept.
+
+Where memory can't run out any more, whatever the rest of the plan, it is set to 0: rows that differ only there are alike.
 """
 
 from __future__ import annotations
@@ -54,7 +56,33 @@ class Memory:
         """[rows, width] of two parts; `ties` as they are before anything is closed."""
         of_a, of_b = (side.reshape(-1, *self.shape) for side in (a, b))
         found = self._turns(cut, of_a, of_b, ties) if is_turns else np.maximum(of_a, of_b)
-        return self._closed(cut.first | cut.second, found).reshape(len(a), -1)
+        return self._closed(cut.first | cut.second, found).reshape(len(a), self.width)
+
+    def settled(self, calls: int, rows: FloatArray) -> FloatArray:
+        """The same rows, with 0 for what nothing outside of `calls` can bring to its limit."""
+        found = rows.reshape(-1, *self.shape)
+        kept, most, host = (number[:, None] for number in self._outside(calls))
+        room = np.array([self.problem.costs.device_bytes(pool) for pool in self.problem.pools])[:, None]
+        host_room = np.array([self.problem.costs.host_bytes(pool) for pool in self.problem.pools])[:, None]
+        is_safe = (found[:, KEPT] + kept + most <= room) & (found[:, MOST] + kept <= room)
+        left = np.stack([~is_safe, ~is_safe, found[:, HOST] + host > host_room], axis=1)
+        return np.asarray((found * left).reshape(len(rows), self.width))
+
+    def _outside(self, calls: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """By pool: the most that other engines may keep, that one of the other calls may need at work, and of the host."""
+        problem = self.problem
+        found = np.zeros((3, len(problem.pools)))
+        for engine, options in problem.options.of.items():
+            if not problem.calls_of(engine) & ~calls:
+                continue
+            is_other = not problem.calls_of(engine) & calls
+            for p, pool in enumerate(problem.pools):
+                here = [option for option in options if option.pool == pool]
+                if here:
+                    found[KEPT, p] += is_other * max(option.kept_bytes for option in here)
+                    found[MOST, p] = max(found[MOST, p], *(option.footprint.device_bytes for option in here))
+                    found[HOST, p] += is_other * max(option.host_bytes for option in here)
+        return found[KEPT], found[MOST], found[HOST]
 
     def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
         found = rows.reshape(-1, *self.shape)
@@ -69,7 +97,7 @@ class Memory:
         for i, engine in enumerate(self.problem.placed, 1):
             in_a, in_b = (self._set_of(engine, calls) == i for calls in (cut.first, cut.second))
             if in_a and in_b:
-                found[..., i] = _stacked(a[..., i], b[..., i]) - self._own(engine, ties)
+                found[..., i] = np.maximum(_stacked(a[..., i], b[..., i]) - self._own(engine, ties), 0)
             elif in_a:
                 found[..., i] = _stacked(a[..., i], any_b)
             elif in_b:

@@ -55,7 +55,7 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
     for engine in engines:
         found.of[engine], found.unfit[engine] = [], []
         pin = pin_of(engine, spec)
-        for pool, size in spec.pools.items():
+        for pool, size in spec.planned_pools.items():
             if pin.pool not in (None, pool):
                 continue
             unit = costs.unit(engine, pool)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise
 
+import msgspec
+
 from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import Costs, EngineId
 from m2flow.micro.search.batches import Batch, Draws
@@ -21,6 +23,11 @@ from m2flow.micro.search.composing import FunctionTimes, function_times
 from m2flow.micro.search.options import Option, Options, options_of
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.spec import ClusterSpec
+
+
+def outside_call(engine: EngineId) -> str:
+    """What stands for the calls of an engine that are in no usual step."""
+    return f"{engine} in other steps"
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,18 @@ class Problem:
     """Device counts to try, by pool; None: all."""
     _syncs_s: dict[tuple[str, Option, Option, bool], float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Engines that only other steps need have a place too: calls of no sample stand for them."""
+        calls = [CallLoad(outside_call(e), "forward", e, 0, 1, "batch", False, ()) for e in self.workload.outside]
+        self.workload = msgspec.structs.replace(self.workload, calls=(*self.workload.calls, *calls), outside=())
+
     @cached_property
     def graph(self) -> CallGraph:
         return CallGraph(self.workload)
 
     @cached_property
     def pools(self) -> tuple[str, ...]:
-        return tuple(self.spec.pools)
+        return tuple(self.spec.planned_pools)
 
     @cached_property
     def calls(self) -> dict[str, CallLoad]:
@@ -72,34 +84,50 @@ class Problem:
 
     @cached_property
     def batches(self) -> dict[str, Batch]:
-        """By call; calls on equally many prompts share theirs."""
-        made: dict[tuple[int, int], Batch] = {}
-        found = {}
+        """By call: what it generates, or the samples of the last call before it that does."""
+        made: dict[tuple[int, int, int], Batch] = {}
+        found, limits = {}, dict[str, int]()
         for call in self.workload.calls:
-            shape = call.num_prompts, call.num_per_prompt
+            limits[call.name] = call.max_new_tokens or max((limits.get(name, 0) for name in call.after), default=0)
+            shape = call.num_prompts, call.num_per_prompt, limits[call.name]
             if shape not in made:
-                made[shape] = Batch(call, self.lengths)
+                made[shape] = Batch(call, self.lengths, limit=limits[call.name])
             found[call.name] = made[shape]
         return found
 
     @cached_property
     def functions(self) -> dict[str, FunctionTimes]:
-        processes = self.spec.functions.workers
-        return {call.name: function_times(call, self.costs.function(call.name), processes) for call in self.graph.function_calls}
+        size = self.spec.functions
+        costs = {call: self.costs.function(call.name) for call in self.graph.function_calls}
+        return {call.name: function_times(call, cost, size.workers, size.chunk) for call, cost in costs.items()}
 
     @cached_property
     def options(self) -> Options:
         return options_of(self.workload.engines, self.costs, self.spec, self.counts)
 
+    def slowdowns(self, cut: Cut) -> tuple[float, float]:
+        """How many times as long the two sides take while both work: on one host, engines of different kinds get into each other's way."""
+        kinds = [{engine.kind for engine in self.graph.engines(side)} for side in (cut.first, cut.second)]
+        if sum(pool.nodes for pool in self.spec.planned_pools.values()) > 1:
+            return 1.0, 1.0
+        first, second = (
+            max((self.costs.slowdown(kind, other) for kind in own for other in others if kind != other), default=1.0)
+            for own, others in (kinds, kinds[::-1])
+        )
+        return first, second
+
     def check(self) -> None:
         """Raises PlanError: some engine fits nowhere, however much of the cluster it has."""
-        for engine, ways in self.options.of.items():
-            if not ways:
-                raise PlanError(f"{engine} fits nowhere on {self.spec.name}")
+        if not all(self.options.of.values()):
+            raise self.no_room()
+
+    def no_room(self) -> PlanError:
+        """What is short, and what would fit."""
+        return PlanError(f"no plan of {self.workload.flow} fits {self.spec.name}")
 
     @cached_property
     def num_devices(self) -> tuple[int, ...]:
-        return tuple(pool.num_devices for pool in self.spec.pools.values())
+        return tuple(pool.num_devices for pool in self.spec.planned_pools.values())
 
     def calls_of(self, engine: EngineId) -> int:
         return sum(1 << i for i, call in enumerate(self.graph.device_calls) if call.engine == engine)

@@ -89,8 +89,11 @@ def _node(tables: Tables, calls: int, row: int) -> Node:
 def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, *, is_turns: bool) -> Pair:
     """Two parts put together."""
     fed = through_functions(first.times, cut.functions, problem.calls, problem.functions)
-    compose = in_turns if is_turns else side_by_side
-    times = compose(first.times, fed, second.times, is_linked=cut.is_linked, waits=cut.waits)
+    parts = first.times, fed, second.times
+    if is_turns:
+        times = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
+    else:
+        times = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits, slowdowns=problem.slowdowns(cut))
     where = {leaf.engine: leaf.option for leaf in leaves_of(first) + leaves_of(second)}
     syncs = tuple(
         (sync, problem.sync_s(sync, where[sync.source], where[sync.target], is_turns=is_turns)) for sync in problem.syncs if sync.meets(cut)
@@ -148,9 +151,9 @@ def _path(problem: Problem, node: Node, which: str) -> Iterator[Part]:
     value, of_a, of_b = max(_ways(problem, node, which), key=lambda way: way[0])
     if of_a:
         yield from _path(problem, a, of_a)
-        between = value - float(getattr(a.times, of_a)) - (float(getattr(b.times, of_b)) if of_b else 0.0)
-        if between > 1e-12 * value and node.cut.functions:
-            yield Part(", ".join(node.cut.functions), between)
+    between = value - sum(float(getattr(part.times, of)) for part, of in ((a, of_a), (b, of_b)) if of)
+    if between > 1e-9 * value:
+        yield Part(", ".join(node.cut.functions) or "both at work on one host", between)
     if of_b:
         yield from _path(problem, b, of_b)
     if which != "first":
@@ -163,12 +166,17 @@ def _ways(problem: Problem, node: Pair, which: str) -> list[tuple[float, str, st
     in_order = {"first": ("total", "first"), "total": ("total", "total"), "last": ("last", "total")}[which]
     after = float(getattr(a, in_order[0]) + getattr(b, in_order[1])), *in_order
     if not node.cut.is_linked:
-        return [after] if node.is_turns else [(float(getattr(a, which)), which, ""), (float(getattr(b, which)), "", which)]
+        if node.is_turns:
+            return [after]
+        of_a, of_b = ((s - 1) * float(min(a.total, b.total)) * (which == "total") for s in problem.slowdowns(node.cut))
+        return [(float(getattr(a, which)) + of_a, which, ""), (float(getattr(b, which)) + of_b, "", which)]
     if node.cut.waits:
         handed = [in_order]
     else:
         handed = {"first": [("first", "first")], "total": [("first", "total"), ("total", "last")], "last": [("last", "last")]}[which]
-    ways = [(float(getattr(fed, x) + getattr(b, y)), _cause(problem, node, x), y) for x, y in handed]
+    both = float(min(a.total, b.total)) if which == "total" and not node.is_turns and not node.cut.waits else 0.0
+    slower = {y: (factor - 1) * both for y, factor in zip(("last", "total"), problem.slowdowns(node.cut), strict=True)}
+    ways = [(float(getattr(fed, x) + getattr(b, y)) + slower.get(y, 0.0), _cause(problem, node, x), y) for x, y in handed]
     return [*ways, after] if node.is_turns and not node.cut.waits else ways
 
 
@@ -203,7 +211,7 @@ def _busy(problem: Problem, node: Node) -> Iterator[Part]:
         yield from _path(problem, node, "total")
     else:
         a, b, fed = node.first.times.busy, node.second.times.busy, node.fed.busy
-        if max(a, b) >= fed:
+        if max(a, b) >= fed or not node.cut.functions:
             yield from _busy(problem, node.first if a >= b else node.second)
         else:
             yield Part(", ".join(node.cut.functions), float(fed))
