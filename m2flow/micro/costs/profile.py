@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from m2flow.errors import SpecError
 from m2flow.micro.costs.fitting import Quality
 from m2flow.micro.costs.terms import Constant, EngineKind
+from m2flow.micro.rollouts.lengths import Lengths
+from m2flow.micro.rollouts.measured import Measured
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
 
@@ -169,6 +172,19 @@ class Profile(msgspec.Struct, frozen=True):
 
     def function(self, call: str) -> MeasuredFunction | None:
         return next((found for found in self.functions if found.call == call), None)
+
+    def lengths(self) -> Lengths:
+        """Of the answers that were seen.
+
+        Raises:
+            SpecError: none was.
+        """
+        if not self.responses:
+            raise SpecError("the profile saw no answer of the flow's own length", now="Give lengths: a trace, a run, or a distribution.")
+        groups = [np.array(answers, np.int64) for answers in self.responses]
+        cap = max(int(group.max()) for group in groups)
+        cut = [group >= cap for group in groups]
+        return Measured(f"profile of {self.flow}", [0] * len(groups), self.prompts, groups, cut=cut, cap=cap)
 
     def save(self, path: Path) -> None:
         """Raises SpecError: it can't be written."""
