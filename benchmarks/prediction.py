@@ -118,7 +118,7 @@ def predicted(job: Job, cluster: Path, profile: Profile, lengths: Lengths) -> tu
     profile.check(program.models, spec)
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths))
     history = simulate(program, plan, spec, ProfiledCosts(profile, modelled), lengths).history
-    counted = [stretch for stretch in history.stretches if stretch.step >= _WARMUP]
+    counted = [period for period in history.periods if period.step >= _WARMUP]
     start_s, end_s = counted[0].start_s, counted[-1].end_s
     parts: dict[str, float] = defaultdict(float)
     for did in history.dids:
@@ -126,7 +126,7 @@ def predicted(job: Job, cluster: Path, profile: Profile, lengths: Lengths) -> tu
             parts[_TASKS.get(type(did.task).__name__, "other")] += did.end_s - did.start_s
     lives = [(max(life.begun_s, start_s), min(life.ended_s, end_s)) for lives in history.lives.values() for life in lives]
     parts["decode"] = _union(pair for pair in lives if pair[0] < pair[1])
-    return [stretch.makespan_s for stretch in counted], {name: seconds / len(counted) for name, seconds in parts.items()}
+    return [period.makespan_s for period in counted], {name: seconds / len(counted) for name, seconds in parts.items()}
 
 
 def _union(pairs) -> float:  # type: ignore[no-untyped-def]

@@ -3,13 +3,15 @@
     sizes [N, K], seconds [N] --fit--> constants [K], and how well they say the seconds again
 
 The variance of a time grows with the time, so squares are weighed by 1/seconds: short pieces of work count, and the sum over all is
-right. Residuals beyond a few times the usual one are cut (Huber): on a machine that does other things too, some timings are far too
-long, and none is far too short. Terms of which nothing may be won back by more work are held at zero or above.
+right. Residuals beyond a few times the usual one are cut (Huber), and in the end what took more than twice as long as predicted: on a
+machine that does other things too, some timings are far too long, and none is far too short. Terms of which nothing may be won back by
+more work are held at zero or above.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -22,7 +24,11 @@ _ROUNDS = 12
 _HUBER = 1.345
 """Residuals beyond this many standard deviations count linearly. Source: Huber 1981; 95% efficient where the errors are normal."""
 _MAD_TO_SIGMA = 1.4826
+_MOST_TIMES = 2.0
+"""What took longer than so many times the prediction was interrupted, and counts as this long."""
 _MOST_TERMS = 6
+_LEAST_SQUARES = 1e-12
+"""Share of the squares that rounding leaves."""
 
 
 class Quality(msgspec.Struct, frozen=True):
@@ -43,7 +49,7 @@ def fit(sizes: npt.ArrayLike, seconds: npt.ArrayLike, *, free: Sequence[int] = (
     """The constants c >= 0 that make sizes @ c close to seconds.
 
     Args:
-        sizes: [N, K], at most six terms; a column of ones is a fixed cost.
+        sizes: [N, K], at most six terms. The first is the fixed cost, a column of ones.
         seconds: [N], positive.
         free: columns whose constant may be below zero.
     Returns:
@@ -72,7 +78,12 @@ def fit(sizes: npt.ArrayLike, seconds: npt.ArrayLike, *, free: Sequence[int] = (
         if sigma <= 1e-12 * float(np.sqrt(y.max())):
             break
         weights = base * np.minimum(1.0, _HUBER * sigma / np.maximum(residuals, 1e-300))
-    return constants / scale, _quality(y, x @ constants, weights)
+    quality = _quality(y, x @ constants, weights)
+    predicted = np.maximum(x @ constants, 0.0)
+    if float(predicted.sum()) > 0:
+        # Small delays are part of what work takes: the sum over all is kept, but for what was interrupted.
+        constants = constants * (float(np.minimum(y, _MOST_TIMES * predicted).sum()) / float(predicted.sum()))
+    return constants / scale, quality
 
 
 def robust_mean(values: npt.ArrayLike) -> float:
@@ -90,21 +101,29 @@ def robust_mean(values: npt.ArrayLike) -> float:
 
 
 def _least_squares(x: FloatArray, y: FloatArray, weights: FloatArray, free: frozenset[int]) -> FloatArray:
-    """Exact: with K terms, each set of those that are not held at zero is tried."""
+    """Of each set of terms the least squares, exactly; and of the sets the best by Schwarz's criterion, n ln(squares) + k ln(n).
+
+    So a term must earn its place, and the fixed cost, which is the first one, twice: of work that was always of one size, the time is
+    taken to grow with the work.
+
+    Source:
+        Schwarz 1978, doi:10.1214/aos/1176344136.
+    """
     root = np.sqrt(weights)
     a, b = x * root[:, None], y * root
-    gram, right = a.T @ a, a.T @ b
-    num_terms = x.shape[1]
+    gram, right, whole = a.T @ a, a.T @ b, float(b @ b)
+    num, num_terms = x.shape
     best, least = np.zeros(num_terms), np.inf
-    for size in range(num_terms, 0, -1):
+    for size in range(1, num_terms + 1):
         for chosen in itertools.combinations(range(num_terms), size):
             index = np.array(chosen)
             found = np.linalg.lstsq(gram[np.ix_(index, index)], right[index], rcond=1e-12)[0]
             if any(value < 0 and term not in free for value, term in zip(found, chosen, strict=True)):
                 continue
-            cost = float(found @ gram[np.ix_(index, index)] @ found - 2 * found @ right[index])
-            if cost < least - 1e-9 * abs(least) or least == np.inf:
-                best, least = np.zeros(num_terms), cost
+            squares = whole + float(found @ gram[np.ix_(index, index)] @ found - 2 * found @ right[index])
+            told = num * math.log(max(squares / whole, _LEAST_SQUARES)) + (size + (0 in chosen)) * math.log(num)
+            if told < least:
+                best, least = np.zeros(num_terms), told
                 best[index] = found
     return best
 

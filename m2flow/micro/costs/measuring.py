@@ -59,8 +59,8 @@ def profile_of(
     engines: dict[tuple[str, str, int], MeasuredEngine] = {}
     syncs: dict[tuple[str, str], MeasuredSync] = {}
     functions: dict[str, MeasuredFunction] = {}
+    hop_s = _hop_s(runs)
     for run in runs:
-        hop_s = _hop_s([run])
         for worker in run.plan.workers:
             for found in _engines(run, worker, hop_s):
                 engines.setdefault((found.role, found.kind, found.num_devices), found)
@@ -85,8 +85,9 @@ def profile_of(
         engines=tuple(engines.values()),
         functions=tuple(functions.values()),
         syncs=tuple(syncs.values()),
-        hop_s=_hop_s(runs),
+        hop_s=hop_s,
         byte_s=float(byte_s),
+        turn_s=max(robust_mean(np.concatenate([run.observed.turns for run in runs])) - hop_s, 0.0),
         gather_s=gather_s,
         startup_s=max((run.startup_s for run in runs), default=0.0),
         prompts=tuple(prompt for prompt, _ in groups),
@@ -129,9 +130,8 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
 
 
 def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredDecode, dict[Beside, float]]:
-    sizes = np.stack(
-        [np.ones(len(steps.seconds)), steps.decoding, steps.context, steps.prefill, steps.entered], 1
-    ).astype(np.float64)  # fmt: skip
+    running = steps.decoding + steps.entered
+    sizes = np.stack([np.ones(len(running)), running, steps.context, steps.prefill, steps.entered], 1).astype(np.float64)
     found = _fit_beside(sizes, steps.seconds, steps.beside, "rollout")
     step_s, sample_s, context_s, prefill_s, enter_s = found.constants
     leave_s = handover_s = 0.0
@@ -152,7 +152,7 @@ def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tu
             enter_s=float(enter_s) + (float(np.median(asking)) if len(asking) else 0.0),
             leave_s=float(leave_s),
             handover_s=float(handover_s),
-            most_running=int((steps.decoding + steps.entered).max()),
+            most_running=int(running.max()),
             context=float(steps.context[is_decode].sum()) / total if total else 0.0,
             quality=found.quality,
         ),
@@ -170,7 +170,9 @@ def _pass(passes: Passes, seen: Observed, worker: str, hop_s: float) -> tuple[Me
     found = tried[0 if is_shared else 1]
     fixed_s, token_s, token2_s = found.constants
     sample_s = -token_s * passes.shared.sum() / passes.num_samples.sum() if is_shared else 0.0
-    num, seconds = seen.preparing.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
+    queued, queued_s = seen.preparing.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
+    waited, waited_s = seen.starting.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
+    num, seconds = np.concatenate([queued, waited]), np.concatenate([queued_s, waited_s - hop_s])
     before_s = each_s = 0.0
     if len(num):
         before_s, each_s = fit(np.stack([np.ones(len(num)), num], 1), np.maximum(seconds, 1e-6))[0]

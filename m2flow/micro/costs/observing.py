@@ -89,11 +89,13 @@ class Observed:
     decode: dict[tuple[str, str], DecodeSteps]
     leaving: dict[str, Leavings]
     entering: dict[str, tuple[IntArray, FloatArray]]
-    """Samples that an idle engine was given, and seconds from then to its first step."""
+    """Samples that an idle engine was given, and seconds from the end of what they waited for to its first step."""
     update: dict[tuple[str, str], Passes]
     forward: dict[tuple[str, str], Passes]
     preparing: dict[str, tuple[IntArray, FloatArray]]
-    """Samples of a micro-batch that an idle trainer was given, and seconds from then to its beginning."""
+    """Samples of a micro-batch that waited for the one before it, and seconds between the two."""
+    starting: dict[str, tuple[IntArray, FloatArray]]
+    """Samples of a micro-batch that an idle trainer was given, and seconds from the end of what they waited for to its beginning."""
     optimizer: dict[tuple[str, str], FloatArray]
     switches: dict[tuple[str, str], FloatArray]
     """By whom the device goes to."""
@@ -103,6 +105,8 @@ class Observed:
     functions: dict[str, Units]
     hops: FloatArray
     """Seconds in which nobody worked, between a task's end on one worker and the start of what waited for it."""
+    turns: FloatArray
+    """The same after the last task of a step: with what the program takes to make the next step's calls."""
     sends: tuple[IntArray, FloatArray]
     """Bytes of parcels, and seconds to hand them to the network."""
     groups: list[tuple[int, list[int]]]
@@ -145,24 +149,27 @@ class _Reader:
         for span in counted:
             named[span.name].append(span)
         idle = self._idle(counted)
-        hops = [seconds for span, seconds in idle if span.name in _PROMPT_STARTS]
+        turns = [(seconds, before.name == SpanName.TRAIN_APPLY) for span, seconds, before in idle if span.name in _PROMPT_STARTS]
+        begun = [(span, seconds) for span, seconds, before in idle if before.name not in (SpanName.ROLLOUT_STEP, SpanName.SEND)]
         groups: dict[int, tuple[int, list[int]]] = {}
         for packed, (_, num_prompt, num_generated) in sorted(samples):
             groups.setdefault(group_key(packed), (num_prompt, []))[1].append(num_generated)
         return Observed(
             decode=self._decode(named[SpanName.ROLLOUT_STEP], named[SpanName.SAMPLE]),
             leaving=self._leaving(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND]),
-            entering=_sized([(s.lane[0], number(s, "num_samples"), t) for s, t in idle if s.name == SpanName.ROLLOUT_STEP]),
+            entering=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.ROLLOUT_STEP),
             update=self._passes(named[SpanName.TRAIN_ACCUMULATE]),
             forward=self._passes(named[SpanName.TRAIN_LOGPROBS]),
-            preparing=_sized(self._between(named[SpanName.TRAIN_ACCUMULATE], idle)),
+            preparing=_sized(self._between(named[SpanName.TRAIN_ACCUMULATE])),
+            starting=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.TRAIN_ACCUMULATE),
             optimizer=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.TRAIN_APPLY]),
             switches=_seconds((str(s.attributes.get("label", "")).removeprefix("to "), s.lane[0], s) for s in named[SpanName.SWITCH]),
             publishes=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_PUBLISH]),
             loads=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_LOAD]),
             weight_bytes={_role(s): number(s, "num_bytes") for s in named[SpanName.WEIGHTS_LOAD]},
             functions=_units(named[SpanName.FUNCTION_CALL]),
-            hops=np.array(hops),
+            hops=np.array([seconds for seconds, is_turn in turns if not is_turn]),
+            turns=np.array([seconds for seconds, is_turn in turns if is_turn]),
             sends=(
                 np.array([number(s, "num_bytes") for s in named[SpanName.SEND]], np.int64),
                 np.array([s.duration_s for s in named[SpanName.SEND]]),
@@ -232,9 +239,9 @@ class _Reader:
                 prompts[group_key(packed)].append(self._counts[packed][1])
         return sum(sum(tokens) - max(tokens) for tokens in prompts.values())
 
-    def _between(self, spans: Sequence[Span], idle: Sequence[tuple[Span, float]]) -> list[tuple[str, int, float]]:
-        """What it takes to begin a micro-batch: after the one before it, which it did not have to wait for, or when all others are idle."""
-        found = [(span.lane[0], number(span, "num_samples"), seconds) for span, seconds in idle if span.name == SpanName.TRAIN_ACCUMULATE]
+    def _between(self, spans: Sequence[Span]) -> list[tuple[str, int, float]]:
+        """What it takes to begin a micro-batch after the one before it, which it did not have to wait for."""
+        found = []
         for worker, own in _by_worker(spans).items():
             pairs = [(a, b) for a, b in itertools.pairwise(own) if a.attributes.get("call") == b.attributes.get("call")]
             found += [
@@ -244,16 +251,19 @@ class _Reader:
             ]
         return found
 
-    def _idle(self, spans: Sequence[Span]) -> list[tuple[Span, float]]:
-        """Each span before which nobody worked or sent, and for how long."""
-        found, latest = [], 0
+    def _idle(self, spans: Sequence[Span]) -> list[tuple[Span, float, Span]]:
+        """Each span before which nobody worked or sent, for how long, and what ended then."""
+        found = []
+        last: Span | None = None
         for span in spans:
             if not (span.is_work or span.name == SpanName.SEND):
                 continue
-            if latest and span.start_ns > latest and span.name != SpanName.SEND:
-                found.append((span, (span.start_ns - latest) / 1e9))
-            latest = max(latest, span.end_ns)
-        return [(span, seconds) for span, seconds in found if seconds < _MOST_GAP_NS / 1e9]
+            pause_ns = span.start_ns - last.end_ns if last is not None else 0
+            if last is not None and 0 < pause_ns < _MOST_GAP_NS and span.name != SpanName.SEND:
+                found.append((span, pause_ns / 1e9, last))
+            if last is None or span.end_ns > last.end_ns:
+                last = span
+        return found
 
     def _beside(self, spans: Sequence[Span]) -> dict[str, FloatArray]:
         shares = {}

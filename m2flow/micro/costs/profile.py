@@ -152,6 +152,8 @@ class Profile(msgspec.Struct, frozen=True):
     """From the end of a task to the start of the next one on another worker, the controller in between."""
     byte_s: float
     """A byte of samples, from one worker to another."""
+    turn_s: float
+    """From the last task of a step to the first of the next, beyond a hop: what the program takes to make its calls."""
     gather_s: float
     """How long finished samples wait for others to leave with."""
     startup_s: float
@@ -247,6 +249,7 @@ class Profile(msgspec.Struct, frozen=True):
             seconds, means = sync.publish_s + sync.load_s, f"measured: mean of {sync.num}, {sync.num_bytes:,} bytes, with checksums"
             found[f"{sync.role}.sync_s ({sync.transport})"] = Constant(seconds, "s", means)
         found["hop_s"] = Constant(self.hop_s, "s", "measured: median pause between a task's end and the start of what waited for it")
+        found["turn_s"] = Constant(self.turn_s, "s", "measured: mean pause between steps, beyond hop_s")
         found["byte_s"] = Constant(self.byte_s, "s/byte", "measured: parcels of samples, by size")
         found["startup_s"] = Constant(self.startup_s, "s", "measured: until the workers were ready")
         return found

@@ -94,20 +94,22 @@ class ProfiledCosts(Costs):
     def switch(self, engine: EngineId, pool: str, footprint: Footprint) -> Switch:
         modelled = self.modelled.switch(engine, pool, footprint)
         known = self._other(engine, pool, lambda one: one.come_s > 0)
-        return modelled if known is None else Switch(0.0, known.come_s + self.profile.hop_s, modelled.is_resident)
+        return modelled if known is None else Switch(0.0, known.come_s, modelled.is_resident)
 
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
         transport = "same process" if is_same_devices else "shared memory"
         found = next((sync for sync in self.profile.syncs if (sync.role, sync.transport) == (role, transport)), None)
         if found is None or (source[0], target[0]) != (HERE, HERE):
             return self.modelled.sync_s(role, source, target, is_same_devices=is_same_devices)
-        num_hops = 1 if is_same_devices else 2
-        return found.publish_s + found.load_s + num_hops * self.profile.hop_s
+        return found.publish_s + found.load_s + self.profile.turn_s  # New weights come once a step, as the program's turn does.
 
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         if (source, target) == (HERE, HERE) and self.profile.hop_s:
-            return self.profile.hop_s + num_bytes * self.profile.byte_s
+            return self.message_s() + num_bytes * self.profile.byte_s
         return self.modelled.hop_s(num_bytes, source, target)
+
+    def message_s(self) -> float:
+        return self.profile.hop_s / 2  # To the controller, and from it.
 
     def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
         return max((one.slowdown.get(beside, 1.0) for one in self.profile.engines if one.kind == engine), default=1.0)

@@ -213,6 +213,10 @@ class Costs(ABC):
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         """Samples from one worker to another, by pool; `""` is a process on the host."""
 
+    def message_s(self) -> float:
+        """A message from the controller to a worker, or back: what a task waits for besides its rows. 0 where nobody measured it."""
+        return 0.0
+
     def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
         """How many times as long an engine takes while one of the other kind works on other devices of its host: processes on one
         machine share memory's bandwidth, caches and power. 1 where nobody measured it."""

@@ -77,6 +77,7 @@ class Decoding:
         self._num_running = dict.fromkeys(costs, 0)
         self._waiting: dict[str, deque[Life]] = {role: deque() for role in costs}
         self._turn_s = 0.0
+        self._pace = 1.0
         self._num_added = 0
 
     @property
@@ -100,6 +101,13 @@ class Decoding:
         if self.num_running:
             self.advance(now_s)
             self._held_s += seconds
+
+    def set_pace(self, factor: float, now_s: float) -> None:
+        """Turns take so many times as long from now on: others work beside it."""
+        if factor != self._pace:
+            self.advance(now_s)
+            self._turn_s *= factor / self._pace
+            self._pace = factor
 
     def turns_at(self, now_s: float) -> float:
         """The count of turns now."""
@@ -160,7 +168,7 @@ class Decoding:
                 self._num_added += 1
                 self._num_running[role] += 1
                 heapq.heappush(self._running[role], (self.turns + life.num_tokens, self._num_added, life))
-        self._turn_s = sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
+        self._turn_s = self._pace * sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
         if not self._turn_s:
             self._held_s = 0.0  # Prefill for samples that were all given up.
 

@@ -43,6 +43,7 @@ from m2flow.micro.simulation.decoding import Life
 from m2flow.micro.simulation.drawn import Drawn
 from m2flow.micro.simulation.driving import Driver
 from m2flow.micro.simulation.machines import Machine, kinds
+from m2flow.micro.simulation.pacing import Kind, Paces, Slowdown, undisturbed
 from m2flow.micro.simulation.program import Made, Program
 from m2flow.micro.simulation.rows import Rows
 from m2flow.micro.simulation.usage import State, Usage
@@ -118,6 +119,8 @@ class Simulation:
         *,
         function_cost: Callable[[Call], FunctionCost | None],
         hop_s: Callable[[float, str, str], float],
+        message_s: float = 0.0,
+        slowdown: Slowdown = undisturbed,
     ) -> None:
         self.clock = Clock()
         self.drawn = drawn
@@ -131,6 +134,8 @@ class Simulation:
         ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
         self._driver = Driver(program, Lowering(plan, spec), ahead, self._handle, self._made)
         self._usage = Usage(machines, {name: pool.num_devices for name, pool in spec.pools.items()})
+        self._message_s = message_s
+        self._paces = Paces(undisturbed if spec.pools else slowdown, machines)
         self._said: deque[FromWorker] = deque()
         self._calls: dict[int, Call] = {}
         self._texts: dict[int, int] = {}
@@ -203,7 +208,13 @@ class Simulation:
         self._kept.update(zip(ids, stretches, strict=True))
 
     def say(self, worker: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
-        self._said.append(FromWorker(worker, message))
+        if self._message_s:
+            self.clock.at(self.clock.now_s + self._message_s, lambda: self._said.append(FromWorker(worker, message)))
+        else:
+            self._said.append(FromWorker(worker, message))
+
+    def pace(self, worker: str, kind: Kind) -> float:
+        return self._paces.of(worker, kind)
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:
         self._starts[task.number] = self.clock.now_s
@@ -215,6 +226,7 @@ class Simulation:
             return
         self._num_busy[_what(task, self._kind_of(task))] += 1
         self._usage.begin(worker, _state(task))
+        self._works(worker, task, 1)
 
     def ended(self, worker: str, task: m.Task) -> None:
         call = self._calls.get(task.call)
@@ -234,6 +246,7 @@ class Simulation:
             self._held[worker, task.role] = task.version
         self._num_busy[_what(task, self._kind_of(task))] -= 1
         self._usage.end(worker, _state(task))
+        self._works(worker, task, -1)
 
     def generating(self, worker: str, num_lives: int) -> None:
         before = self._num_lives[worker]
@@ -241,8 +254,20 @@ class Simulation:
         self._num_generating += bool(self._num_lives[worker]) - bool(before)
         if not before and num_lives > 0:
             self._usage.begin(worker, "work")
+            self._changes_pace(worker, "rollout", 1)
         elif before and not self._num_lives[worker]:
             self._usage.end(worker, "work")
+            self._changes_pace(worker, "rollout", -1)
+
+    def _works(self, worker: str, task: m.Task, by: int) -> None:
+        if not isinstance(task, m.LoadWeights | m.PublishWeights):
+            self._changes_pace(worker, "function" if self._kind_of(task) == "function" else "train", by)
+
+    def _changes_pace(self, worker: str, kind: Kind, by: int) -> None:
+        if self._paces.change(worker, kind, by):
+            for name, other in self._workers.items():
+                if name != worker:
+                    other.paced()
 
     # The controller's part
 
@@ -268,7 +293,10 @@ class Simulation:
             case Send(worker, message):
                 if isinstance(message, m.Generate):
                     self._began(worker, message)
-                self._workers[worker].told(message)
+                if self._message_s:
+                    self.clock.at(self.clock.now_s + self._message_s, lambda: self._workers[worker].told(message))
+                else:
+                    self._workers[worker].told(message)
             case Resolve(ordinal, _):
                 self._driver.resolved(ordinal)
                 self._resolved(ordinal)

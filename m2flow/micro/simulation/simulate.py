@@ -51,6 +51,8 @@ def simulate(
         drawn,
         function_cost=lambda call: costs.function(call.name),
         hop_s=costs.hop_s,
+        message_s=costs.message_s(),
+        slowdown=lambda kind, beside: 1.0 if kind == "function" else costs.slowdown(kind, beside),
     )
     history = simulation.run()
     return Simulated(history, time.perf_counter() - started)

@@ -20,6 +20,7 @@ from m2flow.micro.simulation.clock import Clock
 from m2flow.micro.simulation.decoding import Decoding, Life
 from m2flow.micro.simulation.drawn import Drawn
 from m2flow.micro.simulation.machines import Machine
+from m2flow.micro.simulation.pacing import Kind
 from m2flow.micro.simulation.rows import Rows
 from m2flow.micro.staleness import is_time_dependent
 from m2flow.micro.store import stopped_at
@@ -58,6 +59,9 @@ class Surroundings(Protocol):
     def generating(self, worker: str, num_lives: int) -> None:
         """How many samples the worker has, waiting ones too, has changed by so many."""
 
+    def pace(self, worker: str, kind: Kind) -> float:
+        """How many times as long as alone this kind of work takes there now."""
+
 
 @final
 class VirtualWorker:
@@ -73,6 +77,11 @@ class VirtualWorker:
         self._around = around
         self._queue: deque[m.Task] = deque()
         self._current: m.Task | None = None
+        self._left_to_do_s = 0.0
+        """Of the task in hand, alone, from `_since_s` on, when its pace last changed."""
+        self._since_s = 0.0
+        self._pace = 1.0
+        self._num_begun = 0
         self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
         self._alarm = 0
         self._held: dict[str, int] = {}
@@ -129,7 +138,7 @@ class VirtualWorker:
 
     def _wake(self) -> None:
         """Begin what can begin."""
-        clock = self._around.clock
+        around, clock = self._around, self._around.clock
         while self._queue and self._current is None and not self.is_lost:
             task = self._queue[0]
             ready_s = self._ready_s(task)
@@ -142,13 +151,36 @@ class VirtualWorker:
                 continue
             seconds = self._handlers[type(task)](task)
             self._current = task
-            self._around.started(self.name, task, seconds)
+            around.started(self.name, task, seconds)
             self.decoding.hold(seconds, clock.now_s)
             self._set_alarm()
-            clock.at(clock.now_s + seconds, lambda task=task: self._done(task))  # type: ignore[misc]
+            self._left_to_do_s, self._since_s, self._pace = seconds, clock.now_s, around.pace(self.name, self._kind(task))
+            self._set_end()
 
-    def _done(self, task: m.Task) -> None:
-        if self.is_lost:
+    def paced(self) -> None:
+        """What others do may have changed how fast this worker is."""
+        around, now_s = self._around, self._around.clock.now_s
+        if self.machine.decode:
+            self.decoding.set_pace(around.pace(self.name, "rollout"), now_s)
+            self._set_alarm()
+        if self._current is not None and (pace := around.pace(self.name, self._kind(self._current))) != self._pace:
+            self._left_to_do_s = max(self._left_to_do_s - (now_s - self._since_s) / self._pace, 0.0)
+            self._since_s, self._pace = now_s, pace
+            self._set_end()
+
+    def _kind(self, task: m.Task) -> Kind:
+        if task.call >= 0 and self._around.call(task.call).engine == "function":
+            return "function"
+        return "rollout" if isinstance(task, m.LoadWeights) else "train"
+
+    def _set_end(self) -> None:
+        self._num_begun += 1
+        number = self._num_begun
+        self._around.clock.at(self._since_s + self._left_to_do_s * self._pace, lambda: self._done(number))
+
+    def _done(self, number: int) -> None:
+        task = self._current
+        if self.is_lost or task is None or number != self._num_begun:
             return
         around = self._around
         result: dict[str, float] | float | None = None
@@ -201,7 +233,7 @@ class VirtualWorker:
         cost = self._around.function_cost(call)
         if cost is None:
             return 0.0
-        hands = [0.0] * (1 if call.writes else cost.concurrency)
+        hands = [cost.task_s] * (1 if call.writes else cost.concurrency)
         for unit in self._units(call, task.ids):
             took_s = quantile_s(cost, self._around.drawn.uniform("latency", call.role, call.method, min(unit, default=0)))
             heapq.heapreplace(hands, hands[0] + took_s)
