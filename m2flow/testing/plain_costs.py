@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from m2flow.micro.costs.terms import (
     Constant,
     Costs,
     DecodeCost,
     EngineId,
+    EngineKind,
     Footprint,
     FunctionCost,
     Layout,
@@ -32,6 +34,9 @@ class PlainCosts(Costs):
     switching: Switch = field(default_factory=lambda: Switch(0.0, 0.0))
     syncing_s: float = 0.0
     hopping_s: float = 0.0
+    messaging_s: float = 0.0
+    slower: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(kind of engine, kind beside it) -> how many times as long it takes."""
     bytes_of: Footprint = field(default_factory=Footprint)
 
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
@@ -66,6 +71,12 @@ class PlainCosts(Costs):
 
     def hop_s(self, num_bytes: float, source: str, target: str) -> float:
         return self.hopping_s
+
+    def message_s(self) -> float:
+        return self.messaging_s
+
+    def slowdown(self, engine: EngineKind, beside: Literal["rollout", "train", "function"]) -> float:
+        return self.slower.get((engine, beside), 1.0)
 
     def constants(self) -> dict[str, Constant]:
         return {}
