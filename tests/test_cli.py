@@ -321,7 +321,10 @@ def test_doctor_finds_what_the_tests_run_with() -> None:
 def test_engines_lists_the_embedded_ones_as_usable() -> None:
     found = json.loads(m2flow("engines", "--json").stdout)
     assert {"rollout", "train"} == {info["kind"] for info in found if info["name"] == "embedded" and info["usable"]}
-    assert "Continuous batching" in m2flow("engines").stdout
+    shown = m2flow("engines").stdout
+    assert "Continuous batching" in shown
+    assert "not to run here: sglang (rollout), deepspeed (train)" in shown
+    assert "h100, h800, h200" in shown
 
 
 class Colour(enum.Enum):

@@ -290,6 +290,8 @@ def test_shapes_come_from_the_spec_and_else_from_the_flow_s_models() -> None:
     assert (shapes["policy"].dtype, shapes["judge"].dtype) == ("bfloat16", "float32")
     with pytest.raises(SpecError, match=r"shapes.polcy: the flow has no model of that role\n  Did you mean 'policy'"):
         shapes_of(models, ClusterSpec(shapes={"polcy": "Qwen2.5-7B"}))
+    with pytest.raises(ModelError, match=r"model of policy is can't be seen: fake can't be read(.|\n)*Or say which model to plan for"):
+        shapes_of({"policy": Model("fake")}, ClusterSpec())
     with pytest.raises(ModelError, match=r"no shape for policy\n  Say which model"):
         ModelledCosts(ClusterSpec(), step(), {}, {"": LONG}).shape(ROLLOUT)
 

@@ -89,6 +89,34 @@ def test_the_flow_s_own_tiny_model_is_read_from_its_directory() -> None:
     assert shape.with_dtype("bfloat16").weight_bytes == 2 * shape.num_parameters
 
 
+def test_a_gguf_file_s_header_is_enough(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    file = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_block_count(2)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_context_length(128)
+    writer.add_token_list(["a", "b", "c"])
+    writer.add_token_scores([0.0, 1.0, 2.0])
+    writer.add_tensor("token_embd.weight", np.zeros((3, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = ModelShape.from_config(file)
+    assert (shape.name, shape.num_layers, shape.hidden, shape.num_kv_heads, shape.vocab, shape.is_tied) == ("tiny", 2, 64, 2, 3, True)
+    assert (shape.dtype, shape.num_biases, shape.max_context) == ("float32", 0, 128)
+    for broken in (b"GGUF" + b"\xff" * 40, b"GGUX" + bytes(40), b"GG"):
+        file.write_bytes(broken)
+        with pytest.raises(ModelError, match=r"can't be read as a \.gguf file"):
+            ModelShape.from_config(file)
+
+
 def test_a_name_is_found_whatever_its_case_and_owner() -> None:
     assert shape_named("qwen2.5-7b") is shape_named("Qwen/Qwen2.5-7B")
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from m2flow.engines.registry import EngineInfo, engines
+from m2flow.micro.costs.devices import BUILT_IN, device_list
+from m2flow.micro.costs.layouts import PLANNED
 
 
 @click.command("engines")
@@ -35,6 +37,11 @@ def command(as_json: bool) -> None:
     if not console.is_terminal:
         console.width = 160
     console.print(table)
+    planned = ", ".join(f"{name} ({kind})" for name, kind in PLANNED if (name, kind) not in {(info.name, info.kind) for info in found})
+    if planned:
+        console.print(f"\nTo plan and simulate with, but not to run here: {planned}")
+    console.print(f"Devices for `pools` in a cluster spec: {', '.join(device_list().names)}")
+    console.print(f"They are in {BUILT_IN}; a list of yours in the same form (`devices: mine.yaml`) adds to it.", soft_wrap=True)
 
 
 def usable(info: EngineInfo) -> str:

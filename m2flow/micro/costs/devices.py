@@ -20,7 +20,7 @@ import yaml
 from m2flow.errors import SpecError
 from m2flow.micro.costs.terms import Constant
 
-_BUILT_IN = Path(__file__).with_name("devices.yaml")
+BUILT_IN = Path(__file__).with_name("devices.yaml")
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ def device_list(own: str | Path | None = None) -> DeviceList:
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "m2flow" / "devices.yaml"
     files = [config] if config.is_file() else []
     files += [Path(own).expanduser()] if own else []
-    return DeviceList(_resolved([_BUILT_IN, *files])) if files else _built_in()
+    return DeviceList(_resolved([BUILT_IN, *files])) if files else _built_in()
 
 
 @functools.cache
 def _built_in() -> DeviceList:
-    return DeviceList(_resolved([_BUILT_IN]))
+    return DeviceList(_resolved([BUILT_IN]))
 
 
 @dataclass(frozen=True)

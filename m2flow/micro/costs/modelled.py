@@ -252,8 +252,16 @@ def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, Model
     shapes = {}
     for role, model in models.items():
         named = spec.shapes.get(role) or by_path.get(model.path)
-        shapes[role] = shape_named(named) if named else ModelShape.from_config(model.path).with_dtype(model.dtype)
+        shapes[role] = shape_named(named) if named else _own_shape(role, model)
     return shapes
+
+
+def _own_shape(role: str, model: Model) -> ModelShape:
+    try:
+        return ModelShape.from_config(model.path).with_dtype(model.dtype)
+    except ModelError as error:
+        now = f"Or say which model to plan for: `shapes: {{{role}: Qwen2.5-7B}}` in the cluster spec."
+        raise ModelError(f"how large the model of {role} is can't be seen: {error.what}", now=f"{error.now}\n{now}") from None
 
 
 def _check_latencies(spec: ClusterSpec) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import ModelError
+from m2flow.micro.costs.gguf_shapes import gguf_config
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -157,13 +158,15 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, object], *, name: str = "") -> ModelShape:
-        """The shape that a Hugging Face config.json describes: its directory, the file, or what is in it.
+        """The shape that a Hugging Face config.json describes: its directory, the file, or what is in it; or a .gguf file's header.
 
         Raises:
-            ModelError: no such file, no JSON, or a field is missing or no positive whole number.
+            ModelError: no such file, no JSON, no GGUF, or a field is missing or no positive whole number.
         """
         if not isinstance(config, Mapping):
             path = Path(config).expanduser()
+            if path.suffix == ".gguf":
+                return cls.from_config(gguf_config(path), name=name or path.stem)
             file = path / "config.json" if path.is_dir() else path
             return cls.from_config(_read(file), name=name or (path.stem if path.suffix == ".json" else path.name))
         return _from_fields(_Fields(config, name), name)
