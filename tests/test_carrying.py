@@ -37,7 +37,7 @@ from m2flow.testing.random_programs import clusters
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
-Options = dict[str, int | float]
+Options = dict[str, int | float | str]
 
 
 def digit_share(sample: Sample) -> float:
@@ -53,11 +53,13 @@ def observe(metrics: Metrics, look: int) -> None:
         metrics.lagged(1)
 
 
-def one_line(lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, over: float = 1.5, look: int = 0, times: int = 1) -> None:
+def one_line(
+    lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, over: float = 1.5, look: int = 0, times: int = 1, kv: str = "recompute"
+) -> None:
     policy, verifier = Policy("fake"), Reward(digit_share)
     prompts = Dataset(ROWS)
     for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=40, oversample=over, late="carry")
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=40, oversample=over, late="carry", kv=kv)
         rewards = verifier.score(responses)
         for _ in range(times):
             metrics = policy.update(responses, rewards)
@@ -65,7 +67,9 @@ def one_line(lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, over:
         observe(metrics, look)
 
 
-def everything(lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, over: float = 1.5, look: int = 0, times: int = 1) -> None:
+def everything(
+    lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, over: float = 1.5, look: int = 0, times: int = 1, kv: str = "recompute"
+) -> None:
     """A warm start, two roles on one line, a line with several turns in a step, options and numbers of prompts that change, mini-batches
     and epochs, evaluations, what others make of carried samples."""
     policy, other, verifier = Policy("fake"), Policy("fake", name="other"), Reward(digit_share)
@@ -74,7 +78,9 @@ def everything(lag: int = 1, num_steps: int = 4, batch: int = 3, n: int = 2, ove
     for step in steps(num_steps):
         asked = prompts.take(batch).filter(lambda row: "7" not in str(row.prompt)) if step % 2 else prompts.take(batch)
         for model in (policy, other):
-            responses = model.generate(asked, n=n, max_new_tokens=20 + 5 * step, temperature=0.5 + step, oversample=over, late="carry")
+            responses = model.generate(
+                asked, n=n, max_new_tokens=20 + 5 * step, temperature=0.5 + step, oversample=over, late="carry", kv=kv
+            )
             metrics = model.update(responses, verifier.score(responses), minibatch_size=2, epochs=2)
         for _ in range(times):
             more = policy.generate(heldout.take(3), n=2, max_new_tokens=30, oversample=1.4, late="carry")
@@ -94,6 +100,7 @@ sizes = st.fixed_dictionaries(
         "over": st.sampled_from([1.25, 1.5, 2.0, 4.0]),
         "look": st.integers(0, 2),
         "times": st.integers(1, 2),
+        "kv": st.sampled_from(["recompute", "keep"]),
     }
 )
 some = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -124,6 +131,7 @@ def check(program: Flow, options: Options, answer: Answer) -> None:
         assert sum(stretch.num_tokens for stretch in decision.stretches) == len(used)
         assert giver.reads[0].first <= min(used) <= max(used) <= giver.reads[0].version
         assert giver.reads[0].version - min(used) <= options["lag"]
+        assert options.get("kv") == "keep" or not any(stretch.is_stale for stretch in decision.stretches)
         given_by.setdefault(group_key(packed), set()).add(decision.call)
     assert all(len(givers) == 1 for givers in given_by.values())
     assert len(answer.consumed) == len(set(answer.consumed))

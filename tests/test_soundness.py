@@ -201,7 +201,7 @@ def test_a_generate_may_ask_for_less_staleness_than_the_flow_and_not_for_more():
         (0, {"late": "drop", "oversample": 0.5}, "it is a number, 1.0 or more"),
         (0, {"late": "drop", "oversample": float("nan")}, "it is a number, 1.0 or more"),
         (0, {"kv": "keep"}, "kv='keep' with staleness=0"),
-        (1, {"kv": "keep"}, "kv='keep' is not there yet"),
+        (1, {"kv": "keep", "staleness": 0}, "kv='keep' with staleness=0"),
         (1, {"kv": "drop"}, "kv one of recompute, keep"),
     ],
 )

@@ -59,6 +59,7 @@ def _abilities(info: EngineInfo) -> list[str]:
         "abort": can.abort,
         "keyed seeds": can.keyed_seeds,
         "resume with prefix": can.resume_with_prefix,
+        "weights under requests": can.weights_under_requests,
         "deterministic": can.deterministic,
     }
     if info.kind != "rollout":  # The others are about generation.

@@ -68,6 +68,8 @@ class Capabilities:
     """The random number of a token is a function of the sample's seed and the token's position."""
     resume_with_prefix: bool = True
     """A request may bring tokens that were generated elsewhere."""
+    weights_under_requests: bool = False
+    """Rollout: weights may change under running requests, which go on with the keys and values that they have."""
     deterministic: bool = True
     """With `deterministic=True`, results are a function of identity: bitwise, whatever else runs."""
     heads: tuple[str, ...] = ("lm",)
@@ -175,8 +177,17 @@ class RolloutEngine(Engine):
         """Version of the weights held."""
 
     @abstractmethod
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy these weights in, by Hugging Face name. All must be there. No request may be running."""
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int, *, under_requests: bool = False) -> None:
+        """Copy these weights in, by Hugging Face name. All must be there.
+
+        Args:
+            under_requests: what runs goes on between two tokens, with the cache that it has; its tokens from here on are `kv_stale`. The
+                engine may compute a cache anew instead; then they are not. Without it no request may be running.
+        Raises:
+            EngineError: weights are missing or do not fit; or requests are running, and it was not said that they may.
+        Source:
+            Piché et al. 2025, PipelineRL, arXiv:2509.19128: in-flight weight updates.
+        """
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -40,6 +40,8 @@ class Job:
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     kv_stale: npt.NDArray[np.bool_]
+    has_old_cache: bool = False
+    """Weights have changed since its tokens were read: those that come now see older keys."""
 
     @property
     def reserved_length(self) -> int:
@@ -49,8 +51,7 @@ class Job:
         """The same with all its tokens, of which those beyond the ones it had are of this version."""
         versions = np.full(len(tokens), version, np.int32)
         versions[: len(self.versions)] = self.versions
-        # A prefix is read again by the weights held, and these do not change under it: what is new sees no older keys.
-        stale = np.zeros(len(tokens), np.bool_)
+        stale = np.full(len(tokens), self.has_old_cache)
         stale[: len(self.kv_stale)] = self.kv_stale
         return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale)
 
@@ -67,6 +68,10 @@ class Decoder(Protocol):
 
     def take(self, ids: Collection[int], version: int) -> list[Job]:
         """Take these out, with their tokens so far."""
+        ...
+
+    def keep_caches(self, version: int) -> None:
+        """The weights of this version were replaced: what runs goes on, on keys of theirs."""
         ...
 
     def running_ids(self) -> list[int]: ...
@@ -141,9 +146,12 @@ class ContinuousDecoder:
     def take(self, ids: Collection[int], version: int) -> list[Job]:
         wanted = set(ids)
         rows = [row for row, job in enumerate(self._jobs) if job.id in wanted]
-        jobs = [self._job(row, version) for row in rows]
+        jobs = [replace(self._job(row, version), has_old_cache=False) for row in rows]
         self._leave(np.array(rows, np.int64))
         return jobs
+
+    def keep_caches(self, version: int) -> None:
+        self._jobs = [replace(self._job(row, version), has_old_cache=True) for row in range(len(self._jobs))]
 
     def release(self) -> None:
         assert not self._jobs

@@ -39,7 +39,7 @@ class EmbeddedRollout(RolloutEngine):
     """Requests come and go between any two steps; a prompt that several samples share is read once."""
 
     name = "embedded"
-    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"))
+    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -144,9 +144,9 @@ class EmbeddedRollout(RolloutEngine):
     def version(self) -> int:
         return self._version
 
-    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
         model, _, decoder = self._started()
-        if decoder.num_running:
+        if decoder.num_running and not under_requests:
             raise EngineError(f"{decoder.num_running} requests are running; weights can't change under them", now="Abort them first.")
         self._mixture = "loading was cut short"
         try:
@@ -155,6 +155,7 @@ class EmbeddedRollout(RolloutEngine):
             self._mixture = error.what
             raise
         self._mixture = ""
+        decoder.keep_caches(self._version)
         self._version = version
 
     def weights(self) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -66,6 +67,10 @@ class FixedRowsDecoder:
         self._batches = [batch for batch in self._batches if batch.jobs]
         return jobs
 
+    def keep_caches(self, version: int) -> None:
+        for batch in self._batches:
+            batch.keep_cache(version)
+
     def release(self) -> None:
         assert not self._batches
 
@@ -116,12 +121,22 @@ class _FixedBatch:
         return max(self._count, len(job.tokens))
 
     def take(self, row: int, version: int) -> Job:
-        job = self.jobs.pop(row)
+        job = self._grown(row, version)
+        del self.jobs[row]
+        self._tokens[row] = 0
+        return replace(job, has_old_cache=False)
+
+    def keep_cache(self, version: int) -> None:
+        """Go on with new weights. If a row is being replayed, all are read again: nobody could say which weights had read what."""
+        is_replaying = any(self._count < len(job.tokens) for job in self.jobs.values())
+        self.jobs = {row: replace(self._grown(row, version), has_old_cache=not is_replaying) for row in self.jobs}
+        self._count = 0 if is_replaying else self._count
+
+    def _grown(self, row: int, version: int) -> Job:
+        job = self.jobs[row]
         count = self.count_of(job)
         self._replay(job, row, count)
-        grown = job.grown(self._tokens[row, :count], self._logprobs[row, :count], version)
-        self._tokens[row] = 0
-        return grown
+        return job.grown(self._tokens[row, :count], self._logprobs[row, :count], version)
 
     def _draw(self, logits: torch.Tensor) -> None:
         for row in range(self._num_rows):

@@ -50,7 +50,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_rollout:EmbeddedRollout",
-        Capabilities("rollout", devices=_DEVICES),
+        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
     ),
@@ -63,7 +63,10 @@ _BUILT_IN = (
     ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
     EngineInfo(
-        "fake", "m2flow.testing.fakes:FakeRollout", Capabilities("rollout"), "Exact integers in place of a model: for tests of schedules."
+        "fake",
+        "m2flow.testing.fakes:FakeRollout",
+        Capabilities("rollout", weights_under_requests=True),
+        "Exact integers in place of a model: for tests of schedules.",
     ),
     EngineInfo(
         "fake",

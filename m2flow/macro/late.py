@@ -14,10 +14,16 @@ must be among the whole ones, however long that takes. (How far the next turn is
 taken to be as far as this one was from the last. If it comes later than that, what is too old begins anew.) What is still carried when the
 loop ends is unused, and counted as such.
 
+`kv="keep"` is another permission, for any generation with staleness above 0: an engine may take newer weights of the call's window
+between two tokens of a sample, without reading its earlier tokens again. What comes after has the new version, and `kv_stale`, since it
+attends to keys and values of older weights. By default (`recompute`) weights change between samples, and those of a carried one are
+read again.
+
 Which groups were whole, and which version made how many tokens of a sample, depends on time: the run records it, and eager repeats it.
 
 Source:
     Zhou et al. 2025, APRIL, arXiv:2509.18521: active partial rollouts; we add the bound, and the record.
+    Piché et al. 2025, PipelineRL, arXiv:2509.19128: in-flight weight updates; we add the bound, and the flag of each token.
 """
 
 from __future__ import annotations
@@ -55,13 +61,11 @@ def check_late(oversample: object, late: object, kv: object, staleness: int) -> 
             f"oversample={oversample} with late={late!r}: over-sampling is for what comes late, and only what is over can be late",
             now="Say oversample=1.25, late='drop' or late='carry', or neither.",
         )
-    if kv == "keep":
-        if staleness == 0:
-            raise OptionError(
-                "kv='keep' with staleness=0: no sample outlives the weights that began it, so there is no older cache to keep",
-                now="Leave kv out.",
-            )
-        raise OptionError("kv='keep' is not there yet: weights change between samples, never under one", now="Leave kv out.")
+    if kv == "keep" and staleness == 0:
+        raise OptionError(
+            "kv='keep' with staleness=0: no sample outlives the weights that began it, so there is no older cache to keep",
+            now="Leave kv out, or say @flow(staleness=k); a call outside the flow's loop has staleness 0.",
+        )
 
 
 def check_line(previous: Call | None, n: int, fields: tuple[frozenset[str] | None, frozenset[str] | None]) -> None:
@@ -107,6 +111,11 @@ def is_cut(options: Mapping[str, object]) -> bool:
 def carries(options: Mapping[str, object]) -> bool:
     """Whether what is late of a call with these options goes on in the next call of its line."""
     return options.get("late") == "carry"
+
+
+def keeps_cache(options: Mapping[str, object]) -> bool:
+    """Whether weights may change under the samples of a call with these options."""
+    return options.get("kv") == "keep"
 
 
 def num_wanted(options: Mapping[str, object], num_prompts: int) -> int:

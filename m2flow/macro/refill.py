@@ -47,6 +47,7 @@ def refill(
     keep: Keep | None,
     max_draws: int | None,
     staleness: int,
+    kv: str,
     shown: Mapping[str, object],
 ) -> Rows:
     """Record the calls of `policy.generate(source, count=..., score=..., keep=...)`; the rows have a column `reward`."""
@@ -63,7 +64,7 @@ def refill(
     session = policy._session
     limit = max_draws or _DRAWS_PER_GROUP * count
     prompts = source.upto(limit)
-    responses = policy._generate(prompts.ref, {**shown, "count": count}, n=n, sampling=sampling, staleness=staleness, refill=count)
+    responses = policy._generate(prompts.ref, {**shown, "count": count}, n=n, sampling=sampling, staleness=staleness, kv=kv, refill=count)
     rewards = score._score(responses, refill=count)
     kept = session.record(
         role="keep",

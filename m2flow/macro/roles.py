@@ -84,7 +84,8 @@ class Policy(Role):
             oversample: how many times more prompts are given than groups are needed; the first whole groups are the result.
             late: what becomes of the samples of the other groups: `drop` gives them up; `carry` has them go on, from their tokens so far,
                 in the next call of this line, which gives them too. The run records which groups came first.
-            kv: what becomes of a sample's cache when the weights change: only `recompute` is there, since none changes under a sample.
+            kv: `keep` lets weights change between two tokens of a sample, within the staleness, while its cache stays; what comes after
+                is `kv_stale`. By default weights change between samples.
         Returns:
             one row a response: its tokens, log-probabilities and versions, its `text`, and the prompt's columns.
         Raises:
@@ -98,6 +99,7 @@ class Policy(Role):
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
         shown |= {"staleness": staleness} if staleness is not None else {}
         shown |= {"oversample": oversample, "late": late} if late != "wait" else {}
+        shown |= {"kv": kv} if kv != "recompute" else {}
         allowed = self._session.staleness_of_generate(staleness)
         check_late(oversample, late, kv, allowed)
         if isinstance(prompts, Dataset):
@@ -116,13 +118,14 @@ class Policy(Role):
                 keep=keep,
                 max_draws=max_draws,
                 staleness=allowed,
+                kv=kv,
                 shown=shown,
             )
         if not (count is None and score is None and keep is None and max_draws is None):
             now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
             raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
         asked = self._rows(prompts, "generate", PROMPTS)
-        return self._generate(asked, shown, n=n, sampling=sampling, staleness=allowed, late=late, oversample=oversample)
+        return self._generate(asked, shown, n=n, sampling=sampling, staleness=allowed, late=late, oversample=oversample, kv=kv)
 
     def _generate(self, prompts: Ref, shown: Mapping[str, object], *, staleness: int, **options: object) -> Rows:
         """Record a generate call with these options."""

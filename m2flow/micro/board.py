@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call
-from m2flow.macro.late import carries, is_cut, num_wanted
+from m2flow.macro.late import carries, is_cut, keeps_cache, num_wanted
 from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
+from m2flow.micro.abilities import keeps_caches
 from m2flow.micro.carrying import Lines
 from m2flow.micro.events import CONTROLLER, Command, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.leases import Lease
@@ -45,10 +46,12 @@ class Board:
         self.workers: dict[str, WorkerState] = {}
         for place, w in enumerate(plan.workers):
             roles = {kind: tuple(s.role for s in w.engines if s.kind == kind) for kind in ("rollout", "train", "function")}
-            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles, place)
+            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles, keeps_caches(w), place)
             if w.lease:
                 self.leases[w.lease].join(w.name, frozenset(slot.kind for slot in w.engines))
         self.tasks = Tasks(self.workers)
+        self.may_keep = False
+        """Some generation lets weights change under its samples."""
         self.waking = Waking(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions()
@@ -91,6 +94,7 @@ class Board:
             for followed in state.follows:
                 self._followers.setdefault(followed, []).append(state)
         self.versions.add(state, self._is_done)
+        self.may_keep = self.may_keep or keeps_cache(call.options)
         if carries(call.options):
             self.lines.added(state)
         failed = min((self._errors[c] for c in before if c in self._errors), key=lambda found: found[0], default=None)

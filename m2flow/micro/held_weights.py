@@ -100,14 +100,14 @@ class HeldWeights:
             found[packed] = stretches
         return found
 
-    def take(self, role: str, version: int) -> None:
-        """Have the role's rollout engine hold this version."""
+    def take(self, role: str, version: int, *, under_requests: bool = False) -> None:
+        """Have the role's rollout engine hold this version, perhaps from here on for what runs."""
         if role not in self._trained or version == self._held.get(role, 0):
             return
         if version == self._newest.get(role, 0):
-            self._bench.load_weights(role, version, None)
+            self._bench.load_weights(role, version, None, under_requests=under_requests)
         else:
-            self._bench.load_kept(role, version, self._kept[role, version])
+            self._bench.load_kept(role, version, self._kept[role, version], under_requests=under_requests)
         self._held[role] = version
 
     def keep(self, update: Call) -> None:

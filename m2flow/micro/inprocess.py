@@ -6,6 +6,7 @@ together, scored together, and trained on in the order of their identity.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -187,7 +188,7 @@ class InProcess:
                 prompts, ids = prompts.take(whole), [packed for group in whole for packed in ids[group * n : group * n + n]]
             asked = [Asked(call, ids, prompts.take(np.arange(len(ids)) // n))] if ids else []
         stretches = self._weights.stretches_of(call, [packed for part in asked for packed in part.ids])
-        result = regrow(self._bench, lambda version: self._weights.take(call.role, version), call, asked, stretches)
+        result = regrow(self._bench, functools.partial(self._weights.take, call.role), call, asked, stretches)
         example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")] if len(result) else []
         numbers = (performing.num_tokens_of(result), performing.num_generated_of(result), performing.finish_of(result))
         self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)

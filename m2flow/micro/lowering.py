@@ -17,6 +17,7 @@ from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.soundness import asynchrony
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
+from m2flow.micro.abilities import check_abilities, notes_on_abilities
 from m2flow.micro.arithmetic import arithmetic
 from m2flow.micro.chunking import Sizes, chunk, resize, sizes_of
 from m2flow.micro.legality import legal_stages
@@ -65,6 +66,8 @@ def lower(
     else:
         workers = place_workers(graph, models, spec, deterministic=deterministic)
     routes, stages = _stages(first, workers, spec, sizes)
+    for call in graph.calls:
+        check_abilities(call, workers)
     names = graph.names()
     first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}  # Of a loop's line, that of its first turn.
     notes = tuple(
@@ -82,7 +85,7 @@ def lower(
         syncs=plan_syncs(workers),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
-        notes=notes + asynchrony(graph, names),
+        notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers),
         choice=choice,
     ).verify()
 
@@ -111,6 +114,7 @@ class Lowering:
     def check(self, call: Call) -> None:
         """Raises PlanError: no worker has the engine that a new call needs."""
         check_place(call, self._hosted)
+        check_abilities(call, self._plan.workers)
 
     def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
         """One stage a call.

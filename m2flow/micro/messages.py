@@ -98,6 +98,8 @@ class LoadWeights(Task, frozen=True):
     role: str
     version: int
     manifest: Manifest | None
+    under_requests: bool = False
+    """What runs goes on, with the cache that it has."""
 
 
 class Switch(Task, frozen=True):

@@ -3,13 +3,15 @@
     stretches (4, v3) (2, v4)    ->    load v3, begin; after 4 tokens stop; load v4, go on
 
 What a planned run did because of time, the eager interpreter does here because of the record, with the same engines. A sample of one
-stretch just runs to its end. Limit: a sample with several costs a stop, and a load of weights, for each.
+stretch just runs to its end. Where the cache is older than the weights, these are loaded under the sample, which is then made alone: others
+have changes of weights elsewhere. Limit: a sample with several stretches costs a stop, and a load of weights, for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from m2flow.macro.graph import Call
 from m2flow.micro.decisions import Stretch
@@ -27,18 +29,25 @@ class Asked:
     """Row i is the prompt of sample i."""
 
 
-def regrow(
-    bench: Workbench, take: Callable[[int], None], call: Call, asked: Sequence[Asked], stretches: Mapping[int, Sequence[Stretch]]
-) -> Batch:
+class Take(Protocol):
+    """Has the engine hold a version of the weights, perhaps from here on for what runs."""
+
+    def __call__(self, version: int, *, under_requests: bool = False) -> None: ...
+
+
+def regrow(bench: Workbench, take: Take, call: Call, asked: Sequence[Asked], stretches: Mapping[int, Sequence[Stretch]]) -> Batch:
     """The rows of these samples, in the order of identity.
 
     Args:
-        take: has the engine hold a version of the weights.
         call: the one that gives them.
         stretches: of each sample. The last goes on to the sample's end.
     """
-    parts: list[Batch] = []
     todo = {packed: list(stretches[packed]) for part in asked for packed in part.ids}
+    parts: list[Batch] = []
+    for part in asked:
+        for row, packed in enumerate(part.ids):
+            if any(stretch.is_stale for stretch in todo[packed]):
+                parts += _alone(bench, take, call, Asked(part.drawn, [packed], part.prompts.take([row])), todo.pop(packed))
     stopped: dict[int, Batch] = {}
     while todo:
         version = min(of[0].version for of in todo.values())
@@ -57,6 +66,29 @@ def regrow(
                 stopped[packed] = bench.interrupt([packed])
                 todo[packed] = now[packed][1:]
     return Batch.concat(parts).in_order()
+
+
+def _alone(bench: Workbench, take: Take, call: Call, one: Asked, stretches: Sequence[Stretch]) -> list[Batch]:
+    """A sample whose cache was older than its weights: these change under it where they did."""
+    (packed,) = one.ids
+    parts: list[Batch] = []
+    stopped: dict[int, Batch] = {}
+    end = 0
+    for number, stretch in enumerate(stretches):
+        is_last = number == len(stretches) - 1
+        if number and not bench.num_unfinished:
+            break  # Another machine's last bits: it has ended earlier than in the record.
+        if stretch.is_stale:
+            take(stretch.version, under_requests=True)
+        else:
+            if number:
+                stopped[packed] = bench.interrupt([packed])
+            take(stretch.version)
+            _begin(bench, call, one, {packed: stretch}, stopped)
+        end += stretch.num_tokens
+        while bench.num_unfinished and (is_last or bench.progress().get(packed, 0) < end):
+            parts += [rows for _, rows in bench.step()]
+    return parts
 
 
 def _begin(bench: Workbench, call: Call, part: Asked, now: Mapping[int, object], stopped: Mapping[int, Batch]) -> None:

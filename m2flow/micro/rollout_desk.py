@@ -2,7 +2,8 @@
 
 An engine has one set of weights. A generate call runs only where a version of its window is held (`m2flow.micro.staleness`: one
 version alone, unless the flow allows older ones). An engine takes the newest version that the trainer has, when nothing runs on it and
-the earliest call with samples left may use that one. Samples of a call are shared out evenly over its workers, whole groups
+the earliest call with samples left may use that one; under running samples if all of their calls may use it, and allow that
+(`kv="keep"`), and the engine can. Samples of a call are shared out evenly over its workers, whole groups
 together where there is room, so that a prompt is prefilled once.
 """
 
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from m2flow.channels.weights import Manifest
+from m2flow.macro.late import keeps_cache
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board
 from m2flow.micro.roster import WorkerState
@@ -78,8 +80,11 @@ class RolloutDesk:
 
     def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
         first = self._first(role)
-        if first is None or (worker.name, role) in self._loading:
+        if (worker.name, role) in self._loading:
             return None
+        under = self._load_under(worker, role, first)
+        if under is not None or first is None:
+            return under
         held = worker.held.get(role, 0)
         newest = self._loadable(worker, role, first)
         if not _may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
@@ -110,24 +115,44 @@ class RolloutDesk:
 
     def _loadable(self, worker: WorkerState, role: str, first: CallState) -> int:
         """The newest version that this worker could take now and the call may use; the one that it holds if there is none."""
-        held = worker.held.get(role, 0)
-        if role in worker.roles["train"]:
-            found = self._board.versions.trained(role)
-        else:
-            found = self._published[role][0] if role in self._published else None
+        held, found = worker.held.get(role, 0), self._offered_version(worker, role)
         return found if found is not None and found > held and _may_use(first, found) else held
+
+    def _offered_version(self, worker: WorkerState, role: str) -> int | None:
+        """The version that this worker could take now."""
+        if role in worker.roles["train"]:
+            return self._board.versions.trained(role)
+        return self._published[role][0] if role in self._published else None
+
+    def _load_under(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
+        """New weights for an engine with running samples."""
+        may_keep = self._board.may_keep and role in worker.keeps_caches and worker.num_running
+        version = self._offered_version(worker, role) if may_keep else None
+        if version is None or version <= worker.held.get(role, 0):
+            return None
+        running = self._running(role, worker.name)
+        if not running or not all(_takes_under(state, version) for state in running) or (first and not _may_use(first, version)):
+            return None
+        return lambda: self._load(worker, role, version, self._manifest(worker, role), under_requests=True)
+
+    def _running(self, role: str, worker: str | None = None) -> list[CallState]:
+        """The role's generations that some worker, or this one, has samples of."""
+        calls = [state for state in self._board.active.values() if state.call.engine == "rollout" and state.call.role == role]
+        return [state for state in calls if (state.tasks_at if worker is None else worker in state.tasks_at)]
+
+    def _manifest(self, worker: WorkerState, role: str) -> Manifest | None:
+        return None if role in worker.roles["train"] else self._published[role][1]
 
     def _load_offer(self, worker: WorkerState, role: str, version: int) -> Offer | None:
         if worker.num_tasks["rollout"]:
             return None
-        manifest = None if role in worker.roles["train"] else self._published[role][1]
-        return lambda: self._load(worker, role, version, manifest)
+        return lambda: self._load(worker, role, version, self._manifest(worker, role))
 
-    def _load(self, worker: WorkerState, role: str, version: int, manifest: Manifest | None) -> None:
+    def _load(self, worker: WorkerState, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
         if manifest is not None:
             self._num_loads[role] = self._num_loads.get(role, 0) + 1
         self._loading.add((worker.name, role))
-        self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest))
+        self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest, under_requests))
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
         self._publishing.add(role)
@@ -135,11 +160,14 @@ class RolloutDesk:
         self._board.start(worker, "train", m.PublishWeights(self._board.next_task(), -1, role, version))
 
     def _awaited(self, role: str) -> int | None:
-        """The trainer's version, if the earliest generate call with samples left may use it."""
+        """The trainer's version, if the earliest generate call with samples left may use it, or what runs may take it."""
         first, trained = self._first(role), self._board.versions.trained(role)
-        if first is None or first.waits_for or not first.is_prepared:
+        if not trained:
             return None
-        return trained if trained and _may_use(first, trained) else None
+        if first is not None and not first.waits_for and first.is_prepared and _may_use(first, trained):
+            return trained
+        may_keep = self._board.may_keep and any(role in worker.keeps_caches for worker in self._board.waking.hosts("rollout", role))
+        return trained if may_keep and any(_takes_under(state, trained) for state in self._running(role)) else None
 
     def _quota(self, worker: WorkerState, state: CallState) -> int:
         """How many samples of a call this worker may take now: its even share of what is left, if there is room."""
@@ -166,6 +194,11 @@ class RolloutDesk:
         board.introduce(drawn, worker.name)
         task = m.Generate(board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to), drawn, stopped_by)
         board.start(worker, "rollout", task, rows=len(rows))
+
+
+def _takes_under(state: CallState, version: int) -> bool:
+    """Whether running samples of a call may go on with this version."""
+    return keeps_cache(state.call.options) and _may_use(state, version)
 
 
 def _may_use(state: CallState, version: int) -> bool:

@@ -32,6 +32,8 @@ class WorkerState:
     """What it shares its device by, if it does."""
     roles: dict[str, tuple[str, ...]]
     """Kind of engine -> roles whose engine is here."""
+    keeps_caches: frozenset[str] = frozenset()
+    """Roles whose rollout engine here can take new weights under running requests."""
     place: int = 0
     """In the plan: of several that could do something, the first does."""
     num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})

@@ -312,28 +312,34 @@ class Workbench:
             span.set(num_bytes=manifest.num_bytes)
             return manifest
 
-    def load_weights(self, role: str, version: int, manifest: Manifest | None) -> None:
-        """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor."""
+    def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
+        """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor.
+
+        Args:
+            under_requests: what runs goes on with them, if its call may use them.
+        """
         engine = self._engine(self._rollout, role)
+        for call in {growing.call.ordinal: growing.call for growing in self._growing.values() if growing.call.role == role}.values():
+            check_admission(call, version)
         with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
             if manifest is None:
                 trained = list(self._engine(self._train, role).weights())
-                engine.load_weights(trained, version)
+                engine.load_weights(trained, version, under_requests=under_requests)
                 self._compare(role, digest(_plain(trained)), digest(_plain(engine.weights())))
                 span.set(num_bytes=sum(int(tensor.nbytes) for _, tensor in trained))
             else:
                 span.set(num_bytes=manifest.num_bytes)
                 reader = self._readers.setdefault(role, SharedWeightsReader())
-                engine.load_weights(_tensors(reader.read(manifest)), version)
+                engine.load_weights(_tensors(reader.read(manifest)), version, under_requests=under_requests)
 
     def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
         """A copy of a role's trained weights as they are now."""
         return [(name, _copied(weight)) for name, weight in _plain(self._engine(self._train, role).weights())]
 
-    def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]]) -> None:
+    def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]], *, under_requests: bool = False) -> None:
         """Take weights that `keep_weights` gave into the role's rollout engine."""
         with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role):
-            self._engine(self._rollout, role).load_weights(_tensors(kept), version)
+            self._engine(self._rollout, role).load_weights(_tensors(kept), version, under_requests=under_requests)
 
     def _compare(self, role: str, sent: str, received: str) -> None:
         if sent != received:

@@ -235,8 +235,8 @@ class Worker:
                 return m.TaskDone(task.number)
             case m.PublishWeights(role=role, version=version):
                 return m.TaskDone(task.number, manifest=bench.publish(role, version))
-            case m.LoadWeights(role=role, version=version, manifest=manifest):
-                bench.load_weights(role, version, manifest)
+            case m.LoadWeights(role=role, version=version, manifest=manifest, under_requests=under_requests):
+                bench.load_weights(role, version, manifest, under_requests=under_requests)
                 return m.TaskDone(task.number)
             case m.Switch(to=to):
                 bench.switch(to)

@@ -1,7 +1,8 @@
 """A rollout engine without a model: every token is a hash, in exact integers, so that schedules can be compared bit by bit.
 
-A token is a function of (weights, prompt, seed, position), and of nothing else: not of what else runs, nor of when. The weights are
-one int64 array, `FAKE_WEIGHT`, which `m2flow.testing.fake_train.FakeTrain` changes. Text is its bytes.
+A token is a function of (weights, prompt, seed, position), and of nothing else: not of what else runs, nor of when; where weights changed
+under it, also of which weights its earlier tokens were read by. The weights are one int64 array, `FAKE_WEIGHT`, which
+`m2flow.testing.fake_train.FakeTrain` changes. Text is its bytes.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kv_stale: list[bool] = field(default_factory=list)
+    old_cache: int = 0
+    """What older weights have read of it; 0: nothing."""
+    num_read: int = 0
+    """Tokens by then."""
 
     @property
     def finish(self) -> Finish | None:
@@ -84,7 +89,7 @@ class FakeRollout(RolloutEngine):
     """Requests come and go as in a real one; temperature 0 ignores the seed, other temperatures change nothing."""
 
     name = "fake"
-    capabilities = Capabilities(kind="rollout")
+    capabilities = Capabilities(kind="rollout", weights_under_requests=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._model = model
@@ -164,14 +169,18 @@ class FakeRollout(RolloutEngine):
     def version(self) -> int:
         return self._version
 
-    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
-        if self._running:
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
+        if self._running and not under_requests:
             raise EngineError(f"{len(self._running)} requests are running; weights can't change under them", now="Abort them first.")
         given = {name: np.array(tensor) for name, tensor in tensors}
         held = initial_fake_weights(self._model)
         if set(given) != {FAKE_WEIGHT} or given[FAKE_WEIGHT].shape != held.shape or given[FAKE_WEIGHT].dtype != held.dtype:
             described = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in given.items()) or "nothing"
             raise EngineError(f"the fake's weights are {FAKE_WEIGHT} {held.dtype}{list(held.shape)}, not {described}")
+        for sequence in self._running:
+            if len(sequence.tokens) > sequence.num_read:
+                sequence.num_read = len(sequence.tokens)
+                sequence.old_cache = fake_hash(sequence.old_cache, self._digest, sequence.num_read)
         self._take_weights(given[FAKE_WEIGHT])
         self._version = version
 
@@ -186,7 +195,7 @@ class FakeRollout(RolloutEngine):
     def _extend(self, sequence: _Sequence) -> None:
         sampling, position = sequence.request.sampling, len(sequence.tokens)
         seed = sequence.request.seed if sampling.temperature > 0 else 0
-        bits = fake_hash(self._digest, seed, position, sequence.prompt_hash)
+        bits = fake_hash(self._digest, seed, position, sequence.prompt_hash, *([sequence.old_cache] if sequence.old_cache else []))
         period = _STOP_PERIODS[fake_hash(seed, 0) % len(_STOP_PERIODS)]
         if position >= sampling.min_new_tokens and bits % period == 0:
             token = FAKE_EOS
@@ -198,7 +207,7 @@ class FakeRollout(RolloutEngine):
         sequence.tokens.append(token)
         sequence.logprobs.append(-((bits >> 8) % 1024) / 1024)
         sequence.versions.append(self._version)
-        sequence.kv_stale.append(False)
+        sequence.kv_stale.append(sequence.old_cache != 0)
 
 
 def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:

@@ -282,6 +282,86 @@ def check_weights_do_not_change_under_a_running_request(factory: Factory) -> Non
         assert len(_drain(engine)) == 1
 
 
+def check_weights_may_change_under_running_requests_that_allow_it(factory: Factory) -> None:
+    """What runs goes on; what had not begun is wholly of the new weights; nothing is read again unless the engine says so."""
+    requests = _group_requests(_GREEDY)
+    with _started(factory) as engine:
+        if not engine.capabilities.weights_under_requests:
+            return
+        whole = _generate(engine, requests)
+    with _started(factory) as engine:
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add(requests[:-1])
+        for _ in range(4):
+            engine.step()
+        engine.load_weights(changed, 1, under_requests=True)
+        assert engine.version == 1
+        engine.add(requests[-1:])
+        done = _drain(engine)
+        after = _generate(engine, requests)
+    for request in requests[:-1]:
+        sample = done[request.id]
+        assert sample.versions.tolist() == [0] * 4 + [1] * 8
+        assert sample.kv_stale.tolist() in ([False] * 4 + [True] * 8, [False] * 12)
+        np.testing.assert_array_equal(sample.tokens[:4], whole[request.id].tokens[:4])
+        np.testing.assert_allclose(sample.logprobs[:4], whole[request.id].logprobs[:4], atol=_LOGPROB_TOLERANCE)
+    begun_after = done[requests[-1].id]
+    assert (begun_after.versions == 1).all() and not begun_after.kv_stale.any()
+    assert not any(sample.kv_stale.any() for sample in after.values())
+    assert_same_samples({begun_after.id: begun_after}, {begun_after.id: after[begun_after.id]})
+
+
+def check_what_goes_on_from_a_stale_cache_reads_it_again(factory: Factory) -> None:
+    request = _request(0, 0, _GREEDY)
+    with _started(factory) as engine:
+        can = engine.capabilities
+        if not (can.weights_under_requests and can.abort and can.resume_with_prefix):
+            return
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add([request])
+        for _ in range(3):
+            engine.step()
+        engine.load_weights(changed, 1, under_requests=True)
+        for _ in range(2):
+            engine.step()
+        (stopped,) = engine.abort([request.id])
+        done = _generate(engine, [_continued(request, stopped, 5)])[request.id]
+    assert done.versions.tolist() == [0] * 3 + [1] * 9
+    np.testing.assert_array_equal(done.kv_stale, [*stopped.kv_stale, *[False] * 7])
+    with _started(factory) as engine:
+        engine.load_weights(changed, 1)
+        fresh = _generate(engine, [_continued(request, stopped, 5)])[request.id]
+    assert_same_samples({fresh.id: fresh}, {done.id: done})
+
+
+def check_deterministic_samples_depend_on_when_their_weights_changed_alone(factory: Factory) -> None:
+    """Not on what else runs while they do: in the group, alone, or after a change that came while they were read again."""
+    settings = EngineSettings(deterministic=True)
+    requests = _group_requests(_SAMPLED, num_per_prompt=3)
+    with _started(factory, settings) as engine:
+        can = engine.capabilities
+        if not (can.weights_under_requests and can.deterministic):
+            return
+        weights = [[(name, tensor * factor) for name, tensor in engine.weights()] for factor in (2, 3)]
+
+    def generate(requests: Sequence[Request]) -> dict[int, Generated]:
+        with _started(factory, settings) as engine:
+            engine.add(requests)
+            for version, tensors in enumerate(weights, 1):
+                for _ in range(2):
+                    assert engine.step() == []
+                engine.load_weights(tensors, version, under_requests=True)
+            return _drain(engine)
+
+    together = generate(requests)
+    assert all(sample.versions[:5].tolist() == [0, 0, 1, 1, 2] for sample in together.values())
+    assert_same_samples(together, generate(requests[::-1]), is_bitwise=True)
+    for request in requests[::2]:
+        alone = generate([request])
+        assert_same_samples({request.id: together[request.id]}, alone, is_bitwise=True)
+        np.testing.assert_array_equal(together[request.id].kv_stale, alone[request.id].kv_stale)
+
+
 def check_a_prompt_that_does_not_fit_queues_nothing(factory: Factory) -> None:
     with _started(factory) as engine:
         with _raises(PromptTooLong):

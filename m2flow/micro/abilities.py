@@ -1,0 +1,66 @@
+"""Whether the engines of a plan can do what its calls ask of them, beyond running them at all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from m2flow.engines.contract import Capabilities
+from m2flow.engines.registry import engines
+from m2flow.errors import PlanError
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.late import carries, keeps_cache
+from m2flow.micro.plan import WorkerPlan
+
+
+@functools.cache
+def rollout_abilities(engine: str) -> Capabilities | None:
+    """What a rollout engine says that it can do; None if nobody knows it."""
+    return next((info.capabilities for info in engines() if info.kind == "rollout" and info.name == engine), None)
+
+
+def keeps_caches(worker: WorkerPlan) -> frozenset[str]:
+    """The roles whose rollout engine on a worker can take new weights under running requests."""
+    slots = [slot for slot in worker.engines if slot.kind == "rollout"]
+    return frozenset(slot.role for slot in slots if (can := rollout_abilities(slot.engine)) is not None and can.weights_under_requests)
+
+
+def _takes_turns(worker: WorkerPlan, role: str) -> bool:
+    """Whether a role is trained and sampled by turns on this worker."""
+    return bool(worker.lease) and any(slot.kind == "train" and slot.role == role for slot in worker.engines)
+
+
+def check_abilities(call: Call, workers: Iterable[WorkerPlan]) -> None:
+    """
+    Raises:
+        PlanError: a generation carries what is late, and an engine of its role can't stop a sample and go on with it.
+    """
+    if not carries(call.options):
+        return
+    for worker in workers:
+        for slot in worker.engines:
+            can = rollout_abilities(slot.engine) if slot.kind == "rollout" and slot.role == call.role else None
+            if can is not None and not (can.abort and can.resume_with_prefix):
+                raise PlanError(
+                    f"late='carry' needs a rollout engine that can stop a sample and go on from its tokens, and {slot.engine!r} can't",
+                    where=call.site.describe(),
+                    now="Take late='drop', or another engine; `m2flow engines` says what each can do.",
+                )
+
+
+def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tuple[str, ...]:
+    """What the calls allow and the engines, or where they are, make nothing of; and what stopping costs."""
+    notes = []
+    for call in {str(call.site): call for call in graph.calls if call.engine == "rollout"}.values():
+        hosts = [worker for worker in workers if any(slot.kind == "rollout" and slot.role == call.role for slot in worker.engines)]
+        keepers = [worker for worker in hosts if call.role in keeps_caches(worker) and not _takes_turns(worker, call.role)]
+        if keeps_cache(call.options) and not keepers:
+            notes.append(
+                f"kv='keep' at {call.site} changes nothing here: the engines of {call.role} can't take weights under running samples, or "
+                "generate and train by turns"
+            )
+        engines_of = {slot.engine for worker in hosts for slot in worker.engines if slot.kind == "rollout" and slot.role == call.role}
+        unkeyed = sorted(name for name in engines_of if (can := rollout_abilities(name)) is not None and not can.keyed_seeds)
+        if carries(call.options) and unkeyed:
+            notes.append(f"what is carried at {call.site} gets other random numbers: {', '.join(unkeyed)} does not key them by sample")
+    return tuple(notes)
