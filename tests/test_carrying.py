@@ -17,6 +17,8 @@ from m2flow.engines.contract import Request
 from m2flow.errors import InternalError, OptionError, TraceError
 from m2flow.macro.handles import Metrics
 from m2flow.macro.late import num_late
+from m2flow.macro.recording import MemoryRecord, Recorder
+from m2flow.macro.replay import ReplayBackend
 from m2flow.macro.tracing import trace
 from m2flow.micro import carrying, performing
 from m2flow.micro.board import Board
@@ -293,6 +295,15 @@ def test_a_refill_does_not_carry_and_carried_samples_are_not_brought_back():
         trace(refills, {})
     with pytest.raises(TraceError, match="some were carried over"):
         trace(judges, {})
+
+
+def test_a_replay_does_not_go_on_in_the_middle_of_a_loop_that_carries():
+    record = MemoryRecord()
+    run_eager(LINE, SYNCHRONOUS, SPLIT, around=lambda live: Recorder(live, record))
+    whole = run_eager(LINE, SYNCHRONOUS, SPLIT, around=lambda live: ReplayBackend(record, live))
+    assert (whole.error, whole.samples) == ("", {})
+    part = run_eager(LINE, SYNCHRONOUS, SPLIT, around=lambda live: ReplayBackend(record, live, until_step=2))
+    assert "takes over samples that an earlier turn of its line left unfinished, and the record does not have them" in part.error
 
 
 def test_the_graph_and_the_plan_say_what_is_carried():

@@ -10,7 +10,8 @@ The boundary: the state of engines is not in the record. Either the caller has r
 calls are done again on the way, with recorded rows: by default none, `trains` for those of the trainers, which re-makes every
 weight and optimiser. From the point on, calls that take an earlier result get it from the record; the result of a function without
 effects that the record lacks is computed again; a generation is never made anew, nor is what a refill kept: such a flow goes on
-from the end of a step that used it up, with the trainer restored.
+from the end of a step that used it up, with the trainer restored. What a line carries (`late="carry"`) is in no record, so a flow
+does not go on in the middle of a loop that carries.
 """
 
 from __future__ import annotations
@@ -202,6 +203,12 @@ class ReplayBackend(Backend):
             )
 
     def _to_live(self, call: Call) -> None:
+        if call.carries_from is not None and call.carries_from not in self._known_live:
+            raise FlowError(
+                f"{call.name} takes over samples that an earlier turn of its line left unfinished, and the record does not have them",
+                where=call.site.describe(),
+                now="Replay all of this loop, or begin a new run.",
+            )
         self._known_live.add(call.ordinal)
         self._live.submit(call)
 
