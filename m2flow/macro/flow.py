@@ -99,10 +99,10 @@ class Flow:
         with recording(session):
             try:
                 result = self.function(**options)
+                session.finish()
             except Exception:
                 backend.raise_due()
                 raise
-            session.finish()
         return result
 
 

@@ -45,6 +45,7 @@ from m2flow.micro.events import (
 )
 from m2flow.micro.journal import Journal
 from m2flow.micro.launcher import LocalLauncher
+from m2flow.micro.logbook import Logbook, Logged
 from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.rundir import naming_a_full_disk
@@ -64,15 +65,6 @@ class Submitted:
     call: Call
     stage: Stage
     body: bytes
-
-
-@dataclass(frozen=True)
-class Logged:
-    """A `log` of the flow: call and field, or a number."""
-
-    step: int
-    name: str
-    source: tuple[int, str | None] | float
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ class Controller:
         self._defined: dict[str, set[int]] = {}
         self._consuming: dict[int, m.Accumulate] = {}
         self._collecting: dict[int, list[Batch]] = {}
-        self._logs: dict[int, list[Logged]] = {}
+        self._logbook = Logbook(outcomes, journal.logged)
         self._saving: dict[int, str] = {}
         self._saved: dict[str, str] = {}
         self._is_stopping = False
@@ -200,12 +192,8 @@ class Controller:
                 if isinstance(rows, Batch):
                     self._rows.put(call.ordinal, rows)
                     self._handle(Sourced(call.ordinal, rows.ids.tolist(), performing.num_tokens_of(rows)))
-            case Logged(step, name, source):
-                if isinstance(source, float):
-                    self._journal.logged(step, name, source)
-                else:
-                    self._logs.setdefault(source[0], []).append(post)
-                    self._write_logs(source[0])
+            case Logged():
+                self._logbook.add(post)
             case SaveAll(path):
                 self._save(path)
             case Wanted(ordinal):
@@ -240,12 +228,15 @@ class Controller:
                 done = self._calls[ordinal]
                 self._journal.call_done(done, value)
                 self._outcomes.resolve(done, value)
-                self._write_logs(ordinal)
+                self._logbook.call_ended(ordinal)
+                self._logbook.write_due()
             case Reject(ordinal, error, root):
                 # Its tasks that are given up end as done, but nothing was trained on.
                 self._consuming = {number: task for number, task in self._consuming.items() if task.call != ordinal}
                 self._journal.call_failed(self._calls[ordinal], error)
                 self._outcomes.reject(self._calls[ordinal], error, root)
+                self._logbook.call_ended(ordinal)
+                self._logbook.write_due()
             case Discarded(ordinal, last):
                 self._journal.discarded(self._calls[ordinal], last)
             case Dropped(ordinal, ids):
@@ -315,13 +306,6 @@ class Controller:
         parts.append(parcel.batch)
         if sum(len(part) for part in parts) >= self._scheduler.num_rows(parcel.call):
             self._outcomes.deliver(parcel.call, Batch.concat(self._collecting.pop(parcel.call)).in_order())
-
-    def _write_logs(self, ordinal: int) -> None:
-        """The logs that wait for a call, if it is done."""
-        if self._outcomes.is_resolved(ordinal):
-            for logged in self._logs.pop(ordinal, []):
-                assert not isinstance(logged.source, float)
-                self._journal.logged(logged.step, logged.name, self._outcomes.number(ordinal, logged.source[1]))
 
     def _save(self, path: Path) -> None:
         """The trained model of each role; of a role that is only sampled from, the digest of its weights."""

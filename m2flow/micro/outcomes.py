@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from m2flow.errors import InternalError, M2FlowError, WorkerError
 from m2flow.macro.eager import number_of
@@ -83,6 +83,25 @@ class Outcomes:
         with self._changed:
             return ordinal in self._values
 
+    def has_failed(self, ordinal: int) -> bool:
+        with self._changed:
+            return self._settling.has_failed_at(ordinal)
+
+    def has_ended(self, ordinal: int) -> bool:
+        with self._changed:
+            return self._settling.has_ended(ordinal)
+
+    def are_well(self, num_calls: int) -> bool:
+        """Whether the first so many calls of the program are over, and none of them failed."""
+        with self._changed:
+            return self._settling.are_well(num_calls)
+
+    @property
+    def num_ended(self) -> int:
+        """Calls of the program up to the last step that has ended."""
+        with self._changed:
+            return self._settling.num_ended
+
     def number(self, ordinal: int, name: str | None) -> float:
         with self._changed:
             return number_of(self._values[ordinal], name)
@@ -125,6 +144,20 @@ class Outcomes:
         with self._changed:
             if self._settling.due is not None:
                 raise self._settling.due
+
+    def wait_ended(self, calls: Iterable[tuple[int, int]]) -> None:
+        """Until these are over: (call, calls of the steps that had ended before). Where one of those has failed, it is not waited for."""
+        waiting = list(calls)
+
+        def is_met() -> bool:
+            waiting[:] = [
+                (ordinal, before)
+                for ordinal, before in waiting
+                if not self._settling.has_ended(ordinal) and not self._settling.has_failed_before(before)
+            ]
+            return not waiting or self._end is not None
+
+        self._wait(is_met)
 
     def wait_all(self) -> None:
         """Until every call is over. Raises the earliest error, if there is one."""

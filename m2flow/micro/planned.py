@@ -11,10 +11,12 @@ from pathlib import Path
 
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.session import Backend
+from m2flow.macro.sites import user_site
 from m2flow.micro.bodies import call_body
-from m2flow.micro.controller import Controller, Logged, Post, SaveAll, Submitted
+from m2flow.micro.controller import Controller, Post, SaveAll, Submitted
 from m2flow.micro.events import Released, Wanted
 from m2flow.micro.journal import Journal
+from m2flow.micro.logbook import Logged
 from m2flow.micro.lowering import Lowering
 from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.run_ahead import RunAhead
@@ -39,6 +41,10 @@ class PlannedBackend(Backend):
         """Calls with rows that the program can still reach."""
         self._num_steps = 0
         """Whose calls are all submitted."""
+        self._ends: list[tuple[int, int]] = []
+        """Steps that may be under way, and how many calls the program had made at the end of each."""
+        self._logged: list[tuple[int, int]] = []
+        """Calls whose numbers are logged, and how many calls of ended steps there were before."""
 
     def submit(self, call: Call) -> None:
         self._lowering.check(call)
@@ -61,7 +67,9 @@ class PlannedBackend(Backend):
         pass
 
     def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
-        self._later += [Logged(step, name, source) for name, source in values.items()]
+        before, where = self._outcomes.num_ended, user_site().describe()
+        self._later += [Logged(step, name, source, before, where) for name, source in values.items()]
+        self._logged += [(source[0], before) for source in values.values() if not isinstance(source, float)]
 
     def release(self, ordinal: int) -> None:
         self._aligned.discard(ordinal)
@@ -70,12 +78,21 @@ class PlannedBackend(Backend):
     def end_step(self, step: int) -> None:
         self._flush()
         self._outcomes.step_ended()
+        self._ends.append((step, self._outcomes.num_ended))
+        self._logged = [(ordinal, before) for ordinal, before in self._logged if not self._outcomes.has_ended(ordinal)]
         due = self._ahead.due(step)
         self._outcomes.wait_step(due)
         self._num_steps = step + 1
         self._journal.tally.num_steps = due + 1
+        self._ends = [(ended, num_calls) for ended, num_calls in self._ends if ended > due]
 
     def raise_due(self) -> None:
+        if any(isinstance(post, Logged) for post in self._later):
+            self._flush()
+        self._outcomes.wait_ended(self._logged)  # Sequential execution has written them by now.
+        for step, num_calls in self._ends:
+            if self._outcomes.are_well(num_calls):
+                self._journal.tally.num_steps = step + 1
         self._outcomes.wait_due()
 
     def finish(self) -> None:

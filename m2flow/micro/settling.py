@@ -41,6 +41,22 @@ class Settling:
         self._num_ended_steps = self._num_added
 
     @property
+    def num_ended(self) -> int:
+        """Calls of the program up to the last step that has ended."""
+        return self._num_ended_steps
+
+    def has_failed_at(self, ordinal: int) -> bool:
+        return ordinal in self._errors
+
+    def has_failed_before(self, num_calls: int) -> bool:
+        """Whether one of the first so many calls has failed."""
+        return any(ordinal < num_calls for ordinal in self._errors)
+
+    def are_well(self, num_calls: int) -> bool:
+        """Whether the first so many calls of the program are over, and none of them failed."""
+        return next(iter(self._open), num_calls) >= num_calls and not self.has_failed_before(num_calls)
+
+    @property
     def has_failed(self) -> bool:
         return bool(self._errors)
 

@@ -194,10 +194,10 @@ def difference_of(planned: Answer, eager: Answer) -> str | None:
             return f"{name}: a sample was trained on twice in an epoch"
     if planned.error != eager.error:
         return f"planned ended with {planned.error or 'no error'!r}, eager with {eager.error or 'no error'!r}"
-    fields = ("samples", "rewards") if eager.error else ("samples", "rewards", "consumed", "logs", "weights")
+    fields = ("samples", "rewards", "logs") if eager.error else ("samples", "rewards", "consumed", "logs", "weights")
     for field in fields:
         ours, theirs = getattr(planned, field), getattr(eager, field)
-        if eager.error:
+        if eager.error and field != "logs":
             shared = ours.keys() & theirs.keys()
             ours, theirs = ({key: held[key] for key in shared} for held in (ours, theirs))
         if repr(ours) != repr(theirs) if field == "logs" else ours != theirs:  # A NaN in a log is no equal of itself.

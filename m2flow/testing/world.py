@@ -24,6 +24,7 @@ from m2flow.macro.eager import EagerBackend, number_of
 from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.session import Backend
+from m2flow.macro.sites import user_site
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro import performing
@@ -46,6 +47,7 @@ from m2flow.micro.events import (
     Wanted,
 )
 from m2flow.micro.inprocess import InProcess
+from m2flow.micro.logbook import Logbook, Logged
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.scheduler import Scheduler
@@ -104,7 +106,8 @@ class World(Backend):
         self._settling = Settling()
         self._collected: dict[int, list[Batch]] = {}
         self._consuming: dict[int, m.Accumulate] = {}
-        self._logged: list[tuple[int, str, tuple[int, str | None] | float]] = []
+        self._logbook = Logbook(self, lambda step, name, number: self.answer.logs.append((step, name, number)))
+        self._logged: list[tuple[int, int]] = []
         self._released: list[int] = []
         self._discarded: dict[int, int] = {}
         self._dropped: set[int] = set()
@@ -150,7 +153,10 @@ class World(Backend):
         pass
 
     def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
-        self._logged += [(step, name, source) for name, source in values.items()]
+        before, where = self._settling.num_ended, user_site().describe()
+        for name, source in values.items():
+            self._logbook.add(Logged(step, name, source, before, where))
+            self._logged += [(source[0], before)] if not isinstance(source, float) else []
 
     def release(self, ordinal: int) -> None:
         self._released.append(ordinal)
@@ -165,6 +171,9 @@ class World(Backend):
         self._raise_first()
 
     def raise_due(self) -> None:
+        self._flush()
+        settling = self._settling
+        self._turn_until(lambda: all(settling.has_ended(call) or settling.has_failed_before(before) for call, before in self._logged))
         self._turn_until(lambda: self._settling.is_due_known)
         if self._settling.due is not None:
             raise self._settling.due
@@ -173,9 +182,20 @@ class World(Backend):
         self._flush()
         self._turn_until(lambda: self._scheduler.is_idle)
         self._raise_first()
-        for step, name, source in self._logged:
-            value = source if isinstance(source, float) else number_of(self._values[source[0]], source[1])
-            self.answer.logs.append((step, name, value))
+
+    # What the logbook asks
+
+    def is_resolved(self, ordinal: int) -> bool:
+        return ordinal in self._values
+
+    def has_failed(self, ordinal: int) -> bool:
+        return self._settling.has_failed_at(ordinal)
+
+    def are_well(self, num_calls: int) -> bool:
+        return self._settling.are_well(num_calls)
+
+    def number(self, ordinal: int, name: str | None) -> float:
+        return number_of(self._values[ordinal], name)
 
     def forget_discarded(self) -> None:
         """Drop from the answer what was generated for nothing."""
@@ -272,9 +292,13 @@ class World(Backend):
                 case Resolve(call, value):
                     self._values[call] = value
                     self._settling.done(call)
+                    self._logbook.call_ended(call)
+                    self._logbook.write_due()
                 case Reject(call, error, root):
                     self._consuming = {number: task for number, task in self._consuming.items() if task.call != call}
                     self._settling.failed(call, root, error)
+                    self._logbook.call_ended(call)
+                    self._logbook.write_due()
 
     def _tell(self, worker: str, message: m.ToWorker) -> None:
         link = self._workers[worker][1]
