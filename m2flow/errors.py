@@ -6,6 +6,7 @@
     │   ├── OptionError          an option that the flow does not have, or a value it can't take
     │   ├── TraceError           a call or a handle used in a way that can't be recorded
     │   │   └── FieldError       a column that the samples do not have
+    │   ├── RowError             a row at a position that there is none at
     │   ├── DatasetError         no rows, rows of different shape
     │   ├── DivergenceError      a replay, or a step under --pin-plan, that makes other calls than it should
     │   ├── OpError              the user's function raised, or returned what it may not
@@ -105,6 +106,10 @@ class TraceError(FlowError, TypeError):
 
 class FieldError(TraceError, AttributeError):
     """A column that the samples do not have."""
+
+
+class RowError(FlowError, IndexError):
+    """A row at a position that there is none at."""
 
 
 class DatasetError(FlowError, ValueError):

@@ -63,7 +63,8 @@ def test_a_run_that_fails_leaves_the_logs_that_it_leaves_call_by_call(cluster, h
 
 def logs_of(run_dir: str | Path) -> list[tuple[int, str]]:
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], name) for line in lines for name in line if name in ("late", "step", "reward", "length", "before", "after", "first", "loss")]
+    logged = ("late", "reward", "length", "before", "after", "first", "loss")
+    return [(line["step"], name) for line in lines for name in line if name in logged]
 
 
 @pytest.mark.timeout(120)
@@ -93,7 +94,10 @@ def misnamed(text: bool = False) -> None:
 
 @pytest.mark.parametrize(("text", "said"), [(False, "there is no metric 'los'; there are grad_norm, loss"), (True, "a str is no number")])
 def test_a_log_of_what_is_no_number_names_its_line_in_both_modes(text, said):
-    for answer in (run_eager(misnamed, {"text": text}, SPEC), *(run_planned(misnamed, {"text": text}, SPEC, order_seed=i) for i in range(3))):
+    for answer in (
+        run_eager(misnamed, {"text": text}, SPEC),
+        *(run_planned(misnamed, {"text": text}, SPEC, order_seed=i) for i in range(3)),
+    ):
         assert answer.error.startswith(f"TraceError: log: {said}")
         assert "badly=said(responses)" in answer.where
 

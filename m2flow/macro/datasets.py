@@ -7,7 +7,7 @@ call like any other (`data()` in the printed graph), so that a replay can answer
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class Dataset:
     """
 
     def __init__(self, rows: Sequence[Row], *, name: str = "dataset", shuffle: bool = True) -> None:
+        if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+            raise DatasetError(f"Dataset got a {type(rows).__name__}", now="Give a list of rows: mappings that have a `prompt`.")
         rows = list(rows)
         if not rows:
             raise DatasetError(f"the dataset {name!r} has no rows", now="A flow needs at least one prompt; check its path or its filter.")

@@ -13,7 +13,7 @@ from typing import overload
 
 import numpy as np
 
-from m2flow.errors import FieldError, TraceError
+from m2flow.errors import FieldError, RowError, TraceError
 from m2flow.macro.algebra import Inputs, as_operand
 from m2flow.macro.columns import Elementwise, Given, Operand, Rowwise
 from m2flow.macro.graph import Call, Granularity
@@ -81,7 +81,12 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
             return self._slice(index)
         if isinstance(index, bool) or not isinstance(index, int | np.integer):
             raise TraceError(f"an index of {describe(self)} is a position, a slice, a condition or a name, not {index!r:.60}")
-        return self._items("an index")[index]
+        items = self._items("an index")
+        if not -len(items) <= index < len(items):
+            raise RowError(
+                f"{describe(self)} have {len(items)} rows, and none at position {index}", now="Ask len() first, or take a slice."
+            )
+        return items[index]
 
     def __bool__(self) -> bool:
         raise TraceError(

@@ -18,6 +18,7 @@ from m2flow.macro.columns import Elementwise, Operand, numbers, value_of
 from m2flow.macro.graph import Granularity
 from m2flow.macro.late import carries
 from m2flow.macro.reducible import Reducible
+from m2flow.macro.results import Handle, describe
 from m2flow.samples import Batch, Column, Ragged, SampleId, prompt_positions
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def narrowed(rows: Rows, to: Rows) -> Rows:
 
 def brought_back(grades: Rows, prompts: Rows) -> Rows:
     """For each of the prompts' rows the mean of what was said of the samples generated from it."""
+    if not isinstance(prompts, Handle):
+        raise TraceError(f"back_to got {describe(prompts)}; it takes the rows that these were generated from")
     session = grades.session
     makers = session.lineage.makers(grades.ref.call)
     asked = makers[0].input("prompts") if len(makers) == 1 else None

@@ -97,6 +97,9 @@ class Number(Operators["Number"]):
     def __int__(self) -> int:
         return int(self._number("int()"))
 
+    def __round__(self, digits: int | None = None) -> float:
+        return round(self._number("round()"), digits)
+
     def __bool__(self) -> bool:
         if not self._is_truth:
             raise TraceError(

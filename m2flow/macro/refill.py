@@ -56,6 +56,8 @@ def refill(
             f"{policy.name}.generate draws from a dataset itself with count= (groups to keep) and score= (a Reward)",
             now="Else draw the prompts: generate(dataset.take(32), ...).",
         )
+    if not hasattr(score, "_score"):
+        raise TraceError(f"score got {describe(score)}; it takes a Reward", now="Make one of a function: Reward(function).")
     if not is_count(count) or not is_count(max_draws or 1):
         raise OptionError(f"count is {count!r} and max_draws is {max_draws!r}; both are whole numbers, 1 or more")
     keep = keep or informative

@@ -120,6 +120,9 @@ class OpValue(Metrics, Operators[Number]):
     def __float__(self) -> float:
         return float(Number(self))
 
+    def __round__(self, digits: int | None = None) -> float:
+        return round(Number(self), digits)
+
     def _kind(self) -> str:
         return "one value"
 

@@ -190,6 +190,8 @@ class Policy(Role):
             TraceError: the loss takes the samples for those of the current weights, which they need not be (`m2flow.macro.soundness`).
             OpError (at the first look): numbers that do not fit the tokens of their samples.
         """
+        if not isinstance(columns, Mapping | None):
+            raise TraceError(f"update got columns={describe(columns)}", now='Give a mapping: columns={"weight": handle}.')
         responses = self._common(responses, rewards, advantages, reference, *(columns or {}).values())
         samples = self._rows(responses, "update", RESPONSES)
         has_rewards, is_named = rewards is not None, isinstance(advantages, str)

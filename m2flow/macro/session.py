@@ -106,7 +106,8 @@ class Session:
         self.lineage = Lineage()
 
     def __reduce__(self) -> str:
-        raise TypeError("what belongs to a running flow can't leave it")
+        now = "Several variables may stand for one handle: its rows never change. Elsewhere use what it came to: float(number), list(rows)."
+        raise TraceError("what belongs to a running flow can't be copied, and can't leave it", now=now)
 
     def record(
         self,

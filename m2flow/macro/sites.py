@@ -18,6 +18,8 @@ from typing import Literal
 from m2flow.macro.graph import Site
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_DATA = _PACKAGE + "samples.py"
+"""What is in the user's hands, as a list is: an attribute that a sample has not is the fault of who asked for it."""
 _LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
 _MOST_KNOWN = 20_000
 """Places that are remembered at most: a recursion without end has as many as it has calls."""
@@ -69,7 +71,8 @@ def raised_at(error: BaseException) -> Site | None:
 
 def is_of_user(error: BaseException) -> bool:
     """Whether the user's code is nearer to an error than ours is; libraries between count for who called them."""
-    owners = [owner(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    owners = ["library" if frame.filename == _DATA else owner(frame.filename) for frame in frames]
     return next((whose for whose in reversed(owners) if whose != "library"), "") == "user"
 
 
