@@ -4,8 +4,8 @@
 
 `main` is flows/grpo.py as it is; `full` and `skewed` are those of `benchmarks/vs_trl.py`. In each round `m2flow profile` measures the
 workload, the simulator runs its steps on the virtual clock with the profile's constants, and `m2flow run` makes them: the main job's
-first steps, evaluations left out by the median. Lengths in the simulator are drawn from the answers that the profile saw; `replayed`
-has those that the run then made, which tells errors of costs from errors of lengths.
+first steps, evaluations left out by the median. Lengths in the simulator are drawn from the answers that the profile saw, for several
+runs of other draws; `replayed` has those that the run then made, which tells errors of costs from errors of lengths.
 
 Prints one JSON object; ratios are predicted over measured, of medians over the steps, the range over the rounds. `parts` are seconds a
 step, on average. The profile and the runs must find the same machine, so nothing else should run: `load` is what did before each.
@@ -109,16 +109,19 @@ _SPANS = {"train": "train.accumulate", "apply": "train.apply", "sync": "weights.
 _TASKS = {"Accumulate": "train", "Apply": "apply", "LoadWeights": "sync", "Switch": "switch", "Perform": "function"}
 
 
-def predicted(job: Job, cluster: Path, profile: Profile, lengths: Lengths) -> tuple[list[float], Numbers]:
-    """The same on the virtual clock."""
+def predicted(job: Job, cluster: Path, profile: Profile, lengths: Lengths, *, num_draws: int = 1) -> tuple[list[float], Numbers]:
+    """The same on the virtual clock, the steps of several draws of the lengths one after the other; the parts are of the last draw."""
     spec, flow = load_cluster(cluster), load_flow(str(job.flow))
     program = follow_program(flow, job.options, steps=int(str(job.options["num_steps"])))
     plan = lower(program.graph, program.models, spec, num_steps=program.num_steps)
     workload, shapes = workload_of(program.graph, spec), shapes_of(program.models, spec)
     profile.check(program.models, spec)
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths))
-    history = simulate(program, plan, spec, ProfiledCosts(profile, modelled), lengths).history
-    counted = [period for period in history.periods if period.step >= _WARMUP]
+    step_s: list[float] = []
+    for seed in range(num_draws):
+        history = simulate(program, plan, spec, ProfiledCosts(profile, modelled), lengths, seed=seed).history
+        counted = [period for period in history.periods if period.step >= _WARMUP]
+        step_s += [period.makespan_s for period in counted]
     start_s, end_s = counted[0].start_s, counted[-1].end_s
     parts: dict[str, float] = defaultdict(float)
     for did in history.dids:
@@ -126,7 +129,7 @@ def predicted(job: Job, cluster: Path, profile: Profile, lengths: Lengths) -> tu
             parts[_TASKS.get(type(did.task).__name__, "other")] += did.end_s - did.start_s
     lives = [(max(life.begun_s, start_s), min(life.ended_s, end_s)) for lives in history.lives.values() for life in lives]
     parts["decode"] = _union(pair for pair in lives if pair[0] < pair[1])
-    return [period.makespan_s for period in counted], {name: seconds / len(counted) for name, seconds in parts.items()}
+    return step_s, {name: seconds / len(counted) for name, seconds in parts.items()}
 
 
 def _union(pairs) -> float:  # type: ignore[no-untyped-def]
@@ -158,7 +161,7 @@ def compare(name: str, a: argparse.Namespace, made: Path) -> dict[str, object]:
             profile = read_profile(file)
             loads.append(round(os.getloadavg()[0], 2))
             step_s, parts, run_dir = measured(job, cluster, made / "runs")
-            drawn_s, predicted_parts = predicted(job, cluster, profile, profile.lengths())
+            drawn_s, predicted_parts = predicted(job, cluster, profile, profile.lengths(), num_draws=8)
             replayed_s, _ = predicted(job, cluster, profile, parse_lengths(str(run_dir)))
             took, said, again = (statistics.median(values) for values in (step_s, drawn_s, replayed_s))
             found: dict[str, object] = {"load": loads, "measured_s": took, "predicted_s": said, "replayed_s": again}

@@ -18,6 +18,7 @@ from m2flow.micro.costs.fitting import Quality, fit, robust_mean
 from m2flow.micro.costs.measuring import Measurement, profile_of
 from m2flow.micro.costs.modelled import ModelledCosts
 from m2flow.micro.costs.observing import Observed
+from m2flow.micro.costs.probing import ROUNDS
 from m2flow.micro.costs.profile import (
     Machine,
     MeasuredDecode,
@@ -31,7 +32,7 @@ from m2flow.micro.costs.profile import (
 from m2flow.micro.costs.profiled import ProfiledCosts
 from m2flow.micro.costs.shapes import shape_named
 from m2flow.micro.costs.terms import EngineId, Footprint, Layout
-from m2flow.micro.ledger import Ledger
+from m2flow.micro.ledger import Ledger, read_lengths
 from m2flow.micro.plan import EngineSlot, Plan, WeightSync, WorkerPlan
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.observe.recorder import Recorder
@@ -397,6 +398,13 @@ def test_profile_measures_a_flow_on_fakes_in_both_placements_and_writes_it_down(
     assert profile.models == {"policy": told_model(Model("models/tiny"))}
     assert {len(answers) for answers in profile.responses} == {4}
     (first, *_) = sorted((tmp_path / "runs").iterdir())
+    samples: dict[int, list[int]] = {}
+    for _, _, step, _, num_generated, _ in read_lengths(first):
+        samples.setdefault(step, []).append(num_generated)
+    assert json.loads((first / "probe.json").read_text()) == {"natural_steps": [n for n, r in enumerate(ROUNDS) if r.is_natural]}
+    for step, planned in enumerate(ROUNDS):
+        assert len(samples[step]) == 4 * max(1, round(8 * planned.share))
+        assert planned.length is None or set(samples[step]) == {round(16 * planned.length)}
     again = CliRunner().invoke(cli, ["profile", str(tmp_path / "tiny.py"), "--from", str(first), "--json"])
     assert again.exit_code == 0, again.output
     refitted = read_profile(first)
@@ -417,6 +425,9 @@ def test_profile_says_what_is_wrong_with_a_run_that_it_can_t_use(tmp_path: Path)
 
 def test_profile_says_that_an_engine_can_t_start(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(FLOW)
-    done = CliRunner().invoke(cli, ["profile", str(tmp_path / "tiny.py"), "--runs-dir", str(tmp_path / "runs")])
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("device: cpu\nrollout: {engine: nosuch}\ntrain: {engine: fake}\n")
+    arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs")]
+    done = CliRunner().invoke(cli, arguments)
     assert done.exit_code != 0
-    assert "models/tiny" in done.output
+    assert "there is no rollout engine 'nosuch'" in done.output

@@ -57,10 +57,12 @@ ROUNDS = (
     Round(),
     Round(),
     Round(1.0, 1.0),
+    Round(),
     Round(0.25, 0.5),
     Round(0.06, 1.0),
     Round(),
     Round(0.5, 0.25),
+    Round(),
     Round(0.12, 0.75),
     Round(),
 )
@@ -119,9 +121,11 @@ def measure(
     """
     with prints_muted():
         graph, models, _ = trace(flow, options, seed=settings.seed)
-    others = [] if only or not _has_both(graph) else [p for p in ("time-shared", "split") if p != spec.placement]
+    known = ("time-shared", "split")
+    first = spec.placement if spec.placement in known else known[0]
+    others = [] if only or not _has_both(graph) else [p for p in known if p != first]
     measured: list[tuple[Measurement, Path]] = []
-    for placement in [spec.placement, *others]:
+    for placement in [first, *others]:
         here = spec.model_copy(update={"placement": placement, "pools": {}, "pin": {}})
         cut = _setup_rows(graph) if measured else {}
         measured.append(_probe(flow, options, here, settings, cut, budget_s))
