@@ -81,7 +81,7 @@ def test_constants_come_back_from_noisy_and_interrupted_times(fixed: float, each
     samples = rng.integers(1, 257, 500)
     sizes = np.stack([np.ones(500), samples, samples * rng.integers(10, 200, 500)], 1)
     seconds = sizes @ [fixed, each, token] * (1 + rng.normal(0, 0.03, 500).clip(-0.1, 0.1))
-    seconds[rng.random(500) < 0.05] *= 5  # Something else had the processor.
+    seconds[rng.random(500) < 0.08] *= 20  # Something else had the processor.
     constants, quality = fit(sizes, seconds)
     for row in ([1, 16, 1600], [1, 64, 3000], [1, 256, 40_000]):
         assert np.dot(row, constants) == pytest.approx(np.dot(row, [fixed, each, token]), rel=0.2)
