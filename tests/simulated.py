@@ -128,13 +128,8 @@ def ran(
     machines = machines_of(plan, spec, costs)
     simulated = simulate(program, plan, spec, costs, lengths, seed=seed, kept=kept)
     overlaps = program.staleness > 0
-    return Ran(
-        simulated.history,
-        machines,
-        report_of(simulated, machines, overlaps=overlaps),
-        totals_of(simulated.history, machines, overlaps=overlaps),
-        plan,
-    )
+    report = report_of(simulated, machines, overlaps=overlaps)
+    return Ran(simulated.history, machines, report, totals_of(report, simulated.history, machines, overlaps=overlaps), plan)
 
 
 def leased(plan: Plan) -> Plan:

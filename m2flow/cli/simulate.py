@@ -9,7 +9,10 @@ import importlib
 
 import click
 
-_COMMANDS = {"rollout": "Generation alone: how long the samples of a step take, by assignment or policy."}
+_COMMANDS = {
+    "flow": "The steps of a flow, by the scheduler that would run them; the word may be left out.",
+    "rollout": "Generation alone: how long the samples of a step take, by assignment or policy.",
+}
 """Name -> a line; the command is `m2flow.cli.simulate_<name>.command`."""
 
 _DEFAULT = "flow"

@@ -91,7 +91,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
         PlanError: a worker of a searched plan sits where the search has seated no such engine.
     """
     places = _places(plan, spec)
-    seats = {worker.name: _seats(plan, worker, places[worker.name]) for worker in plan.workers}
+    seats = {worker.name: _seats(plan, worker, places[worker.name]) if worker.name in places else [] for worker in plan.workers}
     trained: dict[str, tuple[str, Seat]] = {
         seat.engine.role: (worker, seat) for worker, found in seats.items() for seat in found if seat.engine.kind == "train"
     }
@@ -100,9 +100,10 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
         found = seats[worker.name]
         hosted = []
         for seat in found:
-            switch = costs.switch(seat.engine, seat.pool, seat.footprint)
+            footprint = seat.footprint if plan.choice is not None else costs.footprint(seat.engine, seat.pool, seat.layout)
+            switch = costs.switch(seat.engine, seat.pool, footprint)
             leave_s, come_s = (0.0, 0.0) if switch.is_resident else (switch.leave_s, switch.come_s)
-            hosted.append(Hosted(seat.engine, seat.layout, seat.footprint, leave_s, come_s, switch.is_resident))
+            hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, switch.is_resident))
         syncs = {}
         for seat in found:
             role = seat.engine.role
@@ -112,7 +113,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
                 syncs[role] = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
         machines[worker.name] = Machine(
             worker.name,
-            places[worker.name] if found else None,
+            places.get(worker.name),
             worker.lease,
             tuple(hosted),
             {s.engine.role: costs.decode(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "rollout"},
@@ -142,7 +143,8 @@ def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
     turns has those of the rollout workers that it takes them with."""
     places: dict[str, Place] = {}
     last = 0
-    for worker in sorted(plan.workers, key=lambda worker: (worker.lease, "rollout" not in {slot.kind for slot in worker.engines})):
+    hosts = [worker for worker in plan.workers if any(slot.kind != "function" for slot in worker.engines)]
+    for worker in sorted(hosts, key=lambda worker: (worker.lease, "rollout" not in {slot.kind for slot in worker.engines})):
         found = _DEVICE.fullmatch(worker.device)
         if spec.pools and found:
             first = int(found["first"])

@@ -60,7 +60,8 @@ class RunTotals(msgspec.Struct, frozen=True):
     """The steps of a run together."""
 
     makespan_s: float
-    lower_bounds_s: dict[str, float]
+    bound_s: float
+    """Of all steps: the sum of their highest bounds; where they overlap, the highest of the whole run."""
     efficiency: float
     idle_s: dict[str, float]
     busy_share: float
@@ -82,12 +83,15 @@ def report_of(simulated: Simulated, machines: Mapping[str, Machine], *, overlaps
         if period.step >= 0 or (period.makespan_s and not any(s.step >= 0 for s in history.periods)):
             steps.append(_step(history, machines, period, before, overlaps=overlaps))
         before = period
-    totals_of(history, machines, overlaps=overlaps)
     return Report(steps, history.num_events, simulated.wall_s)
 
 
-def totals_of(history: History, machines: Mapping[str, Machine], *, overlaps: bool) -> RunTotals:
-    """Of all steps of the loop; of a flow without one, of all."""
+def totals_of(report: Report, history: History, machines: Mapping[str, Machine], *, overlaps: bool) -> RunTotals:
+    """Of all steps of the loop; of a flow without one, of all.
+
+    Raises:
+        InternalError: the whole run is below a bound.
+    """
     periods = history.periods
     inside = [at for at, period in enumerate(periods) if period.step >= 0] or list(range(len(periods)))
     first, last = periods[inside[0]], periods[inside[-1]]
@@ -96,11 +100,16 @@ def totals_of(history: History, machines: Mapping[str, Machine], *, overlaps: bo
     bounds = span_bounds(history, machines, span, is_self_contained=not overlaps and len(inside) == 1)
     makespan_s = span.end_s - span.start_s
     _check("the run", makespan_s, bounds)
+    bound_s = max(bounds.values(), default=0.0)
+    if not overlaps:
+        bound_s = max(bound_s, sum(max(step.lower_bounds_s.values(), default=0.0) for step in report.steps))
     causes = {cause for at in inside for cause in periods[at].seconds}
     seconds = {cause: sum(periods[at].seconds.get(cause, 0.0) for at in inside) for cause in causes}
     whole = sum(seconds.values())
     idle = {cause: value for cause, value in sorted(seconds.items()) if cause != "work" and value > 0}
-    return RunTotals(makespan_s, bounds, _efficiency(makespan_s, bounds), idle, seconds.get("work", 0.0) / whole if whole else 0.0)
+    return RunTotals(
+        makespan_s, bound_s, bound_s / makespan_s if makespan_s else 1.0, idle, seconds.get("work", 0.0) / whole if whole else 0.0
+    )
 
 
 def _step(history: History, machines: Mapping[str, Machine], period: Period, before: Period | None, *, overlaps: bool) -> StepReport:

@@ -1,0 +1,182 @@
+"""`m2flow simulate FLOW`: a flow's steps on a virtual clock, by the scheduler that would run them; no engine, any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from m2flow.cli.flow_options import flow_command
+from m2flow.errors import OptionError
+from m2flow.macro.flow import Flow
+from m2flow.macro.known import Assumption, Known
+from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
+
+if TYPE_CHECKING:
+    from m2flow.micro.plan import Plan
+    from m2flow.micro.simulation.scenario import Outcome, Scenario
+
+
+@flow_command("flow")
+@click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
+@click.option("--lengths", "source", required=True, metavar="TRACE", help="JSON lines, a run directory, the name of a trace, or a formula.")
+@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps of the flow to simulate.")
+@click.option(
+    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Simulate this plan; by default the best that is found."
+)
+@click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="Costs that `m2flow profile` has measured.")
+@click.option(
+    "--shape", "shapes", multiple=True, metavar="ROLE=MODEL", help="A role's model, for its costs: policy=Qwen2.5-7B. May be repeated."
+)
+@click.option(
+    "--assume",
+    multiple=True,
+    metavar="[NAME=]NUMBER",
+    help="What a number is that Python waits for; of a filter or refill (keep=0.6) the share that it keeps. May be repeated.",
+)
+@click.option("--compare", is_flag=True, help="Time-shared, split, hybrid and as planned, each with staleness 0, 1 and 2.")
+@click.option("--ladder", is_flag=True, help="What each mechanism costs: runs again with one after the other taken away.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws, and the run's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    target: str,
+    flow: Flow,
+    options: dict[str, object],
+    cluster: Path | None,
+    source: str,
+    steps: int,
+    plan_file: Path | None,
+    profile: Path | None,
+    shapes: tuple[str, ...],
+    assume: tuple[str, ...],
+    compare: bool,
+    ladder: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """How long a flow's steps would take, against the bounds, and why devices would be idle.
+
+    The scheduler is the one that would run the flow; the workers are virtual and take as long as the costs say. A step lasts from the end
+    of the one before to the end of its last call.
+
+    \b
+    Lengths:
+      FILE.jsonl              {"step": 0, "prompt_tokens": 112, "response_tokens": [450, 453]} in each line
+      dapo-qwen2.5-32b        a trace that comes with m2flow; also video-qwen2.5-vl-7b
+      runs/grpo-20260102-0304 what a run generated
+      lognormal:median=4000,sigma=0.8,cap=32768,icc=0.3
+    A trace is replayed where its groups fit the flow's (as many, of the same size); else groups are drawn from it.
+
+    \b
+    Examples:
+      m2flow simulate flows/grpo.py --batch 96 --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b --steps 3
+      m2flow simulate flows/grpo.py --lengths runs/grpo-20260102-030405 --compare
+    """
+    from m2flow.micro.costs.profile import read_profile
+    from m2flow.micro.plan_file import read_plan
+    from m2flow.micro.rollouts.lengths import parse_lengths
+    from m2flow.micro.simulation.scenario import prepare
+
+    spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes)
+    known = Known(tuple(Assumption.parse(text) for text in assume))
+    measured = read_profile(profile) if profile else None
+    scenario = prepare(flow, options, spec, parse_lengths(source), steps=steps, seed=seed, known=known, profile=measured)
+    if compare:
+        from m2flow.cli.simulate_compare import show_comparison
+
+        show_comparison(scenario, as_json=as_json)
+        return
+    plan = scenario.plan() if plan_file is None else scenario.pinned(read_plan(plan_file))
+    outcome = scenario.run(plan)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(outcome.report)).decode())
+    else:
+        click.echo("\n".join(_as_text(scenario, outcome, plan)))
+    if ladder:
+        from m2flow.micro.simulation.ladder import climb
+
+        click.echo("\n".join(_rungs(climb(scenario, plan))), err=as_json)
+
+
+def with_shapes(spec: ClusterSpec, shapes: Sequence[str]) -> ClusterSpec:
+    """The spec with the models that were named on the command line.
+
+    Raises:
+        OptionError: a text is not `role=model`.
+    """
+    named = {}
+    for text in shapes:
+        role, separator, model = text.partition("=")
+        if not separator:
+            raise OptionError(f"--shape {text}: there is no model", now="Write --shape policy=Qwen2.5-7B.")
+        named[role] = model
+    return spec.model_copy(update={"shapes": {**spec.shapes, **named}}) if named else spec
+
+
+def _as_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:
+    report, totals, drawn = outcome.report, outcome.totals, outcome.simulated.history.drawn
+    num_instances = sum(any(slot.kind == "rollout" for slot in worker.engines) for worker in plan.workers)
+    replayed = f"{drawn.num_replayed} steps of it replayed" if drawn.num_replayed else "drawn from it"
+    lines = [
+        f"{plan.flow} on {plan.cluster}: {plan.mode}, {outcome.simulated.history.num_devices} devices, {num_instances} rollout instances, "
+        f"staleness {scenario.program.staleness}",
+        f"lengths: {scenario.lengths.name}, {replayed}",
+        "",
+    ]
+    head = ("step", "seconds", "bound", "of", "efficiency", "trained", "wasted", "staleness", "GiB", "idle for")
+    rows = [head]
+    for number, step in enumerate(report.steps):
+        best = max(step.lower_bounds_s, key=lambda name: step.lower_bounds_s[name], default="")
+        rows.append(
+            (
+                str(number),
+                f"{step.makespan_s:,.1f}",
+                f"{step.lower_bounds_s.get(best, 0.0):,.1f}",
+                best.replace("_between_releases", "").replace("_", " "),
+                f"{step.efficiency:.0%}",
+                f"{step.trained_tokens:,}",
+                f"{step.wasted_tokens:,}",
+                " ".join(f"{behind}:{count}" for behind, count in step.staleness.items()),
+                f"{step.peak_memory_gib:.1f}",
+                causes(step.idle_s, step.makespan_s * outcome.simulated.history.num_devices),
+            )
+        )
+    lines += table(rows)
+    whole_s = totals.makespan_s * outcome.simulated.history.num_devices
+    lines += [
+        "",
+        f"all steps: {totals.makespan_s:,.1f} s, {totals.efficiency:.0%} of the bound; devices work {totals.busy_share:.0%} of the time, "
+        f"idle for {causes(totals.idle_s, whole_s) or 'nothing'}",
+        f"simulated in {report.wall_s:.2f} s, {report.num_events:,} events",
+    ]
+    return lines
+
+
+def causes(idle_s: dict[str, float], whole_s: float) -> str:
+    """The shares of all device time, the largest first; what is below a thousandth is left out."""
+    shares = sorted(((seconds / whole_s if whole_s else 0.0, cause) for cause, seconds in idle_s.items()), reverse=True)
+    return ", ".join(f"{cause} {share:.1%}" for share, cause in shares if share >= 0.001)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns under their heads; numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def align(text: str, column: int) -> Callable[[int], str]:
+        is_number = all(row[column][:1].isdigit() for row in rows[1:] if row[column])
+        return text.rjust if is_number else text.ljust
+
+    return ["  ".join(align(text, i)(widths[i]) for i, text in enumerate(row)).rstrip() for row in rows]
+
+
+def _rungs(rungs: Sequence[tuple[str, float]]) -> list[str]:
+    lines = ["", "what each mechanism costs (seconds of all steps, with all above it taken away)"]
+    before = rungs[0][1]
+    rows = [("", "seconds", "less")]
+    for name, seconds in rungs:
+        rows.append((name, f"{seconds:,.1f}", f"{before - seconds:,.1f}" if seconds != rungs[0][1] or name != rungs[0][0] else ""))
+        before = seconds
+    return [*lines, *table(rows)]

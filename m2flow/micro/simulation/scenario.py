@@ -1,0 +1,185 @@
+"""What is simulated: a flow's program, the costs of its engines, the lengths of its samples, and a plan for them.
+
+    Flow, ClusterSpec, Lengths --Scenario--> Program, Costs, Plan --simulate--> Simulated
+
+A scenario is made once; its plan can be made anew for another cluster, mode or staleness, and any number of runs simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+
+from m2flow.macro.exploring import explore
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import Call, Effect, MacroGraph
+from m2flow.macro.known import Known
+from m2flow.micro.costs.extents import extents_of
+from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
+from m2flow.micro.costs.profile import Profile
+from m2flow.micro.costs.profiled import ProfiledCosts
+from m2flow.micro.costs.terms import Costs
+from m2flow.micro.lowering import lower
+from m2flow.micro.plan import Plan
+from m2flow.micro.plan_file import check_edited
+from m2flow.micro.rollouts.lengths import Lengths
+from m2flow.micro.search.choice import Choice, Mode
+from m2flow.micro.search.dynamic import Solver
+from m2flow.micro.search.finding import find_plan
+from m2flow.micro.search.problem import Problem
+from m2flow.micro.search.seats import mode_of, places_of, seats_of
+from m2flow.micro.search.trees import parts_of, tree_of
+from m2flow.micro.search.workload import Workload, workload_of
+from m2flow.micro.simulation.machines import Machine, machines_of
+from m2flow.micro.simulation.program import Made, Program, follow_program
+from m2flow.micro.simulation.report import Report, RunTotals, report_of, totals_of
+from m2flow.micro.simulation.simulate import Simulated, simulate
+from m2flow.recipe import Model
+from m2flow.spec import ClusterSpec
+
+_MOST_TRIED = 2_000
+"""Rows of a search that are looked at for a plan of one mode."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated run with all that is said of it."""
+
+    plan: Plan
+    machines: Mapping[str, Machine]
+    simulated: Simulated
+    report: Report
+    totals: RunTotals
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A flow's first steps on a cluster."""
+
+    program: Program
+    spec: ClusterSpec
+    lengths: Lengths
+    costs: Costs
+    workload: Workload
+    models: Mapping[str, Model]
+    seed: int
+    kept: Mapping[str, float]
+
+    def plan(self) -> Plan:
+        """The best plan of the search; of a spec without pools the one that its rule makes.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if not self.spec.pools:
+            return self._lowered(self.spec, None)
+        return self._lowered(self.spec, find_plan(self.workload, self.lengths, self.costs, self.spec))
+
+    def plans(self) -> dict[Mode, Plan]:
+        """The best plan of each mode that there is one of; a mode that is missing fits nowhere, or is not among the best rows."""
+        if not self.spec.pools:
+            specs = {mode: self.spec.model_copy(update={"placement": mode}) for mode in ("time-shared", "split")}
+            return {mode: self._lowered(spec, None) for mode, spec in specs.items()}  # type: ignore[misc]
+        problem = Problem(self.workload, self.lengths, self.costs, self.spec)
+        problem.check()
+        tables = Solver(problem).solve()
+        found: dict[Mode, Plan] = {}
+        for row in np.argsort(tables.steps_s, kind="stable")[:_MOST_TRIED]:
+            node = tree_of(tables, int(row))
+            places = places_of(problem, node)
+            if places is None:
+                continue
+            seats = seats_of(node, places)
+            mode = mode_of(seats)
+            if mode not in found:
+                parts = parts_of(problem, node)
+                predicted_s = sum(part.seconds for part in parts if part.on_critical_path)
+                choice = Choice(self.workload.flow, self.spec.name, mode, seats, predicted_s, parts, (), True, 0.0, "", (), 0.0, {}, {})
+                found[mode] = self._lowered(self.spec, choice)
+            if len(found) == len(get_args(Mode)):
+                break
+        return found
+
+    def pinned(self, plan: Plan) -> Plan:
+        """A plan from a file, held against this flow.
+
+        Raises:
+            PlanError: it is of another flow, or asks for what can't be.
+        """
+        fresh = lower(self.program.graph, self.models, self.spec, num_steps=self.program.num_steps, pinned=plan)
+        check_edited(plan, fresh, self.spec)
+        return fresh
+
+    def run(self, plan: Plan, costs: Costs | None = None) -> Outcome:
+        """Simulate by a plan.
+
+        Raises:
+            M2FlowError: the run fails. InternalError: it is faster than a bound.
+        """
+        costs = costs or self.costs
+        simulated = simulate(self.program, plan, self.spec, costs, self.lengths, seed=self.seed, kept=self.kept)
+        machines = machines_of(plan, self.spec, costs)
+        overlaps = self.program.staleness > 0
+        report = report_of(simulated, machines, overlaps=overlaps)
+        return Outcome(plan, machines, simulated, report, totals_of(report, simulated.history, machines, overlaps=overlaps))
+
+    def with_staleness(self, staleness: int) -> Scenario:
+        """The same calls, whose generations may be so many versions behind."""
+        program = _loosened(self.program, staleness)
+        workload = workload_of(program.graph, self.spec)
+        return replace(self, program=program, workload=workload)
+
+    def _lowered(self, spec: ClusterSpec, choice: Choice | None) -> Plan:
+        return lower(self.program.graph, self.models, spec, num_steps=self.program.num_steps, choice=choice)
+
+
+def prepare(
+    flow: Flow,
+    options: Mapping[str, object],
+    spec: ClusterSpec,
+    lengths: Lengths,
+    *,
+    steps: int = 1,
+    seed: int = 0,
+    known: Known | None = None,
+    profile: Profile | None = None,
+) -> Scenario:
+    """A scenario of a flow's first steps.
+
+    Raises:
+        FlowError: what the flow does wrong. SpecError, ModelError: what the cluster spec does not say.
+    """
+    exploration = explore(flow, options, steps=steps, seed=seed, known=known)
+    outcomes = [fork.outcome for fork in exploration.longest.forks]
+    program = follow_program(flow, options, steps=steps, seed=seed, known=known, outcomes=outcomes)
+    workload = workload_of(program.graph, spec)
+    shapes = shapes_of(exploration.models, spec)
+    modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths, seed=seed))
+    costs: Costs = modelled if profile is None else ProfiledCosts(profile, modelled)
+    kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
+    return Scenario(program, spec, lengths, costs, workload, exploration.models, seed, kept)
+
+
+def _loosened(program: Program, staleness: int) -> Program:
+    """The program as it would be with another bound in its `@flow`."""
+    first: dict[str, int] = {}
+    for call in program.graph.calls:
+        if call.step < 0:
+            first.update({effect.resource: effect.version for effect in call.writes})
+    calls = {call.ordinal: _loosened_call(call, staleness, first) for call in program.graph.calls}
+    items = tuple(Made(calls[item.call.ordinal]) if isinstance(item, Made) else item for item in program.items)
+    graph = MacroGraph(program.flow, tuple(calls.values()), program.graph.observations)
+    return replace(program, staleness=staleness, items=items, graph=graph)
+
+
+def _loosened_call(call: Call, staleness: int, first: Mapping[str, int]) -> Call:
+    if call.engine != "rollout" or call.step < 0:
+        return call
+    reads = []
+    for effect in call.reads:
+        oldest = max(effect.version - staleness, first.get(effect.resource, 0))
+        reads.append(Effect(effect.resource, effect.version, oldest if oldest < effect.version else None))
+    return replace(call, reads=tuple(reads), options={**call.options, "staleness": staleness})

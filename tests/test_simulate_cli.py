@@ -1,0 +1,94 @@
+"""`m2flow simulate FLOW` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from m2flow.cli.main import cli
+
+FLOW = """
+from m2flow import Dataset, Policy, Reward, flow, steps
+
+def zero(sample):
+    return 0.0
+
+@flow
+def small(num_steps: int = 3, batch: int = 4) -> None:
+    policy, reward = Policy("{model}", init="random"), Reward(zero)
+    prompts = Dataset([{{"prompt": "a"}}] * batch)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=8)
+        policy.update(responses, reward.score(responses))
+"""
+MODEL = Path(__file__).parents[1] / "flows" / "models" / "digits"
+
+
+@pytest.fixture
+def flow_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.py"
+    path.write_text(FLOW.format(model=MODEL))
+    return path
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(cli, ["simulate", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_json_has_the_steps_and_nothing_else(flow_file):
+    document = json.loads(run(flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--steps", "2", "--json"))
+    assert set(document) == {"steps", "num_events", "wall_s"}
+    assert len(document["steps"]) == 2
+    for step in document["steps"]:
+        assert set(step) == {
+            "makespan_s",
+            "lower_bounds_s",
+            "efficiency",
+            "idle_s",
+            "staleness",
+            "trained_tokens",
+            "wasted_tokens",
+            "peak_memory_gib",
+        }
+        assert step["makespan_s"] >= max(step["lower_bounds_s"].values()) * (1 - 1e-7)
+        assert step["efficiency"] == pytest.approx(max(step["lower_bounds_s"].values()) / step["makespan_s"])
+        assert step["staleness"] == {"0": 8}
+        assert step["peak_memory_gib"] > 0
+
+
+def test_two_simulations_say_the_same_but_for_the_time_they_took(flow_file):
+    words = (flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--steps", "2", "--seed", "3", "--json")
+    first, second = (json.loads(run(*words)) for _ in range(2))
+    assert first["steps"] == second["steps"]
+    assert first["num_events"] == second["num_events"]
+
+
+def test_the_text_names_the_bound_and_why_devices_were_idle(flow_file):
+    text = run(flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--ladder")
+    for said in ("efficiency", "idle for", "simulated in", "without weight syncs", "the bound"):
+        assert said in text
+
+
+def test_the_comparison_has_each_placement_with_each_staleness(flow_file):
+    rows = json.loads(run("flow", flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--steps", "2", "--compare", "--json"))
+    assert {(row["placement"], row["staleness"]) for row in rows} == {
+        (placement, staleness) for placement in ("time-shared", "split", "as planned") for staleness in (0, 1, 2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lengths", "nowhere.jsonl"], "neither a file, nor a run, nor a distribution"),
+        (["--lengths", "dapo-qwen2.5-32b", "--shape", "policy"], "--shape policy: there is no model"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_do(flow_file, words, said):
+    result = CliRunner().invoke(cli, ["simulate", str(flow_file), *words])
+    assert result.exit_code != 0
+    assert said in result.output + str(result.exception)
