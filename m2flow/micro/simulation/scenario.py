@@ -13,10 +13,11 @@ from typing import get_args
 
 import numpy as np
 
-from m2flow.macro.exploring import explore
+from m2flow.macro.exploring import explore, follow
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Effect, MacroGraph
 from m2flow.macro.known import Known
+from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
 from m2flow.micro.costs.profile import Profile
@@ -34,7 +35,7 @@ from m2flow.micro.search.seats import mode_of, places_of, seats_of
 from m2flow.micro.search.trees import parts_of, tree_of
 from m2flow.micro.search.workload import Workload, workload_of
 from m2flow.micro.simulation.machines import Machine, machines_of
-from m2flow.micro.simulation.program import Made, Program, follow_program
+from m2flow.micro.simulation.program import MOST_ASKED, Made, Program, follow_program
 from m2flow.micro.simulation.report import Report, RunTotals, report_of, totals_of
 from m2flow.micro.simulation.simulate import Simulated, simulate
 from m2flow.recipe import Model
@@ -60,6 +61,9 @@ class Scenario:
     """A flow's first steps on a cluster."""
 
     program: Program
+    """The steps that are simulated."""
+    graph: MacroGraph
+    """As many steps as a plan is made from."""
     spec: ClusterSpec
     lengths: Lengths
     costs: Costs
@@ -109,7 +113,7 @@ class Scenario:
         Raises:
             PlanError: it is of another flow, or asks for what can't be.
         """
-        fresh = lower(self.program.graph, self.models, self.spec, num_steps=self.program.num_steps, pinned=plan)
+        fresh = lower(self.graph, self.models, self.spec, num_steps=self.program.num_steps, pinned=plan)
         check_edited(plan, fresh, self.spec)
         return fresh
 
@@ -128,12 +132,11 @@ class Scenario:
 
     def with_staleness(self, staleness: int) -> Scenario:
         """The same calls, whose generations may be so many versions behind."""
-        program = _loosened(self.program, staleness)
-        workload = workload_of(program.graph, self.spec)
-        return replace(self, program=program, workload=workload)
+        graph = MacroGraph(self.graph.flow, _loosened_calls(self.graph, staleness), self.graph.observations)
+        return replace(self, program=_loosened(self.program, staleness), graph=graph, workload=workload_of(graph, self.spec))
 
     def _lowered(self, spec: ClusterSpec, choice: Choice | None) -> Plan:
-        return lower(self.program.graph, self.models, spec, num_steps=self.program.num_steps, choice=choice)
+        return lower(self.graph, self.models, spec, num_steps=self.program.num_steps, choice=choice)
 
 
 def prepare(
@@ -155,24 +158,29 @@ def prepare(
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)
     outcomes = [fork.outcome for fork in exploration.longest.forks]
     program = follow_program(flow, options, steps=steps, seed=seed, known=known, outcomes=outcomes)
-    workload = workload_of(program.graph, spec)
+    whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=MOST_ASKED).path.graph
+    workload = workload_of(whole, spec)
     shapes = shapes_of(exploration.models, spec)
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths, seed=seed))
     costs: Costs = modelled if profile is None else ProfiledCosts(profile, modelled)
     kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
-    return Scenario(program, spec, lengths, costs, workload, exploration.models, seed, kept)
+    return Scenario(program, whole, spec, lengths, costs, workload, exploration.models, seed, kept)
 
 
 def _loosened(program: Program, staleness: int) -> Program:
     """The program as it would be with another bound in its `@flow`."""
-    first: dict[str, int] = {}
-    for call in program.graph.calls:
-        if call.step < 0:
-            first.update({effect.resource: effect.version for effect in call.writes})
-    calls = {call.ordinal: _loosened_call(call, staleness, first) for call in program.graph.calls}
+    calls = {call.ordinal: call for call in _loosened_calls(program.graph, staleness)}
     items = tuple(Made(calls[item.call.ordinal]) if isinstance(item, Made) else item for item in program.items)
     graph = MacroGraph(program.flow, tuple(calls.values()), program.graph.observations)
     return replace(program, staleness=staleness, items=items, graph=graph)
+
+
+def _loosened_calls(graph: MacroGraph, staleness: int) -> tuple[Call, ...]:
+    first: dict[str, int] = {}
+    for call in graph.calls:
+        if call.step < 0:
+            first.update({effect.resource: effect.version for effect in call.writes})
+    return tuple(_loosened_call(call, staleness, first) for call in graph.calls)
 
 
 def _loosened_call(call: Call, staleness: int, first: Mapping[str, int]) -> Call:
