@@ -86,7 +86,7 @@ def test_every_command_that_a_document_names_is_there_with_its_options(document:
             continue
         command = cli.get_command(context, words[0])
         if isinstance(command, click.Group):
-            command = command.get_command(context, words[1])
+            command = command.resolve_command(context, words[1:])[1]
         assert command is not None, words
         known = {option for param in command.params for option in param.opts} | {"--help", *_options_of_the_flow(words)}
         assert {word for word in words if word.startswith("-")} <= known, words

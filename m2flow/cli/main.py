@@ -24,7 +24,7 @@ _COMMANDS = {
     "plan": "Show a flow's calls and how they would run, without running them.",
     "diff": "Show what differs between two plans.",
     "samples": "Show the samples of a run, choose among them, or write them to a file.",
-    "simulate": "Say what would happen, on a virtual clock: generation alone, by assignment or policy.",
+    "simulate": "Say what would happen, on a virtual clock: a flow's steps, or generation alone.",
     "profile": "Measure what a flow's work takes, for the planner.",
     "view": "Write the timeline of a run as a page for the browser.",
     "trace": "Write the schedule of a run as a file for Perfetto.",

@@ -46,6 +46,7 @@ def command() -> None:
     """Say what would happen, on a virtual clock.
 
     \b
-    Example:
+    Examples:
+      m2flow simulate flows/grpo.py --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b --steps 2
       m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 16 --known-lengths
     """
