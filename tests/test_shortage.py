@@ -1,12 +1,17 @@
 """What is said when nothing fits: how many bytes are short, and changes that do fit when they are made."""
 
+import pytest
+
+from m2flow.errors import PlanError
 from m2flow.micro.costs.extents import Extent
 from m2flow.micro.costs.modelled import ModelledCosts
 from m2flow.micro.costs.shapes import shape_named
 from m2flow.micro.costs.shortage import Allows, no_room
 from m2flow.micro.costs.terms import EngineId, Layout
+from m2flow.micro.rollouts.lengths import parse_lengths
+from m2flow.micro.search.finding import find_plan
 from m2flow.micro.search.workload import CallLoad, Workload
-from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 
 ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")
 ENGINES = (ROLLOUT, TRAIN)
@@ -124,3 +129,11 @@ def test_where_nothing_helps_it_is_said() -> None:
     text = str(no_room("grpo", ENGINES, costs("Qwen2.5-72B", spec), spec))
     assert text.startswith("policy.rollout does not fit: at the least, as tp2 (2 devices) on this machine")
     assert "Nothing that was tried would fit" in text
+
+
+def test_the_search_says_so_where_a_pin_does_not_fit() -> None:
+    pinned = PinSpec(num_devices=2, layout=LayoutSpec(sp=2, zero=1), offload=False)
+    spec = cluster().model_copy(update={"pin": {"policy.train": pinned}})
+    lengths = parse_lengths("lognormal:median=1000,sigma=0.5,cap=8000")
+    with pytest.raises(PlanError, match=r"policy.train does not fit: at the least, as sp2xzero1 \(2 devices\)(.|\n)*- ZeRO 2: "):
+        find_plan(STEP, lengths, costs("Qwen2.5-7B", spec), spec)

@@ -28,6 +28,7 @@ from m2flow.micro.costs.terms import (
     Switch,
     TrainCost,
 )
+from m2flow.spec import ClusterSpec
 
 HERE = ""
 """The pool that a profile speaks of."""
@@ -42,6 +43,9 @@ class ProfiledCosts(Costs):
     def __init__(self, profile: Profile, modelled: ModelledCosts) -> None:
         self.profile = profile
         self.modelled = modelled
+
+    def for_spec(self, spec: ClusterSpec) -> ProfiledCosts:
+        return ProfiledCosts(self.profile, self.modelled.for_spec(spec))
 
     def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
         return self.modelled.layouts(engine, pool, num_devices)

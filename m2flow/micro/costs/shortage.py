@@ -71,7 +71,7 @@ def _together(flow: str, engines: Sequence[EngineId], costs: Costs, spec: Cluste
     short, pool, what = need(costs, spec)
     units = [(engine, min((unit for name in spec.planned_pools if (unit := costs.unit(engine, name))), default=0)) for engine in engines]
     apart = " + ".join(f"{unit} for {engine}" for engine, unit in units)
-    ways = _first_of_each(_specs_together(spec), costs, lambda asked, other: need(asked, other)[0] <= 0)
+    ways = _first_of_each(_specs_together(spec), costs, spec, lambda asked, other: need(asked, other)[0] <= 0)
     if short <= 0:
         reason = f"each engine fits, and so do all when they take turns with {pool or 'this machine'}; what is pinned allows no plan"
         return PlanError(f"no plan of {flow} fits {spec.name}: {reason}", now="Change or drop `pin` in the cluster spec.")
@@ -165,13 +165,17 @@ def _elsewhere(engine: EngineId, costs: Costs, spec: ClusterSpec, *, is_host: bo
     return _first_of_each(
         _specs_alone(engine, spec, is_host=is_host),
         costs,
+        spec,
         lambda asked, other: any(asked.unit(engine, pool) for pool in other.planned_pools),
     )
 
 
-def _first_of_each(ways: Iterator[tuple[str, str, ClusterSpec]], costs: Costs, does_fit: Callable[[Costs, ClusterSpec], bool]) -> list[str]:
+def _first_of_each(
+    ways: Iterator[tuple[str, str, ClusterSpec]], costs: Costs, spec: ClusterSpec, does_fit: Callable[[Costs, ClusterSpec], bool]
+) -> list[str]:
     said: dict[str, str] = {}
-    for kind, text, other in ways:
+    can_say = costs.for_spec(spec) is not None
+    for kind, text, other in ways if can_say else ():
         if kind in said:
             continue
         asked = costs.for_spec(other)

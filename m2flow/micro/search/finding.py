@@ -11,7 +11,6 @@ import time
 
 import numpy as np
 
-from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.search.batches import Draws
 from m2flow.micro.search.choice import Choice
@@ -66,4 +65,4 @@ def best_of(tables: Tables) -> tuple[Node, Places, float]:
         places = places_of(tables.problem, node)
         if places is not None:
             return node, places, float(tables.steps_s[row] - tables.steps_s.min())
-    raise PlanError(f"no plan of {tables.problem.workload.flow} fits {tables.problem.spec.name}")
+    raise tables.problem.no_room()

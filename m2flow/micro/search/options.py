@@ -104,6 +104,12 @@ def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
     return both.model_copy(update={**fixed, "layout": layout})
 
 
+def is_allowed(engine: EngineId, pool: str, layout: Layout, spec: ClusterSpec) -> bool:
+    """Whether what the spec fixes leaves an engine this pool and this layout."""
+    pin = pin_of(engine, spec)
+    return pin.pool in (None, pool) and _count_allowed(layout.num_devices, pin) and _layout_allowed(layout, pin)
+
+
 def _count_allowed(num: int, pin: PinSpec) -> bool:
     if pin.devices is not None and num != pin.devices[1] - pin.devices[0]:
         return False

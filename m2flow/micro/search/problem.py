@@ -16,11 +16,12 @@ from itertools import combinations, pairwise
 import msgspec
 
 from m2flow.errors import PlanError
+from m2flow.micro.costs.shortage import no_room
 from m2flow.micro.costs.terms import Costs, EngineId
 from m2flow.micro.search.batches import Batch, Draws
 from m2flow.micro.search.calls import CallGraph, Cut
 from m2flow.micro.search.composing import FunctionTimes, function_times
-from m2flow.micro.search.options import Option, Options, options_of
+from m2flow.micro.search.options import Option, Options, is_allowed, options_of
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.spec import ClusterSpec
 
@@ -123,7 +124,10 @@ class Problem:
 
     def no_room(self) -> PlanError:
         """What is short, and what would fit."""
-        return PlanError(f"no plan of {self.workload.flow} fits {self.spec.name}")
+        spec = self.spec
+        return no_room(
+            self.workload.flow, self.workload.engines, self.costs, spec, lambda engine, pool, layout: is_allowed(engine, pool, layout, spec)
+        )
 
     @cached_property
     def num_devices(self) -> tuple[int, ...]:
