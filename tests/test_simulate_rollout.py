@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from m2flow.cli.main import cli
+from m2flow.micro.rollouts.policies import POLICIES
 
 
 def run(*arguments: str) -> Result:
@@ -51,13 +52,41 @@ def test_a_formula_is_drawn_as_often_as_asked_and_the_seed_decides() -> None:
     assert ratios() == ratios("--steps", "1")
 
 
+def test_a_policy_gives_each_step_and_its_regret() -> None:
+    told = run("--lengths", "dapo-qwen2.5-32b", "--instances", "4", "--policy", "round-robin", "--steps", "2", "--json")
+    assert told.exit_code == 0, told.output
+    document = json.loads(told.output)
+    for result in [*document["steps"], document["total"]]:
+        assert result["ratio"] == pytest.approx(result["makespan_s"] / result["bound_s"])
+        assert result["regret"] == pytest.approx(result["makespan_s"] / result["known_s"])
+        assert result["makespan_s"] > 1.05 * result["bound_s"]
+    assert [step["step"] for step in document["steps"]] == [0, 1]
+
+
+def test_all_policies_stand_in_one_table_beside_the_known_lengths() -> None:
+    told = run(
+        "--lengths", "lognormal:median=400,sigma=1,icc=0.9", "--groups", "16", "--instances", "3", "--policy", "all", "--earlier", "4"
+    )
+    assert told.exit_code == 0, told.output
+    names = [line.split()[0] for line in told.output.splitlines()[2:]]
+    assert names == ["policy", "known", *POLICIES]
+    told = run("--lengths", "dapo-qwen2.5-32b", "--steps", "1", "--instances", "3", "--policy", "all", "--predictor", "oracle", "--json")
+    policies = json.loads(told.output)["policies"]
+    assert policies["known lengths"]["total"]["regret"] == 1.0
+    assert policies["split"]["total"]["regret"] < policies["least-loaded"]["total"]["regret"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--lengths", "nope", "--known-lengths"], "no lengths 'nope'"),
         (["--lengths", "dapo-qwen2.5-32b", "--known-lengths", "--steps", "9"], "has 6 steps"),
         (["--lengths", "dapo-qwen2.5-32b", "--known-lengths", "--t0", "0"], "can't take t0=0"),
-        (["--lengths", "dapo-qwen2.5-32b"], "--known-lengths"),
+        (["--lengths", "dapo-qwen2.5-32b"], "either --known-lengths or --policy"),
+        (["--lengths", "dapo-qwen2.5-32b", "--known-lengths", "--policy", "all"], "either --known-lengths or --policy"),
+        (["--lengths", "dapo-qwen2.5-32b", "--policy", "nope"], "there is no policy 'nope'"),
+        (["--lengths", "dapo-qwen2.5-32b", "--policy", "split", "--predictor", "nope"], "there is no predictor 'nope'"),
+        (["--lengths", "dapo-qwen2.5-32b", "--policy", "split", "--earlier", "8"], "does not say which prompts"),
     ],
 )
 def test_wrong_input_is_said_and_ends_with_status_2(arguments: list[str], message: str) -> None:

@@ -1,0 +1,327 @@
+"""Rollout instances on a virtual clock, worked by a policy that sees only what can be known while they run.
+
+    lengths (hidden), Policy --play--> Played: makespan, when each sample ended, moves and what they cost
+
+Time advances from one finish to the next; the tokens between are counted, not played. What is decided in the middle of a step of an
+instance takes effect at the step's end. Each instance runs t(b) = t0 + t1 b a step (`decode`); prompts cost nothing but on a move.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from m2flow.errors import InternalError
+from m2flow.micro.rollouts.decode import DecodeModel, FloatArray
+from m2flow.micro.rollouts.lengths import StepLengths
+
+_EPSILON = 1e-9
+
+
+class Move(NamedTuple):
+    """A running sample goes on elsewhere."""
+
+    sample: int
+    to: int
+
+
+@dataclass(frozen=True)
+class MoveCost:
+    """What it takes to go on elsewhere: nothing is copied, the prefix is computed again there, and stalls whatever else runs there.
+
+    Source: 2 x 7e9 FLOP a token at 40% of an H100's 989 TFLOP/s (bf16) is 35 microseconds a token.
+    """
+
+    fixed_s: float = 0.05
+    """Abort here, submit there; only the sample waits."""
+    token_s: float = 35e-6
+    """For each token of the prompt and of what was generated; the instance that takes it in does nothing else."""
+
+
+class Policy(ABC):
+    """Decides what runs where. A subclass needs `next_sample` only.
+
+    It is given a `Seen` once and may look at it whenever it is asked. It has no lengths of samples that have not ended.
+    """
+
+    name: str
+
+    def begin(self, seen: Seen) -> None:
+        """Before the first sample. State of an earlier rollout is forgotten here, what was learned from it may be kept."""
+
+    @abstractmethod
+    def next_sample(self, instance: int) -> int | None:
+        """Which waiting sample takes a free slot of this instance; None: none, until something changes."""
+
+    def ended(self, sample: int, length: int) -> None:
+        """A sample is done."""
+
+    def moves(self) -> Sequence[Move]:
+        """After samples have ended and slots are filled: which running samples go on elsewhere."""
+        return ()
+
+    def end(self) -> None:
+        """After the last sample: all lengths are known."""
+
+
+@dataclass
+class Seen:
+    """What a policy may know. Nothing here is to be changed by it."""
+
+    model: DecodeModel
+    num_instances: int
+    prompts: Sequence[int]
+    """[P], tokens."""
+    groups: Sequence[int]
+    """[N], the position of each sample's prompt."""
+    members: Sequence[Sequence[int]]
+    """[P], the samples of each prompt."""
+    cap: int | None
+    """Tokens at which an answer is cut."""
+    earlier: Sequence[Sequence[int]]
+    """[P], lengths of answers that the same prompts had in earlier epochs; empty where there were none."""
+    move_cost: MoveCost
+    now_s: float = 0.0
+    waiting: dict[int, None] = field(default_factory=dict)
+    """Samples that never ran, in the order in which they were asked for."""
+    finished: dict[int, int] = field(default_factory=dict)
+    """Sample -> its length."""
+    loads: list[int] = field(default_factory=list)
+    """[n], samples on each instance, on their way to it included."""
+    place: dict[int, int] = field(default_factory=dict)
+    """Sample -> the instance where it runs."""
+    _instances: list[_Instance] = field(default_factory=list)
+
+    def tokens_so_far(self, sample: int) -> int:
+        """Of a running sample."""
+        return self._instances[self.place[sample]].tokens_so_far(sample, self.now_s)
+
+    def running(self, instance: int) -> list[int]:
+        return list(self._instances[instance].samples)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rollout as it went."""
+
+    finish_s: FloatArray
+    """[N]."""
+    num_moves: int
+    moved_tokens: int
+    """Computed again because of moves, prompts included."""
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.finish_s.max(initial=0.0))
+
+
+def play(
+    step: StepLengths,
+    policy: Policy,
+    model: DecodeModel,
+    num_instances: int,
+    *,
+    cap: int | None = None,
+    earlier: Sequence[Sequence[int]] | None = None,
+    cost: MoveCost | None = None,
+) -> Played:
+    """One step's samples under a policy.
+
+    Args:
+        cap: tokens at which answers are cut, if it is known.
+        earlier: [P], lengths of earlier answers to the same prompts.
+    Raises:
+        InternalError: the policy starts what does not wait, or leaves samples waiting for ever.
+    """
+    members: list[list[int]] = [[] for _ in step.prompts]
+    groups = step.groups.tolist()
+    for sample, group in enumerate(groups):
+        members[group].append(sample)
+    before = earlier if earlier is not None else [()] * len(members)
+    seen = Seen(model, num_instances, step.prompts.tolist(), groups, members, cap, before, cost or MoveCost())
+    return _Play(seen, step.responses.tolist(), policy).run()
+
+
+class _Instance:
+    """One engine: who runs, since when, and the next moment at which that changes."""
+
+    def __init__(self, model: DecodeModel, lengths: Sequence[int]) -> None:
+        self._model = model
+        self._lengths = lengths
+        self.samples: dict[int, int] = {}
+        """Sample -> the step of this instance before its first token, less the tokens that it had then."""
+        self._ends: list[tuple[int, int]] = []
+        self._clock_s = 0.0
+        self._step = 0
+        self._coming: list[tuple[float, int, int, float]] = []
+        """When it is there, the sample, the tokens it has, and for how long it stalls the instance."""
+        self._going: set[int] = set()
+        self.version = 0
+
+    def arrive(self, ready_s: float, sample: int, tokens: int, stall_s: float) -> None:
+        heapq.heappush(self._coming, (ready_s, sample, tokens, stall_s))
+
+    def depart(self, sample: int) -> None:
+        self._going.add(sample)
+
+    def tokens_so_far(self, sample: int, now_s: float) -> int:
+        if sample not in self.samples:
+            return next((tokens for _, other, tokens, _ in self._coming if other == sample), 0)
+        step = self._step + max(0, math.floor((now_s - self._clock_s) / self._step_s + _EPSILON))
+        return min(step - self.samples[sample], self._lengths[sample] - 1)
+
+    def next_s(self, now_s: float) -> float:
+        """When the batch changes next; infinite if nothing runs or comes."""
+        soonest = math.inf
+        while self._ends and self._is_stale(self._ends[0]):
+            heapq.heappop(self._ends)
+        if self._ends:
+            soonest = self._clock_s + (self._ends[0][0] - self._step) * self._step_s
+            if self._going:
+                soonest = min(soonest, self._boundary_s(now_s))
+        if self._coming:
+            ready_s = self._coming[0][0]
+            soonest = min(soonest, self._boundary_s(ready_s) if self.samples else max(ready_s, self._clock_s))
+        return soonest
+
+    def advance(self, to_s: float) -> tuple[list[int], list[tuple[int, int]]]:
+        """To a moment at which the batch changes: samples that end, and those that leave with the tokens that they have."""
+        if self.samples:
+            self._step += round((to_s - self._clock_s) / self._step_s)
+        self._clock_s = max(self._clock_s, to_s)
+        ended = []
+        while self._ends and (self._ends[0][0] <= self._step or self._is_stale(self._ends[0])):
+            entry = heapq.heappop(self._ends)
+            if not self._is_stale(entry):
+                ended.append(entry[1])
+                del self.samples[entry[1]]
+        left = [(sample, self._step - self.samples.pop(sample)) for sample in sorted(self._going) if sample in self.samples]
+        self._going.clear()
+        stalled_s = 0.0
+        while self._coming and self._coming[0][0] <= self._clock_s + _EPSILON:
+            _, sample, tokens, stall_s = heapq.heappop(self._coming)
+            self.samples[sample] = self._step - tokens
+            heapq.heappush(self._ends, (self._step - tokens + self._lengths[sample], sample))
+            stalled_s += stall_s
+        self._clock_s += stalled_s
+        return ended, left
+
+    @property
+    def _step_s(self) -> float:
+        return self._model.step_s(len(self.samples))
+
+    def _boundary_s(self, at_s: float) -> float:
+        """The end of the step that runs at this time."""
+        return self._clock_s + max(0, math.ceil((at_s - self._clock_s) / self._step_s - _EPSILON)) * self._step_s
+
+    def _is_stale(self, entry: tuple[int, int]) -> bool:
+        end, sample = entry
+        return sample not in self.samples or self.samples[sample] + self._lengths[sample] != end
+
+
+class _Play:
+    def __init__(self, seen: Seen, lengths: Sequence[int], policy: Policy) -> None:
+        self._policy = policy
+        self._model = seen.model
+        self._lengths = lengths
+        self._instances = [_Instance(seen.model, lengths) for _ in range(seen.num_instances)]
+        self._seen = seen
+        seen.waiting = dict.fromkeys(range(len(lengths)))
+        seen.loads = [0] * seen.num_instances
+        seen._instances = self._instances
+        self._finish_s = np.zeros(len(lengths))
+        self._heap: list[tuple[float, int, int]] = []
+        self._to: dict[int, int] = {}
+        """Where a sample goes that moves."""
+        self._num_moves = self._moved_tokens = 0
+
+    def run(self) -> Played:
+        seen = self._seen
+        self._policy.begin(seen)
+        self._start(range(seen.num_instances))
+        while self._heap:
+            seen.now_s, j, version = heapq.heappop(self._heap)
+            instance = self._instances[j]
+            if version != instance.version:
+                continue
+            ended, left = instance.advance(seen.now_s)
+            for sample in ended:
+                self._end(sample, j)
+            for sample, tokens in left:
+                self._forward(sample, tokens)
+            if ended or left:
+                free = [k for k in range(seen.num_instances) if seen.loads[k] < self._model.max_batch] if seen.waiting else []
+                self._start(free)
+            for move in self._policy.moves() if ended else ():
+                self._move(move)
+            self._schedule(j)
+        if seen.waiting:
+            raise InternalError(f"the policy {self._policy.name} left {len(seen.waiting)} samples waiting")
+        self._policy.end()
+        return Played(self._finish_s, self._num_moves, self._moved_tokens)
+
+    def _start(self, instances: Sequence[int]) -> None:
+        """Fill free slots, an instance with the fewest samples first."""
+        seen = self._seen
+        asked = [(seen.loads[j], j) for j in instances]
+        heapq.heapify(asked)
+        started = set()
+        while asked and seen.waiting:
+            load, j = heapq.heappop(asked)
+            if load >= self._model.max_batch or (sample := self._policy.next_sample(j)) is None:
+                continue
+            if sample not in seen.waiting:
+                raise InternalError(f"the policy {self._policy.name} starts sample {sample}, which does not wait")
+            del seen.waiting[sample]
+            seen.place[sample] = j
+            seen.loads[j] += 1
+            self._instances[j].arrive(seen.now_s, sample, 0, 0.0)
+            started.add(j)
+            heapq.heappush(asked, (load + 1, j))
+        for j in started:
+            self._schedule(j)
+
+    def _end(self, sample: int, j: int) -> None:
+        seen = self._seen
+        self._finish_s[sample] = seen.now_s
+        seen.finished[sample] = self._lengths[sample]
+        seen.loads[j] -= 1
+        del seen.place[sample]
+        if (to := self._to.pop(sample, None)) is not None:
+            seen.loads[to] -= 1
+        self._policy.ended(sample, self._lengths[sample])
+
+    def _move(self, move: Move) -> None:
+        """Leave at the end of the step, unless it ends there. The place at the other end is taken from now on."""
+        here = self._seen.place.get(move.sample)
+        if here is None or here == move.to or move.sample in self._to or move.sample not in self._instances[here].samples:
+            return
+        if self._seen.loads[move.to] >= self._model.max_batch:
+            return
+        self._seen.loads[move.to] += 1
+        self._to[move.sample] = move.to
+        self._instances[here].depart(move.sample)
+        self._schedule(here)
+
+    def _forward(self, sample: int, tokens: int) -> None:
+        seen, to, cost = self._seen, self._to.pop(sample), self._seen.move_cost
+        seen.loads[seen.place[sample]] -= 1
+        seen.place[sample] = to
+        again = tokens + seen.prompts[seen.groups[sample]]
+        self._num_moves += 1
+        self._moved_tokens += again
+        self._instances[to].arrive(seen.now_s + cost.fixed_s, sample, tokens, again * cost.token_s)
+        self._schedule(to)
+
+    def _schedule(self, j: int) -> None:
+        instance = self._instances[j]
+        instance.version += 1
+        at_s = instance.next_s(self._seen.now_s)
+        if at_s < math.inf:
+            heapq.heappush(self._heap, (at_s, j, instance.version))

@@ -1,0 +1,31 @@
+"""All that was found to pay, each behind its gate: classes and longest first if samples can be told apart, moves in the tail.
+
+Without information it is least-loaded; with it, `split`, the first samples of all prompts first, and the queues are put in order anew
+as siblings end. Once nothing waits, samples move where expectations say that it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from m2flow.micro.rollouts.cluster import Move
+from m2flow.micro.rollouts.policies.split import Split
+from m2flow.micro.rollouts.relieving import relieving_moves
+
+
+class Adaptive(Split):
+    name = "adaptive"
+
+    def next_sample(self, instance: int) -> int | None:
+        if self._predictor.is_informed:
+            expected, is_new = self.expected()
+            if is_new:
+                for queue in self._queues:
+                    queue.sort(key=lambda sample: (round(float(expected[sample]), 6), -self._turn[sample]))
+        return super().next_sample(instance)
+
+    def moves(self) -> Sequence[Move]:
+        if self._seen.waiting or not self._predictor.earlier_steps:
+            return ()
+        expected, is_new = self.expected()
+        return relieving_moves(self._seen, expected) if is_new else ()

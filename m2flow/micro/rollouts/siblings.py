@@ -1,0 +1,147 @@
+"""Prediction from the answers to the same prompt: of an earlier epoch, and siblings that have ended or have grown.
+
+    log L = m + g(prompt) + e(sample),   g ~ normal(0, icc s^2),   e ~ normal(0, (1 - icc) s^2)
+
+m and s are fitted to earlier steps with cut lengths as cut, icc is the most likely one of a grid. Then g has a posterior for each
+prompt, on the nodes of a quadrature: an answer of length l counts with its density, one that runs still, or was cut, with its
+survival. With icc = 0 siblings say nothing, and nothing is made of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.micro.rollouts.cluster import Seen
+from m2flow.micro.rollouts.decode import FloatArray
+from m2flow.micro.rollouts.normal import fit_cut_normal, log_density, log_tail
+from m2flow.micro.rollouts.predictors import NUM_STEPS_KEPT, Predictor
+
+_ICCS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(25)
+_LOG_WEIGHTS = np.log(_WEIGHTS / _WEIGHTS.sum())
+_FEW = 20
+"""Fewer lengths than this are not fitted."""
+_FAR = 8.0
+"""Standard deviations beyond which the remaining length is approximated."""
+
+
+class _Answers:
+    """Answers to P prompts, flat: log length, prompt, and whether it is only known to be longer."""
+
+    def __init__(self, logs: FloatArray, prompts: npt.NDArray[np.int64], cut: npt.NDArray[np.bool_], num_prompts: int) -> None:
+        self.logs, self.prompts, self.cut, self.num_prompts = logs, prompts, cut, num_prompts
+
+    def log_likelihood(self, mean: float, deviation: float, icc: float) -> FloatArray:
+        """[P, K]: of each prompt's answers, for each node of its g, with the node's weight."""
+        own = deviation * math.sqrt(1.0 - icc)
+        z = (self.logs[:, None] - _means(mean, deviation, icc)) / own
+        terms = np.where(self.cut[:, None], log_tail(z), log_density(z) - math.log(own))
+        summed = np.zeros((self.num_prompts, len(_NODES)))
+        np.add.at(summed, self.prompts, terms)
+        return np.asarray(summed + _LOG_WEIGHTS, np.float64)
+
+
+class Siblings(Predictor):
+    """The model above. Without earlier steps and earlier answers it tells nothing apart."""
+
+    name = "siblings"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[_Answers] = []
+        self._mean, self._deviation = 0.0, 1.0
+        self.icc = 0.0
+        self._is_fitted = False
+
+    @property
+    def is_informed(self) -> bool:
+        return self._is_fitted and self.icc > 0.0
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self._groups = np.asarray(seen.groups, np.int64)
+        lengths = [length for answers in seen.earlier for length in answers]
+        owners = [prompt for prompt, answers in enumerate(seen.earlier) for _ in answers]
+        self._earlier = self._answers(np.array(lengths, np.float64), np.array(owners, np.int64), np.zeros(len(lengths), bool))
+        self._fit([*self._steps, self._earlier])
+
+    def end(self) -> None:
+        super().end()
+        lengths, _ = self.earlier_steps[-1]
+        self._steps = [*self._steps, self._answers(lengths, self._groups, np.zeros(len(lengths), bool))][-NUM_STEPS_KEPT:]
+
+    def expected(self) -> FloatArray:
+        if not self._is_fitted:
+            return np.ones(len(self._groups))
+        seen = self.seen
+        tokens = np.zeros(len(self._groups))
+        for sample in seen.place:
+            tokens[sample] = seen.tokens_so_far(sample)
+        for sample, length in seen.finished.items():
+            tokens[sample] = length
+        is_running = np.ones(len(self._groups), bool)
+        is_running[list(seen.finished)] = False
+        known = np.flatnonzero(tokens > 0)
+        found = self._answers(tokens[known], self._groups[known], is_running[known])
+        posterior = self._posterior(found)
+        totals = tokens.copy()
+        left = np.flatnonzero(is_running)
+        totals[left] = (posterior[self._groups[left]] * self._totals(tokens[left])).sum(axis=1)
+        return np.asarray(totals, np.float64)
+
+    def scenarios(self, num: int) -> FloatArray:
+        dice = np.random.default_rng(0)
+        if not self._is_fitted:
+            return np.ones((num, len(self._groups)))
+        ladder = self._posterior(self._answers(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, bool))).cumsum(axis=1)
+        drawn = []
+        for _ in range(num):
+            node = (dice.random((len(ladder), 1)) > ladder).sum(axis=1).clip(0, len(_NODES) - 1)
+            own = self._deviation * math.sqrt(1.0 - self.icc) * dice.standard_normal(len(self._groups))
+            drawn.append(np.exp(_means(self._mean, self._deviation, self.icc)[node[self._groups]] + own))
+        return np.asarray(np.clip(np.stack(drawn), 1.0, self._limit), np.float64)
+
+    @property
+    def _limit(self) -> float:
+        return float(self.cap) if self.cap is not None else 1e9
+
+    def _answers(self, lengths: FloatArray, prompts: npt.NDArray[np.int64], is_running: npt.NDArray[np.bool_]) -> _Answers:
+        return _Answers(np.log(np.maximum(lengths, 1.0)), prompts, is_running | (lengths >= self._limit), len(self.seen.prompts))
+
+    def _fit(self, steps: list[_Answers]) -> None:
+        logs, cut = (np.concatenate([getattr(step, name) for step in steps]) for name in ("logs", "cut"))
+        if (~cut).sum() < _FEW:
+            return
+        self._mean, self._deviation = fit_cut_normal(logs[~cut], logs[cut])
+        self._is_fitted = True
+        likely = [sum(float(_log_sums(step.log_likelihood(self._mean, self._deviation, icc)).sum()) for step in steps) for icc in _ICCS]
+        self.icc = _ICCS[int(np.argmax(likely))]
+
+    def _posterior(self, found: _Answers) -> FloatArray:
+        """[P, K], of each prompt's g."""
+        logs = found.log_likelihood(self._mean, self._deviation, self.icc)
+        logs += self._earlier.log_likelihood(self._mean, self._deviation, self.icc) - _LOG_WEIGHTS
+        weights = np.exp(logs - logs.max(axis=1, keepdims=True))
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float64)
+
+    def _totals(self, tokens: FloatArray) -> FloatArray:
+        """[M, K]: E[min(L, cap) | L > tokens] for each node."""
+        means, own = _means(self._mean, self._deviation, self.icc), self._deviation * math.sqrt(1.0 - self.icc)
+        so_far = np.maximum(tokens, 0.5)[:, None]
+        low, high = (np.log(so_far) - means) / own, (math.log(self._limit) - means) / own
+        whole = np.exp(means + own * own / 2) * (np.exp(log_tail(low - own)) - np.exp(log_tail(high - own)))
+        near = (whole + self._limit * np.exp(log_tail(high))) / np.exp(log_tail(np.minimum(low, _FAR)))
+        far = so_far * (1.0 + own / np.maximum(low, 1.0))
+        return np.asarray(np.clip(np.where(low > _FAR, far, near), so_far + 1.0, max(self._limit, float(so_far.max(initial=1.0)) + 1.0)))
+
+
+def _means(mean: float, deviation: float, icc: float) -> FloatArray:
+    return np.asarray(mean + deviation * math.sqrt(icc) * _NODES, np.float64)
+
+
+def _log_sums(logs: FloatArray) -> FloatArray:
+    most = logs.max(axis=1)
+    return np.asarray(most + np.log(np.exp(logs - most[:, None]).sum(axis=1)), np.float64)

@@ -1,0 +1,301 @@
+"""Policies on virtual instances: whatever they decide, every sample ends, once, no earlier than any schedule could."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.errors import InternalError, SpecError
+from m2flow.micro.rollouts.bounds import rollout_bounds
+from m2flow.micro.rollouts.cluster import Move, MoveCost, Policy, Seen, play
+from m2flow.micro.rollouts.decode import DecodeModel, run_queue
+from m2flow.micro.rollouts.lengths import StepLengths, parse_lengths
+from m2flow.micro.rollouts.normal import fit_cut_normal, hazard, log_tail
+from m2flow.micro.rollouts.policies import POLICIES, make_policy
+from m2flow.micro.rollouts.policies.adaptive import Adaptive
+from m2flow.micro.rollouts.policies.least_loaded import LeastLoaded
+from m2flow.micro.rollouts.policies.longest_first import LongestFirst
+from m2flow.micro.rollouts.policies.probe import Probe
+from m2flow.micro.rollouts.policies.round_robin import RoundRobin
+from m2flow.micro.rollouts.policies.split import Split
+from m2flow.micro.rollouts.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets
+from m2flow.micro.rollouts.siblings import Siblings
+from m2flow.micro.rollouts.splitting import split
+from m2flow.micro.rollouts.study import Given, steps_of, study_known, study_policy, total
+
+MODEL = DecodeModel(1.0, 0.25, 3)
+FREE = MoveCost(0.0, 0.0)
+
+
+class Restless(Policy):
+    """Moves at every chance, to wherever; what the virtual cluster must survive."""
+
+    name = "restless"
+
+    def begin(self, seen: Seen) -> None:
+        self._seen = seen
+        self._turn = itertools.count()
+
+    def next_sample(self, instance: int) -> int | None:
+        return next(iter(self._seen.waiting), None)
+
+    def moves(self) -> Sequence[Move]:
+        return [Move(sample, next(self._turn) % self._seen.num_instances) for sample in sorted(self._seen.place)]
+
+
+def _groups(rows: Sequence[Sequence[int]]) -> StepLengths:
+    return StepLengths.of([10] * len(rows), rows)
+
+
+rows = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=8)
+models = st.builds(DecodeModel, st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([0.0, 0.01, 0.25, 1.0]), st.integers(1, 4))
+makers = st.sampled_from([*POLICIES.values(), lambda predictor: Restless()])
+
+
+@given(rows, models, st.integers(1, 4), makers, st.booleans())
+@settings(deadline=None, max_examples=200)
+def test_every_policy_ends_every_sample_and_beats_no_bound(
+    lengths: list[list[int]], model: DecodeModel, num_instances: int, make: Callable[[Predictor], Policy], is_free: bool
+) -> None:
+    step, policy = _groups(lengths), make(Siblings())
+    bounds = rollout_bounds(step.responses, model, num_instances)
+    for _ in range(2):
+        played = play(step, policy, model, num_instances, cap=30, cost=FREE if is_free else MoveCost(0.5, 0.01))
+        assert (played.finish_s >= step.responses * model.alone_token_s * (1 - 1e-9)).all()
+        assert played.makespan_s >= (bounds.with_migration_s if played.num_moves else bounds.no_migration_s) * (1 - 1e-9)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), models)
+@settings(deadline=None)
+def test_one_instance_first_come_first_served_is_a_queue(lengths: list[int], model: DecodeModel) -> None:
+    played = play(_groups([lengths]), LeastLoaded(), model, 1)
+    assert played.finish_s == pytest.approx(run_queue(lengths, model).finish_s)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), models, st.integers(1, 3))
+@settings(deadline=None)
+def test_round_robin_is_a_queue_on_each_instance(lengths: list[int], model: DecodeModel, num_instances: int) -> None:
+    played = play(_groups([lengths]), RoundRobin(), model, num_instances)
+    for j in range(num_instances):
+        assert played.finish_s[j::num_instances] == pytest.approx(run_queue(lengths[j::num_instances], model).finish_s)
+
+
+def test_a_move_costs_the_prefix_and_stalls_who_is_there() -> None:
+    class Once(LeastLoaded):
+        def moves(self) -> Sequence[Move]:
+            return [Move(1, 1)] if set(self._seen.finished) == {2} else []
+
+        def next_sample(self, instance: int) -> int | None:
+            return next((s for s in self._seen.waiting if (s == 3) == (instance == 1)), None)
+
+    model = DecodeModel(1.0, 0.0, 8)
+    played = play(StepLengths.of([5], [[50, 20, 8, 30]]), Once(), model, 2, cost=MoveCost(2.5, 0.1))
+    # Sample 1 leaves after the step that was beginning when 2 ended at 8 s, or at once; its prefix of 8 and the prompt of 5 come again.
+    assert played.num_moves == 1
+    assert played.moved_tokens == 13
+    assert played.finish_s[[0, 2]].tolist() == [50.0, 8.0]
+    assert played.finish_s[3] == pytest.approx(30 + 1.3)
+    assert played.finish_s[1] == pytest.approx(11 + 1.3 + 12)
+
+
+def test_a_policy_never_sees_a_length_before_its_sample_ended() -> None:
+    class Spy(LeastLoaded):
+        def moves(self) -> Sequence[Move]:
+            assert not set(self._seen.finished) & set(self._seen.place)
+            for sample in self._seen.place:
+                assert 0 <= self._seen.tokens_so_far(sample) < lengths[sample]
+            return ()
+
+    step = _groups([[9, 3, 7], [2, 12, 5]])
+    lengths = step.responses.tolist()
+    assert not [name for name in Seen.__dataclass_fields__ if "length" in name]
+    play(step, Spy(), MODEL, 2)
+
+
+def test_starting_what_does_not_wait_or_leaving_samples_waiting_is_an_error_that_names_the_policy() -> None:
+    class Twice(LeastLoaded):
+        name = "twice"
+
+        def next_sample(self, instance: int) -> int | None:
+            return 0
+
+    class Never(LeastLoaded):
+        name = "never"
+
+        def next_sample(self, instance: int) -> int | None:
+            return None
+
+    for policy in (Twice(), Never()):
+        with pytest.raises(InternalError, match=policy.name):
+            play(_groups([[3, 4]]), policy, MODEL, 1)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_study_gives_the_same_numbers_again(name: str) -> None:
+    lengths = parse_lengths("lognormal:median=400,sigma=1,cap=4000,icc=0.8")
+    steps = list(steps_of(lengths, 2, num_groups=24, n=4, seed=1, num_earlier=4))
+    known = study_known(steps, DecodeModel(), 3)
+    first, second = (study_policy(POLICIES[name](Siblings()), steps, known, DecodeModel(), num_instances=3, cap=4000) for _ in range(2))
+    assert first == second
+    assert all(result.makespan_s >= result.bound_s or result.num_moves for result in first)
+
+
+def _regret(policy: Policy, steps: Sequence[Given], num_instances: int, cap: int | None, oracle: Oracle | None = None) -> float:
+    known = study_known(steps, DecodeModel(), num_instances)
+    return total(study_policy(policy, steps, known, DecodeModel(), num_instances=num_instances, cap=cap, oracle=oracle)).regret
+
+
+def test_splitting_with_an_oracle_comes_near_the_assignment() -> None:
+    lengths = parse_lengths("lognormal:median=4000,sigma=0.8,cap=32768")
+    steps = list(steps_of(lengths, 1, num_groups=128, n=8, seed=0))
+    for num_instances in (4, 16):
+        oracle = Oracle()
+        assert _regret(Split(oracle), steps, num_instances, lengths.cap, oracle) < 1.06
+        assert _regret(LeastLoaded(), steps, num_instances, lengths.cap) > 1.1
+
+
+def test_where_prompts_tell_their_length_adaptive_takes_most_of_the_regret_away() -> None:
+    lengths = parse_lengths("lognormal:median=4000,sigma=0.8,cap=32768,icc=0.9")
+    steps = list(steps_of(lengths, 2, num_groups=128, n=8, seed=0, num_earlier=8))
+    for num_instances in (4, 16):
+        plain = _regret(LeastLoaded(), steps, num_instances, lengths.cap)
+        assert _regret(Adaptive(Siblings()), steps, num_instances, lengths.cap) - 1 < 0.5 * (plain - 1)
+
+
+def test_where_nothing_can_be_told_adaptive_keeps_to_least_loaded() -> None:
+    policy = Adaptive(Siblings())
+    policy.begin(_seen(_groups([[5, 6, 7]] * 9)))
+    assert [part.num_instances for part in policy.classes] == [2]
+    assert [policy.next_sample(0) for _ in range(4)] == [0, 1, 2, 3]
+
+
+def _seen(step: StepLengths, earlier: Sequence[Sequence[int]] = ()) -> Seen:
+    members = [np.flatnonzero(step.groups == group).tolist() for group in range(len(step.prompts))]
+    before = earlier or [()] * len(members)
+    seen = Seen(MODEL, 2, step.prompts.tolist(), step.groups.tolist(), members, None, before, MoveCost())
+    seen.waiting = dict.fromkeys(range(len(step)))
+    return seen
+
+
+def test_probing_begins_only_when_the_correlation_that_was_measured_justifies_it() -> None:
+    for icc, is_open in ((0.0, False), (0.9, True)):
+        lengths = parse_lengths(f"lognormal:median=400,sigma=0.8,icc={icc}")
+        policy = Probe()
+        assert not policy.is_open
+        for step in steps_of(lengths, 1, num_groups=40, n=4, seed=0):
+            play(step.samples, policy, DecodeModel(), 2)
+        assert policy.is_open == is_open
+
+
+def test_a_probe_of_each_group_goes_first_and_the_longest_group_next() -> None:
+    policy = Probe()
+    play(_groups([[10 * g + 1, 10 * g + 2] for g in range(1, 9)]), policy, MODEL, 2)
+    assert policy.is_open
+    policy.begin(_seen(_groups([[1, 1], [1, 1], [1, 1]])))
+    assert [policy.next_sample(0) for _ in range(3)] == [0, 2, 4]
+    for sample, length in ((0, 5), (2, 9)):
+        policy.ended(sample, length)
+    assert [policy.next_sample(0) for _ in range(3)] == [5, 3, 1]
+
+
+def test_longest_first_starts_what_the_oracle_says() -> None:
+    oracle = Oracle()
+    oracle.know([3, 9, 1, 7])
+    policy = LongestFirst(oracle)
+    seen = _seen(_groups([[3, 9], [1, 7]]))
+    policy.begin(seen)
+    order = []
+    while seen.waiting:
+        order.append(policy.next_sample(0))
+        del seen.waiting[order[-1]]
+    assert order == [1, 3, 0, 2]
+
+
+def test_siblings_learn_the_correlation_and_expect_what_the_group_says() -> None:
+    lengths, predictor = parse_lengths("lognormal:median=400,sigma=0.8,icc=0.8"), Siblings()
+    for step in steps_of(lengths, 2, num_groups=80, n=8, seed=0):
+        play(step.samples, LongestFirst(predictor), DecodeModel(), 4)
+    predictor.begin(_seen(_groups([[1, 1], [1, 1]]), earlier=[[50, 60, 55], [3000, 2500, 2800]]))
+    assert predictor.icc == pytest.approx(0.8, abs=0.11)
+    short, _, long, _ = predictor.expected().tolist()
+    assert short < 100
+    assert long > 1500
+    drawn = predictor.scenarios(400)
+    assert drawn.shape == (400, 4)
+    assert drawn.mean(axis=0) == pytest.approx(predictor.expected(), rel=0.1)
+
+
+class _Watch(LeastLoaded):
+    """Asks a predictor about one sample whenever another has ended."""
+
+    def __init__(self, predictor: Predictor, sample: int) -> None:
+        self._predictor, self._sample = predictor, sample
+        self.said: list[float] = []
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self._predictor.begin(seen)
+        self.said.append(float(self._predictor.expected()[self._sample]))
+
+    def moves(self) -> Sequence[Move]:
+        if self._sample in self._seen.place:
+            self.said.append(float(self._predictor.expected()[self._sample]))
+        return ()
+
+
+@pytest.mark.parametrize("make", [Siblings, EarlierSteps, PromptBuckets])
+def test_a_running_sample_is_expected_to_grow_further_the_longer_it_is(make: Callable[[], Predictor]) -> None:
+    step, model, predictor = _groups([[20, 30, 45], [60, 90, 130], [25, 70, 400], [15, 40, 220]] * 4), DecodeModel(1.0, 0.01, 64), make()
+    play(step, LongestFirst(predictor), model, 1)
+    watch = _Watch(predictor, 8)
+    play(step, watch, model, 1)
+    assert watch.said[-1] > 2 * watch.said[0]
+
+
+def test_without_difference_there_is_one_class_and_with_it_the_long_ones_get_room() -> None:
+    model = DecodeModel(1.0, 0.1, 16)
+    assert len(split(np.full((4, 64), 100.0), model, 4)) == 1
+    two = split(np.array([[1000.0] + [100.0] * 63]), model, 4)
+    assert len(two) > 1
+    assert (two[0].first, two[0].num_instances) == (0, 1)
+    assert two[0].end < 12
+    assert sum(part.num_instances for part in two) == 4
+    assert two[-1].end == 64
+
+
+def test_the_fit_of_a_cut_normal_finds_the_whole_one() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 20000)
+    mean, deviation = fit_cut_normal(values[values < 4], np.full((values >= 4).sum(), 4.0))
+    assert (mean, deviation) == (pytest.approx(3.0, abs=0.1), pytest.approx(2.0, abs=0.1))
+
+
+def test_the_normal_tail_is_right_far_out() -> None:
+    scores = np.array([-5.0, 0.0, 3.0, 10.0, 29.0, 35.0])
+    assert np.exp(log_tail(scores[:3])) == pytest.approx([0.9999997133, 0.5, 0.001349898], rel=1e-4)
+    assert hazard(scores[3:]) == pytest.approx(scores[3:] + 1 / scores[3:], rel=1e-3)
+
+
+def test_earlier_answers_of_a_record_are_refused() -> None:
+    with pytest.raises(SpecError, match="does not say which prompts"):
+        list(steps_of(parse_lengths("dapo-qwen2.5-32b"), 1, num_groups=1, n=1, seed=0, num_earlier=2))
+
+
+def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> None:
+    file = f"{tmp_path}/own.py"
+    with open(file, "w") as out:
+        out.write(
+            "from m2flow.micro.rollouts.cluster import Policy\n\n\nclass Last(Policy):\n    name = 'last'\n\n"
+            "    def begin(self, seen):\n        self.seen = seen\n\n"
+            "    def next_sample(self, instance):\n        return max(self.seen.waiting, default=None)\n"
+        )
+    assert play(_groups([[3, 4]]), make_policy(f"{file}:Last", EarlierSteps()), MODEL, 1).makespan_s > 0
+    for wrong, message in ((f"{file}:First", "not a Policy"), ("nowhere.py:Last", "can't read"), ("adaptve", "Did you mean 'adaptive'")):
+        with pytest.raises(SpecError) as caught:
+            make_policy(wrong, EarlierSteps())
+        assert message in str(caught.value)
