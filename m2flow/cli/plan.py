@@ -22,6 +22,7 @@ from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
+from m2flow.micro.planning import is_searched, question_of, with_shapes
 from m2flow.micro.records import read_record
 from m2flow.micro.search.explaining import as_document, explain
 from m2flow.spec import LAPTOP, load_cluster
@@ -40,6 +41,11 @@ _MOST_ASKED = 1_000
     help="What a number is that Python waits for: each, those of a name (reward=0.5), or at a line (flows/x.py:31=0.5). May be repeated.",
 )
 @click.option("--from", "run_dir", type=click.Path(path_type=Path), metavar="RUN", help="Take the values that Python waits for from a run.")
+@click.option("--lengths", default="", metavar="LENGTHS", help="Lengths of answers: a trace, a run, or like lognormal:median=900,sigma=1.")
+@click.option(
+    "--profile", type=click.Path(path_type=Path), metavar="FILE", help="Measured costs, of m2flow profile; else they are modelled."
+)
+@click.option("--shape", "shapes", multiple=True, metavar="ROLE=MODEL", help="Plan as if a role's model were this one: policy=Qwen2.5-7B.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the plan, to edit, compare and pin.")
@@ -56,6 +62,9 @@ def command(
     steps: int,
     assume: tuple[str, ...],
     run_dir: Path | None,
+    lengths: str,
+    profile: Path | None,
+    shapes: tuple[str, ...],
     seed: int,
     as_json: bool,
     out: Path | None,
@@ -71,9 +80,10 @@ def command(
     Examples:
       m2flow plan flows/grpo.py --batch 64 --cluster clusters/laptop-split.yaml
       m2flow plan flows/grpo.py --steps 2 --svg grpo.svg
+      m2flow plan flows/grpo.py --cluster clusters/h100-64.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b
       m2flow plan flows/mine.py --assume reward=0.5 --from runs/mine-20260102-030405
     """
-    spec = load_cluster(cluster) if cluster else LAPTOP
+    spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes)
     record = read_record(run_dir) if run_dir else None
     known = Known(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)
@@ -82,7 +92,10 @@ def command(
     once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # A line is told once, with its first turn.
     graph = replace(whole, observations=tuple(reversed(once.values())))
     pinned = read_plan(check) if check else None
-    plan = lower(graph, exploration.models, spec, num_steps=exploration.num_steps, pinned=pinned)
+    models, choice = exploration.models, None
+    if is_searched(spec) and pinned is None:
+        choice = question_of(graph, models, spec, lengths=lengths, profile=profile).choose()
+    plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned)
     if pinned is not None:
         check_edited(pinned, plan, spec)
     if out is not None:

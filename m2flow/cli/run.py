@@ -36,6 +36,7 @@ _RESTARTED = "M2FLOW_RESTARTED"
 @click.option("--pin-plan", is_flag=True, help="Stop at a step whose calls are not those of the first one.")
 @click.option("--pin-to", type=click.Path(path_type=Path), metavar="PLAN.json", help="The same, with the step of `m2flow plan --json`.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="PLAN.json", help="The processes and sizes of this plan.")
+@click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="What `placement: auto` goes by, of m2flow profile.")
 @click.option(
     "--decisions",
     type=click.Path(path_type=Path),
@@ -58,6 +59,7 @@ def command(
     pin_plan: bool,
     pin_to: Path | None,
     plan_file: Path | None,
+    profile: Path | None,
     decisions: Path | None,
     runs_dir: Path,
     as_json: bool,
@@ -85,7 +87,18 @@ def command(
     structure = read_structure(pin_to) if pin_to else None
     record = read_decisions(decisions) if decisions else None
     pinned = read_plan(plan_file) if plan_file else None
-    run = Run(flow, options, spec, settings, flow_file=target, pin_plan=pin_plan, pin_to=structure, decisions=record, pinned=pinned)
+    run = Run(
+        flow,
+        options,
+        spec,
+        settings,
+        flow_file=target,
+        pin_plan=pin_plan,
+        pin_to=structure,
+        decisions=record,
+        pinned=pinned,
+        profile=profile,
+    )
     progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:

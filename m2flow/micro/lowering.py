@@ -61,7 +61,7 @@ def lower(
     if pinned is not None:
         workers, choice, sizes, mode = pinned.workers, pinned.choice, sizes_of(pinned.stages), pinned.mode
     elif choice is not None:
-        workers = seat_workers(choice, spec, device_of(spec))
+        workers = seat_workers(choice, spec, device_of(spec), deterministic=deterministic)
         sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
     else:
         workers = place_workers(graph, models, spec, deterministic=deterministic)

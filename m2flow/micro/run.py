@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from m2flow.errors import M2FlowError
+from m2flow.errors import M2FlowError, SpecError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
@@ -33,6 +33,7 @@ from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planned import PlannedBackend
+from m2flow.micro.planning import is_searched, question_of
 from m2flow.micro.run_ahead import RunAhead
 from m2flow.micro.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
 from m2flow.observe.curve import write_curve
@@ -76,8 +77,8 @@ class Summary:
 
 class Run:
     """One run of a flow. With `decisions` of another run (`m2flow.micro.ledger.read_decisions`), an eager one repeats what time decided;
-    with a `pinned` plan, processes and sizes are that one's. What `around` makes of the backend gets the flow's calls, for `max_steps` of
-    its steps."""
+    with a `pinned` plan, processes and sizes are that one's; a `profile` is what a search for a placement goes by. What `around` makes of
+    the backend gets the flow's calls, for `max_steps` of its steps."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Run:
         pin_to: Sequence[PinnedCall] | None = None,
         decisions: Decisions | None = None,
         pinned: Plan | None = None,
+        profile: Path | None = None,
         around: Callable[[Backend], Backend] | None = None,
         max_steps: int | None = None,
     ) -> None:
@@ -103,6 +105,7 @@ class Run:
         self._is_pinned = pin_plan or pin_to is not None
         self._decisions = decisions
         self._pinned_plan = pinned
+        self._profile = profile
         self._around = around
         self._max_steps = max_steps
         self._plan: Plan | None = None
@@ -116,8 +119,17 @@ class Run:
         """Trace the first step and lower it. Runs no engine; makes no directory."""
         with prints_muted():  # They come when the flow runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
-        pinned, is_deterministic = self._pinned_plan, self.settings.deterministic
-        self._plan = lower(graph, self._models, self.spec, num_steps=num_steps, deterministic=is_deterministic, pinned=pinned)
+        if self.spec.pools:
+            raise SpecError(
+                f"{self.spec.name} has pools of devices, and the local launcher runs on this machine only",
+                now="Plan and simulate with it; to run here, leave `pools` out.",
+            )
+        pinned, is_deterministic, choice = self._pinned_plan, self.settings.deterministic, None
+        if is_searched(self.spec) and pinned is None:
+            choice = question_of(graph, self._models, self.spec, profile=self._profile).choose()
+        self._plan = lower(
+            graph, self._models, self.spec, num_steps=num_steps, deterministic=is_deterministic, choice=choice, pinned=pinned
+        )
         if pinned is not None:
             check_edited(pinned, self._plan, self.spec)
         return self._plan

@@ -20,11 +20,12 @@ _Place = tuple[str, int, int]
 """A pool, the first device, and the one after the last."""
 
 
-def seat_workers(choice: Choice, spec: ClusterSpec, device: str) -> tuple[WorkerPlan, ...]:
+def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministic: bool = False) -> tuple[WorkerPlan, ...]:
     """The processes of a choice, and those for functions.
 
     Args:
         device: what a device of this machine is called where the spec has no pools (`cpu`, `cuda:0`).
+        deterministic: engines on cores of this machine have one thread, however many cores the seat has.
     Raises:
         PlanError: two seats have a device in common and take no turns with it.
     """
@@ -35,7 +36,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str) -> tuple[Worker
         engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
         for place in _replicas(seat):
             slots.setdefault((seat.engine.kind, place, seat.lease), []).append(EngineSlot(seat.engine.role, seat.engine.kind, engine))
-            threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools else 1
+            threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
     workers = []
     count = {"rollout": 0, "train": 0, "device": 0}
     for (kind, place, lease), engines in slots.items():

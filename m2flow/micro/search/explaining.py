@@ -70,13 +70,14 @@ def as_document(choice: Choice) -> dict[str, object]:
 def seconds(value: float) -> str:
     """A time as people read it.
 
-    >>> seconds(83.4), seconds(0.0123), seconds(7500.0)
-    ('83.4 s', '12.3 ms', '2.08 h')
+    >>> seconds(83.4), seconds(0.0123), seconds(7500.0), seconds(0.00099999)
+    ('83.4 s', '12.3 ms', '2.08 h', '1 ms')
     """
+    value = float(f"{value:.3g}")
     if value >= 5400:
         return f"{value / 3600:.3g} h"
     if value >= 1:
-        return f"{value:.3g} s"
+        return f"{value:.4g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
@@ -91,7 +92,7 @@ def _seat_row(seat: Seat) -> tuple[str, ...]:
         ", ".join(seat.calls),
         where(seat),
         str(seat.layout),
-        f"{seat.chunk} samples at a time" if seat.chunk else "",
+        f"{seat.chunk} sample{'s' * (seat.chunk > 1)} at a time" if seat.chunk else "",
         gib,
         f"takes turns ({seat.lease})" if seat.lease else "",
     )
@@ -107,8 +108,10 @@ def _bound(choice: Choice) -> str:
 def _sources(choice: Choice) -> str:
     if not choice.constants:
         return "The cost model has no terms."
-    counts = Counter(constant.source.partition(":")[0] for constant in choice.constants.values())
-    return "Terms: " + ", ".join(f"{number} {source}" for source, number in sorted(counts.items())) + "; --terms lists them."
+    kinds = Counter(constant.source.partition(":")[0] for constant in choice.constants.values())
+    others = kinds.total() - kinds["measured"] - kinds["modelled"]
+    counts = {"measured": kinds["measured"], "modelled": kinds["modelled"], "of data sheets and estimates": others}
+    return "Terms: " + ", ".join(f"{number} {source}" for source, number in counts.items() if number) + "; --terms lists them."
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -1,0 +1,121 @@
+"""Planning a flow: from its graph and what is known of its lengths and costs to where everything runs.
+
+    MacroGraph, models, ClusterSpec, lengths, profile --question_of--> Question --choose--> Choice --(m2flow.micro.lowering)--> Plan
+
+What `m2flow plan`, `m2flow run` and `m2flow simulate` share. Placement is searched for where the spec leaves it open: it has pools, or
+says `placement: auto`. Otherwise the rule of `m2flow.micro.placement` holds, and nothing here is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2flow.errors import SpecError
+from m2flow.macro.graph import MacroGraph
+from m2flow.micro.costs.extents import extents_of
+from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
+from m2flow.micro.costs.profile import Profile, read_profile
+from m2flow.micro.costs.profiled import ProfiledCosts
+from m2flow.micro.costs.terms import Costs
+from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
+from m2flow.micro.rollouts.measured import Measured
+from m2flow.micro.rollouts.parametric import Mixture
+from m2flow.micro.search.choice import Choice
+from m2flow.micro.search.finding import find_plan
+from m2flow.micro.search.workload import Workload, workload_of
+from m2flow.recipe import Model
+from m2flow.spec import ClusterSpec
+
+_ASSUMED_SHARE, _ASSUMED_SIGMA = 0.25, 0.8
+"""Of lengths that nobody knows: the median as a share of the limit, and the spread of their logarithm, as runs of many kinds have it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that the search and the simulator ask about one flow on one cluster."""
+
+    workload: Workload
+    lengths: Lengths
+    lengths_are_known: bool
+    """Given, or observed by the profile; else they are assumed from the limit of the generate calls."""
+    costs: Costs
+    spec: ClusterSpec
+
+    def choose(self) -> Choice:
+        """The best plan of the cost model.
+
+        Raises:
+            PlanError: nothing fits; what is short, and what would help.
+        """
+        return find_plan(self.workload, self.lengths, self.costs, self.spec)
+
+
+def is_searched(spec: ClusterSpec) -> bool:
+    """Whether placement is the search's to choose."""
+    return bool(spec.pools) or spec.placement == "auto"
+
+
+def with_shapes(spec: ClusterSpec, texts: tuple[str, ...]) -> ClusterSpec:
+    """The spec with shapes that were given as `policy=Qwen2.5-7B`.
+
+    Raises:
+        SpecError: a text is not of that form.
+    """
+    shapes = dict(spec.shapes)
+    for text in texts:
+        role, equals, name = text.partition("=")
+        if not (role and equals and name):
+            raise SpecError(f"--shape {text}: it must be ROLE=MODEL", now="Example: --shape policy=Qwen2.5-7B")
+        shapes[role] = name
+    return spec.model_copy(update={"shapes": shapes})
+
+
+def question_of(
+    graph: MacroGraph,
+    models: Mapping[str, Model],
+    spec: ClusterSpec,
+    *,
+    lengths: str = "",
+    profile: Path | None = None,
+) -> Question:
+    """Set up planning for a traced flow.
+
+    Args:
+        graph: some steps of it; with what comes before and after them.
+        lengths: of answers, as `m2flow.micro.rollouts.lengths.parse_lengths` takes them; by default those that the profile observed, and
+            without a profile an assumption from the limit of the generate calls.
+        profile: what `m2flow profile` wrote; without one all is modelled.
+    Raises:
+        SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
+    """
+    workload = workload_of(graph, spec)
+    measured = read_profile(profile) if profile else None
+    if measured is not None:
+        measured.check(models, spec)
+    known = parse_lengths(lengths) if lengths else _observed(measured)
+    found = known or _assumed(workload)
+    shapes = shapes_of(models, spec)
+    modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
+    costs = ProfiledCosts(measured, modelled) if measured else modelled
+    return Question(workload, found, known is not None, costs, spec)
+
+
+def _observed(profile: Profile | None) -> Lengths | None:
+    if profile is None or not profile.responses:
+        return None
+    import numpy as np
+
+    groups = [np.asarray(group, np.int64) for group in profile.responses]
+    longest = max(int(group.max()) for group in groups)
+    cut = [group == longest for group in groups]
+    return Measured("observed by the profile", [0] * len(groups), profile.prompts, groups, cut=cut, cap=longest)
+
+
+def _assumed(workload: Workload) -> Lengths:
+    limits = [call.max_new_tokens for call in workload.calls if call.work == "generate"]
+    cap = max(limits, default=1)
+    prompts = [call.prompt_bytes / 4 for call in workload.calls if call.work == "generate" and call.prompt_bytes]
+    median = max(1.0, cap * _ASSUMED_SHARE)
+    return Mixture([1.0], [median], [_ASSUMED_SIGMA], cap=cap, prompt_tokens=max(1, round(max(prompts, default=1.0))))
