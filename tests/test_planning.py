@@ -67,7 +67,7 @@ def test_a_shape_that_is_none_or_of_no_role_is_refused():
 def test_what_does_not_fit_is_refused_with_what_is_short():
     result = plan("--cluster", ONE, "--shape", "policy=Llama-3.1-405B", "--batch", "16")
     assert result.exit_code == 1
-    assert "policy.rollout" in result.output
+    assert "GiB" in result.output
 
 
 def test_a_pool_can_be_planned_for_and_not_run_on(tmp_path):
