@@ -320,7 +320,7 @@ def test_worker_processes_carry_and_the_ledger_counts_what_is_never_given(tmp_pa
     planned = Run(program, SYNCHRONOUS, SPLIT, runs).execute()
     decisions = read_decisions(Path(planned.run_dir))
     assert len(decisions) == (4 + 6 * 4) * 2
-    assert read_endings(Path(planned.run_dir)) == {"unused": 2 * 2}
+    assert planned.left_out == read_endings(Path(planned.run_dir)) == {"unused": 2 * 2}
     eager = Run(program, SYNCHRONOUS, SPLIT, runs.model_copy(update={"eager": True}), decisions=decisions).execute()
     assert (eager.samples_sha256, eager.weights_sha256) == (planned.samples_sha256, planned.weights_sha256)
     assert read_decisions(Path(eager.run_dir)) == decisions

@@ -73,6 +73,8 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
         ("done", f"{flow}: {_count(summary.steps, 'step')} in {duration(summary.wall_s)}, {_count(summary.samples, 'sample')}, "
          f"{_count(summary.tokens, 'token')} ({summary.tokens_per_s:,.0f} tokens/s, {summary.samples_per_s:,.1f} samples/s)"),
     ]  # fmt: skip
+    if summary.left_out:
+        rows.append(("left out", ", ".join(f"{_count(number, 'sample')} {reason}" for reason, number in summary.left_out.items())))
     if summary.reward_first is not None and summary.reward_last is not None:
         rows.append(("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  {_sparkline(console, tally.rewards)}"))
     rows += [(name, f"{value:.4g}") for name, value in tally.logs.items()]

@@ -27,7 +27,7 @@ from m2flow.micro.decisions import Decisions
 from m2flow.micro.inprocess import InProcess
 from m2flow.micro.journal import Journal, Tally
 from m2flow.micro.launcher import LocalLauncher
-from m2flow.micro.ledger import samples_digest
+from m2flow.micro.ledger import read_endings, samples_digest
 from m2flow.micro.lowering import Lowering, lower
 from m2flow.micro.outcomes import Outcomes
 from m2flow.micro.plan import Plan
@@ -55,6 +55,8 @@ class Summary:
     """Generated, evaluations included."""
     tokens: int
     """Generated."""
+    left_out: dict[str, int]
+    """Samples that are in no result, by reason: `late` ones were dropped; `unused` ones carried, and no later turn gave them."""
     reward_first: float | None
     """Mean reward of the first update that had rewards."""
     reward_last: float | None
@@ -233,6 +235,7 @@ class Run:
             steps=tally.num_steps,
             samples=tally.num_samples,
             tokens=tally.num_tokens,
+            left_out=read_endings(self.run_dir),
             reward_first=tally.rewards[0] if tally.rewards else None,
             reward_last=tally.rewards[-1] if tally.rewards else None,
             wall_s=round(wall_s, 3),
