@@ -23,11 +23,12 @@ from m2flow.macro.tracing import trace
 from m2flow.micro import carrying, performing
 from m2flow.micro.board import Board
 from m2flow.micro.carrying import Lines, chosen
-from m2flow.micro.events import Expired
+from m2flow.micro.events import Command, Expired
 from m2flow.micro.ledger import read_decisions, read_endings
 from m2flow.micro.lowering import lower
 from m2flow.micro.run import Run
 from m2flow.micro.sample_book import SampleBook
+from m2flow.micro.scheduler import Scheduler
 from m2flow.micro.tracking import CallState
 from m2flow.micro.workbench import Workbench
 from m2flow.samples import SampleId, by_group, group_key
@@ -295,6 +296,20 @@ def test_a_refill_does_not_carry_and_carried_samples_are_not_brought_back():
         trace(refills, {})
     with pytest.raises(TraceError, match="some were carried over"):
         trace(judges, {})
+
+
+def test_what_carried_samples_need_is_forgotten_when_they_are_given(monkeypatch):
+    known: list[int] = []
+    handle = Scheduler.handle
+
+    def watched(self: Scheduler, event: object) -> list[Command]:
+        commands = handle(self, event)
+        known.append(len(self._board.calls))
+        return commands
+
+    monkeypatch.setattr(Scheduler, "handle", watched)
+    assert run_planned(LINE, SYNCHRONOUS | {"num_steps": 20}, SPLIT).error == ""
+    assert max(known[len(known) // 2 :]) <= max(known[: len(known) // 2]) <= 20
 
 
 def test_a_replay_does_not_go_on_in_the_middle_of_a_loop_that_carries():

@@ -161,13 +161,10 @@ class Lines:
 
     def needed(self) -> set[int]:
         """Calls that must not be forgotten: samples in the air were drawn or stopped by them, or are answers to their rows."""
-        found = set()
+        found: set[int] = set()
         for state in self._open:
             assert state.carry is not None
-            found.add(state.call.ordinal)
-            found.update(stopped.by for stopped in state.carry.stopped.values())
-            drawn = {SampleId.unpack(row).call for row in (state.carry.late if state.is_over else state.ids)}
-            found.update(*((call, *self._board.calls[call].aligned_inputs) for call in drawn))
+            found |= self._involved(state, state.carry.late if state.is_over else state.ids)
         return found
 
     def batches(self, state: CallState, rows: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
@@ -236,5 +233,13 @@ class Lines:
 
     def _close(self, state: CallState) -> None:
         if state in self._open:
-            self._board.perhaps_unreachable(self.needed())
             self._open.remove(state)
+            self._board.perhaps_unreachable(self._involved(state, state.ids))
+
+    def _involved(self, state: CallState, rows: Iterable[int]) -> set[int]:
+        """A call, and those that these samples of it are from."""
+        assert state.carry is not None
+        found = {state.call.ordinal, *(stopped.by for stopped in state.carry.stopped.values())}
+        for drawn in {SampleId.unpack(row).call for row in rows} & self._board.calls.keys():
+            found.update((drawn, *self._board.calls[drawn].aligned_inputs))
+        return found
