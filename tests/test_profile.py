@@ -115,6 +115,9 @@ def test_nothing_measured_gives_zeros_and_a_quality_that_says_so() -> None:
 
 # From a trace
 
+BETWEEN_S = 5e-5
+"""From a decode step's end to the next one's start; a step's fixed cost has it."""
+
 
 def write_run(folder: Path, *, num_steps: int = 6, seed: int = 0) -> None:
     """A time-shared run that took exactly as long as DECODE and UPDATE say. Its step 0 was ten times as slow."""
@@ -143,12 +146,12 @@ def write_run(folder: Path, *, num_steps: int = 6, seed: int = 0) -> None:
             else:
                 context = sum(tokens[packed][0] + turn for packed in running)
                 took = DECODE.step_s + DECODE.sample_s * len(running) + DECODE.context_s * context
-            end = now + ns(took, step)
+            end = now + ns(took - BETWEEN_S, step)
             worker.add("rollout.step", now, end, num_samples=len(running), label="policy")
             left = [packed for packed in running if tokens[packed][1] == turn + 1]
             for packed in left:
                 worker.add("sample", begin, end, call=call, sample=packed, num_tokens=turn + 1)
-            now = end
+            now = end + ns(BETWEEN_S, step)
             if left:
                 start, now = now, now + ns(DECODE.handover_s + DECODE.leave_s * len(left), step)
                 worker.add("send", start, now, call=call, num_samples=len(left), num_bytes=1000 * len(left), label="functions-0")

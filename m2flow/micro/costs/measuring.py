@@ -137,6 +137,7 @@ def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tu
     leave_s = handover_s = 0.0
     if worker in seen.leaving and len(seen.leaving[worker].seconds):
         left = seen.leaving[worker]
+        step_s += left.between_s
         handover_s, leave_s = fit(np.stack([np.ones(len(left.num_samples)), left.num_samples], 1), np.maximum(left.seconds, 1e-6))[0]
     num, seconds = seen.entering.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
     is_new = num > 0

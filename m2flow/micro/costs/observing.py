@@ -68,6 +68,9 @@ class Leavings:
 
     num_samples: IntArray
     seconds: FloatArray
+    """Beyond what lies between two steps anyway."""
+    between_s: float
+    """What lies between two steps anyway."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +208,7 @@ class _Reader:
             for position, (num, until) in handed.items():
                 gap = int(gaps[position]) if position < len(gaps) else _MOST_GAP_NS
                 rows.append((num, max((gap if gap < _MOST_GAP_NS else until - ends[position]) - usual, 0.0) / 1e9))
-            found[worker] = Leavings(np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows], np.float64))
+            found[worker] = Leavings(np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows], np.float64), usual / 1e9)
         return found
 
     def _passes(self, spans: Sequence[Span]) -> dict[tuple[str, str], Passes]:
