@@ -39,7 +39,7 @@ from m2flow.observe.recorder import Recorder
 from m2flow.observe.store import TraceStore
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
-from m2flow.spec import ClusterSpec, RolloutSpec
+from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec
 
 ROLLOUT, TRAIN, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")
 FITTED = Quality(100, 0.99, 0.02)
@@ -196,7 +196,7 @@ PLAN = Plan(
 
 def test_a_trace_gives_back_the_constants_that_made_it(tmp_path: Path) -> None:
     write_run(tmp_path)
-    profile = profile_of("grpo", {}, [Measurement(PLAN, ClusterSpec(), Observed.of_run(tmp_path))], gather_s=0.02)
+    profile = profile_of("grpo", {}, [Measurement(PLAN, ClusterSpec(), Observed.of_run(tmp_path))], gather_s=0.02, load=0.0)
     rollout, train = profile.engine("policy", "rollout", 2), profile.engine("policy", "train", 2)
     assert rollout is not None
     assert rollout.decode is not None
@@ -244,7 +244,7 @@ def test_work_beside_another_engine_is_told_from_work_alone(tmp_path: Path) -> N
     plan = msgspec.structs.replace(
         PLAN, workers=(WorkerPlan("train-0", "cpu", 1, (EngineSlot("policy", "train", "embedded"),)),), syncs=()
     )  # fmt: skip
-    profile = profile_of("grpo", {}, [Measurement(plan, ClusterSpec(), Observed.of_run(tmp_path))], gather_s=0.0)
+    profile = profile_of("grpo", {}, [Measurement(plan, ClusterSpec(), Observed.of_run(tmp_path))], gather_s=0.0, load=0.0)
     engine = profile.engine("policy", "train", 1)
     assert engine is not None
     assert engine.slowdown["rollout"] == pytest.approx(1.5, rel=0.05)
@@ -299,6 +299,12 @@ def test_a_profile_of_another_machine_says_how_it_differs() -> None:
     assert any("99" in line for line in told)
     assert any(line.startswith("torch was 0.1") for line in told)
     assert any(line == "the device was cpu and is cuda:0" for line in told)
+
+
+def test_a_profile_says_nothing_about_pools_elsewhere() -> None:
+    assert PROFILE.doubts(ClusterSpec(device="cpu")) == []
+    (doubt,) = PROFILE.doubts(ClusterSpec(pools={"h100s": PoolSpec(device="h100")}))
+    assert "says nothing about h100s" in doubt
 
 
 # Costs

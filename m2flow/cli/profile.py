@@ -71,5 +71,5 @@ def command(
     num_answers = sum(map(len, profile.responses))
     click.echo(f"  lengths of {num_answers:,} answers to {len(profile.prompts):,} prompts; within-group correlation {profile.icc:.2f}")
     if profile.load > 1:
-        click.echo(f"  The machine did other things meanwhile (load {profile.load:.1f}): measure again when it does not.")
+        click.echo(f"  The machine did other things before (load {profile.load:.1f}): measure again when it does not.")
     click.echo(str(out or path))

@@ -83,6 +83,8 @@ def command(
     spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes)
     known = Known(tuple(Assumption.parse(text) for text in assume))
     measured = read_profile(profile) if profile else None
+    for doubt in measured.doubts(spec) if measured else ():
+        click.echo(f"note: {doubt}", err=True)
     scenario = prepare(flow, options, spec, parse_lengths(source), steps=steps, seed=seed, known=known, profile=measured)
     if compare:
         from m2flow.cli.simulate_compare import show_comparison

@@ -45,13 +45,16 @@ class Quality(msgspec.Struct, frozen=True):
         return f"{self.num} timings, R2 {self.r2:.3f}, median error {self.error:.1%}"
 
 
-def fit(sizes: npt.ArrayLike, seconds: npt.ArrayLike, *, free: Sequence[int] = ()) -> tuple[FloatArray, Quality]:
+def fit(
+    sizes: npt.ArrayLike, seconds: npt.ArrayLike, *, free: Sequence[int] = (), doubted: Sequence[int] = (0,)
+) -> tuple[FloatArray, Quality]:
     """The constants c >= 0 that make sizes @ c close to seconds.
 
     Args:
         sizes: [N, K], at most six terms. The first is the fixed cost, a column of ones.
         seconds: [N], positive.
         free: columns whose constant may be below zero.
+        doubted: columns that must explain twice as much as others to count: by default the fixed cost.
     Returns:
         The constants [K], in seconds per unit of the size; 0 for terms that say nothing.
 
@@ -72,7 +75,7 @@ def fit(sizes: npt.ArrayLike, seconds: npt.ArrayLike, *, free: Sequence[int] = (
     weights = base
     constants = np.zeros(num_terms)
     for _ in range(_ROUNDS):
-        constants = _least_squares(x, y, weights, frozenset(free))
+        constants = _least_squares(x, y, weights, frozenset(free), frozenset(doubted))
         residuals = np.abs(y - x @ constants) * np.sqrt(base)
         sigma = _MAD_TO_SIGMA * float(np.median(residuals))
         if sigma <= 1e-12 * float(np.sqrt(y.max())):
@@ -100,11 +103,11 @@ def robust_mean(values: npt.ArrayLike) -> float:
     return float(numbers[np.abs(numbers - middle) <= 3 * sigma + 1e-12].mean())
 
 
-def _least_squares(x: FloatArray, y: FloatArray, weights: FloatArray, free: frozenset[int]) -> FloatArray:
+def _least_squares(x: FloatArray, y: FloatArray, weights: FloatArray, free: frozenset[int], doubted: frozenset[int]) -> FloatArray:
     """Of each set of terms the least squares, exactly; and of the sets the best by Schwarz's criterion, n ln(squares) + k ln(n).
 
-    So a term must earn its place, and the fixed cost, which is the first one, twice: of work that was always of one size, the time is
-    taken to grow with the work.
+    So a term must earn its place, and one that is doubted twice: of work that was always of one size, the time is taken to grow with the
+    work, and in proportion to it.
 
     Source:
         Schwarz 1978, doi:10.1214/aos/1176344136.
@@ -121,7 +124,7 @@ def _least_squares(x: FloatArray, y: FloatArray, weights: FloatArray, free: froz
             if any(value < 0 and term not in free for value, term in zip(found, chosen, strict=True)):
                 continue
             squares = whole + float(found @ gram[np.ix_(index, index)] @ found - 2 * found @ right[index])
-            told = num * math.log(max(squares / whole, _LEAST_SQUARES)) + (size + (0 in chosen)) * math.log(num)
+            told = num * math.log(max(squares / whole, _LEAST_SQUARES)) + (size + len(doubted.intersection(chosen))) * math.log(num)
             if told < least:
                 best, least = np.zeros(num_terms), told
                 best[index] = found

@@ -8,7 +8,6 @@ beside it is a factor of its own: fitted in turn with the constants, from steps 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -52,10 +51,13 @@ class Measurement:
     startup_s: float = 0.0
 
 
-def profile_of(
-    flow: str, models: Mapping[str, Model], runs: Sequence[Measurement], *, gather_s: float, load: float | None = None
-) -> Profile:
-    """The profile that these runs give. Of an engine that several runs have on equally many devices the first one counts."""
+def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measurement], *, gather_s: float, load: float) -> Profile:
+    """The profile that these runs give. Of an engine that several runs have on equally many devices the first one counts.
+
+    Args:
+        gather_s: how long the plan's workers let finished samples wait for others.
+        load: of the machine, when the first run began.
+    """
     engines: dict[tuple[str, str, int], MeasuredEngine] = {}
     syncs: dict[tuple[str, str], MeasuredSync] = {}
     functions: dict[str, MeasuredFunction] = {}
@@ -93,7 +95,7 @@ def profile_of(
         prompts=tuple(prompt for prompt, _ in groups),
         responses=tuple(tuple(answers) for _, answers in groups),
         icc=float(log_length_icc([answers for _, answers in groups]).icc),
-        load=round(os.getloadavg()[0] if load is None else load, 2),
+        load=round(load, 2),
     )
 
 
@@ -192,12 +194,16 @@ class _Fit:
 
 
 def _fit_beside(sizes: FloatArray, seconds: FloatArray, beside: Mapping[str, FloatArray], kind: str) -> _Fit:
-    """Constants of undisturbed work, and how many times as long it takes beside each other kind of engine, in turn."""
+    """Constants of undisturbed work, and how many times as long it takes beside each other kind of engine, in turn.
+
+    Args:
+        sizes: the third column is doubted, as the first is: contexts, and squares of lengths, grow with what the second counts.
+    """
     factors = np.ones(len(seconds))
     slowdown: dict[Beside, float] = {}
     shares = {other: beside[other] for other in get_args(Beside) if other != kind}
     told = {other: share for other, share in shares.items() if float((share * seconds).sum()) >= _LEAST_BESIDE_S}
-    constants, quality = fit(sizes, seconds)
+    constants, quality = fit(sizes, seconds, doubted=(0, 2))
     for _ in range(_TURNS if told else 0):
         alone = np.maximum(sizes @ constants, 1e-9)
         # seconds = alone * (1 + sum of share * (slowdown - 1)), so what is beyond `alone` is a sum of terms as well.
@@ -207,7 +213,7 @@ def _fit_beside(sizes: FloatArray, seconds: FloatArray, beside: Mapping[str, Flo
         factors = np.ones(len(seconds))
         for other, share in told.items():
             factors = factors + (slowdown[other] - 1) * share
-        constants, quality = fit(sizes, seconds / factors)
+        constants, quality = fit(sizes, seconds / factors, doubted=(0, 2))
     return _Fit(constants, quality, slowdown)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ def measure(
     """
     with prints_muted():
         graph, models, _ = trace(flow, options, seed=settings.seed)
+    load = os.getloadavg()[0]
     known = ("time-shared", "split")
     first = spec.placement if spec.placement in known else known[0]
     others = [] if only or not _has_both(graph) else [p for p in known if p != first]
@@ -129,7 +131,7 @@ def measure(
         here = spec.model_copy(update={"placement": placement, "pools": {}, "pin": {}})
         cut = _setup_rows(graph) if measured else {}
         measured.append(_probe(flow, options, here, settings, cut, budget_s))
-    profile = profile_of(flow.name, models, [one for one, _ in measured], gather_s=GATHER_S)
+    profile = profile_of(flow.name, models, [one for one, _ in measured], gather_s=GATHER_S, load=load)
     return profile, measured[0][1] / "profile.json"
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from m2flow.errors import SpecError
 from m2flow.micro.costs.fitting import Quality
 from m2flow.micro.costs.terms import Constant, EngineKind
+from m2flow.micro.placement import device_of
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.rollouts.measured import Measured
 from m2flow.recipe import Model
@@ -210,6 +211,12 @@ class Profile(msgspec.Struct, frozen=True):
         ]
         changed = [name for name in then.versions if now.versions.get(name) != then.versions[name]]
         return found + [f"{name} was {then.versions[name]} and is {now.versions.get(name, 'not there')}" for name in changed]
+
+    def doubts(self, spec: ClusterSpec) -> list[str]:
+        """Why the profile may say little about this cluster, a line each."""
+        if spec.pools:
+            return [f"the profile is of {self.machine.processor}, and says nothing about {', '.join(spec.pools)}: these are modelled"]
+        return [f"the profile may not hold here: {line}" for line in self.strangeness(device_of(spec))]
 
     def check(self, models: Mapping[str, Model], spec: ClusterSpec) -> None:
         """Refuse a profile of other models or other engines: its numbers would say nothing.

@@ -162,6 +162,8 @@ def prepare(
     workload = workload_of(whole, spec)
     shapes = shapes_of(exploration.models, spec)
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths, seed=seed))
+    if profile is not None:
+        profile.check(exploration.models, spec)
     costs: Costs = modelled if profile is None else ProfiledCosts(profile, modelled)
     kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
     return Scenario(program, whole, spec, lengths, costs, workload, exploration.models, seed, kept)
