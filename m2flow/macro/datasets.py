@@ -13,7 +13,7 @@ import numpy as np
 
 from m2flow.errors import DatasetError
 from m2flow.macro.graph import Granularity
-from m2flow.macro.handles import Rows
+from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
 from m2flow.recipe import is_count
 from m2flow.samples import Batch, Column, column_of, keyed_bits, make_ids, prompt_positions
@@ -150,7 +150,7 @@ class Dataset:
             shown={},
             is_aligned=False,
         )
-        used = self._session.observe(call.ordinal, f"the cursor of {self.name}, which a refill moves")
+        used = Handle(self._session, call).observe(f"the cursor of {self.name}, which a refill moves")
         assert isinstance(used, int | float)
         self._cursor = self._first_unsure + int(used)
 

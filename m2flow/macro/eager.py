@@ -12,6 +12,7 @@ from typing import Protocol
 
 from m2flow.errors import M2FlowError, TraceError, unexpected
 from m2flow.macro.graph import Call, Observation
+from m2flow.macro.remembering import Remembered
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
 
@@ -49,7 +50,8 @@ class EagerBackend(Backend):
     def __init__(self, performer: Performer, journal: Journal) -> None:
         self._performer = performer
         self._journal = journal
-        self._values: dict[int, object] = {}
+        self._values: Remembered[object] = Remembered()
+        self._step = -1
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
         self._writers: dict[str, int] = {}
@@ -57,6 +59,7 @@ class EagerBackend(Backend):
 
     def submit(self, call: Call) -> None:
         self._performer.check(call)
+        self._step = call.step
         failed = self._inherited(call)
         if failed is None:
             try:
@@ -100,8 +103,12 @@ class EagerBackend(Backend):
                 self._journal.logged(step, name, number_of(self._values[source[0]], source[1]))
 
     def release(self, ordinal: int) -> None:
-        if isinstance(self._values.get(ordinal), Batch):
-            del self._values[ordinal]
+        if ordinal not in self._values:
+            return
+        if isinstance(self._values[ordinal], Batch | Deferred):
+            self._values.forget(ordinal)
+        else:
+            self._values.let_go(ordinal, self._step)
 
     def end_step(self, step: int) -> None:
         self._raise_first()

@@ -75,6 +75,25 @@ class Lineage:
         """The calls that made the samples of a result: one, unless it is a concatenation."""
         return [self._makers[maker] for maker in dict.fromkeys(part.maker for part in self._known[ordinal].parts)]
 
+    def keep(self, needed: Iterable[int]) -> None:
+        """Forget all calls but these, and what must be known to say of which samples they are."""
+        known = {ordinal: self._known[ordinal] for ordinal in needed if ordinal in self._known}
+        parts = [part for one in known.values() for part in one.parts]
+        self._makers = {part.maker: self._makers[part.maker] for part in parts}
+        further = [ordinal for part in parts for ordinal in part.filters]
+        further += [ref.call for maker in self._makers.values() for _, ref in maker.inputs]
+        self._known = known | {ordinal: self._known[ordinal] for ordinal in (*self._makers, *further) if ordinal in self._known}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def has(self, ordinal: int) -> bool:
+        return ordinal in self._known
+
+    def makes(self, ordinal: int) -> bool:
+        """Whether a call that is kept has samples that this one made."""
+        return ordinal in self._makers
+
     def narrowest(self, refs: Iterable[Ref]) -> Ref | None:
         """The one whose rows all others certainly have."""
         found = list(refs)

@@ -18,6 +18,7 @@ from typing import Protocol
 from m2flow.errors import M2FlowError
 from m2flow.macro.fingerprint import told
 from m2flow.macro.graph import Call, Observation
+from m2flow.macro.remembering import Remembered
 from m2flow.macro.session import Backend
 
 LogSource = tuple[int, str | None] | float
@@ -187,17 +188,20 @@ class Recorder(Around):
     def __init__(self, live: Backend, writer: RecordWriter) -> None:
         super().__init__(live)
         self._writer = writer
-        self._calls: list[Call] = []
+        self._calls: Remembered[Call] = Remembered()
+        self._num_calls = 0
+        self._step = -1
         self._look: Look | None = None
 
     def submit(self, call: Call) -> None:
-        assert call.ordinal == len(self._calls)
-        self._calls.append(call)
+        assert call.ordinal == self._num_calls
+        self._calls[call.ordinal] = call
+        self._num_calls, self._step = call.ordinal + 1, call.step
         self._writer.called(call)
         super().submit(call)
 
     def observed(self, observation: Observation) -> None:
-        self._look = look_of(observation, len(self._calls))
+        self._look = look_of(observation, self._num_calls)
         super().observed(observation)
 
     def value(self, ordinal: int) -> object:
@@ -217,8 +221,15 @@ class Recorder(Around):
 
     def log(self, step: int, values: Mapping[str, LogSource]) -> None:
         for name, source in values.items():
-            self._writer.logged(LogEntry(len(self._calls), step, name, source))
+            self._writer.logged(LogEntry(self._num_calls, step, name, source))
         super().log(step, values)
+
+    def release(self, ordinal: int) -> None:
+        if self._calls[ordinal].is_aligned:
+            self._calls.forget(ordinal)
+        else:
+            self._calls.let_go(ordinal, self._step)
+        super().release(ordinal)
 
     def end_step(self, step: int) -> None:
         super().end_step(step)

@@ -29,7 +29,7 @@ class Handle:
         self._call = call
         self._owner = owner
         if owner is None:
-            session.remember(call)
+            session.held(call, has_past=isinstance(self, Metrics))
             weakref.finalize(self, _release, session, call.ordinal).atexit = False
 
     @property
@@ -87,14 +87,18 @@ class Metrics(Handle):
 
     def lagged(self, steps: int) -> dict[str, float] | None:
         """The numbers of `steps` steps ago, at the same place of the program; `None` in the first ones."""
+        value = self._past(steps)
+        assert isinstance(value, dict | None)
+        return value
+
+    def _past(self, steps: int) -> object:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise TraceError(f"lagged({steps!r}): the number of steps is a whole number, 0 or more")
         ordinal = self._session.recall(self._call, steps)
         if ordinal is None:
             return None
         value = self._session.observe(ordinal, f"lagged({steps})", lag=steps)
-        assert isinstance(value, dict)
-        return _own(value)
+        return _own(value) if isinstance(value, dict) else value
 
     def items(self) -> dict[str, float]:
         value = self.observe("items()")
@@ -123,6 +127,10 @@ class OpValue(Metrics, Operators[Number]):
     def __round__(self, digits: int | None = None) -> float:
         return round(Number(self), digits)
 
+    def lagged(self, steps: int) -> object:  # type: ignore[override]  # its value may be anything
+        """What it was `steps` steps ago, at the same place of the program; `None` in the first ones."""
+        return self._past(steps)
+
     def _kind(self) -> str:
         return "one value"
 
@@ -141,5 +149,4 @@ def describe(value: object) -> str:
 
 def _release(session: Session, ordinal: int) -> None:
     if session.is_open:
-        session.uses.dropped(ordinal)
-        session.backend.release(ordinal)
+        session.released(ordinal)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 
 from m2flow.errors import FlowError, OptionError, TraceError
@@ -20,10 +20,14 @@ from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observatio
 from m2flow.macro.interruption import endless, interrupted
 from m2flow.macro.late import carries, is_cut, num_late, num_wanted
 from m2flow.macro.lineage import Lineage
+from m2flow.macro.remembering import MOST_LAG
 from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.macro.unused import Uses
 from m2flow.recipe import Model
 from m2flow.samples import Batch
+
+_FEW_CALLS = 1_000
+"""Calls that a session may know before it looks for those of no use."""
 
 _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None)
 
@@ -98,6 +102,11 @@ class Session:
         self._is_cut = False
         """The program has looked at a value: a trace ends there."""
         self._history: dict[tuple[object, ...], dict[int, list[int]]] = {}
+        """Place in the program -> step -> calls there with numbers that `lagged` may ask for."""
+        self._live: set[int] = set()
+        """Calls whose handles the program has."""
+        self._num_kept = 0
+        """Calls that were known when those of no use were last forgotten."""
         self._captures = Captures()
         self.uses = Uses()
         self._most_rows: dict[int, int] = {}
@@ -128,6 +137,7 @@ class Session:
         if not self.is_open:
             raise TraceError(f"{role}.{method} was called after its flow had ended", where=user_site().describe())
         self._end_left_step()
+        self._forget(ref.call for ref in inputs.values() if ref is not None)
         site = user_site()
         call = Call(
             ordinal=self._num_calls,
@@ -248,20 +258,53 @@ class Session:
             raise TraceError(
                 "a handle was used after its flow had ended", where=site.describe(), now="Return or log the value inside the flow."
             )
-        self._is_cut = self._is_cut or self.lineage.known(ordinal).call.engine != "source"
+        self._is_cut = self._is_cut or not self.lineage.has(ordinal) or self.lineage.known(ordinal).call.engine != "source"
         self.backend.observed(Observation(ordinal, site, why, self.step, lag))
         return self.backend.value(ordinal)
 
-    def remember(self, call: Call) -> None:
-        """Note which calls stood at a place of the program in this step, for `lagged`."""
-        self._history.setdefault(_place(call), {}).setdefault(call.step, []).append(call.ordinal)
+    def held(self, call: Call, *, has_past: bool) -> None:
+        """The program has a handle of a call. With `has_past`, note where in the program it stood, for `lagged`."""
+        self._live.add(call.ordinal)
+        if has_past and call.step >= 0:
+            there = self._history.setdefault(_place(call), {})
+            there.setdefault(call.step, []).append(call.ordinal)
+            while (first := next(iter(there))) < call.step - MOST_LAG:
+                del there[first]
+
+    def released(self, ordinal: int) -> None:
+        """The program has no handle of a call any more. May be said at any moment: a collection of garbage says it."""
+        self._live.discard(ordinal)
+        self.uses.dropped(ordinal)
+        self.backend.release(ordinal)
 
     def recall(self, call: Call, steps_ago: int) -> int | None:
-        """The call at the same place of an earlier step; of those that a loop made there, the one with the same count."""
+        """The call at the same place of an earlier step; of those that a loop made there, the one with the same count.
+
+        Raises:
+            TraceError: that step is too long ago.
+        """
+        step = call.step - steps_ago
+        if call.step < 0 or step < 0:
+            return None
+        if step < self._next_step - 1 - MOST_LAG:
+            raise TraceError(
+                f"lagged({steps_ago}) of a result of step {call.step} asks for step {step}, and this is step {self._next_step - 1}",
+                where=user_site().describe(),
+                now=f"A run keeps the numbers of the last {MOST_LAG} steps. Keep older ones yourself: metrics.items().",
+            )
         history = self._history[_place(call)]
-        count = history[call.step].index(call.ordinal)
-        then = history.get(call.step - steps_ago, []) if call.step >= 0 else []
+        count, then = history[call.step].index(call.ordinal), history.get(step, [])
         return then[count] if count < len(then) else None
+
+    def _forget(self, needed: Iterable[int]) -> None:
+        """Forget calls that nothing can name any more, now and then."""
+        if len(self.lineage) < 2 * self._num_kept + _FEW_CALLS:
+            return
+        carriers = [ref.call for carrier in self._carriers.values() for _, ref in carrier.inputs]
+        self.lineage.keep({*self._live, *needed, *carriers, *(carrier.ordinal for carrier in self._carriers.values())})
+        self._num_kept = len(self.lineage)
+        self._most_rows = {ordinal: rows for ordinal, rows in self._most_rows.items() if self.lineage.has(ordinal)}
+        self._num_generations = {key: count for key, count in self._num_generations.items() if self.lineage.makes(key[1])}
 
     def origins(self, ordinal: int) -> list[Call]:
         """The calls that made the samples of a call's rows: several for a union."""

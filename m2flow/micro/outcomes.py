@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from m2flow.errors import InternalError, M2FlowError, WorkerError
 from m2flow.macro.eager import number_of
 from m2flow.macro.graph import Call
+from m2flow.macro.remembering import Remembered
 from m2flow.micro.settling import Settling
 from m2flow.samples import Batch
 
@@ -17,7 +18,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._values: dict[int, object] = {}
+        self._values: Remembered[object] = Remembered()
         self._rows: dict[int, Batch] = {}
         self._settling = Settling()
         self._num_open: dict[int, int] = {}
@@ -55,11 +56,13 @@ class Outcomes:
             self._changed.notify_all()
 
     def forget(self, call: Call) -> None:
-        """Drop what the program can't ask for any more: all but an update's metrics, which `lagged` may."""
+        """Drop what the program can't ask for any more: all but single values, which `lagged` may for some steps."""
         with self._changed:
             self._rows.pop(call.ordinal, None)
-            if call.method != "update":
-                self._values.pop(call.ordinal, None)
+            if call.is_aligned:
+                self._values.forget(call.ordinal)
+            else:
+                self._values.let_go(call.ordinal, call.step)
 
     def end(self, error: M2FlowError) -> None:
         """The run can't go on: everybody who waits gets this."""
