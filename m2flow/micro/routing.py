@@ -36,7 +36,10 @@ def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tu
 
 
 def count_samples(graph: MacroGraph, call: Call) -> int:
-    """How many samples a call works on, at most: a filter may drop some. 0 if its input is not in this graph."""
+    """How many candidates a call works on, at most; 0 if its input is not in this graph.
+
+    Of a refill and of an over-sampled generation these are more than the rows that it gives, which are `Call.most_rows`.
+    """
     rows = call.options.get("rows")
     if isinstance(rows, Batch):
         return len(rows)
