@@ -299,3 +299,61 @@ def test_shapes_come_from_the_spec_and_else_from_the_flow_s_models() -> None:
 def test_the_memory_that_engines_may_have_is_less_than_the_device_s() -> None:
     assert costs().device_bytes("main") == int(140 * GIB * 0.92)
     assert costs().host_bytes("main") == int(2048 * GIB * 0.8 / 8)
+
+
+def test_key_value_heads_that_do_not_divide_are_copied_and_so_is_a_latent() -> None:
+    from m2flow.micro.costs.footprints import kv_token_bytes
+
+    grouped, latent = shape_named("Qwen3-30B-A3B"), shape_named("DeepSeek-V3")  # four key/value heads; none
+    assert kv_token_bytes(grouped, Layout(tp=4)) == kv_token_bytes(grouped, Layout(tp=8)) == grouped.kv_bytes / 4
+    assert kv_token_bytes(latent, Layout(tp=8)) == latent.kv_bytes
+    assert kv_token_bytes(latent, Layout(tp=8, pp=4)) == latent.kv_bytes / 4
+
+
+def test_stage_two_has_all_weights_on_each_device_and_stage_three_gathers_them_for_each_micro_batch() -> None:
+    asked = costs(device="h100")
+    whole, sharded = (asked.footprint(TRAIN, "main", Layout(dp=8, zero=zero)) for zero in (2, 3))
+    assert whole.weights == 8 * sharded.weights
+    gather_s = 7 / 8 * 2 * 7_615_616_512 / (0.8 * 450e9) + 1e-5
+    none, grads, both = (asked.train(TRAIN, "main", Layout(dp=8, zero=zero)).update.fixed_s for zero in (1, 2, 3))
+    assert none == pytest.approx(0.005 / 8)
+    assert grads - none == pytest.approx(0.5 * gather_s / 8)  # half of it is hidden, and a micro-batch is one replica's
+    assert both - none == pytest.approx(3 * 0.5 * gather_s / 8)
+    steps = [asked.train(TRAIN, "main", Layout(dp=8, zero=zero)).optimizer_s for zero in (0, 1, 2, 3)]
+    each = 28 * 7_615_616_512 / (0.7 * 3.35e12)
+    assert steps == pytest.approx([2 * gather_s + each, 2 * gather_s + each / 8, gather_s + each / 8, each / 8])
+
+
+def test_an_offloaded_step_streams_through_the_host_and_its_link() -> None:
+    asked = costs(device="h100")
+    kept, away = (asked.train(TRAIN, "main", Layout(dp=8, zero=3, offload=offload)).optimizer_s for offload in (False, True))
+    count = 7_615_616_512 / 8
+    assert kept == pytest.approx(28 * count / (0.7 * 3.35e12))
+    assert away == pytest.approx(2 * 2 * count / (0.8 * 64e9) + 28 * count / (0.7 * 400e9 / 8))
+
+
+def test_a_pipeline_waits_for_its_first_micro_batch_and_sequence_parallelism_exchanges_heads() -> None:
+    from m2flow.micro.costs.pools import pools_of
+    from m2flow.micro.costs.train_model import train_cost
+
+    shape = shape_named("Qwen2.5-7B")
+    pool = pools_of(ClusterSpec(pools={"main": PoolSpec(device="h100")}))["main"]
+
+    def made(layout: Layout) -> tuple[float, float]:
+        cost = train_cost(shape, pool, layout, microbatch_tokens=10_000, is_trained=True, recomputes=True)
+        return cost.update.token_s, cost.optimizer_s
+
+    (alone, _), (piped, piped_step) = made(Layout(dp=8)), made(Layout(pp=4, dp=2))
+    assert piped == pytest.approx(alone)
+    reduced = 2 * pool.gather_s(2 * shape.num_parameters / 4, 2, 4) + 28 * shape.num_parameters / 4 / pool.step_bytes_s
+    assert piped_step - reduced == pytest.approx(3 * 10_000 * piped * 2)  # (stages - 1) micro-batches of one of two replicas
+    heads = (28 + 4) * 256 * 2
+    exchanged_s = 4 * 0.5 * 28 * heads / 2 / pool.link_bytes_s / 8  # four passes, half of it hidden; to one of two, by eight devices
+    assert made(Layout(sp=2, dp=4))[0] - alone == pytest.approx(exchanged_s)
+
+
+def test_a_micro_batch_is_as_long_as_its_longest_sample_at_the_least() -> None:
+    few, long = (costs(extent=Extent(200, 4000, 3000, longest)) for longest in (16_384, 65_536))
+    assert long.footprint(TRAIN, "main", Layout(dp=8)).activations == pytest.approx(
+        4 * few.footprint(TRAIN, "main", Layout(dp=8)).activations, rel=1e-6
+    )
