@@ -94,7 +94,10 @@ def command(
     pinned = read_plan(check) if check else None
     models, choice = exploration.models, None
     if is_searched(spec) and pinned is None:
-        choice = question_of(graph, models, spec, lengths=lengths, profile=profile).choose()
+        question = question_of(graph, models, spec, lengths=lengths, profile=profile)
+        for doubt in question.doubts:
+            click.echo(f"note: {doubt}", err=True)
+        choice = question.choose()
     plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned)
     if pinned is not None:
         check_edited(pinned, plan, spec)

@@ -16,11 +16,10 @@ from m2flow.errors import SpecError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
-from m2flow.micro.costs.profile import Profile, read_profile
+from m2flow.micro.costs.profile import read_profile
 from m2flow.micro.costs.profiled import ProfiledCosts
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
-from m2flow.micro.rollouts.measured import Measured
 from m2flow.micro.rollouts.parametric import Mixture
 from m2flow.micro.search.choice import Choice
 from m2flow.micro.search.finding import find_plan
@@ -42,6 +41,8 @@ class Question:
     """Given, or observed by the profile; else they are assumed from the limit of the generate calls."""
     costs: Costs
     spec: ClusterSpec
+    doubts: tuple[str, ...] = ()
+    """Why the profile may say little about this cluster."""
 
     def choose(self) -> Choice:
         """The best plan of the cost model.
@@ -94,23 +95,13 @@ def question_of(
     measured = read_profile(profile) if profile else None
     if measured is not None:
         measured.check(models, spec)
-    known = parse_lengths(lengths) if lengths else _observed(measured)
+    observed = measured.lengths() if measured and measured.responses else None
+    known = parse_lengths(lengths) if lengths else observed
     found = known or _assumed(workload)
     shapes = shapes_of(models, spec)
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
     costs = ProfiledCosts(measured, modelled) if measured else modelled
-    return Question(workload, found, known is not None, costs, spec)
-
-
-def _observed(profile: Profile | None) -> Lengths | None:
-    if profile is None or not profile.responses:
-        return None
-    import numpy as np
-
-    groups = [np.asarray(group, np.int64) for group in profile.responses]
-    longest = max(int(group.max()) for group in groups)
-    cut = [group == longest for group in groups]
-    return Measured("observed by the profile", [0] * len(groups), profile.prompts, groups, cut=cut, cap=longest)
+    return Question(workload, found, known is not None, costs, spec, tuple(measured.doubts(spec)) if measured else ())
 
 
 def _assumed(workload: Workload) -> Lengths:
