@@ -106,7 +106,7 @@ sizes = st.fixed_dictionaries(
         "kv": st.sampled_from(["recompute", "keep"]),
     }
 )
-some = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 SPLIT = ClusterSpec(
     placement="split",
     cores=2,

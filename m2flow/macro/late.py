@@ -16,8 +16,8 @@ loop ends is unused, and counted as such.
 
 `kv="keep"` is another permission, for any generation with staleness above 0: an engine may take newer weights of the call's window
 between two tokens of a sample, without reading its earlier tokens again. What comes after has the new version, and `kv_stale`, since it
-attends to keys and values of older weights. By default (`recompute`) weights change between samples, and those of a carried one are
-read again.
+attends to keys and values of older weights. By default (`recompute`) weights change between samples, and the tokens of a carried sample
+are read again.
 
 Which groups were whole, and which version made how many tokens of a sample, depends on time: the run records it, and eager repeats it.
 
@@ -45,7 +45,7 @@ def check_late(oversample: object, late: object, kv: object, staleness: int) -> 
     """What a generate call is told about samples that are late, and about caches that are older than the weights.
 
     Raises:
-        OptionError: a value that does not exist, a combination that can't be right, or one that is not there yet.
+        OptionError: a value that does not exist, or a combination that can't be right.
     """
     if late not in _LATE or kv not in _CACHES:
         raise OptionError(f"late={late!r:.40} and kv={kv!r:.40}: late is one of {', '.join(_LATE)}, kv one of {', '.join(_CACHES)}")
