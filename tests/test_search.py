@@ -84,7 +84,7 @@ def test_a_search_that_forgets_the_memory_is_found_out(monkeypatch: pytest.Monke
 
 
 def test_a_search_that_drops_plans_that_nothing_beats_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m2flow.micro.search.fronts._codes", lambda ties: np.zeros(len(ties), np.int64))
+    monkeypatch.setattr("m2flow.micro.search.fronts.codes", lambda ties: np.zeros(len(ties), np.int64))
     assert differing([25, 60], 3)
 
 

@@ -12,6 +12,7 @@ Exact for all that `Problem.options` offers. Sets that no two cuts enclose never
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +21,10 @@ import numpy.typing as npt
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.calls import Cut
 from m2flow.micro.search.composing import Times, in_turns, side_by_side, through_functions, zero_times
-from m2flow.micro.search.fronts import FloatArray, Front, IntArray, gathered, pruned
+from m2flow.micro.search.fronts import FloatArray, Front, IntArray, codes, gathered, pruned, spread
 from m2flow.micro.search.leaves import leaf_times
 from m2flow.micro.search.limits import Limits
-from m2flow.micro.search.memory import Memory
+from m2flow.micro.search.memory import Memory, memory_slack
 from m2flow.micro.search.options import Option
 from m2flow.micro.search.problem import Problem
 
@@ -32,6 +33,11 @@ BoolArray = npt.NDArray[np.bool_]
 TURNS, SPLIT = 0, 1
 APART, TOGETHER, UNKNOWN = 1, 0, -1
 _NUM_TIMES = 4
+_MOST_WHOLE = 100
+
+
+class TooLarge(Exception):
+    """More pairs of rows than were allowed."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,24 @@ class Tables:
 class Solver:
     """Fills the tables of one problem."""
 
-    def __init__(self, problem: Problem, known_s: float = np.inf) -> None:
-        """`known_s`: the time of a plan that is known; what can't be as fast is dropped."""
+    def __init__(
+        self,
+        problem: Problem,
+        known_s: float = np.inf,
+        *,
+        slack_s: float = 0.0,
+        most_rows: int = 0,
+        most_pairs: float = np.inf,
+        hows: Sequence[int] = (TURNS, SPLIT),
+    ) -> None:
+        """
+        Args:
+            known_s: the time of a plan that is known; what can't be as fast is dropped.
+            slack_s: what is better than another by no more than this in each of its times is dropped, too.
+            most_rows: of a front, the most promising of each number of devices; 0: all.
+            most_pairs: of rows that may be looked at before `TooLarge` is raised.
+            hows: ways to put two parts together that may be used.
+        """
         self.problem = problem
         self.limits = Limits(problem)
         self._known_s = known_s * (1 + 1e-9)
@@ -60,6 +82,17 @@ class Solver:
         self._bytes = slice(self._num_pools + _NUM_TIMES, None)
         self._late = np.array([0.0, 1.0, 1.0, float(problem.workload.staleness > 0)])
         """The times to which a sync is added."""
+        self._has_ends = bool(problem.graph.leading_functions or problem.graph.trailing_functions)
+        self._most_rows = most_rows
+        self._hows = hows
+        self._pairs_left = most_pairs
+        self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
+        self._slack[self._times] = slack_s
+        sets = np.ones(self.memory.shape[2])
+        self._slack[self._bytes] = (memory_slack(problem, slack_s)[..., None] * sets).reshape(-1)
+        exact = list(range(len(problem.tied) + len(problem.pairs)))
+        self._compared = [i for i in exact if i < len(problem.placed) or i >= len(problem.tied)] if most_rows else exact
+        """Ties that rows must share to be compared; where rows are few, what syncs cost is left out."""
         self._fronts: dict[int, Front] = {}
         self._cuts: dict[int, tuple[Cut, ...]] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
@@ -70,8 +103,8 @@ class Solver:
             self._cuts[calls] = tuple(graph.cuts(calls))
             found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 else []
             for index, cut in enumerate(self._cuts[calls]):
-                found += [self._join(calls, cut, index, how) for how in (TURNS, SPLIT) if self._may(cut, how)]
-            self._fronts[calls] = pruned(gathered(found)) if found else self._nothing()
+                found += [self._join(calls, cut, index, how) for how in self._hows if self._may(cut, how)]
+            self._fronts[calls] = self._pruned(calls, gathered(found)) if found else self._nothing()
         return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
 
     def _may(self, cut: Cut, how: int) -> bool:
@@ -101,7 +134,7 @@ class Solver:
         options = problem.options.of[engine]
         if not options:
             return self._nothing()
-        leaf = leaf_times(members, options, problem.costs, problem.batches)
+        leaf = leaf_times(members, options, problem.costs, problem.batches, problem.most_chunks)
         self._chunks[calls] = leaf.chunks
         num_options, num_chunks = leaf.times.shape[:2]
         which = np.repeat(np.arange(num_options), num_chunks)
@@ -117,7 +150,7 @@ class Solver:
             ties[:, problem.tied.index(engine)] = which
         origin = np.stack([np.full(len(which), -1), which, np.tile(np.arange(num_chunks), num_options)], axis=1)
         work = times[:, 1] * need[which].sum(axis=1)
-        return pruned(self._promising(calls, Front(values, ties, work, origin)))
+        return self._pruned(calls, self._promising(calls, Front(values, ties, work, origin)))
 
     # ---- two parts
 
@@ -126,6 +159,9 @@ class Solver:
         a, b = self._fronts[cut.first], self._fronts[cut.second]
         if not len(a) or not len(b):
             return self._nothing()
+        self._pairs_left -= len(a) * len(b)
+        if self._pairs_left < 0:
+            raise TooLarge
         need = self._need(a, b, how)
         legal = np.logical_and.reduce(need <= np.array(self.problem.num_devices), axis=2) & self._agree(cut, a, b)
         ia, ib = np.nonzero(legal)
@@ -146,7 +182,25 @@ class Solver:
         bytes_ = self.memory.settled(calls, bytes_)
         values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
         origin = np.stack([np.full(len(ia), 2 * index + how), ia, ib], axis=1)
-        return pruned(self._promising(calls, Front(values, ties, work, origin).take(fits)))
+        found = self._promising(calls, Front(values, ties, work, origin).take(fits))
+        return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
+
+    def _pruned(self, calls: int, front: Front) -> Front:
+        """Of a whole plan only the time of a step matters; some are kept, since not all may have places."""
+        if calls == self.problem.graph.everything and not self._has_ends:
+            best = np.argsort(self._objective(self._read(front)), kind="stable")[:_MOST_WHOLE]
+            return front.take(np.sort(best))
+        if not self._most_rows:
+            return pruned(front, self._slack)
+        found = pruned(self._few(calls, front, 2 * self._most_rows), self._slack, self._compared)
+        return self._few(calls, found, self._most_rows)
+
+    def _few(self, calls: int, front: Front, most: int) -> Front:
+        if len(front) <= most:
+            return front
+        total, busy = front.values[:, self._times][:, 1], front.values[:, self._times][:, 3]
+        groups = codes(np.concatenate([front.values[:, : self._num_pools].astype(np.int64), front.ties[:, self._compared]], axis=1))
+        return spread(front, groups, self.limits.of_rows(calls, total, busy, front.work), most)
 
     def _promising(self, calls: int, front: Front) -> Front:
         keep = self._is_promising(calls, front.values[:, self._times], front.work)
@@ -230,9 +284,11 @@ class Solver:
         fed = through_functions(zero_times(), problem.graph.leading_functions, problem.calls, problem.functions)
         total = np.maximum(fed.first + whole.total, fed.total + whole.last)
         step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy))
-        out = through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions)
-        staleness = problem.workload.staleness
-        return out.total if not staleness else np.maximum(out.busy, out.total / (staleness + 1))
+        return self._objective(through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions))
+
+    def _objective(self, whole: Times) -> FloatArray:
+        staleness = self.problem.workload.staleness
+        return whole.total if not staleness else np.maximum(whole.busy, whole.total / (staleness + 1))
 
 
 def option_of(problem: Problem, engine: EngineId, row: IntArray) -> Option:

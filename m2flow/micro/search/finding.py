@@ -2,24 +2,58 @@
 
     Workload, lengths, Costs, ClusterSpec --find_plan--> Choice
 
-The best row of the search (dynamic.py) whose engines can be put on devices (seats.py).
+First a quick search: the most promising rows of each front, on a grid of device counts where there are many. Then, where devices and
+calls are few, an exact one (dynamic.py) that drops what can't be as fast as the plan found; it is given up when it grows too large, and
+the choice then says by how much a better plan might be faster, reckoned from the lower bounds.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import Costs
+from m2flow.micro.search.advising import advice_of, bounds_of, why_lost
 from m2flow.micro.search.batches import Draws
-from m2flow.micro.search.choice import Choice
-from m2flow.micro.search.dynamic import Solver, Tables
+from m2flow.micro.search.choice import Choice, Loser, Mode
+from m2flow.micro.search.dynamic import SPLIT, TURNS, Solver, Tables, TooLarge
+from m2flow.micro.search.limits import Limits
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.seats import Places, mode_of, places_of, seats_of
-from m2flow.micro.search.trees import Node, parts_of, tree_of
+from m2flow.micro.search.thinning import thin
+from m2flow.micro.search.trees import Node, parts_of, step_s, tree_of
 from m2flow.micro.search.workload import Workload
 from m2flow.spec import ClusterSpec
+
+_MANY_DEVICES = 32
+"""Units of devices above which a grid of counts is searched."""
+_MOST_CHUNKS = 4
+_ROWS, _MORE_ROWS = 16, 64
+"""Of a front, in a quick search; where memory is short, fronts need more of them, and where devices are few there is time for it."""
+_SLACK = 1e-3
+"""Of the time of the step: what a quick search takes for equal."""
+_MOST_PAIRS = 1e6
+_MOST_OPTIONS = 100
+"""Of rows, and of options of all engines, in an exact search: some seconds."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan."""
+
+    problem: Problem
+    node: Node
+    places: Places
+    step_s: float
+    is_exact: bool
+
+    @property
+    def mode(self) -> Mode:
+        return mode_of(seats_of(self.node, self.places))
 
 
 def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpec) -> Choice:
@@ -31,38 +65,135 @@ def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpe
         costs: of this workload's engines on this cluster.
         spec: its pools, pins and whether engines may go to the host's memory.
     Raises:
-        PlanError: nothing fits, or nothing does that the pins allow.
+        PlanError: nothing fits, or nothing does that the pins allow; what is short, and what would fit.
     """
     started = time.perf_counter()
     problem = Problem(workload, lengths, costs, spec)
-    problem.check()
-    tables = Solver(problem).solve()
-    node, places, loss_s = best_of(tables)
-    seats = seats_of(node, places)
-    parts = parts_of(problem, node)
+    found = best_plan(problem)
+    search_s = time.perf_counter() - started
+    seats, parts = seats_of(found.node, found.places), parts_of(problem, found.node)
+    bounds = bounds_of(found.problem)
+    gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in bounds), default=0.0))
     return Choice(
         flow=workload.flow,
         cluster=spec.name,
         mode=mode_of(seats),
         seats=seats,
-        predicted_step_s=sum(part.seconds for part in parts if part.on_critical_path),
+        predicted_step_s=found.step_s,
         parts=parts,
-        bounds=(),
-        is_exact=not loss_s,
-        gap_s=loss_s,
-        advice="",
-        losers=(),
-        search_s=time.perf_counter() - started,
-        constraints_cost_s={},
+        bounds=bounds,
+        is_exact=found.is_exact,
+        gap_s=gap_s,
+        advice=advice_of(found.problem, found.node, parts, bounds),
+        losers=tuple(_losers(found)),
+        search_s=search_s,
+        constraints_cost_s=_constraints(found),
         constants=costs.constants(),
     )
 
 
+def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
+    """The best plan with these ways to put parts together.
+
+    Raises:
+        PlanError: there is none.
+    """
+    is_small = _num_units(problem) <= _MANY_DEVICES
+    rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, None if is_small else grid_of(problem), _MOST_CHUNKS)
+    rough.check()
+    slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
+    thin(rough, slack_s)
+    quick = None
+    for rows in (_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
+        known_s = quick.step_s if quick else np.inf
+        more = _best_of(Solver(rough, known_s, slack_s=slack_s, most_rows=rows, hows=hows).solve(), is_exact=False)
+        quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
+        if quick and (rows == _MORE_ROWS or not is_small):
+            break
+    exact = _exact(problem, quick, hows) if is_small else None
+    found = exact or quick
+    if found is None:
+        raise problem.no_room()
+    return found
+
+
+def _exact(problem: Problem, quick: Found | None, hows: Sequence[int]) -> Found | None:
+    """None where that is too much work, or nothing is better and nothing is known."""
+    full = Problem(problem.workload, problem.lengths, problem.costs, problem.spec)
+    is_all = thin(full)
+    if sum(map(len, full.options.of.values())) > _MOST_OPTIONS:
+        return None
+    try:
+        tables = Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows).solve()
+    except TooLarge:
+        return None
+    return _best_of(tables, is_exact=is_all)
+
+
+def _best_of(tables: Tables, *, is_exact: bool) -> Found | None:
+    try:
+        node, places, loss_s = best_of(tables)
+    except PlanError:
+        return None
+    return Found(tables.problem, node, places, step_s(tables.problem, node), is_exact and not loss_s)
+
+
 def best_of(tables: Tables) -> tuple[Node, Places, float]:
-    """The best plan that has places for all, and what it takes more than the best without asking for places."""
+    """The best plan that has places for all, and what it takes more than the best without asking for places.
+
+    Raises:
+        PlanError: there is none.
+    """
     for row in np.argsort(tables.steps_s, kind="stable"):
         node = tree_of(tables, int(row))
         places = places_of(tables.problem, node)
         if places is not None:
             return node, places, float(tables.steps_s[row] - tables.steps_s.min())
     raise tables.problem.no_room()
+
+
+def _num_units(problem: Problem) -> int:
+    """Devices of all pools, counted in the least unit of any engine."""
+    num = 0
+    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
+        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
+        num += size // min(units, default=size)
+    return num
+
+
+def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
+    """Device counts of each pool: halves of halves, what they leave, and all but the smallest unit."""
+    found: dict[str, Sequence[int]] = {}
+    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
+        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
+        least = min(units, default=1)
+        counts, part = {size, size - least, least}, size // 2
+        while part >= max(least, size // 16):
+            counts |= {part, size - part}
+            part //= 2
+        found[pool] = sorted(counts - {0})
+    return found
+
+
+def _losers(found: Found) -> list[Loser]:
+    """The best plans of the other modes."""
+    rivals: dict[Mode, Found] = {}
+    for hows in ((TURNS,), (SPLIT,)):
+        try:
+            rival = best_plan(found.problem, hows)
+        except PlanError:
+            continue
+        rivals.setdefault(rival.mode, rival)
+    rivals.pop(found.mode, None)
+    return [Loser(mode, rival.step_s, why_lost(found.problem, found.node, rival.problem, rival.node)) for mode, rival in rivals.items()]
+
+
+def _constraints(found: Found) -> dict[str, float]:
+    """Each constraint of the spec -> what the best plan without it would save."""
+    spec = found.problem.spec
+    without = {f"pin {name}": spec.model_copy(update={"pin": {n: p for n, p in spec.pin.items() if n != name}}) for name in spec.pin}
+    if not spec.may_offload:
+        without["may_offload: false"] = spec.model_copy(update={"may_offload": True})
+    problem = found.problem
+    free = {name: best_plan(Problem(problem.workload, problem.lengths, problem.costs, other)) for name, other in without.items()}
+    return {name: max(0.0, found.step_s - plan.step_s) for name, plan in free.items()}

@@ -15,6 +15,8 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_FEW = 160
+"""Rows up to which all pairs are compared at once."""
 _ROUNDING = 1e-12
 """Relative: two ways to write the same sum are one plan."""
 
@@ -48,19 +50,38 @@ def gathered(fronts: list[Front]) -> Front:
     )
 
 
-def pruned(front: Front) -> Front:
-    """Without rows that another one beats or equals."""
+def pruned(front: Front, slack: FloatArray | float = 0.0, compared: list[int] | slice = slice(None)) -> Front:
+    """Without rows that another one beats or equals, or misses by no more than `slack`, a number for each value.
+
+    Args:
+        compared: the ties that must be equal; all of them, or a better plan may be lost by what the others decide.
+    """
     if len(front) < 2:
         return front
-    most = front.values.max(axis=0)
-    differ = most > front.values.min(axis=0)  # A column in which all are equal decides nothing.
-    values = front.values[:, differ]
+    return front.take(unbeaten(front.values, codes(front.ties[:, compared]), slack))
+
+
+def unbeaten(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 0.0) -> IntArray:
+    """Indices of rows that no other row of the same code beats."""
+    most = every.max(axis=0)
+    differ = most > every.min(axis=0)  # A column in which all are equal decides nothing.
+    values = every[:, differ]
     order = np.argsort(values @ (1 / most[differ]), kind="stable")
-    kept = order[_unbeaten(np.ascontiguousarray(values[order].T), _codes(front.ties)[order])]
-    return front.take(np.sort(kept))
+    room = np.broadcast_to(slack, every.shape[1:])[differ]
+    return np.asarray(np.sort(order[_unbeaten(np.ascontiguousarray(values[order].T), kinds[order], room)]))
 
 
-def _codes(ties: IntArray) -> IntArray:
+def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Front:
+    """At most so many rows: the best of each group first (the least merit), then the second best, and so on."""
+    if len(front) <= most:
+        return front
+    order = np.lexsort((merit, groups))
+    _, start, size = np.unique(groups[order], return_index=True, return_counts=True)
+    rank = np.arange(len(order)) - np.repeat(start, size)
+    return front.take(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
+
+
+def codes(ties: IntArray) -> IntArray:
     """One number for each row of ties."""
     code = np.zeros(len(ties), np.int64)
     for column in ties.T:
@@ -68,16 +89,25 @@ def _codes(ties: IntArray) -> IntArray:
     return code
 
 
-def _unbeaten(values: FloatArray, codes: IntArray) -> IntArray:
+def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray:
     """Indices of the rows that no other beats, [values, rows] in an order in which a row comes before those that it beats."""
-    left = np.arange(len(codes))
-    slack = values * (1 + _ROUNDING)
+    if len(kinds) <= _FEW:
+        beats = np.equal.outer(kinds, kinds)
+        for column, more in zip(values, room, strict=True):
+            beats &= np.less_equal.outer(column, column * (1 + _ROUNDING) + more)
+        alive = np.ones(len(kinds), np.bool_)
+        for row, beaten in enumerate(beats):
+            if alive[row]:
+                alive[row + 1 :] &= ~beaten[row + 1 :]
+        return np.flatnonzero(alive)
+    left = np.arange(len(kinds))
+    slack = values * (1 + _ROUNDING) + room[:, None]
     kept: list[int] = []
     while len(left):
         kept.append(int(left[0]))
-        stays = codes != codes[0]
+        stays = kinds != kinds[0]
         for column, value in zip(slack, values[:, 0], strict=True):
             stays |= column < value
         stays[0] = False
-        left, values, slack, codes = left[stays], values[:, stays], slack[:, stays], codes[stays]
+        left, values, slack, kinds = left[stays], values[:, stays], slack[:, stays], kinds[stays]
     return np.array(kept, np.int64)

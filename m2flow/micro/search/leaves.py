@@ -54,13 +54,20 @@ class LeafTimes:
     times: FloatArray
 
 
-def leaf_times(calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, Batch]) -> LeafTimes:
-    """The calls in their order, in chunks that are legal for each of them; the engine comes before and leaves after, if it is swapped."""
+def leaf_times(
+    calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, Batch], most_chunks: int = 0
+) -> LeafTimes:
+    """The calls in their order, in chunks that are legal for each of them; the engine comes before and leaves after, if it is swapped.
+
+    Args:
+        most_chunks: 0, or how many sizes to try: the whole batch, a quarter of it, and so on.
+    """
     engine = calls[0].engine
     assert engine is not None
     if not any(call.num_samples for call in calls):
         return LeafTimes((1,), np.zeros((len(options), 1, TIMES)))
     chunks = tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
+    chunks = tuple(sorted(chunks[-1 - 2 * i] for i in range(most_chunks) if 2 * i < len(chunks))) if most_chunks else chunks
     each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
     first = sum((t[..., 1] for t in each[:-1]), np.zeros(each[0].shape[:2])) + each[-1][..., 0]
     total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))

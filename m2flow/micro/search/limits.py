@@ -33,7 +33,7 @@ class Limits:
         for call in problem.graph.device_calls:
             assert call.engine is not None
             options = problem.options.of[call.engine]
-            times = leaf_times((call,), options, problem.costs, problem.batches).times
+            times = leaf_times((call,), options, problem.costs, problem.batches, problem.most_chunks).times
             work = times[..., 1] * np.array([option.num_devices for option in options])[:, None]
             found.append([times[..., 0].min(), times[..., 1].min(), times[..., 2].min(), work.min()])
         return np.array(found)
@@ -57,13 +57,14 @@ class Limits:
 
     def path_s(self) -> float:
         """The longest path: for some call, what must come before it, all of it, and what must come after it."""
-        return max(self._around(1 << i) + float(self._least[i, 1]) for i in range(len(self._least)))
+        return max(self.around_s(1 << i) + float(self._least[i, 1]) for i in range(len(self._least)))
 
     def work_s(self) -> float:
         """All device-seconds at their least, on all devices."""
         return float(self._least[:, 3].sum()) / sum(self._problem.num_devices)
 
-    def _around(self, calls: int) -> float:
+    def around_s(self, calls: int) -> float:
+        """What must come before a set of calls, and after it."""
         direct = self._problem.graph.direct
         inside = [i for i in range(len(direct)) if calls >> i & 1]
         before = max((self._head[j] for i in inside for j in range(i) if direct[i] >> j & 1 and not calls >> j & 1), default=0.0)
@@ -79,7 +80,7 @@ class Limits:
             work: device-seconds of the rows.
         """
         rest = float(sum(self._least[i, 3] for i in range(len(self._least)) if not calls >> i & 1))
-        least = (total + self._around(calls)) / (self._problem.workload.staleness + 1)
+        least = (total + self.around_s(calls)) / (self._problem.workload.staleness + 1)
         if self._problem.workload.staleness:
             least = np.maximum(least, busy)
         return np.maximum(least, (work + rest) / sum(self._problem.num_devices))

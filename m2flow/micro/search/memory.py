@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ from m2flow.micro.search.options import Option
 from m2flow.micro.search.problem import Problem
 
 KEPT, MOST, HOST = 0, 1, 2
+_MEMORY_SLACK = 1 / 8
+"""Of all there is."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,27 @@ class Memory:
 
     def _outside(self, calls: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """By pool: the most that other engines may keep, that one of the other calls may need at work, and of the host."""
-        problem = self.problem
-        found = np.zeros((3, len(problem.pools)))
-        for engine, options in problem.options.of.items():
-            if not problem.calls_of(engine) & ~calls:
-                continue
-            is_other = not problem.calls_of(engine) & calls
-            for p, pool in enumerate(problem.pools):
-                here = [option for option in options if option.pool == pool]
-                if here:
-                    found[KEPT, p] += is_other * max(option.kept_bytes for option in here)
-                    found[MOST, p] = max(found[MOST, p], *(option.footprint.device_bytes for option in here))
-                    found[HOST, p] += is_other * max(option.host_bytes for option in here)
+        found = np.zeros((3, len(self.problem.pools)))
+        for mine, (kept, most, host) in self._largest:
+            if mine & ~calls:
+                found[MOST] = np.maximum(found[MOST], most)
+                if not mine & calls:
+                    found[KEPT] += kept
+                    found[HOST] += host
         return found[KEPT], found[MOST], found[HOST]
+
+    @cached_property
+    def _largest(self) -> list[tuple[int, FloatArray]]:
+        """Of each engine: its calls, and the most that any of its options keeps, needs and has on the host, [3, pools]."""
+        problem = self.problem
+        found = []
+        for engine, options in problem.options.of.items():
+            most = np.zeros((3, len(problem.pools)))
+            for option in options:
+                pool = problem.pools.index(option.pool)
+                most[:, pool] = np.maximum(most[:, pool], (option.kept_bytes, option.footprint.device_bytes, option.host_bytes))
+            found.append((problem.calls_of(engine), most))
+        return found
 
     def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
         found = rows.reshape(-1, *self.shape)
@@ -128,6 +139,13 @@ class Memory:
             return 0
         mine = problem.calls_of(engine)
         return 1 + problem.placed.index(engine) if mine & calls and mine & ~calls else 0
+
+
+def memory_slack(problem: Problem, slack_s: float) -> FloatArray:
+    """[3, pools]: what memory may differ by where times may, too."""
+    room = np.array([problem.costs.device_bytes(pool) for pool in problem.pools], np.float64)
+    host = np.array([problem.costs.host_bytes(pool) for pool in problem.pools], np.float64)
+    return np.stack([room, room, host]) * _MEMORY_SLACK * (slack_s > 0)
 
 
 def _stacked(a: FloatArray, b: FloatArray) -> FloatArray:

@@ -49,8 +49,11 @@ class Options:
     unfit: dict[EngineId, list[Option]] = field(default_factory=dict)
 
 
-def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, counts: dict[str, Iterable[int]] | None = None) -> Options:
-    """Every option of every engine, at all device counts (or those given, by pool) that are multiples of the engine's unit."""
+def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, counts: dict[str, Sequence[int]] | None = None) -> Options:
+    """Every option of every engine, at all device counts that are multiples of the engine's unit.
+
+    With `counts`, by pool, only at those, and with an optimiser in the host's memory only where nothing else fits.
+    """
     found = Options()
     for engine in engines:
         found.of[engine], found.unfit[engine] = [], []
@@ -62,9 +65,13 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
             for num in _counts(unit, size.num_devices, counts[pool] if counts else None):
                 if not _count_allowed(num, pin):
                     continue
-                for layout in costs.layouts(engine, pool, num):
-                    if _layout_allowed(layout, pin):
-                        _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
+                layouts = [layout for layout in costs.layouts(engine, pool, num) if _layout_allowed(layout, pin)]
+                on_device = [layout for layout in layouts if not layout.offload]
+                before = len(found.of[engine])
+                for some in (on_device, [layout for layout in layouts if layout.offload]):
+                    if some is on_device or counts is None or len(found.of[engine]) == before:
+                        for layout in some:
+                            _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
             if not unit and not found.unfit[engine]:
                 _add_unfit(found, engine, pool, size.num_devices, costs)
     return found
@@ -117,5 +124,5 @@ def _count_allowed(num: int, pin: PinSpec) -> bool:
 
 
 def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:
-    fixed = pin.layout.model_dump(exclude_none=True)
-    return all(getattr(layout, name) == value for name, value in fixed.items()) and pin.offload in (None, layout.offload)
+    fixed = [(name, value) for name, value in pin.layout if value is not None]
+    return all(getattr(layout, name) == value for name, value in fixed) and pin.offload in (None, layout.offload)

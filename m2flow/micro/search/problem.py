@@ -8,7 +8,7 @@ that it matters to are inside.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -62,8 +62,10 @@ class Problem:
     lengths: Draws
     costs: Costs
     spec: ClusterSpec
-    counts: dict[str, Iterable[int]] | None = None
+    counts: dict[str, Sequence[int]] | None = None
     """Device counts to try, by pool; None: all."""
+    most_chunks: int = 0
+    """Chunk sizes to try for a leaf; 0: all."""
     _syncs_s: dict[tuple[str, Option, Option, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

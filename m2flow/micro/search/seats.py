@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.choice import Mode, Seat
 from m2flow.micro.search.options import pin_of
-from m2flow.micro.search.problem import Problem
+from m2flow.micro.search.problem import Problem, outside_call
 from m2flow.micro.search.trees import Leaf, Node, leaves_of
 
 Block = dict[str, tuple[int, int]]
@@ -68,7 +68,7 @@ def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
     return tuple(
         Seat(
             engine=leaf.engine,
-            calls=leaf.names,
+            calls=tuple(name for name in leaf.names if name != outside_call(leaf.engine)),
             pool=leaf.option.pool,
             first_device=places[leaf.engine],
             num_devices=leaf.option.num_devices,

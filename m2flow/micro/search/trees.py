@@ -125,7 +125,7 @@ def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:
         path = held if sum(part.seconds for part in held) > total else path
     named = {part.what.split(" / ")[0] for part in path}
     beside = [Part(_called(leaf), float(leaf.times.total), False) for leaf in leaves_of(node) if _called(leaf) not in named]
-    return (*path, *beside)
+    return tuple(part for part in (*path, *beside) if part.seconds > 0)
 
 
 def _whole(problem: Problem, node: Node) -> Iterator[Part]:
@@ -210,9 +210,15 @@ def _busy(problem: Problem, node: Node) -> Iterator[Part]:
     elif node.is_turns:
         yield from _path(problem, node, "total")
     else:
-        a, b, fed = node.first.times.busy, node.second.times.busy, node.fed.busy
-        if max(a, b) >= fed or not node.cut.functions:
-            yield from _busy(problem, node.first if a >= b else node.second)
+        a, b, fed = (float(times.busy) for times in (node.first.times, node.second.times, node.fed))
+        both = 0.0 if node.cut.waits else min(float(node.first.times.total), float(node.second.times.total))
+        more_a, more_b = ((factor - 1) * both for factor in problem.slowdowns(node.cut))
+        more = more_a if fed + more_a >= b + more_b else more_b
+        if b + more_b > fed + more_a:
+            yield from _busy(problem, node.second)
+        elif a >= fed:
+            yield from _busy(problem, node.first)
         else:
-            yield Part(", ".join(node.cut.functions), float(fed))
+            yield Part(", ".join(node.cut.functions), fed)
+        yield from [Part("both at work on one host", more)] if more > 0 else []
         yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
