@@ -39,6 +39,19 @@ if TYPE_CHECKING:
 )
 @click.option("--compare", is_flag=True, help="Time-shared, split, hybrid and as planned, each with staleness 0, 1 and 2.")
 @click.option("--ladder", is_flag=True, help="What each mechanism costs: runs again with one after the other taken away.")
+@click.option("--sweep", metavar="gpus=8..4096", help="On more and more devices of the cluster's kind: the numbers, and a picture.")
+@click.option(
+    "--png",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Where the picture of a sweep goes.  [default: sweep.png]",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="RUN",
+    help="Write a run's directory, with the trace, for `m2flow trace`.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws, and the run's.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -54,6 +67,9 @@ def command(
     assume: tuple[str, ...],
     compare: bool,
     ladder: bool,
+    sweep: str | None,
+    png: Path | None,
+    out: Path | None,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -86,6 +102,11 @@ def command(
     for doubt in measured.doubts(spec) if measured else ():
         click.echo(f"note: {doubt}", err=True)
     scenario = prepare(flow, options, spec, parse_lengths(source), steps=steps, seed=seed, known=known, profile=measured)
+    if sweep is not None:
+        from m2flow.cli.simulate_sweep import show_sweep
+
+        show_sweep(scenario, sweep, png or Path("sweep.png"), as_json=as_json)
+        return
     if compare:
         from m2flow.cli.simulate_compare import show_comparison
 
@@ -93,6 +114,10 @@ def command(
         return
     plan = scenario.plan() if plan_file is None else scenario.pinned(read_plan(plan_file))
     outcome = scenario.run(plan)
+    if out is not None:
+        from m2flow.micro.simulation.tracing import write_run
+
+        write_run(out, scenario, outcome, flow_file=target, options=options)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(outcome.report)).decode())
     else:

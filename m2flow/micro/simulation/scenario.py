@@ -130,6 +130,11 @@ class Scenario:
         report = report_of(simulated, machines, overlaps=overlaps)
         return Outcome(plan, machines, simulated, report, totals_of(report, simulated.history, machines, overlaps=overlaps))
 
+    def on(self, spec: ClusterSpec) -> Scenario:
+        """The same on another cluster, with modelled costs."""
+        workload = workload_of(self.graph, spec)
+        return replace(self, spec=spec, workload=workload, costs=_modelled(spec, workload, self.models, self.lengths, self.seed))
+
     def with_staleness(self, staleness: int) -> Scenario:
         """The same calls, whose generations may be so many versions behind."""
         graph = MacroGraph(self.graph.flow, _loosened_calls(self.graph, staleness), self.graph.observations)
@@ -160,13 +165,15 @@ def prepare(
     program = follow_program(flow, options, steps=steps, seed=seed, known=known, outcomes=outcomes)
     whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=MOST_ASKED).path.graph
     workload = workload_of(whole, spec)
-    shapes = shapes_of(exploration.models, spec)
-    modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths, seed=seed))
-    if profile is not None:
-        profile.check(exploration.models, spec)
+    modelled = _modelled(spec, workload, exploration.models, lengths, seed)
     costs: Costs = modelled if profile is None else ProfiledCosts(profile, modelled)
     kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
     return Scenario(program, whole, spec, lengths, costs, workload, exploration.models, seed, kept)
+
+
+def _modelled(spec: ClusterSpec, workload: Workload, models: Mapping[str, Model], lengths: Lengths, seed: int) -> ModelledCosts:
+    shapes = shapes_of(models, spec)
+    return ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths, seed=seed))
 
 
 def _loosened(program: Program, staleness: int) -> Program:
