@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from m2flow.cli.main import cli
+from m2flow.observe.store import read_spans
 
 FLOW = """
 from m2flow import Dataset, Policy, Reward, flow, steps
@@ -85,10 +86,25 @@ def test_the_comparison_has_each_placement_with_each_staleness(flow_file):
     ("words", "said"),
     [
         (["--lengths", "nowhere.jsonl"], "neither a file, nor a run, nor a distribution"),
-        (["--lengths", "dapo-qwen2.5-32b", "--shape", "policy"], "--shape policy: there is no model"),
+        (["--lengths", "dapo-qwen2.5-32b", "--shape", "policy"], "--shape policy: it must be ROLE=MODEL"),
+        (["--lengths", "dapo-qwen2.5-32b", "--sweep", "gpus=8"], "that is no range of GPUs"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_to_do(flow_file, words, said):
     result = CliRunner().invoke(cli, ["simulate", str(flow_file), *words])
     assert result.exit_code != 0
     assert said in result.output + str(result.exception)
+
+
+def test_the_directory_is_a_run_that_others_open(flow_file, tmp_path):
+    out = tmp_path / "simulated"
+    run(flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--steps", "2", "--out", out)
+    spans = read_spans(out)
+    generated = [span for span in spans if span.name == "sample"]
+    assert len(generated) == 16
+    engines = {("device-0", engine) for engine in ("rollout", "train", "worker")}
+    assert {span.lane for span in spans} == engines | {("functions-0", "function")}
+    result = CliRunner().invoke(cli, ["trace", str(out), "-o", str(tmp_path / "trace.json")])
+    assert result.exit_code == 0, result.output
+    again = CliRunner().invoke(cli, ["simulate", str(flow_file), "--lengths", "lognormal:median=40,sigma=0.7", "--out", str(out)])
+    assert "is not empty" in again.output + str(again.exception)

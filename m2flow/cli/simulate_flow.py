@@ -10,10 +10,9 @@ import click
 import msgspec
 
 from m2flow.cli.flow_options import flow_command
-from m2flow.errors import OptionError
 from m2flow.macro.flow import Flow
 from m2flow.macro.known import Assumption, Known
-from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
+from m2flow.spec import LAPTOP, load_cluster
 
 if TYPE_CHECKING:
     from m2flow.micro.plan import Plan
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @flow_command("flow")
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
-@click.option("--lengths", "source", required=True, metavar="TRACE", help="JSON lines, a run directory, the name of a trace, or a formula.")
+@click.option("--lengths", "source", default="", metavar="TRACE", help="JSON lines, a run directory, the name of a trace, or a formula.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps of the flow to simulate.")
 @click.option(
     "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Simulate this plan; by default the best that is found."
@@ -84,7 +83,8 @@ def command(
       dapo-qwen2.5-32b        a trace that comes with m2flow; also video-qwen2.5-vl-7b
       runs/grpo-20260102-0304 what a run generated
       lognormal:median=4000,sigma=0.8,cap=32768,icc=0.3
-    A trace is replayed where its groups fit the flow's (as many, of the same size); else groups are drawn from it.
+    A trace is replayed where its groups fit the flow's (as many, of the same size); else groups are drawn from it. Its lengths are taken
+    as they are, whatever the flow's max_new_tokens. Without --lengths: what the profile has seen, or an assumption from that limit.
 
     \b
     Examples:
@@ -93,15 +93,14 @@ def command(
     """
     from m2flow.micro.costs.profile import read_profile
     from m2flow.micro.plan_file import read_plan
-    from m2flow.micro.rollouts.lengths import parse_lengths
+    from m2flow.micro.planning import with_shapes
     from m2flow.micro.simulation.scenario import prepare
 
     spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes)
     known = Known(tuple(Assumption.parse(text) for text in assume))
-    measured = read_profile(profile) if profile else None
-    for doubt in measured.doubts(spec) if measured else ():
+    for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)
-    scenario = prepare(flow, options, spec, parse_lengths(source), steps=steps, seed=seed, known=known, profile=measured)
+    scenario = prepare(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)
     if sweep is not None:
         from m2flow.cli.simulate_sweep import show_sweep
 
@@ -126,21 +125,6 @@ def command(
         from m2flow.micro.simulation.ladder import climb
 
         click.echo("\n".join(_rungs(climb(scenario, plan))), err=as_json)
-
-
-def with_shapes(spec: ClusterSpec, shapes: Sequence[str]) -> ClusterSpec:
-    """The spec with the models that were named on the command line.
-
-    Raises:
-        OptionError: a text is not `role=model`.
-    """
-    named = {}
-    for text in shapes:
-        role, separator, model = text.partition("=")
-        if not separator:
-            raise OptionError(f"--shape {text}: there is no model", now="Write --shape policy=Qwen2.5-7B.")
-        named[role] = model
-    return spec.model_copy(update={"shapes": {**spec.shapes, **named}}) if named else spec
 
 
 def _as_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:

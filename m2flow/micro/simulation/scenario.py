@@ -7,8 +7,9 @@ A scenario is made once; its plan can be made anew for another cluster, mode or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -18,22 +19,17 @@ from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Effect, MacroGraph
 from m2flow.macro.known import Known
 from m2flow.micro.arithmetic import TRACED_STEPS
-from m2flow.micro.costs.extents import extents_of
-from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
-from m2flow.micro.costs.profile import Profile
-from m2flow.micro.costs.profiled import ProfiledCosts
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.lowering import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
+from m2flow.micro.planning import Question, is_searched, question_of
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.search.choice import Choice, Mode
 from m2flow.micro.search.dynamic import Solver
-from m2flow.micro.search.finding import find_plan
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.seats import mode_of, places_of, seats_of
 from m2flow.micro.search.trees import parts_of, tree_of
-from m2flow.micro.search.workload import Workload, workload_of
 from m2flow.micro.simulation.machines import Machine, machines_of
 from m2flow.micro.simulation.program import MOST_ASKED, Made, Program, follow_program
 from m2flow.micro.simulation.report import Report, RunTotals, report_of, totals_of
@@ -64,13 +60,23 @@ class Scenario:
     """The steps that are simulated."""
     graph: MacroGraph
     """As many steps as a plan is made from."""
-    spec: ClusterSpec
-    lengths: Lengths
-    costs: Costs
-    workload: Workload
+    question: Question
+    ask: Callable[[MacroGraph, ClusterSpec], Question]
     models: Mapping[str, Model]
     seed: int
     kept: Mapping[str, float]
+
+    @property
+    def spec(self) -> ClusterSpec:
+        return self.question.spec
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.question.lengths
+
+    @property
+    def costs(self) -> Costs:
+        return self.question.costs
 
     def plan(self) -> Plan:
         """The best plan of the search; of a spec without pools the one that its rule makes.
@@ -78,16 +84,14 @@ class Scenario:
         Raises:
             PlanError: there is none.
         """
-        if not self.spec.pools:
-            return self._lowered(self.spec, None)
-        return self._lowered(self.spec, find_plan(self.workload, self.lengths, self.costs, self.spec))
+        return self._lowered(self.spec, self.question.choose() if is_searched(self.spec) else None)
 
     def plans(self) -> dict[Mode, Plan]:
         """The best plan of each mode that there is one of; a mode that is missing fits nowhere, or is not among the best rows."""
         if not self.spec.pools:
             specs = {mode: self.spec.model_copy(update={"placement": mode}) for mode in ("time-shared", "split")}
             return {mode: self._lowered(spec, None) for mode, spec in specs.items()}  # type: ignore[misc]
-        problem = Problem(self.workload, self.lengths, self.costs, self.spec)
+        problem = Problem(self.question.workload, self.lengths, self.costs, self.spec)
         problem.check()
         tables = Solver(problem).solve()
         found: dict[Mode, Plan] = {}
@@ -101,7 +105,7 @@ class Scenario:
             if mode not in found:
                 parts = parts_of(problem, node)
                 predicted_s = sum(part.seconds for part in parts if part.on_critical_path)
-                choice = Choice(self.workload.flow, self.spec.name, mode, seats, predicted_s, parts, (), True, 0.0, "", (), 0.0, {}, {})
+                choice = Choice(self.program.flow, self.spec.name, mode, seats, predicted_s, parts, (), True, 0.0, "", (), 0.0, {}, {})
                 found[mode] = self._lowered(self.spec, choice)
             if len(found) == len(get_args(Mode)):
                 break
@@ -131,14 +135,13 @@ class Scenario:
         return Outcome(plan, machines, simulated, report, totals_of(report, simulated.history, machines, overlaps=overlaps))
 
     def on(self, spec: ClusterSpec) -> Scenario:
-        """The same on another cluster, with modelled costs."""
-        workload = workload_of(self.graph, spec)
-        return replace(self, spec=spec, workload=workload, costs=_modelled(spec, workload, self.models, self.lengths, self.seed))
+        """The same on another cluster."""
+        return replace(self, question=self.ask(self.graph, spec))
 
     def with_staleness(self, staleness: int) -> Scenario:
         """The same calls, whose generations may be so many versions behind."""
         graph = MacroGraph(self.graph.flow, _loosened_calls(self.graph, staleness), self.graph.observations)
-        return replace(self, program=_loosened(self.program, staleness), graph=graph, workload=workload_of(graph, self.spec))
+        return replace(self, program=_loosened(self.program, staleness), graph=graph, question=self.ask(graph, self.spec))
 
     def _lowered(self, spec: ClusterSpec, choice: Choice | None) -> Plan:
         return lower(self.graph, self.models, spec, num_steps=self.program.num_steps, choice=choice)
@@ -148,15 +151,17 @@ def prepare(
     flow: Flow,
     options: Mapping[str, object],
     spec: ClusterSpec,
-    lengths: Lengths,
     *,
+    lengths: str = "",
     steps: int = 1,
     seed: int = 0,
     known: Known | None = None,
-    profile: Profile | None = None,
+    profile: Path | None = None,
 ) -> Scenario:
     """A scenario of a flow's first steps.
 
+    Args:
+        lengths, profile: as `m2flow.micro.planning.question_of` takes them.
     Raises:
         FlowError: what the flow does wrong. SpecError, ModelError: what the cluster spec does not say.
     """
@@ -164,16 +169,12 @@ def prepare(
     outcomes = [fork.outcome for fork in exploration.longest.forks]
     program = follow_program(flow, options, steps=steps, seed=seed, known=known, outcomes=outcomes)
     whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=MOST_ASKED).path.graph
-    workload = workload_of(whole, spec)
-    modelled = _modelled(spec, workload, exploration.models, lengths, seed)
-    costs: Costs = modelled if profile is None else ProfiledCosts(profile, modelled)
     kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
-    return Scenario(program, whole, spec, lengths, costs, workload, exploration.models, seed, kept)
 
+    def ask(graph: MacroGraph, spec: ClusterSpec) -> Question:
+        return question_of(graph, exploration.models, spec, lengths=lengths, profile=profile)
 
-def _modelled(spec: ClusterSpec, workload: Workload, models: Mapping[str, Model], lengths: Lengths, seed: int) -> ModelledCosts:
-    shapes = shapes_of(models, spec)
-    return ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths, seed=seed))
+    return Scenario(program, whole, ask(whole, spec), ask, exploration.models, seed, kept)
 
 
 def _loosened(program: Program, staleness: int) -> Program:
