@@ -14,15 +14,17 @@ _TIMES_COST = 2.0
 _SHARE = 0.01
 """And this share of the time that is left."""
 _MOST_MOVES = 8
+_TAIL = 0.15
+"""Of the slots: with more samples than this, a prefix that is computed again stalls more than the move gains."""
 
 
 def relieving_moves(seen: Seen, expected: FloatArray) -> list[Move]:
-    """While samples wait, none: a free slot is better filled with one of those.
+    """Only in the tail. While samples wait, a free slot is better filled with one of those.
 
     Args:
         expected: [N], E[length | known so far].
     """
-    if seen.waiting:
+    if seen.waiting or len(seen.place) > _TAIL * seen.num_instances * seen.model.max_batch:
         return []
     model, cost = seen.model, seen.move_cost
     rest: list[dict[int, float]] = [{} for _ in range(seen.num_instances)]
