@@ -343,3 +343,32 @@ def early():
     assert f"value: its 2 rows are those of {run.run_dir}" in shown
     assert "is not known" not in shown
     assert shown.count("= policy.update(") == 2
+
+
+WAITS_FIRST = """\
+from m2flow import Dataset, Policy, Reward, flow, log
+
+def share(sample):
+    return float(sample.num_tokens > 3)
+
+@flow
+def waits_first():
+    policy, teacher = Policy("fake", name="policy"), Policy("fake", name="teacher")
+    responses = policy.generate(Dataset([{"prompt": "1="}]).take(1), n=2, max_new_tokens=4)
+    if BRANCHES and Reward(share).score(responses).mean() > 0.5:
+        log(more=1.0)
+    log(said=teacher.logprobs(responses).mean())
+"""
+
+
+@pytest.mark.parametrize("branches", [True, False])
+def test_the_plan_says_where_a_run_that_knows_less_begins_with_other_workers(tmp_path, branches):
+    path = tmp_path / "waits_first.py"
+    path.write_text(WAITS_FIRST.replace("BRANCHES", str(branches)))
+    (tmp_path / "fake.yaml").write_text("placement: split\ncores: 2\ndevice: cpu\nrollout: {engine: fake}\ntrain: {engine: fake}\n")
+    said = CliRunner().invoke(cli, ["plan", str(path), "--cluster", str(tmp_path / "fake.yaml")], catch_exceptions=False).output
+    assert ("note: m2flow run knows the calls before" in said) == branches
+    if branches:
+        note = said[said.index("note: m2flow run knows") :]
+        assert "waits_first.py:10, where Python first waits" in note
+        assert "rollout-0 (rollout of policy + rollout of teacher)" in note

@@ -94,3 +94,18 @@ def test_numbers_do_what_pythons_numbers_do(run):
     assert answer.error == ""
     assert answer.logs[-1][2] == 0.0
     assert copy.copy(answer.logs[0])[1] == "most"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_handle_of_a_run_that_is_over_is_named_with_the_line_that_uses_it(run):
+    kept: list[Rows] = []
+
+    @flow
+    def again() -> None:
+        if kept:
+            kept[0].mean()
+        kept.append(Reward(length).score(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=3)))
+
+    answer = run(again, {}, SPEC)  # The trace before it has run the flow too.
+    assert answer.error == "TraceError: mean was called after its flow had ended"
+    assert "kept[0].mean()" in answer.where

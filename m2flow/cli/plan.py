@@ -18,6 +18,8 @@ from m2flow.macro.graph import MacroGraph
 from m2flow.macro.known import Assumption, Known
 from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.pinning import structure_of
+from m2flow.macro.replay import prints_muted
+from m2flow.macro.tracing import trace
 from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering import lower
 from m2flow.micro.plan import Plan
@@ -25,7 +27,7 @@ from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
 from m2flow.micro.planning import is_searched, question_of, with_shapes
 from m2flow.micro.records import read_record
 from m2flow.micro.search.explaining import as_document, explain
-from m2flow.spec import LAPTOP, load_cluster
+from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
 
 _MOST_ASKED = 1_000
 """Conditions that are answered along the path that the plan is made for."""
@@ -112,7 +114,8 @@ def command(
         click.echo(_as_json(exploration, plan))
     else:
         placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else []
-        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan)]))
+        otherwise = _run_otherwise(flow, options, seed, spec, plan) if pinned is None else []
+        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise]))
 
 
 def _draw(path: FlowPath, file: Path, suffix: str) -> None:
@@ -142,6 +145,24 @@ def _as_text(exploration: Exploration, target: str, steps: int) -> list[str]:
     if len(exploration.paths) > 1:
         lines += ["  The plan below is made for the outcomes with the most calls."]
     return lines
+
+
+def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan) -> list[str]:
+    """Why `m2flow run` would have other workers than this plan, if it would: it follows no outcomes of what nobody knows yet."""
+    with prints_muted():
+        graph, models, num_steps = trace(flow, options, seed=seed, steps=TRACED_STEPS)
+    calls = {call.ordinal: call for call in graph.calls}
+    first = next((seen for seen in graph.observations if calls[seen.call].engine != "source"), None)
+    if first is None:
+        return []
+    workers = lower(graph, models, spec, num_steps=num_steps).workers
+    if workers == plan.workers:
+        return []
+    engines = ", ".join(f"{w.name} ({' + '.join(f'{slot.kind} of {slot.role}' for slot in w.engines)})" for w in workers)
+    return [
+        f"note: m2flow run knows the calls before {first.site}, where Python first waits, and follows no outcomes; it would begin with",
+        f"  {engines}",
+    ]
 
 
 def _as_json(exploration: Exploration, plan: Plan) -> str:

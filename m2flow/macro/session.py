@@ -135,7 +135,8 @@ class Session:
     ) -> Call:
         """Number a call, stamp its effects with versions, and hand it to the backend. Its reads may be `staleness` versions behind."""
         if not self.is_open:
-            raise TraceError(f"{role}.{method} was called after its flow had ended", where=user_site().describe())
+            name = f"{role}.{method}" if method else role
+            raise TraceError(f"{name} was called after its flow had ended", where=user_site().describe())
         self._end_left_step()
         self._forget(ref.call for ref in inputs.values() if ref is not None)
         site = user_site()
