@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,12 +14,16 @@ from hypothesis import strategies as st
 
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
+from m2flow.macro.flow import load_flow
+from m2flow.macro.graph import Call, Observation
+from m2flow.macro.session import Backend
+from m2flow.macro.tracing import trace
 from m2flow.micro.costs.extents import Extent
 from m2flow.micro.costs.fitting import Quality, fit, robust_mean
 from m2flow.micro.costs.measuring import Measurement, profile_of
 from m2flow.micro.costs.modelled import ModelledCosts
 from m2flow.micro.costs.observing import Observed
-from m2flow.micro.costs.probing import ROUNDS
+from m2flow.micro.costs.probing import ROUNDS, ProbeBackend, setup_rows
 from m2flow.micro.costs.profile import (
     Machine,
     MeasuredDecode,
@@ -37,8 +42,8 @@ from m2flow.micro.plan import EngineSlot, Plan, WeightSync, WorkerPlan
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.store import TraceStore
-from m2flow.recipe import Model
-from m2flow.samples import Finish, SampleId
+from m2flow.recipe import Model, Sampling
+from m2flow.samples import Batch, Finish, SampleId
 from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec
 
 ROLLOUT, TRAIN, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")
@@ -395,6 +400,7 @@ def test_profile_measures_a_flow_on_fakes_in_both_placements_and_writes_it_down(
     spec.write_text("device: cpu\ncores: 2\nrollout: {engine: fake}\ntrain: {engine: fake, token_budget: 128}\n")
     out = tmp_path / "tiny.json"
     arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs"), "--out", str(out)]
+    arguments += ["--seconds", "1000"]  # However busy the machine is.
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     assert "policy.rollout[2].step_s" in done.output
@@ -440,3 +446,48 @@ def test_profile_says_that_an_engine_can_t_start(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code != 0
     assert "there is no rollout engine 'nosuch'" in done.output
+
+
+class Taking(Backend):
+    """Takes calls, and does nothing with them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def submit(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def value(self, ordinal: int) -> object:
+        return None
+
+    def observed(self, observation: Observation) -> None: ...
+
+    def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None: ...
+
+    def release(self, ordinal: int) -> None: ...
+
+    def end_step(self, step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize("budget_s", [1e9, 0.0])
+def test_a_probe_sets_sizes_and_cuts_what_comes_before_the_loop_or_too_late(tmp_path: Path, budget_s: float) -> None:
+    warm = "policy.update(Dataset([{'prompt': 'a', 'target': 'b'}] * 99).all(), loss=nll(), minibatch_size=2)"
+    text = FLOW.replace("flow, steps", "flow, nll, steps").replace("for _ in", f"{warm}\n    for _ in")
+    (tmp_path / "tiny.py").write_text(text)
+    graph, _, _ = trace(load_flow(str(tmp_path / "tiny.py")), {}, steps=len(ROUNDS) + 1)
+    taking = Taking()
+    probe = ProbeBackend(taking, ROUNDS, setup_rows(graph), budget_s=budget_s)
+    for call in graph.calls:
+        probe.submit(call)
+    rows = [len(found) for call in taking.calls if isinstance(found := call.options.get("rows"), Batch)]
+    limits = [found.max_new_tokens for call in taking.calls if isinstance(found := call.options.get("sampling"), Sampling)]
+    assert rows[0] == 8  # Four mini-batches of two.
+    if budget_s:
+        assert rows[1:-1] == [max(1, round(8 * planned.share)) for planned in ROUNDS]
+        assert limits[:-1] == [16 if planned.length is None else round(16 * planned.length) for planned in ROUNDS]
+        assert (rows[-1], limits[-1]) == (1, 1)  # There is no round for it.
+    else:
+        assert set(rows[4:]) == set(limits[3:]) == {1}
+        assert probe.natural_steps == [0, 1]

@@ -83,6 +83,8 @@ class ProbeBackend(Around):
         self._round = Round()
         self.started_s = time.monotonic()
         """When the workers were ready."""
+        self._loop_s = self.started_s
+        """When the flow's loop began."""
         self.natural_steps: list[int] = []
 
     def submit(self, call: Call) -> None:
@@ -91,8 +93,9 @@ class ProbeBackend(Around):
         super().submit(self._sized(call))
 
     def _begin(self, step: int) -> None:
+        self._loop_s = time.monotonic() if self._step < 0 else self._loop_s
         self._step = step
-        is_late = step > 2 and time.monotonic() - self.started_s > self._budget_s
+        is_late = step > 2 and time.monotonic() - self._loop_s > self._budget_s
         self._round = _TINY if is_late or step >= len(self._rounds) else self._rounds[step]
         if self._round.is_natural:
             self.natural_steps.append(step)
@@ -129,7 +132,7 @@ def measure(
     measured: list[tuple[Measurement, Path]] = []
     for placement in [first, *others]:
         here = spec.model_copy(update={"placement": placement, "pools": {}, "pin": {}})
-        cut = _setup_rows(graph) if measured else {}
+        cut = setup_rows(graph) if measured else {}
         measured.append(_probe(flow, options, here, settings, cut, budget_s))
     profile = profile_of(flow.name, models, [one for one, _ in measured], gather_s=GATHER_S, load=load)
     return profile, measured[0][1] / "profile.json"
@@ -179,7 +182,7 @@ def _probe(
     return Measurement(plan, spec, observed, probes[0].started_s - start_s), run.run_dir
 
 
-def _setup_rows(graph: MacroGraph) -> dict[int, int]:
+def setup_rows(graph: MacroGraph) -> dict[int, int]:
     """How many rows of a dataset the updates before the loop get: those of a few mini-batches."""
     found = {}
     for call in graph.calls:
