@@ -23,6 +23,7 @@ import platform
 import time
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
@@ -95,7 +96,7 @@ class Workers:
             self._left[number] -= 1
             if not self._left[number]:
                 del self._left[number]
-                self._say(self.now_s, said.worker, m.TaskDone(number))
+                return FromWorker(said.worker, msgspec.structs.replace(said.message, ends=True))
         return said
 
     def _start(self, worker: str, task: m.Task) -> None:
@@ -110,7 +111,8 @@ class Workers:
         end_s = max(self._busy_until_s.get(worker, 0.0), self.now_s) + 1e-6 * (1 + len(ids))
         self._busy_until_s[worker] = end_s
         if isinstance(task, m.Perform) and self._calls[task.call].is_aligned:
-            self._say(end_s, worker, _finished(task, ids))
+            self._say(end_s, worker, _finished(task, ids, ends=True))
+            return
         manifest = Manifest("weights", 1, ()) if isinstance(task, m.PublishWeights) else None
         self._say(end_s, worker, m.TaskDone(task.number, 1.0, manifest))
 
@@ -119,8 +121,8 @@ class Workers:
         heapq.heappush(self._heap, (when_s, self._num_said, FromWorker(worker, message)))
 
 
-def _finished(task: m.Generate | m.Perform, ids: list[int]) -> m.Finished:
-    return m.Finished(task.number, task.call, ids, [TOKENS] * len(ids), [0] * len(ids), [], [0] * len(ids), [], None)
+def _finished(task: m.Generate | m.Perform, ids: list[int], *, ends: bool = False) -> m.Finished:
+    return m.Finished(task.number, task.call, ids, [TOKENS] * len(ids), [0] * len(ids), [], [0] * len(ids), [], None, ends=ends)
 
 
 class Repeating:

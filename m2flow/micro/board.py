@@ -55,7 +55,6 @@ class Board:
         self.waking = Waking(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions()
-        self._consumers: dict[int, list[int]] = {}
         self._rows = Whereabouts()
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
@@ -75,21 +74,22 @@ class Board:
     def add_call(self, call: Call, stage: Stage) -> CallState:
         """Take a call in: find what it waits for, and count what is there already."""
         inputs = [ref.call for _, ref in call.inputs]
-        written = self.versions.written_for(call)
-        needs = {*inputs, *(c for e, version, c in written if version <= e.first)}
-        before = needs | {c for _, _, c in written} | ({call.carries_from} if call.carries_from is not None else set())
-        aligned = tuple(c for c in inputs if self.calls[c].call.is_aligned)
-        waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
-        state = CallState(call, stage, [], waits_for, aligned, frozenset(before - needs))
+        written = self.versions.written_for(call) if call.reads else []
+        needs = {*inputs, *[c for e, version, c in written if version <= e.first]}
+        others = {c for _, _, c in written} - needs
+        if call.carries_from is not None:
+            others.add(call.carries_from)
+        aligned = tuple([c for c in inputs if self.calls[c].call.is_aligned])
+        waits_for = {c for c in needs.difference(aligned) if not self._is_done(c)}
+        state = CallState(call, stage, [], waits_for, aligned, frozenset(others))
         self.calls[call.ordinal] = state
         self.active[call.ordinal] = state
         self.open.add(state)
         for needed in inputs:
-            self._consumers.setdefault(needed, []).append(call.ordinal)
-            self.calls[needed].num_users += 1
+            self.calls[needed].users[call.ordinal] = state
         for needed in waits_for:
             self._waiting_for.setdefault(needed, []).append(state)
-        if call.engine == "function":
+        if call.writes and call.engine == "function":
             state.follows = {reader.call.ordinal for reader in self.versions.reads_before(call)}
             for followed in state.follows:
                 self._followers.setdefault(followed, []).append(state)
@@ -97,9 +97,10 @@ class Board:
         self.may_keep = self.may_keep or keeps_cache(call.options)
         if carries(call.options):
             self.lines.added(state)
-        failed = min((self._errors[c] for c in before if c in self._errors), key=lambda found: found[0], default=None)
-        if failed is not None:
-            self.fail(state, failed[1], root=failed[0])
+        failed = [self._errors[c] for c in needs | others if c in self._errors] if self._errors else []
+        if failed:
+            root, error = min(failed, key=lambda found: found[0])
+            self.fail(state, error, root=root)
         elif call.engine != "source":
             self._prepare(state)
         return state
@@ -114,26 +115,27 @@ class Board:
         """Fix the rows of a call, if those of what it works on are known; and then those of its consumers."""
         if state.is_prepared or state.is_over:
             return
-        results = [self._rows_for(state, self.calls[base]) for base in state.bases]
-        if any(result is None for result in results):
-            return
-        rows_of = sorted(row for result in results for row in result or ())
+        rows_of: list[int] = []
+        for base in state.bases:
+            rows = self._rows_for(state, self.calls[base])
+            if rows is None:
+                return
+            rows_of = sorted([*rows_of, *rows]) if rows_of else rows
         if state.is_union and len(set(rows_of)) < len(rows_of):
             twice = next(a for a, b in itertools.pairwise(rows_of) if a == b)
             where = state.call.site.describe()
             self.fail(state, OpError(f"{state.call.name} got sample {SampleId.unpack(twice)} twice", where=where, now=TWICE))
             return
-        n = state.call.options.get("n", 1)
-        assert isinstance(n, int)
-        is_rollout = state.call.engine == "rollout"
         if state.call.is_gated:
             state.refill = self.refills.join(state, len(rows_of))
-        state.prepare(make_ids(state.call.ordinal, len(rows_of), n).tolist() if is_rollout else rows_of, rows_of)
+        is_rollout = state.call.engine == "rollout"
+        state.prepare(make_ids(state.call.ordinal, len(rows_of), state.num_per_prompt).tolist() if is_rollout else rows_of, rows_of)
         if state.is_update:
             state.update = self._progress(state.call, state.stage, state.ids)
         for needed in state.aligned_inputs:
             source = self.calls[needed]
-            state.arrived(sorted(source.done), source.num_tokens)
+            if source.done:
+                state.arrived(sorted(source.done), source.num_tokens)
         self._may_go(state)
         if state.carry is not None:
             self.lines.prepared(state, len(rows_of))
@@ -154,9 +156,8 @@ class Board:
             self.send(worker, m.Abort(state.call.ordinal, keeps))
 
     def _prepare_consumers(self, state: CallState) -> None:
-        for consumer in self._consumers.get(state.call.ordinal, []):
-            if consumer in self.calls:
-                self._prepare(self.calls[consumer])
+        for user in list(state.users.values()):
+            self._prepare(user)
 
     def _progress(self, call: Call, stage: Stage, ids: Iterable[int]) -> UpdateProgress:
         size, epochs = call.options["minibatch_size"], call.options["epochs"]
@@ -174,19 +175,19 @@ class Board:
         """These rows of a call's result are done; they are at `worker` and wherever it forwarded them. Answers how many are new."""
         if state.carry is not None and state.is_done:
             return self.lines.finished_late(state, worker, ids, num_tokens)
-        fresh = [(row, tokens) for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done]
-        gone = set(dropped) - state.dropped
-        if state.is_over or not (fresh or gone):
+        if state.is_over:
             return 0
-        rows = [row for row, _ in fresh]
+        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done}
+        gone = set(dropped) - state.dropped if dropped else set()
+        if not (fresh or gone):
+            return 0
+        rows = list(fresh)
         state.turned_out(rows, gone)
         state.num_tokens.update(fresh)
         self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
-        for consumer in self._consumers.get(state.call.ordinal, []):
-            other = self.calls.get(consumer)
-            if other is not None and not other.is_over:
-                other.arrived(rows, state.num_tokens)
-                self._rows_came(other)
+        for user in list(state.users.values()):
+            user.arrived(rows, state.num_tokens)
+            self._rows_came(user)
         if state.refill is not None:
             for verdict, judged in ((True, rows), (False, gone)):
                 if state.call.drops and judged and not state.is_over:
@@ -304,29 +305,34 @@ class Board:
 
     def release(self, ordinal: int) -> None:
         """The program can't reach a call's result any more."""
-        if ordinal in self.calls:
-            self.calls[ordinal].is_released = True
-            self._perhaps_unreachable.add(ordinal)
+        state = self.calls.get(ordinal)
+        if state is not None:
+            state.is_released = True
+            if not state.users:
+                self._perhaps_unreachable.add(ordinal)
 
     def forget_unreachable(self) -> None:
         """Drop the rows of calls that neither the program nor another call can ask for."""
+        if not self._perhaps_unreachable:
+            return
         checked, self._perhaps_unreachable = self._perhaps_unreachable, set()
         needed = self.lines.needed() if checked else checked
         for ordinal in sorted(checked):
             state = self.calls.get(ordinal)
-            if (
-                state is not None
-                and ordinal not in needed
-                and state.is_released
-                and state.is_done  # What failed is kept: an earlier failure may still reach what depends on it.
-                and not state.num_users
-            ):
-                for place in dict.fromkeys([*self._rows.forget(ordinal), *self._rows.forget(stopped_at(ordinal))]):
-                    self.send(place, m.Forget(ordinal))
-                self.commands.append(Forgotten(ordinal))
-                self._shown.discard(ordinal)
-                self._consumers.pop(ordinal, None)
-                del self.calls[ordinal]
+            # What failed is kept: an earlier failure may still reach what depends on it.
+            if state is not None and state.is_released and state.is_done and not state.users and ordinal not in needed:
+                self._forget(state)
+
+    def _forget(self, state: CallState) -> None:
+        ordinal = state.call.ordinal
+        places = self._rows.forget(ordinal)
+        if state.carry is not None:
+            places = list(dict.fromkeys([*places, *self._rows.forget(stopped_at(ordinal))]))
+        for place in places:
+            self.send(place, m.Forget(ordinal))
+        self.commands.append(Forgotten(ordinal))
+        self._shown.discard(ordinal)
+        del self.calls[ordinal]
 
     def _is_done(self, ordinal: int) -> bool:
         return ordinal not in self._errors and (ordinal not in self.calls or self.calls[ordinal].is_done)
@@ -342,10 +348,11 @@ class Board:
             follower.follows.discard(state.call.ordinal)
             self._may_go(follower)
         for _, ref in state.call.inputs:
-            if ref.call in self.calls:
-                self.calls[ref.call].num_users -= 1
-        self._perhaps_unreachable.add(state.call.ordinal)
-        self._perhaps_unreachable.update([ref.call for _, ref in state.call.inputs])
+            used = self.calls.get(ref.call)
+            if used is not None and used.users.pop(state.call.ordinal, None) is not None and used.is_released and not used.users:
+                self._perhaps_unreachable.add(ref.call)
+        if state.is_released:
+            self._perhaps_unreachable.add(state.call.ordinal)
 
     def _may_go(self, state: CallState) -> None:
         """A call's rows are known now, or it waits for one call less."""
@@ -409,9 +416,10 @@ class Board:
         task = self.tasks.end(number)
         if task is not None:
             worker = self.workers[task.worker]
-            self.waking.wake(worker)
             if task.engine == "function":
                 self.functions.note(worker)
+            if task.engine != "function" or worker.lease is not None:
+                self.waking.wake(worker)
         return task
 
     def has_tasks(self, state: CallState) -> bool:

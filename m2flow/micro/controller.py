@@ -288,8 +288,9 @@ class Controller:
 
     def _finished(self, worker: str, message: m.Finished) -> None:
         call = self._calls.get(message.call)
-        if call is None:
-            return  # It was given up and forgotten before this came.
+        if call is None:  # It was given up and forgotten before this came.
+            self._handle(FromWorker(worker, message))
+            return
         if message.segment is not None:
             self._journal.samples_done(
                 call, message.ids, message.num_tokens, message.num_generated, message.finish, message.segment, message.texts

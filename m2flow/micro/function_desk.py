@@ -25,6 +25,11 @@ class FunctionDesk:
         state = self._board.functions.first(worker)
         return None if state is None else lambda: self._start(worker, state)
 
+    def hand_out(self) -> None:
+        """Give the earliest calls with work to whoever may take it, the least busy first."""
+        while (found := self._board.functions.next()) is not None:
+            self._start(*found)
+
     def _start(self, worker: WorkerState, state: CallState) -> None:
         rows = self._board.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state))
         self._board.bring_inputs(state, rows, worker.name)

@@ -182,6 +182,8 @@ class Finished(Message, frozen=True):
     """Samples of the task that the call left out of its result."""
     stretches: list[tuple[Stretch, ...]] = []
     """Of each sample, where it depends on time which weights generated it; else empty."""
+    ends: bool = False
+    """The task is done with these: no `TaskDone` follows."""
 
 
 class Aborted(Message, frozen=True):
@@ -196,7 +198,7 @@ class Aborted(Message, frozen=True):
 
 
 class TaskDone(Message, frozen=True):
-    """A task is done. Its samples were reported before."""
+    """A task is done. Its samples were reported before; a `Finished` that ends the task says this too."""
 
     task: int
     result: dict[str, float] | float | str | None = None

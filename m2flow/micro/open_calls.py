@@ -55,10 +55,13 @@ class OpenCalls:
         """The calls that wait for nothing."""
         return self._started.get((kind, role), ())
 
-    def first(self, role: str, can_run: Callable[[CallState], bool]) -> CallState | None:
-        """The earliest open generation that can run; the answer is kept until `changed`."""
-        if role not in self._first:
-            self._first[role] = next((state for state in self._open.get(role, {}).values() if can_run(state)), None)
+    def first(self, role: str) -> tuple[bool, CallState | None]:
+        """Whether `set_first` has said it since the last change; and the earliest open generation that can run."""
+        return role in self._first, self._first.get(role)
+
+    def set_first(self, role: str, can_run: Callable[[CallState], bool]) -> CallState | None:
+        """Find the earliest open generation that can run."""
+        self._first[role] = next((state for state in self._open.get(role, {}).values() if can_run(state)), None)
         return self._first[role]
 
 

@@ -58,28 +58,34 @@ class StartQueue:
         self._pools: dict[tuple[str, ...], _Pool] = {}
         self._pools_of: dict[str, list[_Pool]] = {}
         self._queued: set[int] = set()
+        self._has_changed = False
 
     def may_start(self, state: CallState) -> None:
         """A call may have work now."""
         ordinal = state.call.ordinal
+        self._has_changed = True
         if ordinal not in self._queued:
             self._queued.add(ordinal)
             heapq.heappush(self._pool(state.stage.workers).calls, (ordinal, state))
 
     def note(self, worker: WorkerState) -> None:
         """A worker has more tasks than before, or fewer."""
+        self._has_changed = True
         for pool in self._pools_of.get(worker.name, ()):
             pool.note(worker)
 
-    def next(self) -> WorkerState | None:
-        """Who may take work now: of the earliest call that somebody is free for, the least busy."""
-        found: tuple[int, WorkerState] | None = None
+    def next(self) -> tuple[WorkerState, CallState] | None:
+        """The earliest call with work that somebody is free for, and the least busy of those."""
+        if not self._has_changed:
+            return None
+        found: tuple[WorkerState, CallState] | None = None
         for pool in self._pools.values():
             first = self._first(pool)
-            if first is not None and (found is None or first.call.ordinal < found[0]):
+            if first is not None and (found is None or first.call.ordinal < found[1].call.ordinal):
                 worker = pool.least_busy()
-                found = found if worker is None else (first.call.ordinal, worker)
-        return None if found is None else found[1]
+                found = found if worker is None else (worker, first)
+        self._has_changed = found is not None
+        return found
 
     def first(self, worker: WorkerState) -> CallState | None:
         """The earliest call with work that this worker may take; none of those for which another one is less busy."""

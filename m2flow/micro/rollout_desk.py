@@ -54,6 +54,8 @@ class RolloutDesk:
     def publish_offer(self, worker: WorkerState) -> Offer | None:
         """What this worker's trainer could lay into shared memory for others that wait for it."""
         for role in worker.roles["train"]:
+            if not self._board.waking.has_others("rollout", role, worker):
+                continue
             version = self._awaited(role)
             is_current = role in self._published and self._published[role][0] == version
             if version is None or is_current or role in self._publishing or self._num_loads.get(role):
@@ -100,7 +102,11 @@ class RolloutDesk:
     def _first(self, role: str) -> CallState | None:
         """The earliest call with samples left to hand out. One that no version is there for is passed over: what it waits for may be
         what later calls make."""
-        return self._board.open.first(role, lambda state: window(state.call)[0] <= self._board.versions.newest(role))
+        known, first = self._board.open.first(role)
+        if not known:
+            newest = self._board.versions.newest(role)
+            first = self._board.open.set_first(role, lambda state: window(state.call)[0] <= newest)
+        return first
 
     def _held(self, role: str) -> Counter[int]:
         if role not in self._num_holding:

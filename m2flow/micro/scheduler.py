@@ -15,12 +15,12 @@ from typing import Protocol
 from m2flow.errors import error_from_record
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board
-from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
+from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Sourced
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.leases import Lease
 from m2flow.micro.plan import Plan
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
-from m2flow.micro.roster import WorkerState
+from m2flow.micro.roster import TaskState, WorkerState
 from m2flow.micro.train_desk import TrainDesk
 
 
@@ -37,7 +37,9 @@ class Scheduler:
         self._board = Board(plan, deterministic=deterministic)
         self._rollout = RolloutDesk(self._board)
         train = TrainDesk(self._board, self._rollout)
-        self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": train, "function": FunctionDesk(self._board)}
+        self._functions = FunctionDesk(self._board)
+        self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": train, "function": self._functions}
+        self._desks_of = [[(kind, desk) for kind, desk in self._desks.items() if w.roles[kind]] for w in self._board.workers.values()]
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; answer what to do now.
@@ -47,17 +49,16 @@ class Scheduler:
         """
         board = self._board
         board.commands = []
-        match event:
-            case CallAdded(call, stage):
-                board.add_call(call, stage)
-            case Sourced(ordinal, ids, num_tokens):
-                board.sourced(board.calls[ordinal], ids, num_tokens)
-            case Wanted(ordinal):
-                board.want(board.calls[ordinal])
-            case Released(ordinal):
-                board.release(ordinal)
-            case FromWorker(worker, message):
-                self._from_worker(worker, message)
+        if isinstance(event, FromWorker):
+            self._from_worker(event.worker, event.message)
+        elif isinstance(event, CallAdded):
+            board.add_call(event.call, event.stage)
+        elif isinstance(event, Released):
+            board.release(event.call)
+        elif isinstance(event, Sourced):
+            board.sourced(board.calls[event.call], event.ids, event.num_tokens)
+        else:
+            board.want(board.calls[event.call])
         self._give_work()
         board.forget_unreachable()
         return board.commands
@@ -93,16 +94,16 @@ class Scheduler:
                 if state.carry is not None:
                     board.lines.finished(state, message)
                 board.generated(message.task, board.rows_done(state, name, message.ids, message.num_tokens, message.dropped))
+            if message.ends:
+                self._end_task(message.task)
             return
         if isinstance(message, m.Aborted):
             if state is not None and state.carry is not None:
                 board.lines.stopped(state, name, message)
             return
-        ended = board.end_task(message.task)
+        ended = self._end_task(message.task)
         if ended is None:
             return
-        if isinstance(ended.message, m.Generate):
-            board.lines.task_ended(ended.message.call)
         if isinstance(message, m.TaskFailed):
             if message.call < 0:
                 raise error_from_record(message.error)
@@ -117,6 +118,13 @@ class Scheduler:
                     board.task_failed(state, ended.message, message.row, error)
             return
         self._task_done(board.workers[name], ended.message, message)
+
+    def _end_task(self, number: int) -> TaskState | None:
+        """Take a task off its worker; None if it has ended before."""
+        ended = self._board.end_task(number)
+        if ended is not None and isinstance(ended.message, m.Generate):
+            self._board.lines.task_ended(ended.message.call)
+        return ended
 
     def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
         board = self._board
@@ -145,12 +153,12 @@ class Scheduler:
 
     def _give_work(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""
-        board = self._board
         leases: dict[str, Lease] = {}
-        while (worker := board.waking.next() or board.functions.next()) is not None:
+        while (worker := self._board.waking.next()) is not None:
             self._dispatch(worker)
             if worker.lease is not None:
                 leases[worker.lease.name] = worker.lease
+        self._functions.hand_out()
         for lease in leases.values():
             self._hand_over(lease)
 
@@ -161,8 +169,8 @@ class Scheduler:
 
     def _offer(self, worker: WorkerState) -> Offer | None:
         """The next thing that a worker could do: of all that it hosts, or of the kind that has its lease."""
-        for kind, desk in self._desks.items():
-            if worker.roles[kind] and (kind == "function" or worker.lease is None or worker.lease.is_of(kind)):
+        for kind, desk in self._desks_of[worker.place]:
+            if kind == "function" or worker.lease is None or worker.lease.is_of(kind):
                 offer = desk.offer(worker)
                 if offer is not None:
                     return offer
@@ -170,7 +178,7 @@ class Scheduler:
 
     def _hand_over(self, lease: Lease) -> None:
         """When the owner has no task in hand and none to begin, the lease goes to the other kind if that has."""
-        if self._should_move(lease):
+        if lease.is_idle and self._should_move(lease):
             to = lease.other
             self._tell_to_switch(lease.move(), to)
 

@@ -57,8 +57,8 @@ class CallState:
     """Places of those that want none, as they are now."""
     num_whole: int = 0
     """Groups of a generation that is cut of which all samples are done."""
-    num_users: int = 0
-    """Calls, not over, that take its result."""
+    users: dict[int, CallState] = field(default_factory=dict)
+    """Calls, not over, that take its result, in program order."""
     done: set[int] = field(default_factory=set)
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens of each row, of this call's result or, for a call without tokens, of its input's."""
@@ -88,18 +88,14 @@ class CallState:
     _by_prompt: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _prompt_of: dict[int, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.is_update = self.call.engine == "train" and self.call.method == "update"
+        self.is_union = self.call.options.get("gives") == "concat"
+        """Its rows are those of all its inputs; else they are those of the first, and the others have these too."""
+
     @property
     def is_over(self) -> bool:
         return self.is_done or self.is_failed
-
-    @property
-    def is_update(self) -> bool:
-        return self.call.engine == "train" and self.call.method == "update"
-
-    @property
-    def is_union(self) -> bool:
-        """Whether its rows are those of all its inputs; else they are those of the first, and the others have these too."""
-        return self.call.options.get("gives") == "concat"
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -144,7 +140,7 @@ class CallState:
 
     @property
     def num_per_prompt(self) -> int:
-        n = self.call.options["n"]
+        n = self.call.options.get("n", 1)
         assert isinstance(n, int)
         return n
 
@@ -191,11 +187,15 @@ class CallState:
                 self._offer(self._by_prompt.get(row, ()))
             return
         units, tokens, missing = self._unit_by_row, self.num_tokens, self.missing
+        if not missing:
+            self._offer([row for row in ids if row in units])
+            return
         for row in ids:
             unit = units.get(row)
             if unit is None:
                 continue
-            tokens[row] = max(num_tokens.get(row, 0), tokens.get(row, 0))
+            if self.call.engine == "train":  # The packing goes by them; of a function's rows its worker says how many there are.
+                tokens[row] = max(num_tokens.get(row, 0), tokens.get(row, 0))
             missing[unit] -= 1
             if missing[unit] == 0:
                 self._complete(unit)
@@ -208,7 +208,7 @@ class CallState:
             self._offer(rows)
 
     def _offer(self, rows: Iterable[int]) -> None:
-        self.ready.extend(row for row in rows if self.failure is None or row < self.failure[0])
+        self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
 
     def _unit_of(self, row: int) -> int:
         if self.is_update or self.stage.unit == "group":
@@ -230,9 +230,10 @@ class CallState:
     def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
         """The rows are known: set up the units, and for a generation which rows come from which prompt."""
         self.ids, self.is_prepared = ids, True
-        if not self.call.drops and self.refill is None and not is_cut(self.call.options):
+        is_rollout = self.call.engine == "rollout"
+        if not self.call.drops and self.refill is None and not (is_rollout and is_cut(self.call.options)):
             self.result = ids
-        if self.call.engine == "rollout":
+        if is_rollout:
             n = len(self.ids) // max(len(prompts), 1)
             self._by_prompt = {p: tuple(self.ids[k * n : k * n + n]) for k, p in enumerate(prompts)}
             self._prompt_of = {row: p for p, rows in self._by_prompt.items() for row in rows}
@@ -242,8 +243,9 @@ class CallState:
         num_inputs = 1 if self.is_union else len(self.aligned_inputs)
         if self.stage.unit == "sample" and not self.is_update:
             self._unit_by_row = dict(zip(ids, ids, strict=True))
-            self.units = {row: (row,) for row in ids}
-            self.missing = dict.fromkeys(ids, num_inputs)
+            if num_inputs > 1 or self.call.engine == "train":  # Else each row is ready when it comes.
+                self.units = {row: (row,) for row in ids}
+                self.missing = dict.fromkeys(ids, num_inputs)
             return
         self._minibatch_of = self._minibatches(ids) if self.stage.unit == "minibatch" and not self.is_update else {}
         self._unit_by_row = {row: self._unit_of(row) for row in ids}

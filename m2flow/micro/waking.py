@@ -41,6 +41,11 @@ class Waking:
         """The workers that have a role's engine of this kind."""
         return self._hosts.get((kind, role), [])
 
+    def has_others(self, kind: str, role: str, than: WorkerState) -> bool:
+        """Whether another worker has such an engine too."""
+        hosts = self._hosts.get((kind, role), [])
+        return len(hosts) > 1 or (len(hosts) == 1 and hosts[0] is not than)
+
     def wake(self, worker: WorkerState) -> None:
         """Something of this worker's own changed."""
         if not self._is_awake[worker.place]:

@@ -211,7 +211,7 @@ class Worker:
         self._send(m.TaskFailed(task.number, task.call, named.to_record(), error.row))
 
     def _perform(self, task: m.Task) -> m.TaskDone | None:
-        """Do a task. A generation only begins here; it is done when its last sample is."""
+        """Do a task; what to say at its end, if its last samples do not say it. A generation only begins here."""
         bench = self.bench
         match task:
             case m.Generate():
@@ -221,8 +221,9 @@ class Worker:
                 call = self._calls[task.call]
                 result = bench.perform(call, self._inputs(task), task.values)
                 if isinstance(result, Batch):
-                    self._deliver(task.number, call, result, forward_to, dropped=sorted(set(task.ids) - set(result.ids.tolist())))
-                    return m.TaskDone(task.number)
+                    dropped = sorted(set(task.ids) - set(result.ids.tolist()))
+                    self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True)
+                    return None
                 return m.TaskDone(task.number, performing.plain_value(call, result))
             case m.Accumulate(epoch=epoch):
                 call = self._calls[task.call]
@@ -270,11 +271,10 @@ class Worker:
             by_task.setdefault(self._task_of.pop(packed), []).append(row)
         for number, positions in by_task.items():
             generation = self._generations[number]
-            self._deliver(number, call, rows.take(positions), generation.task.forward_to, place)
             generation.num_left -= len(positions)
+            self._deliver(number, call, rows.take(positions), generation.task.forward_to, place, ends=generation.num_left == 0)
             if generation.num_left == 0:
                 del self._generations[number]
-                self._send(m.TaskDone(number))
 
     def _deliver(
         self,
@@ -284,6 +284,8 @@ class Worker:
         forward_to: Iterable[str],
         place: tuple[str, int, int, int] | None = None,
         dropped: Sequence[int] = (),
+        *,
+        ends: bool,
     ) -> None:
         """Keep rows of a call's result, send them where they are needed, and report them."""
         if len(rows):
@@ -304,6 +306,7 @@ class Worker:
                 place,
                 list(dropped),
                 stretches_of(rows) if is_time_dependent(call) else [],
+                ends,
             )
         )
 
