@@ -89,11 +89,11 @@ class SampleId:
 
 def make_ids(call: int, num_prompts: int, num_per_prompt: int = 1) -> IdArray:
     """The identities of a call's samples, in order: int64 [num_prompts * num_per_prompt]."""
-    if num_prompts and num_per_prompt:
-        SampleId(call, num_prompts - 1, num_per_prompt - 1).pack()  # Refuses what would run into the next group's identities.
-    first = SampleId(call, 0, 0).pack()
-    prompts = np.arange(num_prompts, dtype=np.int64)[:, None] << _INDEX_BITS
-    return (first + prompts + np.arange(num_per_prompt, dtype=np.int64)).reshape(-1)
+    # Refuses what would run into the next group's identities.
+    SampleId(call, max(num_prompts - 1, 0), max(num_per_prompt - 1, 0)).pack()
+    first = call << _PROMPT_BITS + _INDEX_BITS
+    prompts = np.arange(first, first + (num_prompts << _INDEX_BITS), 1 << _INDEX_BITS, dtype=np.int64)
+    return prompts if num_per_prompt == 1 else (prompts[:, None] + np.arange(num_per_prompt, dtype=np.int64)).reshape(-1)
 
 
 def group_keys(ids: IdArray) -> IdArray:
@@ -175,15 +175,28 @@ class Ragged:
         return text if self.kind == "text" else json.loads(text)
 
     def take(self, rows: npt.NDArray[np.integer]) -> Ragged:
-        lengths = self.lengths[rows]
+        lengths = self.offsets[rows + 1] - self.offsets[rows]
         offsets = _offsets(lengths)
-        if len(rows) and bool(np.all(np.diff(rows) == 1)):
-            return Ragged(self.values[self.offsets[rows[0]] : self.offsets[rows[-1] + 1]], offsets, self.kind)
         index = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
         return Ragged(self.values[index], offsets, self.kind)
 
+    def stretch(self, start: int, end: int) -> Ragged:
+        """Rows from `start` up to `end`, which is not one of them."""
+        offsets = self.offsets[start : end + 1]
+        return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0], self.kind)
+
 
 Column = npt.NDArray[np.generic] | Ragged
+
+
+def taken(columns: Mapping[str, Column], index: IdArray) -> dict[str, Column]:
+    """These rows of each column, by position, in this order."""
+    if len(index) and index[-1] - index[0] == len(index) - 1 and bool((index[1:] > index[:-1]).all()):
+        start, end = int(index[0]), int(index[-1]) + 1  # Of a stretch ragged columns share the memory.
+        return {
+            name: column.stretch(start, end) if isinstance(column, Ragged) else column[start:end].copy() for name, column in columns.items()
+        }
+    return {name: column.take(index) if isinstance(column, Ragged) else column[index] for name, column in columns.items()}
 
 
 def column_of(rows: Sequence[object], name: str = "") -> Column:
@@ -243,8 +256,7 @@ class Batch:
     def take(self, rows: npt.ArrayLike) -> Batch:
         """These rows, by position, in this order."""
         index = np.asarray(rows, np.int64)
-        columns = {name: c.take(index) if isinstance(c, Ragged) else c[index] for name, c in self.columns.items()}
-        return Batch(self.ids[index], columns)
+        return Batch(self.ids[index], taken(self.columns, index))
 
     def select(self, ids: IdArray) -> Batch:
         """The samples of these identities, in this order. A missing one is an error of ours."""

@@ -172,6 +172,9 @@ def _bind(
     name: str, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[list[tuple[str, bool, object]], bool]:
     """(parameter, whether by keyword, value) for each argument, each under a name of its own; and whether `rng` is left to us."""
+    names = _in_order(signature)
+    if names is not None and len(args) == len(names) and not kwargs:
+        return [(parameter, False, value) for parameter, value in zip(names, args, strict=True)], False
     wants_rng = RNG in signature.parameters and RNG not in kwargs
     free = {RNG: None} if wants_rng and signature.parameters[RNG].kind is not inspect.Parameter.POSITIONAL_ONLY else {}
     try:
@@ -192,6 +195,20 @@ def _bind(
         elif not (parameter == RNG and free):
             found.append((parameter, kind is inspect.Parameter.KEYWORD_ONLY, value))
     return found, bool(free)
+
+
+def _in_order(signature: inspect.Signature) -> tuple[str, ...] | None:
+    """The parameters of a function that takes each by position, none of them a generator of ours; None if there are others."""
+    known = _names_in_order.get(id(signature))
+    if known is None:
+        parameters = signature.parameters
+        is_plain = RNG not in parameters and all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+        known = _names_in_order[id(signature)] = signature, tuple(parameters) if is_plain else None
+    return known[1]
+
+
+_names_in_order: dict[int, tuple[inspect.Signature, tuple[str, ...] | None]] = {}
+"""By the id of a signature, which is held so that no id is given anew: its hash would be made of all its parameters."""
 
 
 def _refuse_hidden(name: str, parameter: str, value: object) -> None:

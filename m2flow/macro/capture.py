@@ -31,6 +31,7 @@ from m2flow.macro.graph import Site
 
 LARGE_BYTES = 65_536
 """Size of a snapshot above which a copy for each unit would cost more than most units do: some 300 microseconds at this size."""
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 _NUM_KEPT = 256
 _DEEPEST = 12
 
@@ -88,7 +89,7 @@ class Captures:
         Raises:
             TraceError: a function captures something that can't be snapshot; it is named.
         """
-        return {name: self.take(value, site) for name, value in options.items()}
+        return {name: value if type(value) in _PLAIN else self.take(value, site) for name, value in options.items()}
 
     def take(self, value: object, site: Site) -> object:
         """One option: functions in it as snapshots, containers copied, all else as it is."""
@@ -96,15 +97,16 @@ class Captures:
             case Snapshot() | type() | str() | int() | float() | None:
                 return value
             case dict() if type(value) is dict:
-                return {key: self.take(item, site) for key, item in value.items()}
+                return {key: item if type(item) in _PLAIN else self.take(item, site) for key, item in value.items()}
             case list() | tuple() if type(value) in (list, tuple):
-                return type(value)(self.take(item, site) for item in value)
+                return type(value)([item if type(item) in _PLAIN else self.take(item, site) for item in value])
             case set() | bytearray() | np.ndarray():
                 return copy.deepcopy(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith("m2flow."):
-            held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-            changed = {name: taken for name, item in held.items() if callable(item) and (taken := self.take(item, site)) is not item}
-            return dataclasses.replace(value, **changed) if changed else value
+        names = _fields(type(value))  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
+        if names is not None:
+            held = ((name, getattr(value, name)) for name in names)
+            changed = {name: taken for name, item in held if callable(item) and (taken := self.take(item, site)) is not item}
+            return dataclasses.replace(value, **changed) if changed else value  # type: ignore[type-var]
         return self._function(value, site) if callable(value) else value
 
     def _function(self, function: Callable[..., object], site: Site) -> Callable[..., object]:
@@ -113,7 +115,7 @@ class Captures:
         leaves = fixed_leaves(function)
         if leaves is None:
             return Snapshot(*_names(function), _dumped(function, site), is_fixed=False)
-        code = tuple(id(leaf) for leaf in leaves if isinstance(leaf, types.CodeType | type))
+        code = tuple([id(leaf) for leaf in leaves if isinstance(leaf, types.CodeType | type)])
         known = self._known.get(code)
         if known is not None and is_same(known[0], leaves):
             return known[1]
@@ -123,6 +125,14 @@ class Captures:
         if len(self._known) > _NUM_KEPT:
             del self._known[next(iter(self._known))]
         return taken
+
+
+@functools.lru_cache(maxsize=1024)
+def _fields(kind: type) -> tuple[str, ...] | None:
+    """What an instance of m2flow's own dataclass is made of; None for all other classes."""
+    if not dataclasses.is_dataclass(kind) or not kind.__module__.startswith("m2flow."):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

@@ -38,8 +38,22 @@ class Facts:
     """It may change what it captures without a mutable object being there: a `global` or `nonlocal` that it sets, or an attribute."""
 
 
-@functools.lru_cache(maxsize=4096)
+_MOST_KNOWN = 4096
+_known: dict[int, tuple[types.CodeType, Facts]] = {}
+"""By the id of a code object, which is held so that no id is given anew: its hash would be made of all its names and constants."""
+
+
 def facts(code: types.CodeType) -> Facts:
+    """What a code object does with names from outside; read once."""
+    known = _known.get(id(code))
+    if known is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[id(code)] = code, _facts(code)
+    return known[1]
+
+
+def _facts(code: types.CodeType) -> Facts:
     names: dict[str, None] = {}
     rebinds = False
     for one in _nested(code):
@@ -159,10 +173,10 @@ def _gather(value: object, leaves: list[object], seen: set[int]) -> bool:
 
 def _gather_function(function: types.FunctionType, leaves: list[object], seen: set[int]) -> bool:
     leaves.append(function.__code__)
-    if is_importable(function) and not is_users(function):
+    if not is_users(function) and is_importable(function):
         return True
     seen.add(id(function))
-    if function.__dict__.keys() - {"__wrapped__"} or facts(function.__code__).rebinds:
+    if (function.__dict__ and function.__dict__.keys() != {"__wrapped__"}) or facts(function.__code__).rebinds:
         return False
     return _all((part for _, part in captures(function)), leaves, seen)
 

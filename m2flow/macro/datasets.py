@@ -16,7 +16,7 @@ from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
 from m2flow.recipe import is_count
-from m2flow.samples import Batch, Column, column_of, keyed_bits, make_ids, prompt_positions
+from m2flow.samples import Batch, Column, column_of, keyed_bits, make_ids, prompt_positions, taken
 
 Row = Mapping[str, object]
 
@@ -169,8 +169,7 @@ class Dataset:
         self, session: Session, method: str, positions: list[int], seeds: list[int], shown: dict[str, object], *, moves_by: int
     ) -> Rows:
         ids = make_ids(session.next_ordinal, len(positions))
-        whole = Batch(make_ids(0, self._num_rows), self._columns)
-        rows = Batch(ids, {**whole.take(positions).columns, "seed": np.array(seeds, np.uint64)})
+        rows = Batch(ids, {**taken(self._columns, np.array(positions, np.int64)), "seed": np.array(seeds, np.uint64)})
         resource = f"{self._key}.cursor"
         call = session.record(
             role=self.name,

@@ -48,7 +48,7 @@ class Known:
     """Names of its columns; None: unknown."""
 
     def is_within(self, other: Known) -> bool:
-        return all(any(part.is_within(of) for of in other.parts) for part in self.parts)
+        return self.parts == other.parts or all(any(part.is_within(of) for of in other.parts) for part in self.parts)
 
 
 class Lineage:
@@ -64,9 +64,12 @@ class Lineage:
         Raises:
             TraceError: its inputs are not about the same samples, or are filtered in different ways.
         """
-        if call.engine in ("source", "rollout") or not self._aligned(call):
+        inputs = self._aligned(call)
+        is_maker = call.engine in ("source", "rollout") or not inputs
+        parts = (Part(call.ordinal),) if is_maker else self._parts(call, inputs)
+        if is_maker:
             self._makers[call.ordinal] = call
-        self._known[call.ordinal] = Known(call, self._parts(call), self._fields(call))
+        self._known[call.ordinal] = Known(call, parts, self._fields(call, inputs))
 
     def known(self, ordinal: int) -> Known:
         return self._known[ordinal]
@@ -116,10 +119,7 @@ class Lineage:
     def _aligned(self, call: Call) -> list[tuple[str, Ref]]:
         return [(name, ref) for name, ref in call.inputs if self._known[ref.call].call.is_aligned]
 
-    def _parts(self, call: Call) -> tuple[Part, ...]:
-        inputs = self._aligned(call)
-        if call.ordinal in self._makers:
-            return (Part(call.ordinal),)
+    def _parts(self, call: Call, inputs: list[tuple[str, Ref]]) -> tuple[Part, ...]:
         if call.options.get("gives") == "concat":
             return self._union(call, inputs)
         base, *others = inputs
@@ -150,13 +150,13 @@ class Lineage:
                 parts.append(part)
         return tuple(sorted(parts))
 
-    def _fields(self, call: Call) -> frozenset[str] | None:
+    def _fields(self, call: Call, inputs: list[tuple[str, Ref]]) -> frozenset[str] | None:
         rows, named = call.options.get("rows"), call.options.get("fields")
         if isinstance(rows, Batch):
             return frozenset(rows.columns)
         if isinstance(named, tuple | frozenset):
             return frozenset(named)
-        found = [self._known[ref.call].fields for _, ref in self._aligned(call)]
+        found = [self._known[ref.call].fields for _, ref in inputs]
         if not call.is_aligned or not found or any(fields is None for fields in found):
             return None
         fields = [of for of in found if of is not None]

@@ -5,8 +5,6 @@ Those of rows are in `m2flow.macro.handles`.
 
 from __future__ import annotations
 
-import weakref
-
 from m2flow.errors import TraceError
 from m2flow.macro.algebra import Inputs
 from m2flow.macro.columns import Rowwise, Whole
@@ -30,7 +28,16 @@ class Handle:
         self._owner = owner
         if owner is None:
             session.held(call, has_past=isinstance(self, Metrics))
-            weakref.finalize(self, _release, session, call.ordinal).atexit = False
+
+    def __del__(self) -> None:
+        """Nobody can ask for the result by this handle any more: its call may be forgotten. Python says so at any moment."""
+        held = self.__dict__
+        if "_owner" in held and held["_owner"] is None and self._session.is_open:
+            self._session.released(self._call.ordinal)
+
+    def __copy__(self) -> Handle:
+        """A handle stands for a result: a copy would be the same one."""
+        return self
 
     @property
     def ref(self) -> Ref:
@@ -145,8 +152,3 @@ def describe(value: object) -> str:
     if isinstance(value, Handle):
         return f"the {'rows' if value.call.is_aligned else 'value'} of {value.call.name} ({value.call.site})"
     return "a number that is not computed yet" if isinstance(value, Number) else f"a {type(value).__name__}"
-
-
-def _release(session: Session, ordinal: int) -> None:
-    if session.is_open:
-        session.released(ordinal)

@@ -6,6 +6,7 @@ on the stack, which are compared by number and not read again. Paths are relativ
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
@@ -76,6 +77,7 @@ def is_of_user(error: BaseException) -> bool:
     return next((whose for whose in reversed(owners) if whose != "library"), "") == "user"
 
 
+@functools.lru_cache(maxsize=4096)
 def owner(filename: str) -> Literal["m2flow", "library", "user"]:
     """Whose code a file is."""
     if filename.startswith(_PACKAGE):

@@ -90,7 +90,7 @@ class Board:
         for needed in waits_for:
             self._waiting_for.setdefault(needed, []).append(state)
         if call.writes and call.engine == "function":
-            state.follows = {reader.call.ordinal for reader in self.versions.reads_before(call)}
+            state.follows = frozenset(reader.call.ordinal for reader in self.versions.reads_before(call))
             for followed in state.follows:
                 self._followers.setdefault(followed, []).append(state)
         self.versions.add(state, self._is_done)
@@ -345,7 +345,7 @@ class Board:
         if state.call.reads:
             self.waking.wake_trainers()
         for follower in self._followers.pop(state.call.ordinal, []):
-            follower.follows.discard(state.call.ordinal)
+            follower.follows -= {state.call.ordinal}
             self._may_go(follower)
         for _, ref in state.call.inputs:
             used = self.calls.get(ref.call)

@@ -8,6 +8,7 @@ slower. A dataset's rows travel as rows, and what is only for the printed form d
 
 from __future__ import annotations
 
+import functools
 import pickle
 import types
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def call_body(call: Call) -> bytes:
     site = call.site
     try:
         options = {
-            name: value if _is_plain(value) else _ByValue(cloudpickle.dumps(value))
+            name: value if type(value) in _ATOMS or _is_plain(value) else _ByValue(cloudpickle.dumps(value))
             for name, value in call.options.items()
             if name != "rows"
         }
@@ -90,9 +91,15 @@ def _is_plain(value: object) -> bool:
     if kind in (list, tuple):
         return all(map(_is_plain, value))  # type: ignore[call-overload]
     if kind is dict:
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())  # type: ignore[attr-defined]
-    if not str(getattr(value if kind is types.FunctionType else kind, "__module__", "")).startswith("m2flow."):
-        return False
+        return _ATOMS.issuperset(map(type, value)) and all(map(_is_plain, value.values()))  # type: ignore[call-overload, attr-defined]
     if kind is types.FunctionType:
-        return "<" not in value.__qualname__  # type: ignore[attr-defined]
-    return hasattr(value, "__dict__") and "<" not in kind.__qualname__ and all(map(_is_plain, vars(value).values()))
+        return _is_ours(value)
+    if not _is_ours(kind):  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
+        return False
+    return hasattr(value, "__dict__") and all(map(_is_plain, vars(value).values()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_ours(value: object) -> bool:
+    """Whether a function or a class is of m2flow's own, and found there by its name."""
+    return str(getattr(value, "__module__", "")).startswith("m2flow.") and "<" not in str(getattr(value, "__qualname__", "<"))

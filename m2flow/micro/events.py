@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
@@ -13,16 +13,14 @@ CONTROLLER = "controller"
 """The controller as a place where rows are: it reads datasets, and collects what the program observes."""
 
 
-@dataclass(frozen=True)
-class CallAdded:
+class CallAdded(msgspec.Struct, frozen=True):
     """The program made a call."""
 
     call: Call
     stage: Stage
 
 
-@dataclass(frozen=True)
-class Sourced:
+class Sourced(msgspec.Struct, frozen=True):
     """The controller has read a dataset call's rows."""
 
     call: int
@@ -31,22 +29,19 @@ class Sourced:
     """Predicted from the texts."""
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """The program observes a call's rows: bring them to the controller, now or when they are there."""
 
     call: int
 
 
-@dataclass(frozen=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     """The program can't reach a call's result any more."""
 
     call: int
 
 
-@dataclass(frozen=True)
-class FromWorker:
+class FromWorker(msgspec.Struct, frozen=True):
     """A worker said something about a task."""
 
     worker: str
@@ -56,24 +51,21 @@ class FromWorker:
 Event = CallAdded | Sourced | Wanted | Released | FromWorker
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Tell a worker. For `CONTROLLER` the only message is a `Push` of dataset rows."""
 
     worker: str
     message: m.ToWorker
 
 
-@dataclass(frozen=True)
-class Resolve:
+class Resolve(msgspec.Struct, frozen=True):
     """A call is done; `value` is None for one with rows."""
 
     call: int
     value: object
 
 
-@dataclass(frozen=True)
-class Reject:
+class Reject(msgspec.Struct, frozen=True):
     """A call failed, itself or through what it depends on. It may come again, with an earlier root."""
 
     call: int
@@ -82,47 +74,41 @@ class Reject:
     """The call that failed by itself."""
 
 
-@dataclass(frozen=True)
-class Forgotten:
+class Forgotten(msgspec.Struct, frozen=True):
     """Neither the program nor another call can ask for this call any more; whoever has its rows was told."""
 
     call: int
 
 
-@dataclass(frozen=True)
-class Discarded:
+class Discarded(msgspec.Struct, frozen=True):
     """Of the samples that a call made, those of prompts beyond this position were not needed, and do not count."""
 
     call: int
     last: int
 
 
-@dataclass(frozen=True)
-class Dropped:
+class Dropped(msgspec.Struct, frozen=True):
     """These samples of a generation were late: whole or not, they are in no result, and do not count."""
 
     call: int
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Late:
+class Late(msgspec.Struct, frozen=True):
     """These samples of a generation were late, and go on in the next call of its line. If there is none, they were for nothing."""
 
     call: int
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(msgspec.Struct, frozen=True):
     """These samples that earlier calls of its line had left are in a call's result."""
 
     call: int
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Expired:
+class Expired(msgspec.Struct, frozen=True):
     """These samples that an earlier call had left were too old for the one that takes them over: they begin anew."""
 
     call: int

@@ -40,7 +40,8 @@ class Tasks:
         if state is not None:
             self._calls[task.number] = state
             state.tasks_at[worker.name] = state.tasks_at.get(worker.name, 0) + 1
-            state.out_at[worker.name] = state.out_at.get(worker.name, 0) + rows
+            if rows:
+                state.out_at[worker.name] = state.out_at.get(worker.name, 0) + rows
 
     def generated(self, number: int, num_rows: int) -> WorkerState | None:
         """Samples of a generation do not run any more; where."""
@@ -63,7 +64,7 @@ class Tasks:
         _take(worker.doing, type(task.message).__name__ if state is None else state.call.name)
         if state is not None:
             _take(state.tasks_at, worker.name)
-            if worker.name not in state.tasks_at:
+            if state.is_generation and worker.name not in state.tasks_at:
                 state.out_at.pop(worker.name, None)
         return task
 

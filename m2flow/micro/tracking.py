@@ -40,23 +40,12 @@ class CallState:
     update: UpdateProgress | None = None
     refill: Refill | None = None
     """Shared by the calls of a refill; they work on all candidates, and give what it keeps."""
-    units: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    missing: dict[int, int] = field(default_factory=dict)
-    """Unit -> rows of inputs still to come."""
     ready: deque[int] = field(default_factory=deque)
     """Rows of complete units that no task has yet, in the order in which they came."""
     num_begun: int = 0
     """Rows that a task has or had."""
     tasks_at: dict[str, int] = field(default_factory=dict)
     """Worker -> tasks of the call that it has."""
-    out_at: dict[str, int] = field(default_factory=dict)
-    """Worker -> samples of a generation that it has."""
-    hungry: list[int] = field(default_factory=list)
-    """Places of workers that may still want rows of a generation: a heap."""
-    sated: set[int] = field(default_factory=set)
-    """Places of those that want none, as they are now."""
-    num_whole: int = 0
-    """Groups of a generation that is cut of which all samples are done."""
     users: dict[int, CallState] = field(default_factory=dict)
     """Calls, not over, that take its result, in program order."""
     done: set[int] = field(default_factory=set)
@@ -71,27 +60,39 @@ class CallState:
     """Whether `ids` are known: those of an input that drops rows are, when it is done."""
     failure: tuple[int, M2FlowError] | None = None
     """The earliest row that is known to fail. The call fails with it when all rows before it have turned out well."""
-    passed: set[int] = field(default_factory=set)
+    passed: frozenset[int] = frozenset()
     """Rows that turned out well in a task that failed at a later one."""
     is_done: bool = False
     is_failed: bool = False
     is_released: bool = False
     carry: Carry | None = None
     """Of a generation whose late samples go on in the next call of its line."""
-    _left_of_group: dict[int, int] = field(default_factory=dict)
-    _unsettled: set[int] = field(default_factory=set)
+    _unsettled: set[int] | None = None
     """Rows before the earliest failure that may still fail."""
-    follows: set[int] = field(default_factory=set)
+    follows: frozenset[int] = frozenset()
     """Calls that must be over, well or not, before it may start: they read what it overwrites."""
-    _minibatch_of: dict[int, int] = field(default_factory=dict)
     _unit_by_row: dict[int, int] = field(default_factory=dict)
-    _by_prompt: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _prompt_of: dict[int, int] = field(default_factory=dict)
+
+    # Of a generation alone.
+    out_at: dict[str, int] = field(init=False)
+    """Worker -> samples that it has."""
+    hungry: list[int] = field(init=False)
+    """Places of workers that may still want rows: a heap."""
+    sated: set[int] = field(init=False)
+    """Places of those that want none, as they are now."""
+    num_whole: int = field(init=False)
+    """If it is cut: groups of which all samples are done."""
 
     def __post_init__(self) -> None:
+        self.is_generation = self.call.engine == "rollout"
         self.is_update = self.call.engine == "train" and self.call.method == "update"
         self.is_union = self.call.options.get("gives") == "concat"
         """Its rows are those of all its inputs; else they are those of the first, and the others have these too."""
+        if self.is_generation:
+            self.out_at, self.hungry, self.sated, self.num_whole = {}, [], set(), 0
+            self._left_of_group: dict[int, int] = {}
+            self._by_prompt: dict[int, tuple[int, ...]] = {}
+            self._prompt_of: dict[int, int] = {}
 
     @property
     def is_over(self) -> bool:
@@ -104,20 +105,19 @@ class CallState:
 
     def failed_at(self, row: int, error: M2FlowError, passed: Iterable[int]) -> None:
         """A task failed at this row, after others that were well. What comes after the row need not be tried any more."""
-        passed = list(passed)
-        self.passed.update(passed)
-        self._unsettled.difference_update(passed)
+        self.passed = self.passed.union(passed)
         if self.failure is None or row < self.failure[0]:
             self.failure = (row, error)
             self.ready = deque(ready for ready in self.ready if ready < row)
-            settled = self.done | self.dropped | self.passed
-            self._unsettled = {before for before in self.ids if before < row and before not in settled}
+            self._unsettled = {before for before in self.ids if before < row} - self.done - self.dropped
+        if self._unsettled is not None:
+            self._unsettled -= self.passed
 
     def turned_out(self, done: Iterable[int], dropped: Iterable[int]) -> None:
         """These rows are done, and these the call dropped."""
         self.done.update(done)
         self.dropped.update(dropped)
-        if self._left_of_group:
+        if self.is_generation and self._left_of_group:
             for row in done:
                 key = group_key(row)
                 self._left_of_group[key] -= 1
@@ -181,7 +181,7 @@ class CallState:
         """These rows of one aligned input are there. Those that this call does not work on don't matter."""
         if not self.is_prepared:
             return
-        if self.call.engine == "rollout":
+        if self.is_generation:
             for row in ids:
                 # A refill's last call has judged some groups that it does not give; an over-sampled generation has made some.
                 self._offer(self._by_prompt.get(row, ()))
@@ -230,10 +230,9 @@ class CallState:
     def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
         """The rows are known: set up the units, and for a generation which rows come from which prompt."""
         self.ids, self.is_prepared = ids, True
-        is_rollout = self.call.engine == "rollout"
-        if not self.call.drops and self.refill is None and not (is_rollout and is_cut(self.call.options)):
+        if not self.call.drops and self.refill is None and not (self.is_generation and is_cut(self.call.options)):
             self.result = ids
-        if is_rollout:
+        if self.is_generation:
             n = len(self.ids) // max(len(prompts), 1)
             self._by_prompt = {p: tuple(self.ids[k * n : k * n + n]) for k, p in enumerate(prompts)}
             self._prompt_of = {row: p for p, rows in self._by_prompt.items() for row in rows}
@@ -243,11 +242,13 @@ class CallState:
         num_inputs = 1 if self.is_union else len(self.aligned_inputs)
         if self.stage.unit == "sample" and not self.is_update:
             self._unit_by_row = dict(zip(ids, ids, strict=True))
+            self.missing: dict[int, int] = {}
             if num_inputs > 1 or self.call.engine == "train":  # Else each row is ready when it comes.
-                self.units = {row: (row,) for row in ids}
+                self.units: dict[int, tuple[int, ...]] = {row: (row,) for row in ids}
                 self.missing = dict.fromkeys(ids, num_inputs)
             return
-        self._minibatch_of = self._minibatches(ids) if self.stage.unit == "minibatch" and not self.is_update else {}
+        if self.stage.unit == "minibatch" and not self.is_update:
+            self._minibatch_of = self._minibatches(ids)
         self._unit_by_row = {row: self._unit_of(row) for row in ids}
         units: dict[int, list[int]] = {}
         for row, unit in self._unit_by_row.items():
