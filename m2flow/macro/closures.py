@@ -182,7 +182,12 @@ def _gather_function(function: types.FunctionType, leaves: list[object], seen: s
 
 
 def _all(values: Iterable[object], leaves: list[object], seen: set[int]) -> bool:
-    return all(_gather(value, leaves, seen) for value in values)
+    for value in values:  # A loop, since every call of the program comes by here.
+        if type(value) in _ATOMS:
+            leaves.append(value)
+        elif not _gather(value, leaves, seen):
+            return False
+    return True
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

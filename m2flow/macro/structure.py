@@ -28,7 +28,7 @@ def shape_of(call: Call) -> Shape:
         call.role,
         call.method,
         call.engine,
-        call.granularity.value,
+        call.granularity,
         call.is_aligned,
         tuple([name for name, _ in call.inputs]),
         tuple([effect.resource for effect in call.reads]),

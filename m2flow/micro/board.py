@@ -77,7 +77,8 @@ class Board:
         written = self.versions.written_for(call) if call.reads else []
         needs = {*inputs, *[c for e, version, c in written if version <= e.first]}
         others = {c for _, _, c in written} - needs
-        if call.carries_from is not None:
+        is_generation = call.engine == "rollout"
+        if is_generation and call.carries_from is not None:
             others.add(call.carries_from)
         aligned = tuple([c for c in inputs if self.calls[c].call.is_aligned])
         waits_for = {c for c in needs.difference(aligned) if not self._is_done(c)}
@@ -94,9 +95,10 @@ class Board:
             for followed in state.follows:
                 self._followers.setdefault(followed, []).append(state)
         self.versions.add(state, self._is_done)
-        self.may_keep = self.may_keep or keeps_cache(call.options)
-        if carries(call.options):
-            self.lines.added(state)
+        if is_generation:
+            self.may_keep = self.may_keep or keeps_cache(call.options)
+            if carries(call.options):
+                self.lines.added(state)
         failed = [self._errors[c] for c in needs | others if c in self._errors] if self._errors else []
         if failed:
             root, error = min(failed, key=lambda found: found[0])
@@ -192,7 +194,7 @@ class Board:
             for verdict, judged in ((True, rows), (False, gone)):
                 if state.call.drops and judged and not state.is_over:
                     self.refills.judge(state, judged, verdict)
-        elif is_cut(state.call.options) and state.failure is None:
+        elif state.is_generation and state.failure is None and is_cut(state.call.options):
             self.cut(state)
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
             self.complete(state, None)
@@ -221,7 +223,7 @@ class Board:
 
     def complete(self, state: CallState, value: object) -> None:
         """A call is done."""
-        state.is_done = True
+        state.is_done = state.is_over = True
         state.value = value
         self.versions.done(state.call)
         if state.is_update:
@@ -279,7 +281,7 @@ class Board:
             return
         self._errors[ordinal] = (root, error)
         if known is None:
-            state.is_failed = True
+            state.is_failed = state.is_over = True
             self._leave(state)
             self.abandon(state)
             self._waiting_for.pop(ordinal, None)

@@ -11,21 +11,14 @@ from __future__ import annotations
 import functools
 import pickle
 import types
-from dataclasses import dataclass
 
 import cloudpickle
 
 from m2flow.errors import TraceError
+from m2flow.macro.capture import Snapshot
 from m2flow.macro.graph import Call, Effect, Granularity, Ref, Site
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
-
-
-@dataclass(frozen=True)
-class _ByValue:
-    """Something of the user's."""
-
-    body: bytes
 
 
 def call_body(call: Call) -> bytes:
@@ -33,36 +26,57 @@ def call_body(call: Call) -> bytes:
     Raises:
         TraceError: something in the call can't be sent to another process.
     """
-    site = call.site
+    plain: dict[str, object] = {}
+    by_value: dict[str, bytes] = {}
+    """What is the user's, and functions that are the same for call after call."""
     try:
-        options = {
-            name: value if type(value) in _ATOMS or _is_plain(value) else _ByValue(cloudpickle.dumps(value))
-            for name, value in call.options.items()
-            if name != "rows"
-        }
+        for name, value in call.options.items():
+            if type(value) in _ATOMS:
+                plain[name] = value
+            elif isinstance(value, Snapshot) and value.is_fixed:
+                by_value[name] = _body_of(value)
+            elif name == "rows":
+                pass
+            elif _is_plain(value):
+                plain[name] = value
+            else:
+                by_value[name] = cloudpickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TraceError(
             f"{call.name} can't be sent to a worker: {error}",
-            where=site.describe(),
+            where=call.site.describe(),
             now="Its function captures a lock, a file, a generator or the like. Make that inside the function.",
         ) from None
     return pickle.dumps(
         (
-            (call.ordinal, call.role, call.method, call.engine, call.granularity.value),
-            tuple([(name, ref.call) for name, ref in call.inputs]),
-            options,
-            tuple([(effect.resource, effect.version, effect.oldest) for effect in call.reads]),
-            tuple([(effect.resource, effect.version) for effect in call.writes]),
-            (site.file, site.line, site.text, site.path),
-            (call.step, call.is_aligned),
+            (call.ordinal, call.role, call.method, call.engine, str(call.granularity)),
+            [(name, ref.call) for name, ref in call.inputs],
+            plain,
+            by_value,
+            [(effect.resource, effect.version, effect.oldest) for effect in call.reads],
+            [(effect.resource, effect.version) for effect in call.writes],
+            _site_body(call.site),
+            call.step,
+            call.is_aligned,
         ),
         pickle.HIGHEST_PROTOCOL,
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _site_body(site: Site) -> bytes:
+    """A line makes call after call."""
+    return pickle.dumps((site.file, site.line, site.text, site.path), pickle.HIGHEST_PROTOCOL)
+
+
+@functools.lru_cache(maxsize=256)
+def _body_of(function: Snapshot) -> bytes:
+    return pickle.dumps(function, pickle.HIGHEST_PROTOCOL)
+
+
 def call_of(body: bytes) -> Call:
     """The call that `call_body` wrote; its functions are new ones each time, with captures of their own."""
-    (ordinal, role, method, engine, granularity), inputs, options, reads, writes, site, (step, is_aligned) = pickle.loads(body)
+    (ordinal, role, method, engine, granularity), inputs, plain, by_value, reads, writes, site, step, is_aligned = pickle.loads(body)
     return Call(
         ordinal=ordinal,
         role=role,
@@ -70,17 +84,13 @@ def call_of(body: bytes) -> Call:
         engine=engine,
         granularity=Granularity(granularity),
         inputs=tuple((name, Ref(made)) for name, made in inputs),
-        options={name: pickle.loads(value.body) if isinstance(value, _ByValue) else value for name, value in options.items()},
+        options=plain | {name: pickle.loads(value) for name, value in by_value.items()},
         reads=tuple(Effect(*effect) for effect in reads),
         writes=tuple(Effect(*effect) for effect in writes),
-        site=Site(*site),
+        site=Site(*pickle.loads(site)),
         step=step,
         is_aligned=is_aligned,
     )
-
-
-def _portable(value: object) -> object:
-    return value if _is_plain(value) else _ByValue(cloudpickle.dumps(value))
 
 
 def _is_plain(value: object) -> bool:

@@ -15,7 +15,7 @@ from m2flow.micro.decisions import Stretch
 from m2flow.observe.spans import SpanBlock
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The root of all of them."""
 
 

@@ -55,6 +55,8 @@ class Scheduler:
             board.add_call(event.call, event.stage)
         elif isinstance(event, Released):
             board.release(event.call)
+            board.forget_unreachable()
+            return board.commands
         elif isinstance(event, Sourced):
             board.sourced(board.calls[event.call], event.ids, event.num_tokens)
         else:

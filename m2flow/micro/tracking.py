@@ -64,6 +64,8 @@ class CallState:
     """Rows that turned out well in a task that failed at a later one."""
     is_done: bool = False
     is_failed: bool = False
+    is_over: bool = False
+    """Done or failed."""
     is_released: bool = False
     carry: Carry | None = None
     """Of a generation whose late samples go on in the next call of its line."""
@@ -93,10 +95,6 @@ class CallState:
             self._left_of_group: dict[int, int] = {}
             self._by_prompt: dict[int, tuple[int, ...]] = {}
             self._prompt_of: dict[int, int] = {}
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_done or self.is_failed
 
     @property
     def bases(self) -> tuple[int, ...]:

@@ -16,10 +16,13 @@ class Whereabouts:
 
     def made(self, call: int, rows: Iterable[int], owner: str, sent_to: Iterable[str]) -> None:
         """These rows are at `owner`, and on their way to the others."""
-        rows = list(rows)
-        self._owners.setdefault(call, {}).update(dict.fromkeys(rows, owner))
-        for place in {owner, *sent_to}:
-            self._at(call, place).update(rows)
+        owners = self._owners.get(call)
+        if owners is None:
+            owners = self._owners[call] = {}
+        made = dict.fromkeys(rows, owner)
+        owners.update(made)
+        for place in dict.fromkeys((owner, *sent_to)):
+            self._at(call, place).update(made)
 
     def introduce(self, call: int, place: str) -> None:
         """A place learns what the call is, and must be told when to forget that."""
@@ -28,11 +31,13 @@ class Whereabouts:
     def send(self, call: int, rows: Iterable[int], to: str) -> dict[str, list[int]]:
         """Who has to send which of these rows, so that all are at `to`. They count as there from now on."""
         there = self._at(call, to)
+        missing = [row for row in rows if row not in there]
+        if not missing:
+            return {}
         owners = self._owners.get(call, {})
         by_owner: dict[str, list[int]] = {}
-        for row in rows:
-            if row not in there:
-                by_owner.setdefault(owners[row], []).append(row)
+        for row in missing:
+            by_owner.setdefault(owners[row], []).append(row)
         for sent in by_owner.values():
             there.update(sent)
         return by_owner
@@ -50,4 +55,10 @@ class Whereabouts:
         return list(self._places.pop(call, {}))
 
     def _at(self, call: int, place: str) -> set[int]:
-        return self._places.setdefault(call, {}).setdefault(place, set())
+        places = self._places.get(call)
+        if places is None:
+            places = self._places[call] = {}
+        there = places.get(place)
+        if there is None:
+            there = places[place] = set()
+        return there
