@@ -158,6 +158,7 @@ class Planned(Timed):
 
     def __init__(self, num_blocks: int, *, is_timed: bool = False) -> None:
         super().__init__()
+        self._is_timed = is_timed
         self._clock: Callable[[], float] = time.process_time if is_timed else float
         cluster = ClusterSpec(
             cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), functions=FunctionSpec(workers=2)
@@ -205,6 +206,11 @@ class Planned(Timed):
         super().end_step(step)
 
     def _handle(self, event: Event) -> None:
+        if not self._is_timed:
+            for command in self._scheduler.handle(event):
+                if isinstance(command, Send) and command.worker != CONTROLLER:
+                    self._send(command.worker, command.message)
+            return
         start = self._clock()
         commands = self._scheduler.handle(event)
         between = self._clock()

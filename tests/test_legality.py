@@ -169,10 +169,12 @@ def batch_barrier(patch: Patch) -> None:
     """All rows are one unit, but what is there of it is handed out."""
     whole = CallState.arrived
 
-    def arrived(self: CallState, ids: list[int], num_tokens: dict[int, int]) -> None:
-        whole(self, ids, num_tokens)
+    def arrived(self: CallState, ids: list[int], num_tokens: dict[int, int]) -> bool:
+        has_more = whole(self, ids, num_tokens)
         if self.stage.unit == "batch" and self.call.engine == "function" and ids and not self.ready:
             self.ready = deque(sorted(ids))
+            return True
+        return has_more
 
     patch.setattr(CallState, "arrived", arrived)
 

@@ -83,9 +83,9 @@ def rows_from_outside_count(patch: Patch) -> None:
     """A row that a call does not work on counts for its first unit."""
     whole = CallState.arrived
 
-    def arrived(self: CallState, ids: list[int], num_tokens: Mapping[int, int]) -> None:
+    def arrived(self: CallState, ids: list[int], num_tokens: Mapping[int, int]) -> bool:
         known = [row if row in self._unit_by_row else next(iter(self._unit_by_row)) for row in ids] if self._unit_by_row else ids
-        whole(self, known, num_tokens)
+        return whole(self, known, num_tokens)
 
     patch.setattr(CallState, "arrived", arrived)
 

@@ -201,12 +201,15 @@ def _in_order(signature: inspect.Signature) -> tuple[str, ...] | None:
     """The parameters of a function that takes each by position, none of them a generator of ours; None if there are others."""
     known = _names_in_order.get(id(signature))
     if known is None:
+        if len(_names_in_order) >= _MOST_KNOWN:
+            _names_in_order.clear()
         parameters = signature.parameters
         is_plain = RNG not in parameters and all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
         known = _names_in_order[id(signature)] = signature, tuple(parameters) if is_plain else None
     return known[1]
 
 
+_MOST_KNOWN = 4096
 _names_in_order: dict[int, tuple[inspect.Signature, tuple[str, ...] | None]] = {}
 """By the id of a signature, which is held so that no id is given anew: its hash would be made of all its parameters."""
 

@@ -82,6 +82,8 @@ class Captures:
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[list[object], Snapshot]] = {}
         """By the ids of the code in it: the last snapshot that can be used again, and what was captured."""
+        self._inert: set[type] = set()
+        """Classes whose instances are neither functions nor containers."""
 
     def options(self, options: Mapping[str, object], site: Site) -> dict[str, object]:
         """The options of a call, so that nothing that is done to them later reaches it.
@@ -93,6 +95,11 @@ class Captures:
 
     def take(self, value: object, site: Site) -> object:
         """One option: functions in it as snapshots, containers copied, all else as it is."""
+        kind = type(value)
+        if kind is types.FunctionType:
+            return self._function(value, site)  # type: ignore[arg-type]
+        if kind in self._inert:
+            return value
         match value:
             case Snapshot() | type() | str() | int() | float() | None:
                 return value
@@ -102,12 +109,15 @@ class Captures:
                 return type(value)([item if type(item) in _PLAIN else self.take(item, site) for item in value])
             case set() | bytearray() | np.ndarray():
                 return copy.deepcopy(value)
-        names = _fields(type(value))  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
+        names = _fields(kind)  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
         if names is not None:
             held = ((name, getattr(value, name)) for name in names)
             changed = {name: taken for name, item in held if callable(item) and (taken := self.take(item, site)) is not item}
             return dataclasses.replace(value, **changed) if changed else value  # type: ignore[type-var]
-        return self._function(value, site) if callable(value) else value
+        if callable(value):
+            return self._function(value, site)
+        self._inert.add(kind)
+        return value
 
     def _function(self, function: Callable[..., object], site: Site) -> Callable[..., object]:
         if isinstance(function, types.FunctionType | types.BuiltinFunctionType) and _is_librarys(function):

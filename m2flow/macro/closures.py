@@ -126,9 +126,12 @@ def fixed_leaves(function: object) -> list[object] | None:
 
 
 def is_same(leaves: list[object], others: list[object]) -> bool:
-    return len(leaves) == len(others) and all(
-        a is b or (type(a) is type(b) and type(a) in (int, str, bytes) and a == b) for a, b in zip(leaves, others, strict=True)
-    )
+    if len(leaves) != len(others):
+        return False
+    for a, b in zip(leaves, others, strict=True):
+        if a is not b and not (type(a) is type(b) and type(a) in (int, str, bytes) and a == b):
+            return False
+    return True
 
 
 def _gather(value: object, leaves: list[object], seen: set[int]) -> bool:

@@ -188,8 +188,8 @@ class Board:
         state.num_tokens.update(fresh)
         self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
         for user in list(state.users.values()):
-            user.arrived(rows, state.num_tokens)
-            self._rows_came(user)
+            if user.arrived(rows, state.num_tokens):
+                self._rows_came(user)
         if state.refill is not None:
             for verdict, judged in ((True, rows), (False, gone)):
                 if state.call.drops and judged and not state.is_over:

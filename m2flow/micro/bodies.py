@@ -63,10 +63,19 @@ def call_body(call: Call) -> bytes:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def _site_body(site: Site) -> bytes:
-    """A line makes call after call."""
-    return pickle.dumps((site.file, site.line, site.text, site.path), pickle.HIGHEST_PROTOCOL)
+    """A line makes call after call, all with one site."""
+    known = _sites.get(id(site))
+    if known is None:
+        if len(_sites) >= _MOST_SITES:
+            _sites.clear()
+        known = _sites[id(site)] = site, pickle.dumps((site.file, site.line, site.text, site.path), pickle.HIGHEST_PROTOCOL)
+    return known[1]
+
+
+_MOST_SITES = 4096
+_sites: dict[int, tuple[Site, bytes]] = {}
+"""By the id of a site, which is held so that no id is given anew: its hash would be made of all its texts."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -72,7 +72,10 @@ class RolloutDesk:
 
     def loaded(self, worker: WorkerState, message: m.LoadWeights) -> None:
         held = self._held(message.role)
-        held[worker.held.get(message.role, 0)] -= 1
+        before = worker.held.get(message.role, 0)
+        held[before] -= 1
+        if not held[before]:
+            del held[before]
         held[message.version] += 1
         worker.held[message.role] = message.version
         self._board.waking.wake_trainers(message.role)
@@ -115,7 +118,7 @@ class RolloutDesk:
 
     def _oldest(self, role: str, but: WorkerState | None = None) -> int:
         """The oldest version that a rollout engine of the role holds, if there is one, of others than `but`."""
-        held = +self._held(role)
+        held = self._held(role)
         mine = but.held.get(role, 0) if but is not None and role in but.roles["rollout"] else None
         return min((version for version, count in held.items() if count > (version == mine)), default=ANY_VERSION)
 

@@ -155,14 +155,16 @@ class Scheduler:
 
     def _give_work(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""
-        leases: dict[str, Lease] = {}
-        while (worker := self._board.waking.next()) is not None:
-            self._dispatch(worker)
-            if worker.lease is not None:
-                leases[worker.lease.name] = worker.lease
+        waking = self._board.waking
+        if waking.has_any:
+            leases: dict[str, Lease] = {}
+            while (worker := waking.next()) is not None:
+                self._dispatch(worker)
+                if worker.lease is not None:
+                    leases[worker.lease.name] = worker.lease
+            for lease in leases.values():
+                self._hand_over(lease)
         self._functions.hand_out()
-        for lease in leases.values():
-            self._hand_over(lease)
 
     def _dispatch(self, worker: WorkerState) -> None:
         """Give a worker all that it can take now."""

@@ -175,19 +175,20 @@ class CallState:
         self.ready.extendleft(reversed(rows))
         self.num_begun -= len(rows)
 
-    def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> None:
-        """These rows of one aligned input are there. Those that this call does not work on don't matter."""
+    def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> bool:
+        """These rows of one aligned input are there; whether a task may have more now. Rows that it does not work on don't matter."""
         if not self.is_prepared:
-            return
+            return False
         if self.is_generation:
             for row in ids:
                 # A refill's last call has judged some groups that it does not give; an over-sampled generation has made some.
                 self._offer(self._by_prompt.get(row, ()))
-            return
+            return bool(self.ready)
         units, tokens, missing = self._unit_by_row, self.num_tokens, self.missing
         if not missing:
             self._offer([row for row in ids if row in units])
-            return
+            return bool(self.ready)
+        has_more = False
         for row in ids:
             unit = units.get(row)
             if unit is None:
@@ -197,6 +198,8 @@ class CallState:
             missing[unit] -= 1
             if missing[unit] == 0:
                 self._complete(unit)
+                has_more = True
+        return has_more
 
     def _complete(self, unit: int) -> None:
         rows = self.units[unit]

@@ -80,6 +80,11 @@ class Waking:
         state.hungry = [worker.place for worker in self.hosts("rollout", state.call.role)]
         state.sated.clear()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether somebody may have to be asked."""
+        return bool(self._awake or self._came)
+
     def next(self) -> WorkerState | None:
         """Who is to be asked now; what it was given is in the states when this is called again."""
         if self._offered is not None:
