@@ -27,7 +27,7 @@ from m2flow.micro.search.workload import Workload
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
 
-DEFAULT_LATENCY_S = (0.0001, 0.0005, 0.001, 0.002, 0.01)
+DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
 """Of a reward or an op of which the spec says nothing: a rule that checks a text, now and then slowly. An estimate."""
 
 _P = ParamSpec("_P")
