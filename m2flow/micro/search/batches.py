@@ -13,6 +13,7 @@ promises it can keep, and for a convex release (a long tail, all samples running
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,9 +147,13 @@ class Batch:
         longest = float(np.mean([draw.responses.max(initial=0) for draw in self.draws]))
         return np.asarray((ways.step_s + ways.sample_s * share) * longest)
 
-    def first_chunk_s(self, ways: Instances, groups_in_chunk: int) -> FloatArray:
-        """L of the straight release that is nowhere earlier than the true one, in chunks of whole groups."""
-        return np.asarray(np.mean([_chord(draw.releases_s(ways), groups_in_chunk) for draw in self.draws], axis=0))
+    def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
+        """[ways, chunks]: when the straight release begins that is nowhere earlier than the true one, in chunks of whole groups."""
+        found = []
+        for draw in self.draws:
+            releases_s = draw.releases_s(ways)
+            found.append(np.stack([_chord(releases_s, groups) for groups in groups_in_chunk], axis=1))
+        return np.asarray(np.mean(found, axis=0))
 
 
 def _cut(responses: IntArray, limit: int) -> IntArray:

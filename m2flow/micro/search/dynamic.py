@@ -22,7 +22,6 @@ from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.calls import Cut
 from m2flow.micro.search.composing import Times, in_turns, side_by_side, through_functions, zero_times
 from m2flow.micro.search.fronts import FloatArray, Front, IntArray, codes, gathered, pruned, spread
-from m2flow.micro.search.leaves import leaf_times
 from m2flow.micro.search.limits import Limits
 from m2flow.micro.search.memory import Memory, memory_slack
 from m2flow.micro.search.options import Option
@@ -134,7 +133,7 @@ class Solver:
         options = problem.options.of[engine]
         if not options:
             return self._nothing()
-        leaf = leaf_times(members, options, problem.costs, problem.batches, problem.most_chunks)
+        leaf = problem.leaf(calls)
         self._chunks[calls] = leaf.chunks
         num_options, num_chunks = leaf.times.shape[:2]
         which = np.repeat(np.arange(num_options), num_chunks)

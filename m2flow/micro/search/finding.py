@@ -19,7 +19,7 @@ from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.search.advising import advice_of, bounds_of, why_lost
 from m2flow.micro.search.batches import Draws
-from m2flow.micro.search.choice import Choice, Loser, Mode
+from m2flow.micro.search.choice import Bound, Choice, Loser, Mode
 from m2flow.micro.search.dynamic import SPLIT, TURNS, Solver, Tables, TooLarge
 from m2flow.micro.search.limits import Limits
 from m2flow.micro.search.problem import Problem
@@ -31,6 +31,8 @@ from m2flow.spec import ClusterSpec
 
 _MANY_DEVICES = 32
 """Units of devices above which a grid of counts is searched."""
+_MOST_DEVICES = 512
+"""Units above which the first plan found will do."""
 _MOST_CHUNKS = 4
 _ROWS, _MORE_ROWS = 16, 64
 """Of a front, in a quick search; where memory is short, fronts need more of them, and where devices are few there is time for it."""
@@ -50,6 +52,8 @@ class Found:
     places: Places
     step_s: float
     is_exact: bool
+    bounds: tuple[Bound, ...]
+    """Of all options that were looked at."""
 
     @property
     def mode(self) -> Mode:
@@ -72,7 +76,7 @@ def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpe
     found = best_plan(problem)
     search_s = time.perf_counter() - started
     seats, parts = seats_of(found.node, found.places), parts_of(problem, found.node)
-    bounds = bounds_of(found.problem)
+    bounds = found.bounds
     gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in bounds), default=0.0))
     return Choice(
         flow=workload.flow,
@@ -98,17 +102,19 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
     Raises:
         PlanError: there is none.
     """
-    is_small = _num_units(problem) <= _MANY_DEVICES
+    units = _num_units(problem)
+    is_small = units <= _MANY_DEVICES
     rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, None if is_small else grid_of(problem), _MOST_CHUNKS)
     rough.check()
     slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
+    bounds = bounds_of(rough)
     thin(rough, slack_s)
     quick = None
     for rows in (_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
         known_s = quick.step_s if quick else np.inf
-        more = _best_of(Solver(rough, known_s, slack_s=slack_s, most_rows=rows, hows=hows).solve(), is_exact=False)
+        more = _best_of(Solver(rough, known_s, slack_s=slack_s, most_rows=rows, hows=hows).solve(), bounds, is_exact=False)
         quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
-        if quick and (rows == _MORE_ROWS or not is_small):
+        if quick and (rows == _MORE_ROWS or units > _MOST_DEVICES):
             break
     exact = _exact(problem, quick, hows) if is_small else None
     found = exact or quick
@@ -120,6 +126,7 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
 def _exact(problem: Problem, quick: Found | None, hows: Sequence[int]) -> Found | None:
     """None where that is too much work, or nothing is better and nothing is known."""
     full = Problem(problem.workload, problem.lengths, problem.costs, problem.spec)
+    bounds = bounds_of(full)
     is_all = thin(full)
     if sum(map(len, full.options.of.values())) > _MOST_OPTIONS:
         return None
@@ -127,15 +134,15 @@ def _exact(problem: Problem, quick: Found | None, hows: Sequence[int]) -> Found 
         tables = Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows).solve()
     except TooLarge:
         return None
-    return _best_of(tables, is_exact=is_all)
+    return _best_of(tables, bounds, is_exact=is_all)
 
 
-def _best_of(tables: Tables, *, is_exact: bool) -> Found | None:
+def _best_of(tables: Tables, bounds: tuple[Bound, ...], *, is_exact: bool) -> Found | None:
     try:
         node, places, loss_s = best_of(tables)
     except PlanError:
         return None
-    return Found(tables.problem, node, places, step_s(tables.problem, node), is_exact and not loss_s)
+    return Found(tables.problem, node, places, step_s(tables.problem, node), is_exact and not loss_s, bounds)
 
 
 def best_of(tables: Tables) -> tuple[Node, Places, float]:

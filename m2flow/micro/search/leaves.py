@@ -105,9 +105,8 @@ def _generate(call: CallLoad, engine: EngineId, options: Sequence[Option], chunk
     total = batch.rollout_s(ways)
     last = np.minimum(total, batch.last_sample_s(ways))
     found = np.empty((len(options), len(chunks), TIMES))
-    for i, chunk in enumerate(chunks):
-        first = batch.first_chunk_s(ways, -(-chunk // call.num_per_prompt))
-        found[:, i] = np.stack([first, total, last], axis=-1)
+    found[..., 0] = batch.first_chunks_s(ways, [-(-chunk // call.num_per_prompt) for chunk in chunks])
+    found[..., 1], found[..., 2] = total[:, None], last[:, None]
     return found
 
 

@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 
 from m2flow.micro.search.fronts import FloatArray
-from m2flow.micro.search.leaves import leaf_times
 from m2flow.micro.search.problem import Problem
 
 
@@ -33,7 +32,7 @@ class Limits:
         for call in problem.graph.device_calls:
             assert call.engine is not None
             options = problem.options.of[call.engine]
-            times = leaf_times((call,), options, problem.costs, problem.batches, problem.most_chunks).times
+            times = problem.leaf(problem.graph.bits[call.name]).times
             work = times[..., 1] * np.array([option.num_devices for option in options])[:, None]
             found.append([times[..., 0].min(), times[..., 1].min(), times[..., 2].min(), work.min()])
         return np.array(found)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from m2flow.micro.costs.terms import Costs, EngineId, Footprint, Layout
 from m2flow.spec import ClusterSpec, PinSpec
 
+_FREE_PIN = PinSpec()
+
 
 @dataclass(frozen=True)
 class Option:
@@ -65,7 +67,7 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
             for num in _counts(unit, size.num_devices, counts[pool] if counts else None):
                 if not _count_allowed(num, pin):
                     continue
-                layouts = [layout for layout in costs.layouts(engine, pool, num) if _layout_allowed(layout, pin)]
+                layouts = [layout for layout in costs.layouts(engine, pool, num) if pin is _FREE_PIN or _layout_allowed(layout, pin)]
                 on_device = [layout for layout in layouts if not layout.offload]
                 before = len(found.of[engine])
                 for some in (on_device, [layout for layout in layouts if layout.offload]):
@@ -105,6 +107,8 @@ def _add_unfit(found: Options, engine: EngineId, pool: str, num_devices: int, co
 
 def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
     """What the spec fixes for an engine: `policy.rollout` before `policy`, field by field."""
+    if engine.role not in spec.pin and str(engine) not in spec.pin:
+        return _FREE_PIN
     both, own = spec.pin.get(engine.role, PinSpec()), spec.pin.get(str(engine), PinSpec())
     layout = both.layout.model_copy(update=own.layout.model_dump(exclude_none=True))
     fixed = {name: value for name, value in own.model_dump(exclude={"layout"}).items() if value is not None}

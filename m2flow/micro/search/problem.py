@@ -8,7 +8,7 @@ that it matters to are inside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -17,10 +17,11 @@ import msgspec
 
 from m2flow.errors import PlanError
 from m2flow.micro.costs.shortage import no_room
-from m2flow.micro.costs.terms import Costs, EngineId
+from m2flow.micro.costs.terms import Costs, EngineId, Layout
 from m2flow.micro.search.batches import Batch, Draws
 from m2flow.micro.search.calls import CallGraph, Cut
 from m2flow.micro.search.composing import FunctionTimes, function_times
+from m2flow.micro.search.leaves import LeafTimes, leaf_times
 from m2flow.micro.search.options import Option, Options, is_allowed, options_of
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.spec import ClusterSpec
@@ -66,7 +67,8 @@ class Problem:
     """Device counts to try, by pool; None: all."""
     most_chunks: int = 0
     """Chunk sizes to try for a leaf; 0: all."""
-    _syncs_s: dict[tuple[str, Option, Option, bool], float] = field(default_factory=dict)
+    _leaves: dict[int, LeafTimes] = field(default_factory=dict)
+    _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Engines that only other steps need have a place too: calls of no sample stand for them."""
@@ -107,6 +109,23 @@ class Problem:
     @cached_property
     def options(self) -> Options:
         return options_of(self.workload.engines, self.costs, self.spec, self.counts)
+
+    def leaf(self, calls: int) -> LeafTimes:
+        """Times of calls of one engine, for all of its options."""
+        if calls not in self._leaves:
+            members = self.graph.members(calls)
+            engine = members[0].engine
+            assert engine is not None
+            self._leaves[calls] = leaf_times(members, self.options.of[engine], self.costs, self.batches, self.most_chunks)
+        return self._leaves[calls]
+
+    def keep(self, rows: Mapping[EngineId, Sequence[int]]) -> None:
+        """Leave only these options of each engine."""
+        for calls, leaf in self._leaves.items():
+            (engine,) = self.graph.engines(calls)
+            self._leaves[calls] = LeafTimes(leaf.chunks, leaf.times[rows[engine]])
+        kept = {engine: [options[i] for i in rows[engine]] for engine, options in self.options.of.items()}
+        self.options = Options(kept, self.options.unfit)
 
     def slowdowns(self, cut: Cut) -> tuple[float, float]:
         """How many times as long the two sides take while both work: on one host, engines of different kinds get into each other's way."""
@@ -175,7 +194,7 @@ class Problem:
     def sync_s(self, sync: Sync, source: Option, target: Option, *, is_turns: bool) -> float:
         """Seconds a step. On the same devices if they take turns and have equally many of one pool."""
         is_same = is_turns and source.pool == target.pool and source.num_devices == target.num_devices
-        key = (sync.role, source, target, is_same)
+        key = (sync.role, source.pool, source.layout, target.pool, target.layout, is_same)
         if key not in self._syncs_s:
             one = self.costs.sync_s(sync.role, (source.pool, source.layout), (target.pool, target.layout), is_same_devices=is_same)
             self._syncs_s[key] = one * sync.times

@@ -12,14 +12,13 @@ import numpy as np
 
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.fronts import FloatArray, unbeaten
-from m2flow.micro.search.leaves import leaf_times
 from m2flow.micro.search.memory import memory_slack
-from m2flow.micro.search.options import Option, Options
+from m2flow.micro.search.options import Option
 from m2flow.micro.search.problem import Problem
 
 _MOST_PAIRS = 4000
 """Pairs of options up to which all syncs are compared."""
-_FEW = 3
+_FEW = 1
 
 
 def thin(problem: Problem, slack_s: float = 0.0) -> bool:
@@ -33,16 +32,14 @@ def thin(problem: Problem, slack_s: float = 0.0) -> bool:
     for engine, options in problem.options.of.items():
         syncs, is_all = _syncs(problem, engine)
         is_exact &= is_all
-        kept[engine] = [options[i] for i in _needed(problem, engine, options, syncs, slack_s)] if len(options) > 1 else options
-    problem.options = Options(kept, problem.options.unfit)
+        kept[engine] = _needed(problem, engine, options, syncs, slack_s) if len(options) > 1 else list(range(len(options)))
+    problem.keep(kept)
     return is_exact
 
 
 def _needed(problem: Problem, engine: EngineId, options: list[Option], syncs: FloatArray, slack_s: float) -> list[int]:
-    calls = problem.graph.members(problem.calls_of(engine))
-    times = [
-        leaf_times((call,), options, problem.costs, problem.batches, problem.most_chunks).times.reshape(len(options), -1) for call in calls
-    ]
+    calls = [problem.graph.bits[call.name] for call in problem.graph.members(problem.calls_of(engine))]
+    times = [problem.leaf(call).times.reshape(len(options), -1) for call in calls]
     nums = np.array([[option.num_devices] for option in options], np.float64)
     bytes_ = np.array([[o.kept_bytes, o.footprint.device_bytes, o.host_bytes] for o in options], np.float64)
     values = np.concatenate([nums, bytes_, *times, syncs], axis=1)
