@@ -17,7 +17,7 @@ from m2flow.micro.rollouts.lengths import Correlation, IntArray, Lengths
 from m2flow.micro.simulation.machines import Machine, machines_of
 from m2flow.micro.simulation.program import follow_program
 from m2flow.micro.simulation.report import Report, RunTotals, report_of, totals_of
-from m2flow.micro.simulation.run import History
+from m2flow.micro.simulation.run import Failure, History
 from m2flow.micro.simulation.simulate import simulate
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 
@@ -121,12 +121,13 @@ def ran(
     seed: int = 0,
     seated: Callable[[Plan], Plan] = lambda plan: plan,
     kept: Mapping[str, float] | None = None,
+    failures: Sequence[Failure] = (),
 ) -> Ran:
     options = dict(options or {})
     program = follow_program(of, options, steps=num_steps, seed=seed)
     plan = seated(lower(program.graph, program.models, spec))
     machines = machines_of(plan, spec, costs)
-    simulated = simulate(program, plan, spec, costs, lengths, seed=seed, kept=kept)
+    simulated = simulate(program, plan, spec, costs, lengths, seed=seed, kept=kept, failures=failures)
     overlaps = program.staleness > 0
     report = report_of(simulated, machines, overlaps=overlaps)
     return Ran(simulated.history, machines, report, totals_of(report, simulated.history, machines, overlaps=overlaps), plan)

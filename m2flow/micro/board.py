@@ -17,6 +17,7 @@ from m2flow.micro.abilities import keeps_caches
 from m2flow.micro.carrying import Lines
 from m2flow.micro.events import CONTROLLER, Command, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.leases import Lease
+from m2flow.micro.losing import without
 from m2flow.micro.open_calls import OpenCalls
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.queue import StartQueue
@@ -50,6 +51,8 @@ class Board:
             if w.lease:
                 self.leases[w.lease].join(w.name, frozenset(slot.kind for slot in w.engines))
         self.tasks = Tasks(self.workers)
+        self.has_lost = False
+        """Some worker is gone."""
         self.may_keep = False
         """Some generation lets weights change under its samples."""
         self.waking = Waking(self.workers)
@@ -73,6 +76,9 @@ class Board:
 
     def add_call(self, call: Call, stage: Stage) -> CallState:
         """Take a call in: find what it waits for, and count what is there already."""
+        lost = {worker.name for worker in self.workers.values() if worker.is_lost} if self.has_lost else set()
+        if lost:
+            stage = without(stage, lost)
         inputs = [ref.call for _, ref in call.inputs]
         written = self.versions.written_for(call) if call.reads else []
         needs = {*inputs, *[c for e, version, c in written if version <= e.first]}
@@ -423,6 +429,23 @@ class Board:
             if task.engine != "function" or worker.lease is not None:
                 self.waking.wake(worker)
         return task
+
+    # A worker is lost (`m2flow.micro.losing`)
+
+    def give_back(self, state: CallState, rows: list[int]) -> None:
+        """Rows that a task had can be handed out again."""
+        if rows:
+            state.give_back(rows)
+            self.open.reopen(state)
+            self._may_go(state)
+
+    def consumers(self, ordinal: int) -> list[CallState]:
+        """The calls, not over, that take a call's result."""
+        return list(self.calls[ordinal].users.values()) if ordinal in self.calls else []
+
+    def rows_lost(self, worker: str) -> dict[int, list[int]]:
+        """By call, the rows that only this worker had."""
+        return self._rows.lost(worker)
 
     def has_tasks(self, state: CallState) -> bool:
         """Whether a worker still has something of a call."""

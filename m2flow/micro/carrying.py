@@ -124,6 +124,13 @@ class Lines:
             state.carry.stopped[row] = Stopped(state.call.ordinal, min(stretch.version for stretch in stretches))
         self._board.rows_stopped(state, worker, message.ids)
 
+    def lost(self, rows: Iterable[int]) -> None:
+        """The tokens so far of these samples are gone: they begin anew."""
+        for state in self._open:
+            for row in rows:
+                if state.carry is not None and state.carry.stopped.pop(row, None) is not None:
+                    state.carry.oldest.pop(row, None)
+
     def task_ended(self, ordinal: int) -> None:
         """A task of a call has ended: perhaps the last that kept the next call from taking over."""
         following = self._next.get(ordinal)

@@ -48,7 +48,13 @@ class FromWorker(msgspec.Struct, frozen=True):
     message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed
 
 
-Event = CallAdded | Sourced | Wanted | Released | FromWorker
+class WorkerLost(msgspec.Struct, frozen=True):
+    """A worker is gone, with all that it had. What it says from now on does not count."""
+
+    worker: str
+
+
+Event = CallAdded | Sourced | Wanted | Released | FromWorker | WorkerLost
 
 
 class Send(msgspec.Struct, frozen=True):

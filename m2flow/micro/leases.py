@@ -63,6 +63,17 @@ class Lease:
         self._asked = set(first)
         return first
 
+    @property
+    def moving_to(self) -> str:
+        """The kind that is about to have the devices; empty if they stay."""
+        return self._moving_to
+
+    def left(self, worker: str) -> Sequence[str]:
+        """A worker is gone; the workers to tell now."""
+        self._kinds.pop(worker, None)
+        self._asked_next = tuple(name for name in self._asked_next if name != worker)
+        return self.answered(worker) if worker in self._asked else ()
+
     def answered(self, worker: str) -> Sequence[str]:
         """A worker has switched; the workers to tell now."""
         self._asked.discard(worker)

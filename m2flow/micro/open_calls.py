@@ -27,6 +27,14 @@ class OpenCalls:
             self._open.setdefault(state.call.role, {})[state.call.ordinal] = state
             self.changed(state.call.role)
 
+    def reopen(self, state: CallState) -> None:
+        """A call has something to hand out again."""
+        if state.call.engine == "rollout":
+            known = self._open.setdefault(state.call.role, {})
+            known[state.call.ordinal] = state
+            self._open[state.call.role] = dict(sorted(known.items()))
+            self.changed(state.call.role)
+
     def start(self, state: CallState) -> bool:
         """A call waits for nothing any more; False if that was known."""
         started = self._started.setdefault((state.call.engine, state.call.role), [])

@@ -42,7 +42,7 @@ class _Pool:
         for level, heap in enumerate(self._levels):
             while heap:
                 worker = self._workers[heap[0]]
-                if worker.num_tasks["function"] == level:
+                if worker.num_tasks["function"] == level and not worker.is_lost:
                     return worker
                 self._listed[level].discard(heapq.heappop(heap))
         return None

@@ -83,6 +83,21 @@ class RolloutDesk:
         if message.manifest is not None:
             self._num_loads[message.role] -= 1
 
+    def lost(self, worker: WorkerState) -> None:
+        """A worker is gone: nobody waits for it to take weights."""
+        for role in worker.roles["rollout"]:
+            held = self._held(role)
+            held[worker.held.get(role, 0)] -= 1
+            held[ANY_VERSION] += 1
+            worker.held[role] = ANY_VERSION
+            self._loading.discard((worker.name, role))
+            self._board.waking.wake_trainers(role)
+
+    def unloaded(self, message: m.LoadWeights) -> None:
+        """A load will not happen."""
+        if message.manifest is not None:
+            self._num_loads[message.role] -= 1
+
     def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
         first = self._first(role)
         if (worker.name, role) in self._loading:

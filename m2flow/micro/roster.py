@@ -45,3 +45,4 @@ class WorkerState:
     """What its tasks are, in words, and how many of them."""
     sated_of: list[CallState] = field(default_factory=list)
     """Generations of which it wants no more rows, as it is now (`m2flow.micro.waking`)."""
+    is_lost: bool = False

@@ -15,9 +15,10 @@ from typing import Protocol
 from m2flow.errors import error_from_record
 from m2flow.micro import messages as m
 from m2flow.micro.board import Board
-from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Sourced
+from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
 from m2flow.micro.function_desk import FunctionDesk
 from m2flow.micro.leases import Lease
+from m2flow.micro.losing import lose
 from m2flow.micro.plan import Plan
 from m2flow.micro.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.roster import TaskState, WorkerState
@@ -50,7 +51,8 @@ class Scheduler:
         board = self._board
         board.commands = []
         if isinstance(event, FromWorker):
-            self._from_worker(event.worker, event.message)
+            if not board.workers[event.worker].is_lost:
+                self._from_worker(event.worker, event.message)
         elif isinstance(event, CallAdded):
             board.add_call(event.call, event.stage)
         elif isinstance(event, Released):
@@ -59,8 +61,10 @@ class Scheduler:
             return board.commands
         elif isinstance(event, Sourced):
             board.sourced(board.calls[event.call], event.ids, event.num_tokens)
-        else:
+        elif isinstance(event, Wanted):
             board.want(board.calls[event.call])
+        else:
+            self._lost(board.workers[event.worker])
         self._give_work()
         board.forget_unreachable()
         return board.commands
@@ -153,6 +157,16 @@ class Scheduler:
             case _:
                 pass
 
+    def _lost(self, worker: WorkerState) -> None:
+        """A worker is gone; a lease that it was about to hand over does not wait for it."""
+        lose(self._board, self._rollout, worker.name)
+        lease = worker.lease
+        if lease is not None:
+            to = lease.moving_to
+            self._tell_to_switch(lease.left(worker.name), to)
+            if to and not lease.is_moving:
+                self._board.waking.wake_all(self._board.workers[name] for name in lease.workers)
+
     def _give_work(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""
         waking = self._board.waking
@@ -173,6 +187,8 @@ class Scheduler:
 
     def _offer(self, worker: WorkerState) -> Offer | None:
         """The next thing that a worker could do: of all that it hosts, or of the kind that has its lease."""
+        if worker.is_lost:
+            return None
         for kind, desk in self._desks_of[worker.place]:
             if kind == "function" or worker.lease is None or worker.lease.is_of(kind):
                 offer = desk.offer(worker)

@@ -43,6 +43,10 @@ class Tasks:
             if rows:
                 state.out_at[worker.name] = state.out_at.get(worker.name, 0) + rows
 
+    def of(self, worker: str) -> list[tuple[int, TaskState]]:
+        """What a worker has, the oldest first."""
+        return [(number, task) for number, task in self._tasks.items() if task.worker == worker]
+
     def generated(self, number: int, num_rows: int) -> WorkerState | None:
         """Samples of a generation do not run any more; where."""
         task = self._tasks.get(number)

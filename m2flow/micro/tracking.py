@@ -271,5 +271,38 @@ class CallState:
         self._left_of_group = {key: len(rows) - len(self.done.intersection(rows)) for key, rows in groups.items()}
         self.num_whole = sum(1 for left in self._left_of_group.values() if not left)
 
+    # A worker is lost (`m2flow.micro.losing`)
+
+    def undone(self, rows: Sequence[int]) -> None:
+        """Rows that were done are gone."""
+        self.done.difference_update(rows)
+        for row in rows if self.is_generation and self._left_of_group else ():
+            key = group_key(row)
+            self.num_whole -= not self._left_of_group[key]
+            self._left_of_group[key] += 1
+
+    def may_need(self, row: int) -> bool:
+        """Whether it has yet to work on this row of an input."""
+        if not self.is_prepared:
+            return True
+        if self.is_generation:
+            return not self.done.issuperset(self._by_prompt.get(row, ()))
+        return row in self._unit_by_row and row not in self.done and row not in self.dropped
+
+    def departed(self, rows: Iterable[int]) -> None:
+        """Rows of an input that had come in, and that no task of this call has, are gone, and will come in again."""
+        if not self.is_prepared:
+            return
+        gone: set[int] = set()
+        for row in rows:
+            if self.is_generation:
+                gone.update(self._by_prompt.get(row, ()))
+            elif not self.missing:
+                gone.add(row)
+            elif (unit := self._unit_by_row.get(row)) is not None:
+                gone.update(self.units[unit] if not self.missing[unit] else ())
+                self.missing[unit] += 1
+        self.ready = deque(row for row in self.ready if row not in gone)
+
     def prompts_of(self, rows: Iterable[int]) -> list[int]:
         return [self._prompt_of[row] for row in rows]

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
+from m2flow.errors import WorkerError
+from m2flow.micro.events import CONTROLLER
+from m2flow.samples import SampleId
+
+_AGAIN = "It can't be made again yet. Start the run anew."
+
 
 @final
 class Whereabouts:
@@ -37,6 +43,8 @@ class Whereabouts:
         owners = self._owners.get(call, {})
         by_owner: dict[str, list[int]] = {}
         for row in missing:
+            if row not in owners:
+                raise WorkerError(f"sample {SampleId.unpack(row)} was on a worker that is lost, and nowhere else", now=_AGAIN)
             by_owner.setdefault(owners[row], []).append(row)
         for sent in by_owner.values():
             there.update(sent)
@@ -48,6 +56,22 @@ class Whereabouts:
         for row in rows:
             found.setdefault(self._owners[call][row], []).append(row)
         return found
+
+    def lost(self, place: str) -> dict[int, list[int]]:
+        """A place is gone. Rows that it made are taken from another that has them; by call, those that no other has."""
+        alone: dict[int, list[int]] = {}
+        for call, owners in self._owners.items():
+            places = {name: rows for name, rows in self._places.get(call, {}).items() if name not in (place, CONTROLLER)}
+            for row in [row for row, owner in owners.items() if owner == place]:
+                other = next((name for name, rows in places.items() if row in rows), None)
+                if other is not None:
+                    owners[row] = other
+                else:
+                    del owners[row]
+                    alone.setdefault(call, []).append(row)
+        for known in self._places.values():
+            known.pop(place, None)
+        return alone
 
     def forget(self, call: int) -> list[str]:
         """Drop a call; the places that know of it."""

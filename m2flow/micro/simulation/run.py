@@ -33,6 +33,7 @@ from m2flow.micro.events import (
     Reject,
     Resolve,
     Send,
+    WorkerLost,
 )
 from m2flow.micro.lowering import Lowering
 from m2flow.micro.plan import Plan, Stage
@@ -51,6 +52,14 @@ from m2flow.micro.simulation.worker import VirtualWorker
 from m2flow.micro.staleness import window
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Machines fail: these workers are gone from then on."""
+
+    at_s: float
+    workers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ class Simulation:
         hop_s: Callable[[float, str, str], float],
         message_s: float = 0.0,
         slowdown: Slowdown = undisturbed,
+        failures: Iterable[Failure] = (),
     ) -> None:
         self.clock = Clock()
         self.drawn = drawn
@@ -134,6 +144,8 @@ class Simulation:
         ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
         self._driver = Driver(program, Lowering(plan, spec), ahead, self._handle, self._made)
         self._usage = Usage(machines, {name: pool.num_devices for name, pool in spec.pools.items()})
+        for failure in failures:
+            self.clock.at(failure.at_s, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
         self._message_s = message_s
         self._paces = Paces(undisturbed if spec.pools else slowdown, machines)
         self._said: deque[FromWorker] = deque()
@@ -352,6 +364,16 @@ class Simulation:
     def _end_periods(self) -> None:
         while self._at < len(self._periods):
             self._end_period()
+
+    def _fail(self, failure: Failure) -> None:
+        """Workers are gone, with all that they had; the scheduler is told."""
+        for name in failure.workers:
+            if not self._workers[name].is_lost:
+                self._workers[name].lose()
+                self.rows.lost(name)
+                self._usage.lost(name)
+        for name in failure.workers:
+            self._handle(WorkerLost(name))
 
     # Why devices are idle
 

@@ -7,7 +7,7 @@ A scenario is made once; its plan can be made anew for another cluster, mode or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -30,9 +30,11 @@ from m2flow.micro.search.dynamic import Solver
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.seats import mode_of, places_of, seats_of
 from m2flow.micro.search.trees import parts_of, tree_of
+from m2flow.micro.simulation.failing import failure_of
 from m2flow.micro.simulation.machines import Machine, machines_of
 from m2flow.micro.simulation.program import MOST_ASKED, Made, Program, follow_program
 from m2flow.micro.simulation.report import Report, RunTotals, report_of, totals_of
+from m2flow.micro.simulation.run import Failure
 from m2flow.micro.simulation.simulate import Simulated, simulate
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
@@ -121,14 +123,23 @@ class Scenario:
         check_edited(plan, fresh, self.spec)
         return fresh
 
-    def run(self, plan: Plan, costs: Costs | None = None) -> Outcome:
+    def failures(self, plan: Plan, texts: Sequence[str]) -> list[Failure]:
+        """From what a command line says: `NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`.
+
+        Raises:
+            OptionError: there is no such node or worker, or a text is none of these.
+        """
+        machines = machines_of(plan, self.spec, self.costs)
+        return [failure_of(text, machines, self.spec) for text in texts]
+
+    def run(self, plan: Plan, costs: Costs | None = None, failures: Sequence[Failure] = ()) -> Outcome:
         """Simulate by a plan.
 
         Raises:
             M2FlowError: the run fails. InternalError: it is faster than a bound.
         """
         costs = costs or self.costs
-        simulated = simulate(self.program, plan, self.spec, costs, self.lengths, seed=self.seed, kept=self.kept)
+        simulated = simulate(self.program, plan, self.spec, costs, self.lengths, seed=self.seed, kept=self.kept, failures=failures)
         machines = machines_of(plan, self.spec, costs)
         overlaps = self.program.staleness > 0
         report = report_of(simulated, machines, overlaps=overlaps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from m2flow.micro.costs.terms import Costs
@@ -12,7 +12,7 @@ from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.simulation.drawn import Drawn
 from m2flow.micro.simulation.machines import machines_of
 from m2flow.micro.simulation.program import Program
-from m2flow.micro.simulation.run import History, Simulation
+from m2flow.micro.simulation.run import Failure, History, Simulation
 from m2flow.spec import ClusterSpec
 
 
@@ -33,6 +33,7 @@ def simulate(
     *,
     seed: int = 0,
     kept: Mapping[str, float] | None = None,
+    failures: Iterable[Failure] = (),
 ) -> Simulated:
     """Run a program's steps on a virtual clock.
 
@@ -52,6 +53,7 @@ def simulate(
         function_cost=lambda call: costs.function(call.name),
         hop_s=costs.hop_s,
         message_s=costs.message_s(),
+        failures=failures,
         slowdown=lambda kind, beside: 1.0 if kind == "function" else costs.slowdown(kind, beside),
     )
     history = simulation.run()

@@ -9,7 +9,7 @@ devices of its kind at that moment, so causes are summed up once for all, and a 
     reward      waits for rewards or ops
     barrier     waits for a program that waits for a value, or for other devices of its kind
     credits     the memory for samples of steps under way is used up
-    switch, sync, unused
+    switch, sync, unused, failed
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from m2flow.micro.simulation.machines import Machine, kinds
 
 State = Literal["work", "switch", "sync"]
 STATES: tuple[State, ...] = ("work", "switch", "sync")
-CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "credits", "switch", "sync", "unused")
+CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "credits", "switch", "sync", "unused", "failed")
 
 
 @dataclass(eq=False)
@@ -42,6 +42,7 @@ class Cell:
     since_s: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     """Of the causes, when it became idle."""
+    is_lost: bool = False
 
     @property
     def state(self) -> str:
@@ -82,6 +83,12 @@ class Usage:
     def end(self, worker: str, state: State) -> None:
         self._change(worker, state, -1)
 
+    def lost(self, worker: str) -> None:
+        """The devices of a worker have failed."""
+        for cell in self._of_worker[worker]:
+            self._close(cell)
+            cell.is_lost = True
+
     def owned(self, worker: str, kind: str) -> None:
         """The devices of a worker belong to this kind of engine now."""
         for cell in self._of_worker[worker]:
@@ -107,8 +114,8 @@ class Usage:
         """Count what a cell has done up to now, and begin anew."""
         state, passed_s = cell.state, self._now_s - cell.since_s
         cell.since_s = self._now_s
-        if not cell.workers:
-            self._seconds["unused"] += passed_s * cell.num_devices
+        if cell.is_lost or not cell.workers:
+            self._seconds["failed" if cell.is_lost else "unused"] += passed_s * cell.num_devices
             return
         sums = self._sums[cell.kind]
         if state != "idle":

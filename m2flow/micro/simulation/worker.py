@@ -126,6 +126,8 @@ class VirtualWorker:
         self.is_lost = True
         self._queue.clear()
         lives = [life for _, left in self._generations.values() for life in left.values()]
+        for life in lives:
+            life.is_wasted = True
         self.decoding.give_up(lives, self._around.clock.now_s)
         self._around.generating(self.name, -len(lives))
         self._generations.clear()

@@ -1,0 +1,37 @@
+"""Failures as a command line names them: a node of a pool, or a worker, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from m2flow.errors import OptionError
+from m2flow.micro.simulation.machines import Machine
+from m2flow.micro.simulation.run import Failure
+from m2flow.spec import ClusterSpec
+
+
+def failure_of(text: str, machines: Mapping[str, Machine], spec: ClusterSpec) -> Failure:
+    """`NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`; a node takes all workers with it that have a device there.
+
+    Raises:
+        OptionError: there is no such node or worker, or the text is none of these.
+    """
+    who, at, when = text.rpartition("@")
+    try:
+        at_s = float(when)
+    except ValueError:
+        at_s = math.nan
+    if not at or not math.isfinite(at_s) or at_s < 0:
+        raise OptionError(f"--fail {text}: when?", now="Write --fail 3@120: node 3 after 120 seconds.")
+    if who in machines:
+        return Failure(at_s, (who,))
+    pool, _, node = who.rpartition(":")
+    pool = pool or next(iter(spec.pools), "")
+    if pool not in spec.pools or not node.isdigit() or int(node) >= spec.pools[pool].nodes:
+        there = ", ".join(f"{name}:0 to {name}:{found.nodes - 1}" for name, found in spec.pools.items())
+        raise OptionError(f"--fail {text}: there is no node or worker {who!r}", now=f"There are {there or ', '.join(machines)}.")
+    first = int(node) * spec.pools[pool].devices_per_node
+    stop = first + spec.pools[pool].devices_per_node
+    found = [m.worker for m in machines.values() if m.place and m.pool == pool and m.place.first < stop and first < m.place.stop]
+    return Failure(at_s, tuple(found))
