@@ -108,6 +108,10 @@ def test_where_the_longest_sample_decides_the_advice_says_so() -> None:
     assert "more rollout devices are waste" in at(256).advice
 
 
+def test_where_training_decides_no_advice_is_about_samples() -> None:
+    assert "sample" not in choice_of(modelled(256, median=2)).advice
+
+
 def test_longer_samples_never_make_a_bound_smaller() -> None:
     short, long = (choice_of(modelled(16, median=median)) for median in (2000, 4000))
     assert all(a.seconds <= b.seconds for a, b in zip(short.bounds, long.bounds, strict=True))

@@ -46,7 +46,9 @@ def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Seque
     by_name = {bound.name: bound.seconds for bound in bounds}
     best = max(by_name.values(), default=0.0)
     longest, work = by_name.get("longest sample", 0.0), by_name.get("work", 0.0)
-    if best and longest >= _MOSTLY * best and longest >= _MOSTLY * step_s:
+    generates = {call.name for call in problem.graph.device_calls if call.work == "generate"}
+    generating = sum(part.seconds for part in parts if part.on_critical_path and generates & set(part.what.split(" / ")[0].split(", ")))
+    if generating >= step_s / 2 and longest >= _MOSTLY * best and longest >= _MOSTLY * step_s:
         return (
             f"the longest sample is {longest / best:.0%} of the bound and {longest / step_s:.0%} of the step: more rollout devices are "
             f"waste; lower the cap, raise staleness, or raise TP{_tp_of(problem, node)}"
@@ -61,7 +63,7 @@ def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Seque
         return (
             f"{text}; switches and weight syncs take {moves / step_s:.0%}: memory to keep engines resident, or staleness, would save them"
         )
-    if longest >= 0.5 * step_s:
+    if generating >= step_s / 2 and longest >= step_s / 2:
         return f"{text}, and the longest sample alone is {longest / step_s:.0%}: lower the cap, raise staleness, or raise TP"
     if work and step_s > 2 * work:
         return f"{text}; all work together would take {work / step_s:.0%} of it if it were spread evenly: raise staleness, or batch more"
