@@ -17,8 +17,9 @@ from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.rollouts.bounds import k_longest_s
 from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.parametric import lognormal
+from m2flow.micro.search.advising import advice_of
 from m2flow.micro.search.batches import Draw, Instances
-from m2flow.micro.search.choice import Choice
+from m2flow.micro.search.choice import Bound, Choice, Part
 from m2flow.micro.search.finding import best_plan, find_plan
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.workload import CallLoad, Workload
@@ -109,7 +110,11 @@ def test_where_the_longest_sample_decides_the_advice_says_so() -> None:
 
 
 def test_where_training_decides_no_advice_is_about_samples() -> None:
-    assert "sample" not in choice_of(modelled(256, median=2)).advice
+    found = best_plan(modelled(16))
+    parts = Part("policy.generate", 2.0), Part("policy.update", 8.0)
+    bounds = (Bound("longest sample", 9.0),)  # With what must come after it.
+    assert advice_of(found.problem, found.node, parts, bounds).startswith("policy.update takes 80% of the step")
+    assert "waste" in advice_of(found.problem, found.node, (Part("policy.generate", 9.5), Part("policy.update", 0.5)), bounds)
 
 
 def test_longer_samples_never_make_a_bound_smaller() -> None:
