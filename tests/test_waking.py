@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_random_programs import _quick  # noqa: F401  # a fixture
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, steps
+from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, op, steps
 from m2flow.errors import InternalError
 from m2flow.micro.events import Command, Event
 from m2flow.micro.scheduler import Scheduler
@@ -116,6 +116,18 @@ def looks_back() -> None:
     log(before=reward.score(before).mean(), after=reward.score(after).mean())
 
 
+@op(granularity="group")
+def both(samples: list[Sample], again: list[Sample]) -> list[bool]:
+    return [a.id == b.id for a, b in zip(samples, again, strict=True)]
+
+
+@flow
+def twice() -> None:
+    """A call takes the same rows twice."""
+    responses = Policy("fake").generate(Dataset(ROWS).take(4), n=2, max_new_tokens=9)
+    log(same=both(responses, responses).map(float).mean())
+
+
 SPECS = [
     ClusterSpec(
         placement=placement,  # type: ignore[arg-type]
@@ -129,7 +141,7 @@ SPECS = [
 ]
 
 
-PROGRAMS = [behind, late, carried, refilled, in_turns, looks_back]
+PROGRAMS = [behind, late, carried, refilled, in_turns, looks_back, twice]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

@@ -86,7 +86,7 @@ class Board:
         is_generation = call.engine == "rollout"
         if is_generation and call.carries_from is not None:
             others.add(call.carries_from)
-        aligned = tuple([c for c in inputs if self.calls[c].call.is_aligned])
+        aligned = tuple([c for c in dict.fromkeys(inputs) if self.calls[c].call.is_aligned])
         waits_for = {c for c in needs.difference(aligned) if not self._is_done(c)}
         state = CallState(call, stage, [], waits_for, aligned, frozenset(others))
         self.calls[call.ordinal] = state
