@@ -108,3 +108,26 @@ def test_the_directory_is_a_run_that_others_open(flow_file, tmp_path):
     assert result.exit_code == 0, result.output
     again = CliRunner().invoke(cli, ["simulate", str(flow_file), "--lengths", "lognormal:median=40,sigma=0.7", "--out", str(out)])
     assert "is not empty" in again.output + str(again.exception)
+
+
+def test_on_devices_of_a_pool_a_comparison_has_both_turns_and_a_split_and_a_sweep_a_picture(flow_file, tmp_path):
+    spec = Path(__file__).parents[1] / "clusters" / "h100-8.yaml"
+    given = (flow_file, "--cluster", spec, "--shape", "policy=Qwen2.5-7B", "--lengths", "lognormal:median=400,sigma=0.7")
+    rows = json.loads(run(*given, "--compare", "--json"))
+    assert {"time-shared", "split", "as planned"} <= {row["placement"] for row in rows if row["staleness"] == 0}
+    points = json.loads(run(*given, "--sweep", "gpus=8..16", "--png", tmp_path / "sweep.png", "--json"))
+    assert [point["gpus"] for point in points] == [8, 16]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_samples_on_a_thousand_devices_keep_to_the_bounds(flow_file):
+    spec = Path(__file__).parents[1] / "clusters" / "h100-1024.yaml"
+    document = json.loads(
+        run(
+            *(flow_file, "--batch", "1024", "--steps", "1", "--json"),
+            *("--cluster", spec, "--shape", "policy=Qwen2.5-7B", "--lengths", "lognormal:median=16000,sigma=0.8,cap=32768"),
+        )
+    )
+    (step,) = document["steps"]
+    assert step["staleness"] == {"0": 2048}
+    assert step["makespan_s"] >= max(step["lower_bounds_s"].values()) * (1 - 1e-7)

@@ -7,29 +7,27 @@ A scenario is made once; its plan can be made anew for another cluster, mode or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
-import numpy as np
+import msgspec
 
+from m2flow.errors import PlanError, SpecError
 from m2flow.macro.exploring import explore, follow
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Effect, MacroGraph
 from m2flow.macro.known import Known
 from m2flow.micro.arithmetic import TRACED_STEPS
-from m2flow.micro.costs.terms import Costs
+from m2flow.micro.costs.terms import Costs, EngineId
 from m2flow.micro.lowering import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import Question, is_searched, question_of
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.search.choice import Choice, Mode
-from m2flow.micro.search.dynamic import Solver
-from m2flow.micro.search.problem import Problem
-from m2flow.micro.search.seats import mode_of, places_of, seats_of
-from m2flow.micro.search.trees import parts_of, tree_of
+from m2flow.micro.search.finding import find_plan
 from m2flow.micro.simulation.failing import failure_of
 from m2flow.micro.simulation.machines import Machine, machines_of
 from m2flow.micro.simulation.program import MOST_ASKED, Made, Program, follow_program
@@ -37,10 +35,7 @@ from m2flow.micro.simulation.report import Report, RunTotals, report_of, totals_
 from m2flow.micro.simulation.run import Failure
 from m2flow.micro.simulation.simulate import Simulated, simulate
 from m2flow.recipe import Model
-from m2flow.spec import ClusterSpec
-
-_MOST_TRIED = 2_000
-"""Rows of a search that are looked at for a plan of one mode."""
+from m2flow.spec import ClusterSpec, PinSpec
 
 
 @dataclass(frozen=True)
@@ -89,29 +84,18 @@ class Scenario:
         return self._lowered(self.spec, self.question.choose() if is_searched(self.spec) else None)
 
     def plans(self) -> dict[Mode, Plan]:
-        """The best plan of each mode that there is one of; a mode that is missing fits nowhere, or is not among the best rows."""
+        """The best plan of each mode: of what the search finds freely, with all engines on all devices, and with those that generate
+        apart from those that train, by eighths of the devices. A mode that is missing fits nowhere."""
         if not self.spec.pools:
             specs = {mode: self.spec.model_copy(update={"placement": mode}) for mode in ("time-shared", "split")}
             return {mode: self._lowered(spec, None) for mode, spec in specs.items()}  # type: ignore[misc]
-        problem = Problem(self.question.workload, self.lengths, self.costs, self.spec)
-        problem.check()
-        tables = Solver(problem).solve()
-        found: dict[Mode, Plan] = {}
-        for row in np.argsort(tables.steps_s, kind="stable")[:_MOST_TRIED]:
-            node = tree_of(tables, int(row))
-            places = places_of(problem, node)
-            if places is None:
-                continue
-            seats = seats_of(node, places)
-            mode = mode_of(seats)
-            if mode not in found:
-                parts = parts_of(problem, node)
-                predicted_s = sum(part.seconds for part in parts if part.on_critical_path)
-                choice = Choice(self.program.flow, self.spec.name, mode, seats, predicted_s, parts, (), True, 0.0, "", (), 0.0, {}, {})
-                found[mode] = self._lowered(self.spec, choice)
-            if len(found) == len(get_args(Mode)):
-                break
-        return found
+        best: dict[Mode, Choice] = {}
+        for spec in (self.spec, *_placements(self.spec, self.question.workload.engines)):
+            with contextlib.suppress(PlanError, SpecError):
+                found = find_plan(self.question.workload, self.lengths, self.costs, spec)
+                if found.mode not in best or found.predicted_step_s < best[found.mode].predicted_step_s:
+                    best[found.mode] = found
+        return {mode: self._lowered(self.spec, choice) for mode, choice in sorted(best.items(), reverse=True)}
 
     def pinned(self, plan: Plan) -> Plan:
         """A plan from a file, held against this flow.
@@ -183,9 +167,30 @@ def prepare(
     kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
 
     def ask(graph: MacroGraph, spec: ClusterSpec) -> Question:
-        return question_of(graph, exploration.models, spec, lengths=lengths, profile=profile)
+        question = question_of(graph, exploration.models, spec, lengths=lengths, profile=profile)
+        return _uncut(question) if question.lengths_are_known else question
 
     return Scenario(program, whole, ask(whole, spec), ask, exploration.models, seed, kept)
+
+
+def _placements(spec: ClusterSpec, engines: Sequence[EngineId]) -> Iterator[ClusterSpec]:
+    """The cluster with pins that force a placement, where the spec has none of its own."""
+    name, pool = max(spec.planned_pools.items(), key=lambda item: item[1].num_devices)
+    whole = pool.num_devices
+
+    def pinned(places: Mapping[str, tuple[int, int]]) -> ClusterSpec:
+        pins = {str(engine): PinSpec(pool=name, devices=places[engine.kind]) for engine in engines}
+        return spec.model_copy(update={"pin": {**pins, **spec.pin}})
+
+    yield pinned({"rollout": (0, whole), "train": (0, whole)})
+    for border in sorted({whole * eighths // 8 for eighths in range(1, 8)} - {0}):
+        yield pinned({"rollout": (0, border), "train": (border, whole)})
+
+
+def _uncut(question: Question) -> Question:
+    """Planned for the lengths as they are given, since those are simulated: `max_new_tokens` does not cut them again."""
+    calls = tuple(msgspec.structs.replace(call, max_new_tokens=0) for call in question.workload.calls)
+    return replace(question, workload=msgspec.structs.replace(question.workload, calls=calls))
 
 
 def _loosened(program: Program, staleness: int) -> Program:
