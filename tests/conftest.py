@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _MARKS = ("gpu", "slow")
 
@@ -25,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Account(config), "m2flow-account")
+    settings.register_profile("m2flow", deadline=None)  # How long a case takes says how busy the machine is.
+    settings.load_profile("m2flow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

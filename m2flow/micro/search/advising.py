@@ -37,7 +37,7 @@ def bounds_of(problem: Problem) -> tuple[Bound, ...]:
             k_longest = max(k_longest, around + float(batch.k_longest_s(ways).min()))
     found = [("longest sample", longest / steps), ("k-longest", k_longest / steps)] if longest else []
     found += [("work", limits.work_s()), ("critical path", limits.path_s() / steps)]
-    return tuple(Bound(name, seconds) for name, seconds in found)
+    return tuple(Bound(name, float(seconds)) for name, seconds in found)
 
 
 def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Sequence[Bound]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from m2flow.macro.graph import Call
 from m2flow.micro.rollouts.lengths import IntArray, Lengths
+from m2flow.recipe import Sampling
 from m2flow.samples import SampleId, keyed_bits
 
 
@@ -20,8 +21,11 @@ from m2flow.samples import SampleId, keyed_bits
 class Drawn:
     """Answers for every sample of a run."""
 
-    def __init__(self, lengths: Lengths, seed: int, *, kept: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, lengths: Lengths, seed: int, *, kept: Mapping[str, float] | None = None, trained: frozenset[str] = frozenset()
+    ) -> None:
         self._lengths = lengths
+        self._trained = trained
         self._seed = seed
         self._kept = kept or {}
         self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
@@ -36,6 +40,9 @@ class Drawn:
         assert isinstance(n, int)
         number = self._num_of_step[call.step] = self._num_of_step.get(call.step, -1) + 1
         prompts, responses = self._draw(max(call.step, 0), number if call.step >= 0 else number + 1, num_prompts, n)
+        sampling = call.options.get("sampling")
+        if self._trained and call.role not in self._trained and isinstance(sampling, Sampling):
+            responses = np.minimum(responses, sampling.max_new_tokens)
         self._by_call[call.ordinal] = prompts, responses
 
     def response_tokens(self, packed: int) -> int:

@@ -43,7 +43,8 @@ def simulate(
         M2FlowError: a call of it fails.
     """
     started = time.perf_counter()
-    drawn = Drawn(lengths, seed, kept=kept)
+    trained = frozenset(call.role for call in program.graph.calls if call.method == "update")
+    drawn = Drawn(lengths, seed, kept=kept, trained=trained)
     simulation = Simulation(
         program,
         plan,
