@@ -9,7 +9,7 @@ from m2flow.errors import M2FlowError
 from m2flow.micro import messages as m
 from m2flow.micro.events import Discarded
 from m2flow.micro.refilling import Refill, RefillEnd, ran_dry
-from m2flow.samples import SampleId, group_key
+from m2flow.samples import SampleId, by_group, group_key
 
 if TYPE_CHECKING:
     from m2flow.micro.board import Board
@@ -23,6 +23,8 @@ class Refills:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._members: dict[Refill, list[CallState]] = {}
+        self._failed: dict[int, dict[int, M2FlowError]] = {}
+        """Generate call -> its samples that can't be generated."""
 
     def join(self, state: CallState, num_candidates: int) -> Refill:
         """The refill that a call is part of: that of its input, or a new one."""
@@ -54,7 +56,17 @@ class Refills:
             return
         row = row if row in task.ids else min(task.ids)
         state.give_back([other for other in task.ids if group_key(other) != group_key(row)])
-        self.judge(state, [row], error)
+        self._failed.setdefault(state.call.ordinal, {})[row] = error
+        self.generated(state)
+
+    def generated(self, state: CallState) -> None:
+        """Judge the groups in which a sample can't be generated and all before it have turned out: the earliest counts."""
+        failed = self._failed.get(state.call.ordinal, {})
+        for rows in by_group(sorted(failed)).values():
+            first = rows[0]
+            before = range(first - SampleId.unpack(first).index, first)
+            if state.done.issuperset(before) and not state.is_over:
+                self.judge(state, [first], failed[first])
 
     def _end(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
         """Give up what still runs beyond what was needed, and let the calls of the refill end with what it gives."""
@@ -63,6 +75,7 @@ class Refills:
         if end.is_dry:
             judged, error = members[-1], ran_dry(members[-1].call, len(end.kept), end.last + 1)
         for member in members:
+            self._failed.pop(member.call.ordinal, None)
             member.result = [row for row in member.ids if SampleId.unpack(row).prompt in end.kept]
             member.ready.clear()
             if member is judged and error is not None:

@@ -1,7 +1,8 @@
 """How long each sample of a simulated run is: a pure function of the seed and of who it is, never of when or where it runs.
 
 The k-th step of the program is the k-th of the record where its groups fit (as many, of the same size), else groups are drawn from the
-distribution. What a trace says is taken as it is: a flow's own `max_new_tokens` does not cut it again.
+distribution. What a trace says is taken as it is: a flow's own `max_new_tokens` does not cut it again. But a model that is not trained (a
+judge) stops at its limit.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from m2flow.errors import PlanError, SpecError
 from m2flow.macro.exploring import explore, follow
 from m2flow.macro.flow import Flow
@@ -167,8 +165,7 @@ def prepare(
     kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
 
     def ask(graph: MacroGraph, spec: ClusterSpec) -> Question:
-        question = question_of(graph, exploration.models, spec, lengths=lengths, profile=profile)
-        return _uncut(question) if question.lengths_are_known else question
+        return question_of(graph, exploration.models, spec, lengths=lengths, profile=profile)
 
     return Scenario(program, whole, ask(whole, spec), ask, exploration.models, seed, kept)
 
@@ -185,12 +182,6 @@ def _placements(spec: ClusterSpec, engines: Sequence[EngineId]) -> Iterator[Clus
     yield pinned({"rollout": (0, whole), "train": (0, whole)})
     for border in sorted({whole * eighths // 8 for eighths in range(1, 8)} - {0}):
         yield pinned({"rollout": (0, border), "train": (border, whole)})
-
-
-def _uncut(question: Question) -> Question:
-    """Planned for the lengths as they are given, since those are simulated: `max_new_tokens` does not cut them again."""
-    calls = tuple(msgspec.structs.replace(call, max_new_tokens=0) for call in question.workload.calls)
-    return replace(question, workload=msgspec.structs.replace(question.workload, calls=calls))
 
 
 def _loosened(program: Program, staleness: int) -> Program:
