@@ -30,6 +30,8 @@ from m2flow.testing.fake_train import FakeTrain
 from m2flow.testing.random_programs import clusters, difference_of, eager_of, programs, timed_programs
 from m2flow.testing.world import run_planned
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 Case = tuple[p.Program, ClusterSpec, int]
 many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], derandomize=True, database=None)

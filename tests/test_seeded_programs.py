@@ -31,6 +31,8 @@ from m2flow.testing.programs import Program
 from m2flow.testing.random_programs import clusters, difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], derandomize=True, database=None)
 MOST_CASES = 600
