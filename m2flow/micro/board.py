@@ -197,10 +197,7 @@ class Board:
             if user.arrived(rows, state.num_tokens):
                 self._rows_came(user)
         if state.refill is not None:
-            self.refills.generated(state)
-            for verdict, judged in ((True, rows), (False, gone)):
-                if state.call.drops and judged and not state.is_over:
-                    self.refills.judge(state, judged, verdict)
+            self.refills.turned_out(state, rows, gone)
         elif state.is_generation and state.failure is None and is_cut(state.call.options):
             self.cut(state)
         elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):

@@ -57,9 +57,16 @@ class Refills:
         row = row if row in task.ids else min(task.ids)
         state.give_back([other for other in task.ids if group_key(other) != group_key(row)])
         self._failed.setdefault(state.call.ordinal, {})[row] = error
-        self.generated(state)
+        self._judge_failed(state)
 
-    def generated(self, state: CallState) -> None:
+    def turned_out(self, state: CallState, kept: Iterable[int], dropped: Iterable[int]) -> None:
+        """These rows of a call of a refill are done, or its call has dropped them."""
+        self._judge_failed(state)
+        for verdict, judged in ((True, kept), (False, dropped)):
+            if state.call.drops and judged and not state.is_over:
+                self.judge(state, judged, verdict)
+
+    def _judge_failed(self, state: CallState) -> None:
         """Judge the groups in which a sample can't be generated and all before it have turned out: the earliest counts."""
         failed = self._failed.get(state.call.ordinal, {})
         for rows in by_group(sorted(failed)).values():

@@ -180,6 +180,6 @@ class UpdateTally:
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
         result["response_length"] = num_tokens / max(num_sequences, 1)
         if self._rewards:
-            rewards = np.concatenate(self._rewards)
+            rewards = np.sort(np.concatenate(self._rewards))  # In the order of their coming, the last bit would be that order's.
             result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
         return result
