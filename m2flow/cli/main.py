@@ -9,7 +9,6 @@ A command's file is imported when it is called, not before, so `m2flow --help` a
 from __future__ import annotations
 
 import difflib
-import importlib
 import io
 import sys
 
@@ -17,6 +16,7 @@ import click
 
 from m2flow import __version__
 from m2flow.cli.failures import Failure, failure_of
+from m2flow.cli.lazy import LazyGroup
 from m2flow.errors import M2FlowError, RunInterrupted
 
 _COMMANDS = {
@@ -32,25 +32,13 @@ _COMMANDS = {
     "doctor": "Check what this machine has and what is missing.",
     "engines": "List the engines, what they can do, and which work here.",
 }
-"""Said here too, so that listing the commands imports none of them."""
 
 
-class Commands(click.Group):
+class Commands(LazyGroup):
     """The commands, each imported from a file of its name when it is needed."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        found = importlib.import_module(f"m2flow.cli.{cmd_name}").command
-        assert isinstance(found, click.Command)
-        return found
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+    lines = _COMMANDS
+    module = "m2flow.cli.{}"
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]

@@ -5,9 +5,9 @@ A first word that is no command's name is the target of `flow`, if there is such
 
 from __future__ import annotations
 
-import importlib
-
 import click
+
+from m2flow.cli.lazy import LazyGroup
 
 _COMMANDS = {
     "flow": "The steps of a flow, by the scheduler that would run them; the word may be left out.",
@@ -18,22 +18,11 @@ _COMMANDS = {
 _DEFAULT = "flow"
 
 
-class Simulations(click.Group):
+class Simulations(LazyGroup):
     """The commands of `simulate`, and one that needs no name."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        found = importlib.import_module(f"m2flow.cli.simulate_{cmd_name}").command
-        assert isinstance(found, click.Command)
-        return found
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+    lines = _COMMANDS
+    module = "m2flow.cli.simulate_{}"
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in _COMMANDS and _DEFAULT in _COMMANDS:

@@ -7,11 +7,13 @@ A plan is frozen data with a checker and a printed form; it serialises to JSON. 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from m2flow.errors import PlanError
+from m2flow.micro.columns import in_columns
 from m2flow.micro.search.choice import Choice
 
 
@@ -164,12 +166,8 @@ class Plan(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-def _table(rows: object) -> list[str]:
-    cells = [tuple(map(str, row)) for row in rows]  # type: ignore[attr-defined]
-    if not cells:
-        return ["  none"]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return ["  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+def _table(rows: Iterable[Sequence[object]]) -> list[str]:
+    return in_columns(rows) or ["  none"]
 
 
 def _slots(worker: WorkerPlan) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from m2flow.micro.columns import in_columns
 from m2flow.micro.search.choice import Choice, Seat
 
 _GIB = 2**30
@@ -15,10 +16,10 @@ _GIB = 2**30
 def explain(choice: Choice, *, has_terms: bool = False) -> str:
     """The plan in a screen of text; with `has_terms`, each constant of the cost model and where it is from as well."""
     lines = [f"placement of {choice.flow} on {choice.cluster}: {choice.mode}"]
-    lines += _table([_seat_row(seat) for seat in choice.seats])
+    lines += in_columns([_seat_row(seat) for seat in choice.seats])
     lines += ["", f"step: {seconds(choice.predicted_step_s)} predicted; {_bound(choice)}"]
     whole = choice.predicted_step_s or 1.0
-    lines += _table(
+    lines += in_columns(
         [
             (part.what, seconds(part.seconds), f"{part.seconds / whole:.0%}", "" if part.on_critical_path else "beside the others")
             for part in choice.parts
@@ -35,7 +36,7 @@ def explain(choice: Choice, *, has_terms: bool = False) -> str:
     lines += [f"search: {seconds(choice.search_s)}; {found}. {_sources(choice)}"]
     if has_terms:
         lines += ["", "terms"]
-        lines += _table([(name, f"{c.value:.4g} {c.unit}", c.source) for name, c in sorted(choice.constants.items())])
+        lines += in_columns([(name, f"{c.value:.4g} {c.unit}", c.source) for name, c in sorted(choice.constants.items())])
     return "\n".join(lines)
 
 
@@ -112,10 +113,3 @@ def _sources(choice: Choice) -> str:
     others = kinds.total() - kinds["measured"] - kinds["modelled"]
     counts = {"measured": kinds["measured"], "modelled": kinds["modelled"], "of data sheets and estimates": others}
     return "Terms: " + ", ".join(f"{number} {source}" for source, number in counts.items() if number) + "; --terms lists them."
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
