@@ -36,7 +36,7 @@ from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
 from m2flow.micro.costs.profile import Profile, read_profile
 from m2flow.micro.costs.profiled import ProfiledCosts
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
 from m2flow.micro.search.workload import workload_of
 from m2flow.micro.simulation.program import follow_program

@@ -31,9 +31,9 @@ from m2flow.channels.weights import Manifest
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
-from m2flow.micro.events import CallAdded, Command, Event, FromWorker, Released, Send, Sourced
-from m2flow.micro.lowering import Lowering, lower
-from m2flow.micro.scheduler import Scheduler
+from m2flow.micro.lowering.lower import Lowering, lower
+from m2flow.micro.scheduling.events import CallAdded, Command, Event, FromWorker, Released, Send, Sourced
+from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 

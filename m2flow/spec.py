@@ -1,6 +1,6 @@
 """The cluster spec and the run settings: what is there, and how a run is to be made. Never what it means (that is the flow's).
 
-clusters/laptop.yaml --load_cluster--> ClusterSpec --(m2flow.micro.lowering)--> Plan
+clusters/laptop.yaml --load_cluster--> ClusterSpec --(m2flow.micro.lowering.lower)--> Plan
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.macro.flow import Flow
 from m2flow.micro.costs.terms import Costs
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.rollouts.lengths import Correlation, IntArray, Lengths
 from m2flow.micro.simulation.machines import Machine, machines_of

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from m2flow.micro.ledger import read_samples
+from m2flow.micro.record.ledger import read_samples
 
 DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
 FAKES = "rollout: {engine: fake}\ntrain: {engine: fake}\n"
@@ -68,7 +68,7 @@ def workers(place: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "m2flow.micro.worker_process" in process.cmdline() and process.cwd() == str(place):
+            if "m2flow.micro.work.process" in process.cmdline() and process.cwd() == str(place):
                 found.append(process)
         except psutil.Error:
             continue

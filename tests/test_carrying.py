@@ -20,17 +20,18 @@ from m2flow.macro.late import num_late
 from m2flow.macro.recording import MemoryRecord, Recorder
 from m2flow.macro.replay import ReplayBackend
 from m2flow.macro.tracing import trace
-from m2flow.micro import carrying, performing
-from m2flow.micro.board import Board
-from m2flow.micro.carrying import Lines, chosen
-from m2flow.micro.events import Command, Expired
-from m2flow.micro.ledger import read_decisions, read_endings
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.lower import lower
+from m2flow.micro.record.ledger import read_decisions, read_endings
+from m2flow.micro.record.sample_book import SampleBook
 from m2flow.micro.run import Run
-from m2flow.micro.sample_book import SampleBook
-from m2flow.micro.scheduler import Scheduler
-from m2flow.micro.tracking import CallState
-from m2flow.micro.workbench import Workbench
+from m2flow.micro.scheduling import carrying
+from m2flow.micro.scheduling.board import Board
+from m2flow.micro.scheduling.carrying import Lines, chosen
+from m2flow.micro.scheduling.events import Command, Expired
+from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.work import performing
+from m2flow.micro.work.workbench import Workbench
 from m2flow.samples import SampleId, by_group, group_key
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing import world

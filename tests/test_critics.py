@@ -12,7 +12,7 @@ from m2flow.algorithms.gae import gae as gae_of_arrays
 from m2flow.algorithms.gae import gae_rows
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.tracing import trace
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.lower import lower
 from m2flow.samples import Batch, Ragged, make_ids
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters

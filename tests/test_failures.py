@@ -9,9 +9,9 @@ from simulated import Given, cluster, plain, ran, stale, zero
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.errors import OptionError, WorkerError
-from m2flow.micro import losing
 from m2flow.micro.costs.terms import DecodeCost, FunctionCost, PassCost, TrainCost
 from m2flow.micro.rollouts.lengths import parse_lengths
+from m2flow.micro.scheduling import losing
 from m2flow.micro.simulation.failing import failure_of
 from m2flow.micro.simulation.machines import Machine, Place
 from m2flow.micro.simulation.run import Failure

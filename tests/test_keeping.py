@@ -12,9 +12,11 @@ from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.engines.contract import Capabilities
 from m2flow.errors import InternalError, PlanError
 from m2flow.macro.tracing import trace
-from m2flow.micro import abilities, regrowing, rollout_desk
-from m2flow.micro.lowering import lower
-from m2flow.micro.workbench import Workbench
+from m2flow.micro.lowering import abilities
+from m2flow.micro.lowering.lower import lower
+from m2flow.micro.scheduling import rollout_desk
+from m2flow.micro.work import regrowing
+from m2flow.micro.work.workbench import Workbench
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer

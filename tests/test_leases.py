@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from test_same_answer import duet, everything, plain
 from test_scheduler import Rig
 
-from m2flow.micro import leases
 from m2flow.micro import messages as m
-from m2flow.micro.leases import Lease
 from m2flow.micro.plan import Plan
+from m2flow.micro.scheduling import leases
+from m2flow.micro.scheduling.leases import Lease
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 

@@ -14,8 +14,8 @@ from m2flow import Dataset, Policy, Reward, flow, steps
 from m2flow.errors import EngineError, InternalError
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
-from m2flow.micro.ledger import Ledger, read_samples, samples_digest
-from m2flow.micro.segments import SegmentWriter
+from m2flow.micro.record.ledger import Ledger, read_samples, samples_digest
+from m2flow.micro.record.segments import SegmentWriter
 from m2flow.samples import Batch, Ragged, Segment, make_ids
 
 few = settings(max_examples=12, deadline=None)

@@ -1,7 +1,7 @@
 """Each rule that the planner keeps is needed: without it, a legal-looking schedule of a small flow gives a wrong answer, or hangs.
 
-The rules are listed in `m2flow.micro.legality`. Each test breaks exactly one of them and tries a few clusters and orders of events;
-with the rule in place all of these agree with the eager interpreter.
+The rules are listed in `m2flow.micro.lowering.legality`. Each test breaks exactly one of them and tries a few clusters and orders of
+events; with the rule in place all of these agree with the eager interpreter.
 """
 
 import functools
@@ -16,12 +16,13 @@ from test_seeded_bugs import minibatches_by_arrival
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, op, steps
 from m2flow.macro.flow import Flow
-from m2flow.micro import board, legality, rollout_desk, tracking
 from m2flow.micro import messages as m
+from m2flow.micro.lowering import legality
 from m2flow.micro.plan import Stage
-from m2flow.micro.rollout_desk import RolloutDesk
-from m2flow.micro.tracking import CallState
-from m2flow.micro.versions import Versions
+from m2flow.micro.scheduling import board, rollout_desk, tracking
+from m2flow.micro.scheduling.rollout_desk import RolloutDesk
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.scheduling.versions import Versions
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer
 from m2flow.testing.random_programs import difference_of

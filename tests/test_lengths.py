@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import SpecError
-from m2flow.micro.ledger import Ledger
+from m2flow.micro.record.ledger import Ledger
 from m2flow.micro.rollouts.correlation import log_length_icc
 from m2flow.micro.rollouts.lengths import TRACES, Lengths, parse_lengths
 from m2flow.micro.rollouts.measured import Measured, read_trace

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
 from m2flow.errors import RewardError, TraceError
-from m2flow.micro.logbook import Logbook, Logged
+from m2flow.micro.record.logbook import Logbook, Logged
 from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.random_programs import clusters

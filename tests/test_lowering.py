@@ -13,9 +13,9 @@ from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, load
 from m2flow.errors import InternalError, PlanError
 from m2flow.macro.graph import Call, Granularity, MacroGraph, Ref
 from m2flow.macro.tracing import trace
-from m2flow.micro.legality import accumulation_unit, legal_stages
-from m2flow.micro.lowering import Lowering, lower
-from m2flow.micro.packing import cut
+from m2flow.micro.lowering.legality import accumulation_unit, legal_stages
+from m2flow.micro.lowering.lower import Lowering, lower
+from m2flow.micro.lowering.packing import cut
 from m2flow.micro.plan import EngineSlot, Plan, Route, Stage, WeightSync, WorkerPlan
 from m2flow.recipe import Sampling
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -444,6 +444,6 @@ def test_a_worker_is_found_by_its_name():
 def test_a_pass_that_reads_an_option_which_is_no_structure_is_told_so(monkeypatch):
     lowering, _, (_, generate) = first_two()
     for read in (lambda call: call.options["sampling"], lambda call: call.options.get("stream")):
-        monkeypatch.setattr("m2flow.micro.lowering.legal_stages", lambda graph, read=read: [read(call) for call in graph.calls])
+        monkeypatch.setattr("m2flow.micro.lowering.lower.legal_stages", lambda graph, read=read: [read(call) for call in graph.calls])
         with pytest.raises(InternalError, match="does not count as structure"):
             lowering.stages(MacroGraph("whole", (generate,)))

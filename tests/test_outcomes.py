@@ -11,7 +11,7 @@ from m2flow.errors import InternalError, RewardError, WorkerError
 from m2flow.macro.datasets import Dataset
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
-from m2flow.micro.outcomes import Outcomes
+from m2flow.micro.control.outcomes import Outcomes
 from m2flow.samples import Batch
 
 

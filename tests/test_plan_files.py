@@ -14,7 +14,7 @@ from m2flow import load_flow
 from m2flow.cli.main import cli
 from m2flow.errors import PlanError, SpecError
 from m2flow.macro.tracing import trace
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
 from m2flow.micro.run import Run

@@ -37,8 +37,8 @@ from m2flow.micro.costs.profile import (
 from m2flow.micro.costs.profiled import ProfiledCosts
 from m2flow.micro.costs.shapes import shape_named
 from m2flow.micro.costs.terms import EngineId, Footprint, Layout
-from m2flow.micro.ledger import Ledger, read_lengths
 from m2flow.micro.plan import EngineSlot, Plan, WeightSync, WorkerPlan
+from m2flow.micro.record.ledger import Ledger, read_lengths
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.store import TraceStore

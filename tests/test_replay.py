@@ -17,7 +17,7 @@ from m2flow.macro.graph import Call, Observation
 from m2flow.macro.recording import Around, MemoryRecord, Recorder, told
 from m2flow.macro.replay import ReplayBackend, replay, trains
 from m2flow.macro.session import Backend
-from m2flow.micro.records import read_record
+from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.answers import Answer

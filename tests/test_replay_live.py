@@ -15,8 +15,8 @@ from m2flow.macro.graph import Call
 from m2flow.macro.recording import Record
 from m2flow.macro.replay import ReplayBackend, nothing, prints_muted, trains
 from m2flow.macro.session import Backend
-from m2flow.micro.ledger import read_samples
-from m2flow.micro.records import read_record
+from m2flow.micro.record.flow_record import read_record
+from m2flow.micro.record.ledger import read_samples
 from m2flow.micro.run import Run, Summary
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec

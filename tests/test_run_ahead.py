@@ -9,9 +9,9 @@ import pytest
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
-from m2flow.micro.ledger import read_decisions
+from m2flow.micro.control.run_ahead import RunAhead
+from m2flow.micro.record.ledger import read_decisions
 from m2flow.micro.run import Run
-from m2flow.micro.run_ahead import RunAhead
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq import ZmqInbox, ZmqOutbox
-from m2flow.micro.ledger import read_samples
+from m2flow.micro.record.ledger import read_samples
 from m2flow.samples import Batch
 
 SCRIPT = Path(__file__).with_name("fault_run.py")

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.cli.main import cli
 from m2flow.errors import EngineError, OptionError, SpecError
+from m2flow.micro.record.sample_book import COLUMNS, SampleBook, export
 from m2flow.micro.run import Run
-from m2flow.micro.sample_book import COLUMNS, SampleBook, export
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))

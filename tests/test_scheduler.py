@@ -18,10 +18,22 @@ from m2flow.errors import EngineError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
-from m2flow.micro.events import CONTROLLER, CallAdded, Event, Forgotten, FromWorker, Reject, Released, Resolve, Send, Sourced, Wanted
-from m2flow.micro.lowering import Lowering, lower
+from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.plan import Plan, Stage
-from m2flow.micro.scheduler import Scheduler
+from m2flow.micro.scheduling.events import (
+    CONTROLLER,
+    CallAdded,
+    Event,
+    Forgotten,
+    FromWorker,
+    Reject,
+    Released,
+    Resolve,
+    Send,
+    Sourced,
+    Wanted,
+)
+from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.samples import Batch, group_key
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 

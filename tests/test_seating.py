@@ -6,9 +6,9 @@ import pytest
 
 from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import EngineId, Footprint, Layout
+from m2flow.micro.lowering.seating import seat_workers
 from m2flow.micro.plan import WorkerPlan
 from m2flow.micro.search.choice import Choice, Seat
-from m2flow.micro.seating import seat_workers
 from m2flow.spec import ClusterSpec, PoolSpec
 
 ROLLOUT, TRAIN = EngineId("policy", "rollout"), EngineId("policy", "train")

@@ -14,14 +14,15 @@ import pytest
 from test_same_answer import duet, everything, plain
 
 from m2flow.macro.flow import Flow
-from m2flow.micro import board, leases, performing, rollout_desk, roster, tracking, training, workbench
-from m2flow.micro.function_desk import FunctionDesk
-from m2flow.micro.rollout_desk import RolloutDesk
-from m2flow.micro.store import RowStore
-from m2flow.micro.tracking import CallState
-from m2flow.micro.updating import MicroBatch, MinibatchEnd, UpdateProgress
-from m2flow.micro.workbench import Workbench
-from m2flow.micro.worker import Worker
+from m2flow.micro.scheduling import board, leases, rollout_desk, roster, tracking
+from m2flow.micro.scheduling.function_desk import FunctionDesk
+from m2flow.micro.scheduling.rollout_desk import RolloutDesk
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.scheduling.updating import MicroBatch, MinibatchEnd, UpdateProgress
+from m2flow.micro.work import performing, training, workbench
+from m2flow.micro.work.store import RowStore
+from m2flow.micro.work.workbench import Workbench
+from m2flow.micro.work.worker import Worker
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world

@@ -16,12 +16,14 @@ from test_random_programs import _quick  # noqa: F401  # a fixture
 
 from m2flow.macro.graph import Call, Effect
 from m2flow.macro.session import Session
-from m2flow.micro import board, legality, placement, rollout_desk, training, workbench, worker
-from m2flow.micro.arguments import Arguments
-from m2flow.micro.decisions import Stretch, stretches_of
+from m2flow.micro.lowering import legality, placement
 from m2flow.micro.plan import Stage
-from m2flow.micro.tracking import CallState
-from m2flow.micro.versions import Versions
+from m2flow.micro.record.decisions import Stretch, stretches_of
+from m2flow.micro.scheduling import board, rollout_desk
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.scheduling.versions import Versions
+from m2flow.micro.work import training, workbench, worker
+from m2flow.micro.work.arguments import Arguments
 from m2flow.samples import Batch, Sample
 from m2flow.spec import ClusterSpec
 from m2flow.testing import programs as p

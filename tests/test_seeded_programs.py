@@ -18,12 +18,13 @@ from m2flow.engines.contract import Request
 from m2flow.errors import M2FlowError
 from m2flow.macro import datasets
 from m2flow.macro.graph import Call
-from m2flow.micro import board, performing
 from m2flow.micro import messages as m
-from m2flow.micro.refilling import Refill, RefillEnd
-from m2flow.micro.tracking import CallState
-from m2flow.micro.updating import UpdateProgress
-from m2flow.micro.versions import Versions
+from m2flow.micro.scheduling import board
+from m2flow.micro.scheduling.refilling import Refill, RefillEnd
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.scheduling.updating import UpdateProgress
+from m2flow.micro.scheduling.versions import Versions
+from m2flow.micro.work import performing
 from m2flow.samples import Batch, group_key, prompt_positions
 from m2flow.spec import ClusterSpec
 from m2flow.testing.answers import Answer

@@ -8,7 +8,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, loss, nll, ppo_clip, r
 from m2flow.errors import FlowLoadError, OptionError, TraceError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.lower import lower
 from m2flow.spec import LAPTOP
 
 ROWS = [{"prompt": f"{i}=", "target": str(i)} for i in range(8)]

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, log, nll, op, ppo_clip, steps
 from m2flow.macro.tracing import trace
-from m2flow.micro import rollout_desk, training, workbench
-from m2flow.micro.decisions import Decision, Stretch
-from m2flow.micro.train_desk import TrainDesk
-from m2flow.micro.versions import Versions
+from m2flow.micro.record.decisions import Decision, Stretch
+from m2flow.micro.scheduling import rollout_desk
+from m2flow.micro.scheduling.train_desk import TrainDesk
+from m2flow.micro.scheduling.versions import Versions
+from m2flow.micro.work import training, workbench
 from m2flow.samples import SampleId
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world

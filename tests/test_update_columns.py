@@ -13,7 +13,7 @@ from m2flow import Counts, Dataset, Loss, Policy, Reference, Reward, Sample, dis
 from m2flow.engines.contract import Sums
 from m2flow.errors import OpError, OptionError, TraceError
 from m2flow.macro.tracing import trace
-from m2flow.micro.training import UpdateTally
+from m2flow.micro.work.training import UpdateTally
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.random_programs import clusters

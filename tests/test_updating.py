@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.micro.packing import cut
-from m2flow.micro.updating import Group, MicroBatch, MinibatchEnd, UpdateProgress
+from m2flow.micro.lowering.packing import cut
+from m2flow.micro.scheduling.updating import Group, MicroBatch, MinibatchEnd, UpdateProgress
 
 relaxed = settings(deadline=None)
 

@@ -13,12 +13,12 @@ from test_same_answer import ROWS
 from m2flow import Dataset, Flow, Policy, Role, Sample, call, flow, log, op, steps
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.tracing import trace
-from m2flow.micro import legality, placement
 from m2flow.micro import messages as m
-from m2flow.micro.events import CallAdded, FromWorker, Send, Sourced
-from m2flow.micro.lowering import lower
-from m2flow.micro.scheduler import Scheduler
-from m2flow.micro.versions import Versions
+from m2flow.micro.lowering import legality, placement
+from m2flow.micro.lowering.lower import lower
+from m2flow.micro.scheduling.events import CallAdded, FromWorker, Send, Sourced
+from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.scheduling.versions import Versions
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer

@@ -14,9 +14,9 @@ from test_random_programs import _quick  # noqa: F401  # a fixture
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, op, steps
 from m2flow.errors import InternalError
-from m2flow.micro.events import Command, Event
-from m2flow.micro.scheduler import Scheduler
-from m2flow.micro.waking import Waking
+from m2flow.micro.scheduling.events import Command, Event
+from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.scheduling.waking import Waking
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.programs import Program

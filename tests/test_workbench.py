@@ -11,7 +11,7 @@ import pytest
 from m2flow.engines.contract import EngineSettings
 from m2flow.macro.graph import Call, Granularity, Site
 from m2flow.micro.plan import EngineSlot
-from m2flow.micro.workbench import Workbench
+from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Batch, Ragged, make_ids

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from m2flow.micro.launcher import make_keys
+from m2flow.micro.control.launcher import make_keys
 
 
 @click.command("keys")

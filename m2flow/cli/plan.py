@@ -20,12 +20,12 @@ from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.pinning import structure_of
 from m2flow.macro.replay import prints_muted
 from m2flow.macro.tracing import trace
-from m2flow.micro.arithmetic import TRACED_STEPS
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.arithmetic import TRACED_STEPS
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
 from m2flow.micro.planning import is_searched, question_of, with_shapes
-from m2flow.micro.records import read_record
+from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.search.explaining import as_document, explain
 from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
 

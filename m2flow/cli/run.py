@@ -77,8 +77,8 @@ def command(
     settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
-    from m2flow.micro.ledger import read_decisions
     from m2flow.micro.plan_file import read_plan
+    from m2flow.micro.record.ledger import read_decisions
     from m2flow.micro.run import Run
 
     if decisions is not None and not eager:
@@ -122,7 +122,7 @@ def command(
 
 def _prepare_environment(threads: int, *, deterministic: bool) -> None:
     """Set what the matrix libraries read when they are loaded. If the flow has loaded torch already, start this process anew."""
-    from m2flow.micro.launcher import engine_environment
+    from m2flow.micro.control.launcher import engine_environment
 
     wanted = engine_environment(threads, deterministic=deterministic)
     os.environ.update(wanted if deterministic else {name: value for name, value in wanted.items() if name not in os.environ})

@@ -9,7 +9,7 @@ import msgspec
 
 from m2flow.cli.rundirs import find_run
 from m2flow.errors import OptionError
-from m2flow.micro.sample_book import COLUMNS, Entry, SampleBook, export
+from m2flow.micro.record.sample_book import COLUMNS, Entry, SampleBook, export
 
 
 @click.command("samples")

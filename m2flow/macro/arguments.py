@@ -58,7 +58,7 @@ class Given:
     """A handle with rows, if there is one."""
 
     def options(self, session: Session, name: str) -> dict[str, object]:
-        """What the call's options say of them, for `m2flow.micro.arguments`."""
+        """What the call's options say of them, for `m2flow.micro.work.arguments`."""
         wants_random = any(argument.kind in ("random", "numpy") for argument in self.arguments)
         repeat = session.next_ordinal
         if wants_random and self.base is not None:

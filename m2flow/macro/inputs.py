@@ -1,7 +1,7 @@
 """What a role is, and what the calls of roles may be given.
 
 A `Wanted` says which handles fit an input. Whether the numbers behind a handle are of the right shape is seen where they are used
-(`m2flow.micro.training`): a trace has no values.
+(`m2flow.micro.work.training`): a trace has no values.
 """
 
 from __future__ import annotations

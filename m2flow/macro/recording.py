@@ -2,7 +2,7 @@
 
     flow --Session--> Recorder --> the backend that does the work
                          |
-                         +--> RecordWriter (`MemoryRecord`; on disk `m2flow.micro.records`)
+                         +--> RecordWriter (`MemoryRecord`; on disk `m2flow.micro.record.flow_record`)
 
 A call is remembered as the program wrote it (`CallRecord`), with the cursor and a checksum of the rows that a dataset gave; a look
 (`Look`) with where and why; a value once, however often it was looked at.

@@ -4,7 +4,7 @@
 
 The result is that of the plain loop which draws a prompt, answers it, scores the group and keeps it or not, until it has `count`
 of them: the first kept groups in the order of the source, whoever finished first. Prompts beyond the last one that was needed go back
-to the source. How many groups run ahead is the scheduler's choice (`m2flow.micro.refilling`), and changes nothing but time.
+to the source. How many groups run ahead is the scheduler's choice (`m2flow.micro.scheduling.refilling`), and changes nothing but time.
 
 Source:
     Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2 (dynamic sampling).

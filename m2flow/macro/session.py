@@ -4,7 +4,7 @@
 
 A session numbers the calls, knows each resource's version, and asks its backend for a value when the program observes one.
 Backends differ only in when they do the work: `m2flow.macro.eager` at once, `m2flow.macro.tracing` never, and
-`m2flow.micro.controller` on workers.
+`m2flow.micro.control.controller` on workers.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import msgspec
 
 from m2flow.channels.weights import Manifest
 from m2flow.errors import DecodeError, ErrorRecord
-from m2flow.micro.decisions import Stretch
+from m2flow.micro.record.decisions import Stretch
 from m2flow.observe.spans import SpanBlock
 
 

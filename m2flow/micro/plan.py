@@ -1,6 +1,6 @@
 """The micro execution plan: who runs what, on how much at a time, and how data and weights move.
 
-    MacroGraph --(m2flow.micro.lowering)--> Plan --(controller, scheduler, workers)--> a run
+    MacroGraph --(m2flow.micro.lowering.lower)--> Plan --(controller, scheduler, workers)--> a run
 
 A plan is frozen data with a checker and a printed form; it serialises to JSON. It decides time only, never the result.
 """

@@ -1,6 +1,6 @@
 """A plan as a file: written by `m2flow plan --out` and into each run's directory, edited, checked, and pinned by `m2flow run --plan`.
 
-    plan.json --read_plan--> Plan --check_edited--> Plan --(m2flow.micro.lowering)--> the run's plan
+    plan.json --read_plan--> Plan --check_edited--> Plan --(m2flow.micro.lowering.lower)--> the run's plan
 
 What may be edited: the workers (devices, threads, which engines they have, leases) and the sizes of the calls (`chunk`,
 `token_budget`). What a call's unit is, what is a barrier, and what depends on what follows from the flow and stays.

@@ -1,9 +1,9 @@
 """Planning a flow: from its graph and what is known of its lengths and costs to where everything runs.
 
-    MacroGraph, models, ClusterSpec, lengths, profile --question_of--> Question --choose--> Choice --(m2flow.micro.lowering)--> Plan
+    MacroGraph, models, ClusterSpec, lengths, profile --question_of--> Question --choose--> Choice --(m2flow.micro.lowering.lower)--> Plan
 
 What `m2flow plan`, `m2flow run` and `m2flow simulate` share. Placement is searched for where the spec leaves it open: it has pools, or
-says `placement: auto`. Otherwise the rule of `m2flow.micro.placement` holds, and nothing here is needed.
+says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` holds, and nothing here is needed.
 """
 
 from __future__ import annotations

@@ -21,21 +21,21 @@ from m2flow.macro.recording import Recorder
 from m2flow.macro.replay import prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
-from m2flow.micro.arithmetic import TRACED_STEPS
-from m2flow.micro.controller import Controller
-from m2flow.micro.decisions import Decisions
-from m2flow.micro.inprocess import InProcess
-from m2flow.micro.journal import Journal, Tally
-from m2flow.micro.launcher import LocalLauncher
-from m2flow.micro.ledger import read_endings, samples_digest
-from m2flow.micro.lowering import Lowering, lower
-from m2flow.micro.outcomes import Outcomes
+from m2flow.micro.control.controller import Controller
+from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.outcomes import Outcomes
+from m2flow.micro.control.planned import PlannedBackend
+from m2flow.micro.control.run_ahead import RunAhead
+from m2flow.micro.lowering.arithmetic import TRACED_STEPS
+from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
-from m2flow.micro.planned import PlannedBackend
 from m2flow.micro.planning import is_searched, question_of
-from m2flow.micro.run_ahead import RunAhead
-from m2flow.micro.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
+from m2flow.micro.record.decisions import Decisions
+from m2flow.micro.record.journal import Journal, Tally
+from m2flow.micro.record.ledger import read_endings, samples_digest
+from m2flow.micro.record.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
+from m2flow.micro.work.inprocess import InProcess
 from m2flow.observe.curve import write_curve
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.store import read_spans, to_otel
@@ -78,9 +78,9 @@ class Summary:
 
 
 class Run:
-    """One run of a flow. With `decisions` of another run (`m2flow.micro.ledger.read_decisions`), an eager one repeats what time decided;
-    with a `pinned` plan, processes and sizes are that one's; a `profile` is what a search for a placement goes by. What `around` makes of
-    the backend gets the flow's calls, for `max_steps` of its steps."""
+    """One run of a flow. With `decisions` of another run (`m2flow.micro.record.ledger.read_decisions`), an eager one repeats what time
+    decided; with a `pinned` plan, processes and sizes are that one's; a `profile` is what a search for a placement goes by. What `around`
+    makes of the backend gets the flow's calls, for `max_steps` of its steps."""
 
     def __init__(
         self,

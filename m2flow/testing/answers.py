@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from m2flow.macro.graph import Call
-from m2flow.micro.decisions import Decision, Decisions
-from m2flow.micro.segments import Place, read_segment
+from m2flow.micro.record.decisions import Decision, Decisions
+from m2flow.micro.record.segments import Place, read_segment
 from m2flow.observe.spans import SpanBlock
 from m2flow.samples import Batch
 
@@ -41,7 +41,7 @@ def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Notes:
-    """Keeps what an eager run writes down (`m2flow.micro.inprocess.Notes`, `m2flow.macro.eager.Journal`)."""
+    """Keeps what an eager run writes down (`m2flow.micro.work.inprocess.Notes`, `m2flow.macro.eager.Journal`)."""
 
     def __init__(self, run_dir: Path) -> None:
         self.answer = Answer()

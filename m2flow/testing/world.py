@@ -27,10 +27,14 @@ from m2flow.macro.session import Backend
 from m2flow.macro.sites import user_site
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
-from m2flow.micro import performing
 from m2flow.micro.bodies import call_body
-from m2flow.micro.decisions import Decisions, given_by
-from m2flow.micro.events import (
+from m2flow.micro.control.settling import Settling
+from m2flow.micro.lowering.lower import Lowering, lower
+from m2flow.micro.plan import Plan, WorkerPlan
+from m2flow.micro.record.decisions import Decisions, given_by
+from m2flow.micro.record.logbook import Logbook, Logged
+from m2flow.micro.record.segments import read_segment
+from m2flow.micro.scheduling.events import (
     CONTROLLER,
     CallAdded,
     Discarded,
@@ -46,15 +50,11 @@ from m2flow.micro.events import (
     Sourced,
     Wanted,
 )
-from m2flow.micro.inprocess import InProcess
-from m2flow.micro.logbook import Logbook, Logged
-from m2flow.micro.lowering import Lowering, lower
-from m2flow.micro.plan import Plan, WorkerPlan
-from m2flow.micro.scheduler import Scheduler
-from m2flow.micro.segments import read_segment
-from m2flow.micro.settling import Settling
-from m2flow.micro.store import RowStore
-from m2flow.micro.worker import Worker, WorkerSettings
+from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.work import performing
+from m2flow.micro.work.inprocess import InProcess
+from m2flow.micro.work.store import RowStore
+from m2flow.micro.work.worker import Worker, WorkerSettings
 from m2flow.recipe import Model
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.micro.costs.batches import Cover, batches_of, number
-from m2flow.micro.ledger import read_token_counts
+from m2flow.micro.record.ledger import read_token_counts
 from m2flow.observe.spans import Span, SpanName, samples_of
 from m2flow.observe.store import read_spans
 from m2flow.samples import group_key

@@ -25,10 +25,10 @@ from m2flow.macro.recording import Around
 from m2flow.macro.replay import prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
+from m2flow.micro.control.launcher import GATHER_S
 from m2flow.micro.costs.measuring import Measurement, profile_of
 from m2flow.micro.costs.observing import Observed
 from m2flow.micro.costs.profile import Profile
-from m2flow.micro.launcher import GATHER_S
 from m2flow.micro.run import Run
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch

@@ -21,7 +21,7 @@ import numpy as np
 from m2flow.errors import SpecError
 from m2flow.micro.costs.fitting import Quality
 from m2flow.micro.costs.terms import Constant, EngineKind
-from m2flow.micro.placement import device_of
+from m2flow.micro.lowering.placement import device_of
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.rollouts.measured import Measured
 from m2flow.recipe import Model

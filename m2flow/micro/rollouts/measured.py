@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from m2flow.errors import SpecError
-from m2flow.micro.ledger import read_lengths
+from m2flow.micro.record.ledger import read_lengths
 from m2flow.micro.rollouts.correlation import icc
 from m2flow.micro.rollouts.identity import uniforms
 from m2flow.micro.rollouts.lengths import Correlation, IntArray, Lengths, StepLengths

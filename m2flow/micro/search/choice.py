@@ -1,6 +1,6 @@
 """What the search found: where each call runs, for how long, and how far that is from the best that any schedule could do.
 
-    Workload, Costs --search--> Choice --(m2flow.micro.placement)--> the workers and leases of a Plan
+    Workload, Costs --search--> Choice --(m2flow.micro.lowering.placement)--> the workers and leases of a Plan
 
 Data only; it is saved beside the run, printed by `m2flow plan` and read by the simulator.
 """

@@ -18,8 +18,8 @@ import msgspec
 from m2flow.errors import SpecError, TraceError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.costs.terms import EngineId
-from m2flow.micro.legality import accumulation_unit, legal_stages
-from m2flow.micro.routing import count_samples
+from m2flow.micro.lowering.legality import accumulation_unit, legal_stages
+from m2flow.micro.lowering.routing import count_samples
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from m2flow.micro.costs.terms import DecodeCost
-from m2flow.micro.decisions import Stretch
+from m2flow.micro.record.decisions import Stretch
 
 _NEAR = 1e-9
 """Turns within which two samples end together."""

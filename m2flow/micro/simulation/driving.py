@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.micro import performing
-from m2flow.micro.events import CallAdded, Event, Released, Sourced, Wanted
-from m2flow.micro.lowering import Lowering
+from m2flow.micro.control.run_ahead import RunAhead
+from m2flow.micro.lowering.lower import Lowering
 from m2flow.micro.plan import Stage
-from m2flow.micro.run_ahead import RunAhead
+from m2flow.micro.scheduling.events import CallAdded, Event, Released, Sourced, Wanted
 from m2flow.micro.simulation.program import Left, Made, Program, StepEnd, Waits
+from m2flow.micro.work import performing
 from m2flow.samples import Batch
 
 Blocked = Literal["", "value", "steps", "memory"]
@@ -20,7 +20,7 @@ Blocked = Literal["", "value", "steps", "memory"]
 
 @final
 class Driver:
-    """Hands the program to the scheduler, as `m2flow.micro.planned` does."""
+    """Hands the program to the scheduler, as `m2flow.micro.control.planned` does."""
 
     def __init__(
         self, program: Program, lowering: Lowering, ahead: RunAhead, tell: Callable[[Event], None], made: Callable[[Call, Stage], None]

@@ -2,8 +2,8 @@
 
     Program, Plan, Machines, Lengths --Simulation.run--> History
 
-The scheduler is the controller's (`m2flow.micro.scheduler`); what it is told comes from virtual workers instead of real ones. All is
-a function of the inputs: two runs of the same are equal to the last bit.
+The scheduler is the controller's (`m2flow.micro.scheduling.scheduler`); what it is told comes from virtual workers instead of real ones.
+All is a function of the inputs: two runs of the same are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import final
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
-from m2flow.micro import performing
+from m2flow.micro.control.run_ahead import RunAhead
 from m2flow.micro.costs.terms import FunctionCost
-from m2flow.micro.decisions import Stretch
-from m2flow.micro.events import (
+from m2flow.micro.lowering.lower import Lowering
+from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.record.decisions import Stretch
+from m2flow.micro.scheduling.events import (
     CONTROLLER,
     Command,
     Discarded,
@@ -35,10 +37,8 @@ from m2flow.micro.events import (
     Send,
     WorkerLost,
 )
-from m2flow.micro.lowering import Lowering
-from m2flow.micro.plan import Plan, Stage
-from m2flow.micro.run_ahead import RunAhead
-from m2flow.micro.scheduler import Scheduler
+from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.scheduling.staleness import window
 from m2flow.micro.simulation.clock import Clock
 from m2flow.micro.simulation.decoding import Life
 from m2flow.micro.simulation.drawn import Drawn
@@ -49,7 +49,7 @@ from m2flow.micro.simulation.program import Made, Program
 from m2flow.micro.simulation.rows import Rows
 from m2flow.micro.simulation.usage import State, Usage
 from m2flow.micro.simulation.worker import VirtualWorker
-from m2flow.micro.staleness import window
+from m2flow.micro.work import performing
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec
 

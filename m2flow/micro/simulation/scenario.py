@@ -17,9 +17,9 @@ from m2flow.macro.exploring import explore, follow
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Effect, MacroGraph
 from m2flow.macro.known import Known
-from m2flow.micro.arithmetic import TRACED_STEPS
 from m2flow.micro.costs.terms import Costs, EngineId
-from m2flow.micro.lowering import lower
+from m2flow.micro.lowering.arithmetic import TRACED_STEPS
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import Question, is_searched, question_of

@@ -18,7 +18,7 @@ import msgspec
 from m2flow.errors import SpecError
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
-from m2flow.micro.rundir import write_plan
+from m2flow.micro.record.rundir import write_plan
 from m2flow.micro.simulation.decoding import Life
 from m2flow.micro.simulation.run import Did
 from m2flow.micro.simulation.scenario import Outcome, Scenario

@@ -1,7 +1,7 @@
 """A virtual worker: it is told what a real one is told, and says what a real one says, when a real one would.
 
 Its tasks go one after the other, each when its rows are here; a generation only begins in turn, and then goes on beside the others. It
-mirrors `m2flow.micro.worker`, message by message, and knows nothing that the scheduler does not tell it.
+mirrors `m2flow.micro.work.worker`, message by message, and knows nothing that the scheduler does not tell it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from m2flow.channels.weights import Manifest
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.costs.terms import FunctionCost, TrainCost
-from m2flow.micro.decisions import Stretch
+from m2flow.micro.record.decisions import Stretch
+from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.simulation.clock import Clock
 from m2flow.micro.simulation.decoding import Decoding, Life
 from m2flow.micro.simulation.drawn import Drawn
 from m2flow.micro.simulation.machines import Machine
 from m2flow.micro.simulation.pacing import Kind
 from m2flow.micro.simulation.rows import Rows
-from m2flow.micro.staleness import is_time_dependent
-from m2flow.micro.store import stopped_at
+from m2flow.micro.work.store import stopped_at
 from m2flow.samples import group_key
 
 

@@ -1,0 +1,385 @@
+"""The controller: the thread that carries out what the scheduler decides.
+
+    flow thread --post--> Controller --events--> Scheduler --commands--> Controller --messages--> workers
+
+It owns the links, the journal and the workers' lives, and nothing else decides anything here. Results go into `Outcomes`, where the
+flow's thread waits for them. When a worker dies or hangs, the run ends: every wait is answered with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2flow.channels.contract import Parcel
+from m2flow.channels.zeromq import LinkDialer, LinkListener, ZmqInbox, ZmqOutbox, wait
+from m2flow.errors import BrokenChannel, InternalError, M2FlowError, WorkerError, error_from_record
+from m2flow.macro.graph import Call
+from m2flow.micro import messages as m
+from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.outcomes import Outcomes
+from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.record.decisions import given_by
+from m2flow.micro.record.journal import Journal
+from m2flow.micro.record.logbook import Logbook, Logged
+from m2flow.micro.record.rundir import naming_a_full_disk
+from m2flow.micro.scheduling.events import (
+    CONTROLLER,
+    CallAdded,
+    Command,
+    Discarded,
+    Dropped,
+    Event,
+    Expired,
+    Forgotten,
+    FromWorker,
+    Given,
+    Late,
+    Reject,
+    Released,
+    Resolve,
+    Send,
+    Sourced,
+    Wanted,
+)
+from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.work import performing
+from m2flow.micro.work.store import RowStore
+from m2flow.samples import Batch
+from m2flow.spec import ClusterSpec, RunSettings
+
+_FLOW = "flow"
+_BEAT = ".beat"
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A call with its stage, and its body as the workers will get it."""
+
+    call: Call
+    stage: Stage
+    body: bytes
+
+
+@dataclass(frozen=True)
+class SaveAll:
+    """Write every role's model under this directory; answered in `Outcomes.saved`."""
+
+    path: Path
+
+
+Post = Submitted | Logged | SaveAll | Wanted | Released
+
+
+class Controller:
+    """Runs the workers of one plan. `open` from the flow's thread, then `post`; `close` at the end, however it came."""
+
+    def __init__(
+        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, launcher: LocalLauncher, journal: Journal, outcomes: Outcomes
+    ) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._launcher = launcher
+        self._journal = journal
+        self._outcomes = outcomes
+        self._scheduler = Scheduler(plan, deterministic=settings.deterministic)
+        place, keys = launcher.place, launcher.keys
+        port = f":{spec.channels.port}" if spec.channels.port and spec.channels.transport == "tcp" else ""
+        self._listener = LinkListener(launcher.token, place + port, keys=keys)
+        self._inbox = ZmqInbox(place, keys=keys)
+        self._outbox = ZmqOutbox(CONTROLLER, keys=keys)
+        self._waker = LinkDialer(keys=keys)
+        self._posts: queue.SimpleQueue[Post] = queue.SimpleQueue()
+        self._rows = RowStore()
+        self._addresses: dict[str, str] = {}
+        self._last_seen_s: dict[str, float] = {}
+        self._gone: set[str] = set()
+        self._calls: dict[int, Call] = {}
+        self._bodies: dict[int, bytes] = {}
+        self._defined: dict[str, set[int]] = {}
+        self._consuming: dict[int, m.Accumulate] = {}
+        self._collecting: dict[int, list[Batch]] = {}
+        self._logbook = Logbook(outcomes, journal.logged)
+        self._saving: dict[int, str] = {}
+        self._saved: dict[str, str] = {}
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="m2flow-controller", daemon=True)
+
+    # The flow's thread
+
+    def open(self) -> None:
+        """Start the workers and wait until all have loaded their engines.
+
+        Raises:
+            M2FlowError: one can't; the message is its own. WorkerError: one died, or did not come up in time.
+        """
+        address = self._listener.open()
+        self._waker.open(address, _FLOW, self._launcher.token)
+        self._addresses[CONTROLLER] = self._inbox.open()
+        self._launcher.start(address)
+        self._thread.start()
+        self._outcomes.wait_ready(self._settings.start_timeout_s)
+
+    def post(self, *posts: Post) -> None:
+        """Hand these to the controller's thread, in this order."""
+        for post in posts:
+            self._posts.put(post)
+        self._waker.send(b"")
+
+    def running(self) -> dict[str, str]:
+        """What each worker does now, in words."""
+        return dict(self._running)
+
+    _running: Mapping[str, str] = {}
+
+    def close(self) -> None:
+        """Stop the workers and wait for them; kill those that do not end."""
+        self._is_stopping = True
+        if self._thread.is_alive():
+            self._waker.send(b"")
+            self._thread.join()
+        is_orderly = self._gone >= set(self._defined)
+        self._launcher.stop(patience_s=5.0 if is_orderly else 0.5)
+        self._waker.close()
+        self._listener.close()
+        self._inbox.close()
+        self._outbox.close()
+
+    # The controller's thread
+
+    def _run(self) -> None:
+        try:
+            with naming_a_full_disk(self._launcher.log_path("").parent.parent):
+                while not self._is_stopping:
+                    self._turn()
+        except BrokenChannel as error:
+            self._outcomes.end(self._why_broken(error))
+        except M2FlowError as error:
+            self._outcomes.end(error)
+        except Exception as error:
+            self._outcomes.end(InternalError(f"the controller failed: {error!r}", remote=traceback.format_exc()))
+        finally:
+            self._stop_workers()
+
+    def _turn(self) -> None:
+        wait([self._listener, self._inbox], 0.25)
+        while not self._posts.empty():
+            self._posted(self._posts.get())
+        for peer, body in self._listener.receive(0.0):
+            self._last_seen_s[peer.removesuffix(_BEAT)] = time.monotonic()
+            if body and not peer.endswith(_BEAT):
+                self._received(peer, m.decode_to_controller(body))
+        for parcel in self._inbox.receive(0.0):
+            self._collect(parcel)
+        self._running = self._scheduler.running()
+        self._journal.commit_if_due()
+        self._check_workers()
+
+    def _posted(self, post: Post) -> None:
+        match post:
+            case Submitted(call, stage, body):
+                self._calls[call.ordinal] = call
+                self._bodies[call.ordinal] = body
+                self._journal.call_added(call)
+                self._handle(CallAdded(call, stage))
+                rows = call.options.get("rows")
+                if isinstance(rows, Batch):
+                    self._rows.put(call.ordinal, rows)
+                    self._handle(Sourced(call.ordinal, rows.ids.tolist(), performing.num_tokens_of(rows)))
+            case Logged():
+                self._logbook.add(post)
+            case SaveAll(path):
+                self._save(path)
+            case Wanted(ordinal):
+                self._handle(post)
+                if not self._scheduler.num_rows(ordinal):
+                    self._outcomes.deliver(ordinal, Batch.concat([]))
+            case Released():
+                self._handle(post)
+
+    def _handle(self, event: Event) -> None:
+        for command in self._scheduler.handle(event):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
+                if to == CONTROLLER:
+                    self._collect(Parcel(call, self._rows.get(call, ids), CONTROLLER))
+                else:
+                    self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
+            case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
+                self._rows.forget(call)
+            case Send(worker, message):
+                for call in m.calls_of(message) if isinstance(message, m.Task) else ():
+                    if call not in self._defined[worker]:
+                        self._tell(worker, m.Define(call, self._bodies[call]))
+                        self._defined[worker].add(call)
+                if isinstance(message, m.Accumulate):
+                    self._consuming[message.number] = message
+                self._tell(worker, message)
+            case Resolve(ordinal, value):
+                done = self._calls[ordinal]
+                self._journal.call_done(done, value)
+                self._outcomes.resolve(done, value)
+                self._logbook.call_ended(ordinal)
+                self._logbook.write_due()
+            case Reject(ordinal, error, root):
+                # Its tasks that are given up end as done, but nothing was trained on.
+                self._consuming = {number: task for number, task in self._consuming.items() if task.call != ordinal}
+                self._journal.call_failed(self._calls[ordinal], error)
+                self._outcomes.reject(self._calls[ordinal], error, root)
+                self._logbook.call_ended(ordinal)
+                self._logbook.write_due()
+            case Discarded(ordinal, last):
+                self._journal.discarded(self._calls[ordinal], last)
+            case Dropped(ordinal, ids):
+                self._journal.dropped(self._calls[ordinal], ids)
+            case Late(ordinal, ids):
+                self._journal.late(self._calls[ordinal], ids)
+            case Given(ordinal, ids):
+                self._journal.given(self._calls[ordinal], ids)
+            case Expired(ordinal, ids):
+                self._journal.expired(self._calls[ordinal], ids)
+            case Forgotten(ordinal):
+                self._outcomes.forget(self._calls.pop(ordinal))
+                del self._bodies[ordinal]
+                for defined in self._defined.values():
+                    defined.discard(ordinal)
+
+    def _received(self, worker: str, message: m.ToController) -> None:
+        match message:
+            case m.Ready(address=address):
+                self._addresses[worker] = address
+                self._defined[worker] = set()
+                if len(self._defined) == len(self._plan.workers):
+                    for name in self._defined:
+                        self._tell(name, m.Peers(self._addresses))
+                    self._outcomes.ready()
+            case m.Finished():
+                self._finished(worker, message)
+            case m.Aborted(call=ordinal) if ordinal in self._calls:
+                place = message.segment
+                self._journal.samples_stopped(self._calls[ordinal], message.ids, message.num_tokens, message.num_generated, place)
+                self._handle(FromWorker(worker, message))
+            case m.TaskDone() if message.task in self._saving:
+                self._saved[self._saving.pop(message.task)] = str(message.result)
+                if not self._saving:
+                    self._outcomes.saved(self._saved)
+            case m.TaskFailed() if message.task in self._saving:
+                raise error_from_record(message.error)
+            case m.TaskDone() | m.TaskFailed():
+                task = self._consuming.pop(message.task, None)
+                if task is not None and isinstance(message, m.TaskDone):
+                    self._journal.consumed(self._calls[task.call], task.epoch, task.ids)
+                self._handle(FromWorker(worker, message))
+            case m.Spans(block=block):
+                self._journal.spans(block)
+            case m.Fatal(error=error):
+                raise error_from_record(error)
+            case m.Goodbye():  # Nobody has told it to stop yet: it failed, and could not say why.
+                raise self._lost(worker, f"the worker {worker} (pid {self._launcher.pid(worker)}) ended{self._in_the_middle(worker)}")
+
+    def _finished(self, worker: str, message: m.Finished) -> None:
+        call = self._calls.get(message.call)
+        if call is None:  # It was given up and forgotten before this came.
+            self._handle(FromWorker(worker, message))
+            return
+        if message.segment is not None:
+            self._journal.samples_done(
+                call, message.ids, message.num_tokens, message.num_generated, message.finish, message.segment, message.texts
+            )
+        if message.values:
+            self._journal.rewarded(call, message.ids, message.values)
+        if message.stretches:
+            self._journal.decided(call, given_by(call.ordinal, message.ids, message.stretches))
+        self._handle(FromWorker(worker, message))
+
+    def _collect(self, parcel: Parcel) -> None:
+        """Rows that the program waits for."""
+        parts = self._collecting.setdefault(parcel.call, [])
+        parts.append(parcel.batch)
+        if sum(len(part) for part in parts) >= self._scheduler.num_rows(parcel.call):
+            self._outcomes.deliver(parcel.call, Batch.concat(self._collecting.pop(parcel.call)).in_order())
+
+    def _save(self, path: Path) -> None:
+        """The trained model of each role; of a role that is only sampled from, the digest of its weights."""
+        for worker in self._plan.workers:
+            for slot in worker.engines:
+                is_first = slot.role not in self._saving.values()
+                if slot.kind == "train" or (slot.kind == "rollout" and is_first and not self._is_trained(slot.role)):
+                    number = -1 - len(self._saving)
+                    self._saving[number] = slot.role
+                    self._tell(worker.name, m.Save(number, -1, slot.role, str((path / slot.role).resolve())))
+        if not self._saving:
+            self._outcomes.saved({})
+
+    def _is_trained(self, role: str) -> bool:
+        return any(slot.kind == "train" and slot.role == role for worker in self._plan.workers for slot in worker.engines)
+
+    def _tell(self, worker: str, message: m.ToWorker) -> None:
+        self._listener.send(worker, m.encode(message))
+
+    def _check_workers(self) -> None:
+        """Raises if a worker ended by itself or gave no sign of life for too long."""
+        for worker, code in self._launcher.ended().items():
+            if worker not in self._gone:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                raise self._lost(worker, f"the worker {worker} (pid {self._launcher.pid(worker)}) {how}{self._in_the_middle(worker)}")
+        now = time.monotonic()
+        for worker in self._defined:
+            silent_s = now - self._last_seen_s.get(worker, now)
+            if silent_s > self._settings.hung_after_s:
+                raise self._lost(worker, f"the worker {worker} gave no sign of life for {silent_s:.0f} s{self._in_the_middle(worker)}")
+
+    def _why_broken(self, error: BrokenChannel) -> M2FlowError:
+        """A worker that dies is missed on its link first, and found to have ended a moment later."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            try:
+                self._check_workers()
+            except WorkerError as lost:
+                return lost
+            time.sleep(0.02)
+        return error
+
+    def _in_the_middle(self, worker: str) -> str:
+        doing = self._scheduler.running().get(worker)
+        return f", in the middle of {doing}" if doing else ""
+
+    def _lost(self, worker: str, what: str) -> WorkerError:
+        log = self._launcher.log_path(worker)
+        return WorkerError(
+            what,
+            now=f"Samples and rewards up to here are in {log.parent.parent}. Its last words are in {log}.",
+            remote=self._launcher.log_tail(worker),
+        )
+
+    def _stop_workers(self) -> None:
+        """Ask all to finish; take what they still say for a moment, so that their spans are kept. Then let them go."""
+        self._tell_all_to_stop()
+        deadline = time.monotonic() + 3.0
+        try:
+            while set(self._defined) - self._gone - set(self._launcher.ended()) and time.monotonic() < deadline:
+                wait([self._listener], 0.1)
+                for peer, body in self._listener.receive(0.0):
+                    if body and not peer.endswith(_BEAT) and peer != _FLOW:
+                        message = m.decode_to_controller(body)
+                        if isinstance(message, m.Spans):
+                            self._journal.spans(message.block)
+                        elif isinstance(message, m.Goodbye):
+                            self._gone.add(peer)
+        except (M2FlowError, OSError):
+            pass  # The run is over; what is lost here is the end of the trace.
+        self._tell_all_to_stop()
+
+    def _tell_all_to_stop(self) -> None:
+        for worker in self._defined:
+            with contextlib.suppress(M2FlowError):  # It is dead already.
+                self._tell(worker, m.Stop())

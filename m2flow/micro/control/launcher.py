@@ -1,0 +1,167 @@
+"""The local launcher: workers as child processes of the controller.
+
+A worker gets its settings on standard input and the run's secret in its environment; what it prints goes to the run's `logs/`. It
+ends itself when its parent is gone, so nothing is left behind even if the controller is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from m2flow.channels.keys import read_keys, write_keys
+from m2flow.channels.weights import remove_segments
+from m2flow.errors import InternalError
+from m2flow.micro.plan import Plan, WorkerPlan
+from m2flow.micro.work.process import TOKEN_VARIABLE
+from m2flow.micro.work.worker import WorkerSettings
+from m2flow.recipe import Model
+from m2flow.spec import ClusterSpec, RunSettings
+
+_LOG_LINES = 12
+GATHER_S = 0.02
+"""Decode steps of a small model take a few milliseconds, and a batch of finished samples about 2 ms on its way through all
+processes. Of a large model every step is longer than this, so nothing waits."""
+
+
+class LocalLauncher:
+    """Starts the plan's workers on this machine, and cleans up after them."""
+
+    def __init__(self, plan: Plan, spec: ClusterSpec, settings: RunSettings, models: Mapping[str, Model], run_dir: Path) -> None:
+        self._plan = plan
+        self._spec = spec
+        self._settings = settings
+        self._models = models
+        self._run_dir = run_dir
+        self.token = secrets.token_hex(16)
+        self.keys = read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
+        self._prefix = f"m2flow-{secrets.token_hex(4)}"
+        self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def socket_dir(self) -> str:
+        """A directory for Unix sockets that only this user can enter."""
+        return self._sockets.name
+
+    @property
+    def place(self) -> str:
+        """Where inboxes listen."""
+        channels = self._spec.channels
+        return f"ipc:{self.socket_dir}" if channels.transport == "ipc" else f"tcp:{channels.host}"
+
+    def start(self, controller: str) -> None:
+        """Start every worker; they connect to the controller's address by themselves."""
+        for worker in self._plan.workers:
+            self._processes[worker.name] = self._spawn(worker, controller)
+
+    def _spawn(self, worker: WorkerPlan, controller: str) -> subprocess.Popen[bytes]:
+        settings = WorkerSettings(
+            name=worker.name,
+            controller=controller,
+            inbox=self.place,
+            keys=self.keys,
+            engines=worker.engines,
+            models=dict(self._models),
+            device=worker.device,
+            threads=worker.threads,
+            deterministic=self._settings.deterministic,
+            run_seed=self._settings.seed,
+            run_dir=str(self._run_dir.resolve()),
+            shared_prefix=f"{self._prefix}-{worker.name}",
+            rollout_options=self._spec.rollout.options,
+            train_options=self._spec.train.options,
+            function_concurrency=self._spec.functions.concurrency,
+            max_running=self._spec.rollout.max_running,
+            gather_s=GATHER_S,
+            heartbeat_s=self._settings.heartbeat_s,
+            parent=os.getpid(),
+        )
+        environment = {
+            **engine_environment(worker.threads, deterministic=self._settings.deterministic),
+            **os.environ,
+            TOKEN_VARIABLE: self.token,
+            "OMP_NUM_THREADS": str(worker.threads),
+            "MKL_NUM_THREADS": str(worker.threads),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONUNBUFFERED": "1",
+        }
+        with self.log_path(worker.name).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "m2flow.micro.work.process"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        if process.stdin is None:
+            raise InternalError("a worker has no standard input")
+        try:
+            process.stdin.write(msgspec.json.encode(settings))
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # It died at once; `ended` will say so.
+        return process
+
+    def ended(self) -> dict[str, int]:
+        """Exit status of each worker that is not running any more."""
+        return {name: code for name, process in self._processes.items() if (code := process.poll()) is not None}
+
+    def pid(self, worker: str) -> int:
+        return self._processes[worker].pid
+
+    def log_path(self, worker: str) -> Path:
+        return self._run_dir / "logs" / f"{worker}.log"
+
+    def log_tail(self, worker: str) -> str:
+        """The last lines that a worker printed."""
+        lines = self.log_path(worker).read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def stop(self, *, patience_s: float = 5.0) -> None:
+        """Wait for the workers to end, then end those that do not, and remove what they may have left."""
+        deadline = time.monotonic() + patience_s
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        remove_segments(self._prefix)
+        self._sockets.cleanup()
+
+
+def make_keys(path: Path) -> None:
+    """Write the key of a new cluster.
+
+    Raises:
+        SpecError: there is one already, or it can't be written.
+    """
+    from m2flow.channels.zeromq import new_keys
+
+    write_keys(path, new_keys())
+
+
+def engine_environment(threads: int, *, deterministic: bool) -> dict[str, str]:
+    """Environment variables of a process with engines. They must be set before torch is loaded."""
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # Threads that wait spin for some microseconds, then sleep. A step was up to 1.2 times slower without, where cores are free; with
+        # more, where they are shared with other work, 3 times slower and worse.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "1000",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    # The matrix libraries' results must not depend on memory alignment or on what ran before.
+    return environment | ({"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})

@@ -1,0 +1,198 @@
+"""Where results wait for the flow: filled by the controller's thread, read by the flow's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+from m2flow.errors import InternalError, M2FlowError, WorkerError
+from m2flow.macro.eager import number_of
+from m2flow.macro.graph import Call
+from m2flow.macro.remembering import Remembered
+from m2flow.micro.control.settling import Settling
+from m2flow.samples import Batch
+
+
+class Outcomes:
+    """Values and errors of calls, and how far the steps are. Every method may be called from both threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: Remembered[object] = Remembered()
+        self._rows: dict[int, Batch] = {}
+        self._settling = Settling()
+        self._num_open: dict[int, int] = {}
+        self._end: M2FlowError | None = None
+        self._is_ready = False
+        self._saved: Mapping[str, str] | None = None
+
+    # Filled by the controller's thread, except `submitted`.
+
+    def submitted(self, call: Call) -> None:
+        """A call is on its way; its step is not over before it is."""
+        with self._changed:
+            self._settling.added(call.ordinal)
+            self._num_open[call.step] = self._num_open.get(call.step, 0) + 1
+
+    def resolve(self, call: Call, value: object) -> None:
+        with self._changed:
+            self._values[call.ordinal] = value
+            self._settling.done(call.ordinal)
+            self._close(call)
+            self._changed.notify_all()
+
+    def reject(self, call: Call, error: M2FlowError, root: int) -> None:
+        """A call failed because of the call `root`; later perhaps because of an earlier one."""
+        with self._changed:
+            if not self._settling.has_ended(call.ordinal):
+                self._close(call)
+            self._settling.failed(call.ordinal, root, error)
+            self._changed.notify_all()
+
+    def deliver(self, ordinal: int, rows: Batch) -> None:
+        """The rows of a call that the program waits for."""
+        with self._changed:
+            self._rows[ordinal] = rows
+            self._changed.notify_all()
+
+    def forget(self, call: Call) -> None:
+        """Drop what the program can't ask for any more: all but single values, which `lagged` may for some steps."""
+        with self._changed:
+            self._rows.pop(call.ordinal, None)
+            if call.is_aligned:
+                self._values.forget(call.ordinal)
+            else:
+                self._values.let_go(call.ordinal, call.step)
+
+    def end(self, error: M2FlowError) -> None:
+        """The run can't go on: everybody who waits gets this."""
+        with self._changed:
+            self._end = self._end or error
+            self._changed.notify_all()
+
+    def ready(self) -> None:
+        with self._changed:
+            self._is_ready = True
+            self._changed.notify_all()
+
+    def saved(self, digests: Mapping[str, str]) -> None:
+        with self._changed:
+            self._saved = dict(digests)
+            self._changed.notify_all()
+
+    # Read.
+
+    def is_resolved(self, ordinal: int) -> bool:
+        with self._changed:
+            return ordinal in self._values
+
+    def has_failed(self, ordinal: int) -> bool:
+        with self._changed:
+            return self._settling.has_failed_at(ordinal)
+
+    def has_ended(self, ordinal: int) -> bool:
+        with self._changed:
+            return self._settling.has_ended(ordinal)
+
+    def are_well(self, num_calls: int) -> bool:
+        """Whether the first so many calls of the program are over, and none of them failed."""
+        with self._changed:
+            return self._settling.are_well(num_calls)
+
+    @property
+    def num_ended(self) -> int:
+        """Calls of the program up to the last step that has ended."""
+        with self._changed:
+            return self._settling.num_ended
+
+    def number(self, ordinal: int, name: str | None) -> float:
+        with self._changed:
+            return number_of(self._values[ordinal], name)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        if not self._wait(lambda: self._is_ready, timeout_s):
+            raise WorkerError(f"the workers did not come up in {timeout_s:.0f} s", now="See the logs in the run directory.")
+
+    def wait_value(self, ordinal: int) -> object:
+        """The value of a call, or None for one with rows. Raises its error, when no earlier call can still fail."""
+        self._wait(lambda: ordinal in self._values or self._settling.of(ordinal) is not None)
+        with self._changed:
+            error = self._settling.of(ordinal)
+            if error is not None:
+                raise error
+            return self._values[ordinal]
+
+    def wait_rows(self, ordinal: int) -> Batch:
+        self._wait(lambda: ordinal in self._rows)
+        with self._changed:
+            return self._rows[ordinal]
+
+    def wait_step(self, step: int) -> None:
+        """Until every call up to this step is over. Raises the earliest error, if there is one, when no earlier call can still fail."""
+
+        def is_met() -> bool:
+            return self._settling.first is not None if self._settling.has_failed else not any(s <= step for s in self._num_open)
+
+        self._wait(is_met)
+        self.raise_first()
+
+    def step_ended(self) -> None:
+        """The errors of the calls so far are due."""
+        with self._changed:
+            self._settling.step_ended()
+
+    def wait_due(self) -> None:
+        """The program has raised something. Raises an error that sequential execution would have raised before, if there is one."""
+        self._wait(lambda: self._settling.is_due_known or self._end is not None)
+        with self._changed:
+            if self._settling.due is not None:
+                raise self._settling.due
+
+    def wait_ended(self, calls: Iterable[tuple[int, int]]) -> None:
+        """Until these are over: (call, calls of the steps that had ended before). Where one of those has failed, it is not waited for."""
+        waiting = list(calls)
+
+        def is_met() -> bool:
+            waiting[:] = [
+                (ordinal, before)
+                for ordinal, before in waiting
+                if not self._settling.has_ended(ordinal) and not self._settling.has_failed_before(before)
+            ]
+            return not waiting or self._end is not None
+
+        self._wait(is_met)
+
+    def wait_all(self) -> None:
+        """Until every call is over. Raises the earliest error, if there is one."""
+        self._wait(lambda: not self._num_open)
+        self.raise_first()
+
+    def wait_saved(self) -> Mapping[str, str]:
+        self._wait(lambda: self._saved is not None)
+        if self._saved is None:
+            raise InternalError("nothing was saved")
+        return self._saved
+
+    def raise_first(self) -> None:
+        """The earliest error in program order."""
+        with self._changed:
+            if self._settling.first is not None:
+                raise self._settling.first
+
+    def _close(self, call: Call) -> None:
+        self._num_open[call.step] -= 1
+        if not self._num_open[call.step]:
+            del self._num_open[call.step]
+
+    def _wait(self, is_met, timeout_s: float | None = None) -> bool:  # type: ignore[no-untyped-def]
+        """Wait until a condition holds; in slices, so that Ctrl-C reaches the flow's thread. Raises if the run has ended."""
+        with self._changed:
+            left_s = timeout_s
+            while not is_met():
+                if self._end is not None:
+                    raise self._end
+                if left_s is not None and left_s <= 0:
+                    return False
+                self._changed.wait(0.2)
+                left_s = None if left_s is None else left_s - 0.2
+            return True

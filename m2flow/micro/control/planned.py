@@ -1,0 +1,116 @@
+"""The planned backend: what a flow's calls become when a plan runs them.
+
+Calls gather until Python waits for something or the step ends; then they are lowered as one segment and handed to the controller.
+Python may be some steps ahead of the work (`m2flow.micro.control.run_ahead`), so that the next calls are known before they can start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from m2flow.macro.graph import Call, MacroGraph, Observation
+from m2flow.macro.session import Backend
+from m2flow.macro.sites import user_site
+from m2flow.micro.bodies import call_body
+from m2flow.micro.control.controller import Controller, Post, SaveAll, Submitted
+from m2flow.micro.control.outcomes import Outcomes
+from m2flow.micro.control.run_ahead import RunAhead
+from m2flow.micro.lowering.lower import Lowering
+from m2flow.micro.record.journal import Journal
+from m2flow.micro.record.logbook import Logged
+from m2flow.micro.scheduling.events import Released, Wanted
+
+
+class PlannedBackend(Backend):
+    """Runs calls on the workers of a plan."""
+
+    def __init__(
+        self, flow: str, lowering: Lowering, controller: Controller, outcomes: Outcomes, journal: Journal, ahead: RunAhead
+    ) -> None:
+        self._flow = flow
+        self._lowering = lowering
+        self._controller = controller
+        self._outcomes = outcomes
+        self._journal = journal
+        self._ahead = ahead
+        self._segment: list[Call] = []
+        self._bodies: dict[int, bytes] = {}
+        self._later: list[Post] = []
+        self._aligned: set[int] = set()
+        """Calls with rows that the program can still reach."""
+        self._num_steps = 0
+        """Whose calls are all submitted."""
+        self._ends: list[tuple[int, int]] = []
+        """Steps that may be under way, and how many calls the program had made at the end of each."""
+        self._logged: list[tuple[int, int]] = []
+        """Calls whose numbers are logged, and how many calls of ended steps there were before."""
+
+    def submit(self, call: Call) -> None:
+        self._lowering.check(call)
+        self._outcomes.submitted(call)
+        self._bodies[call.ordinal] = call_body(call)
+        if call.is_aligned:
+            self._aligned.add(call.ordinal)
+        self._segment.append(call)
+        self._ahead.add(call)
+
+    def value(self, ordinal: int) -> object:
+        self._flush()
+        value = self._outcomes.wait_value(ordinal)
+        if ordinal not in self._aligned:
+            return value
+        self._controller.post(Wanted(ordinal))
+        return self._outcomes.wait_rows(ordinal)
+
+    def observed(self, observation: Observation) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
+        before, where = self._outcomes.num_ended, user_site().describe()
+        self._later += [Logged(step, name, source, before, where) for name, source in values.items()]
+        self._logged += [(source[0], before) for source in values.values() if not isinstance(source, float)]
+
+    def release(self, ordinal: int) -> None:
+        self._aligned.discard(ordinal)
+        self._later.append(Released(ordinal))
+
+    def end_step(self, step: int) -> None:
+        self._flush()
+        self._outcomes.step_ended()
+        self._ends.append((step, self._outcomes.num_ended))
+        self._logged = [(ordinal, before) for ordinal, before in self._logged if not self._outcomes.has_ended(ordinal)]
+        due = self._ahead.due(step)
+        self._outcomes.wait_step(due)
+        self._num_steps = step + 1
+        self._journal.tally.num_steps = due + 1
+        self._ends = [(ended, num_calls) for ended, num_calls in self._ends if ended > due]
+
+    def raise_due(self) -> None:
+        if any(isinstance(post, Logged) for post in self._later):
+            self._flush()
+        self._outcomes.wait_ended(self._logged)  # Sequential execution has written them by now.
+        for step, num_calls in self._ends:
+            if self._outcomes.are_well(num_calls):
+                self._journal.tally.num_steps = step + 1
+        self._outcomes.wait_due()
+
+    def finish(self) -> None:
+        self._flush()
+        self._outcomes.wait_all()
+        self._journal.tally.num_steps = self._num_steps
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write every role's model; the digest of its weights by role."""
+        self._controller.post(SaveAll(path))
+        return self._outcomes.wait_saved()
+
+    def _flush(self) -> None:
+        """Lower what has gathered, and hand it over; then what may only come after it."""
+        calls, self._segment = self._segment, []
+        posts: list[Post] = []
+        if calls:
+            stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls)))
+            posts += [Submitted(call, stage, self._bodies.pop(call.ordinal)) for call, stage in zip(calls, stages, strict=True)]
+        later, self._later = self._later, []
+        self._controller.post(*posts, *later)

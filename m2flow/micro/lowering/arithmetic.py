@@ -1,0 +1,105 @@
+"""The arithmetic of a run that people get wrong, each number with its formula: shown by `m2flow plan` and at the start of a run."""
+
+from __future__ import annotations
+
+import math
+
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.micro.lowering.routing import count_samples
+from m2flow.micro.plan import Line
+from m2flow.micro.work.performing import num_tokens_of
+from m2flow.recipe import Sampling
+from m2flow.samples import Batch
+
+TRACED_STEPS = 100
+"""Steps that are traced before a run, for its arithmetic; the plan itself needs the first."""
+
+
+def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int) -> tuple[Line, ...]:
+    """Lines about the step of the flow and about the whole run.
+
+    Args:
+        graph: as many steps as were traced, with what comes before and after them.
+        num_steps: steps of the outermost iterator; 0 for a flow without one.
+        token_budget: tokens that a micro-batch is filled up to.
+    """
+    iterator = "of the flow's outermost iterator" if num_steps else "this flow has no iterator of m2flow"
+    lines = {"steps": Line("steps", str(max(num_steps, 1)), iterator)}
+    totals = {"outside": [0, 0, 0], "inside": [0, 0, 0]}
+    for call in graph.calls:
+        total = totals["inside" if call.step >= 0 else "outside"]
+        if call.method == "generate":
+            samples, tokens, line = _generation(graph, call)
+            total[0] += samples
+            total[1] += tokens
+            lines.setdefault(line.name, line)
+        elif call.method == "update":
+            num_optimizer_steps, *more = _update(graph, call, token_budget)
+            total[2] += num_optimizer_steps
+            lines |= {line.name: line for line in more if line.name not in lines}
+    num_traced = len({call.step for call in graph.calls if call.step >= 0})
+    scale = num_steps / num_traced if num_traced else 0
+    samples, tokens, updates = (round(a + b * scale) for a, b in zip(totals["outside"], totals["inside"], strict=True))
+    which = f"all {num_traced} steps" if num_traced else "the flow"
+    about = ""
+    if scale > 1:
+        which, about = f"the first {num_traced} of {num_steps} steps, scaled up", "about "
+    return (
+        *lines.values(),
+        Line("samples in the run", f"{about}{samples:,}", f"generate calls of {which}, evaluations included"),
+        Line("tokens in the run", f"at most {tokens:,}", "samples x max_new_tokens; most responses end sooner"),
+        Line("optimiser steps in the run", f"{about}{updates:,}", f"epochs x mini-batches, summed over the updates of {which}"),
+    )
+
+
+def _generation(graph: MacroGraph, call: Call) -> tuple[int, int, Line]:
+    """Samples, most new tokens, and the line that says so."""
+    sampling, n = call.options["sampling"], call.options["n"]
+    assert isinstance(sampling, Sampling)
+    assert isinstance(n, int)
+    samples = count_samples(graph, call)
+    formula = f"{samples // n:,} prompts x n={n}, each up to {sampling.max_new_tokens} new tokens"
+    return samples, samples * sampling.max_new_tokens, Line(f"samples of {call.site}", f"{samples:,}", formula)
+
+
+def _update(graph: MacroGraph, call: Call, token_budget: int) -> tuple[int, Line, Line]:
+    """Optimiser steps of one update, and the lines that say how they and their micro-batches come about."""
+    size, epochs = call.options["minibatch_size"], call.options["epochs"]
+    assert isinstance(epochs, int)
+    source = _source(graph, call)
+    n = source.options.get("n", 1) if source else 1
+    assert isinstance(n, int)
+    prompts = (call.most_rows or count_samples(graph, call)) // n  # Fewer than were generated, where those were over-sampled.
+    if not isinstance(size, int):
+        size = max(prompts, 1)
+    minibatches = math.ceil(prompts / size)
+    last = prompts - (minibatches - 1) * size
+    smaller = f"; the last has {last}, divided by its own count" if minibatches and last != size else "; none is dropped"
+    longest = _longest(graph, source) * n * min(size, prompts)
+    num_steps = epochs * minibatches
+    return (
+        num_steps,
+        Line(f"optimiser steps of {call.site}", f"{num_steps:,}", f"{epochs} epochs x ceil({prompts:,} prompts / {size:,}){smaller}"),
+        Line(
+            f"gradient accumulation of {call.site}",
+            f"at most {max(1, math.ceil(longest / token_budget))}",
+            f"ceil({longest:,} tokens of a mini-batch at most / {token_budget:,}) micro-batches a step, on 1 rank",
+        ),
+    )
+
+
+def _source(graph: MacroGraph, call: Call) -> Call | None:
+    """The call whose rows this one works on."""
+    ref = call.input("samples") or call.input("prompts")
+    return next((c for c in graph.calls if ref is not None and c.ordinal == ref.call), None)
+
+
+def _longest(graph: MacroGraph, source: Call | None) -> int:
+    """Most tokens of one sample: of the longest prompt (a byte of text being a token at most) and of the longest answer."""
+    if source is None:
+        return 0
+    rows, sampling = source.options.get("rows"), source.options.get("sampling")
+    if isinstance(rows, Batch):
+        return max(num_tokens_of(rows), default=0)
+    answer = sampling.max_new_tokens if isinstance(sampling, Sampling) else 0
+    return answer + _longest(graph, _source(graph, source))

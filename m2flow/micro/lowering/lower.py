@@ -1,0 +1,185 @@
+"""Lowering: from the macro graph to the plan, pass by pass.
+
+    legality -> placement -> chunking -> packing -> routing -> weight syncs and switches -> Plan
+
+Processes are placed once for a run. The calls of each segment that is recorded later are lowered onto them by the same passes;
+a segment whose structure was seen before reuses its stages, and of a changed one only what changed is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import msgspec
+
+from m2flow.errors import InternalError
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.soundness import asynchrony
+from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
+from m2flow.micro.lowering.abilities import check_abilities, notes_on_abilities
+from m2flow.micro.lowering.arithmetic import arithmetic
+from m2flow.micro.lowering.chunking import Sizes, chunk, resize, sizes_of
+from m2flow.micro.lowering.legality import legal_stages
+from m2flow.micro.lowering.packing import pack
+from m2flow.micro.lowering.placement import check_place, check_places, device_of, place_stages, place_workers, places
+from m2flow.micro.lowering.routing import route
+from m2flow.micro.lowering.seating import seat_sizes, seat_workers
+from m2flow.micro.lowering.syncs import plan_switches, plan_syncs
+from m2flow.micro.plan import Plan, Route, Stage, WorkerPlan
+from m2flow.micro.search.choice import Choice, Mode
+from m2flow.recipe import Model
+from m2flow.spec import ClusterSpec
+
+_UNCOUNTED = {"rows"}
+"""Read for the capacity of routes alone, which are planned once for a run."""
+_MOST_SEGMENTS = 10_000
+"""Structures that are remembered at most: a flow may make a new one in each step."""
+
+
+def lower(
+    graph: MacroGraph,
+    models: Mapping[str, Model],
+    spec: ClusterSpec,
+    *,
+    num_steps: int = 0,
+    deterministic: bool = False,
+    choice: Choice | None = None,
+    pinned: Plan | None = None,
+) -> Plan:
+    """The plan of a run. Placement, stages and routes come from the first step; the arithmetic from all that was traced.
+
+    Processes and sizes are those of a `pinned` plan, which may have been made by hand; else those of a `choice`; else they go by the
+    rule of the spec's `placement`.
+
+    Raises:
+        PlanError: some call has no legal place.
+    """
+    first = graph.first_steps(1)
+    sizes: Mapping[str, Sizes] = {}
+    mode: Mode = "split" if spec.placement == "split" else "time-shared"
+    if pinned is not None:
+        workers, choice, sizes, mode = pinned.workers, pinned.choice, sizes_of(pinned.stages), pinned.mode
+    elif choice is not None:
+        workers = seat_workers(choice, spec, device_of(spec), deterministic=deterministic)
+        sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
+    else:
+        workers = place_workers(graph, models, spec, deterministic=deterministic)
+    routes, stages = _stages(first, workers, spec, sizes)
+    for call in graph.calls:
+        check_abilities(call, workers)
+    names = graph.names()
+    first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}  # Of a loop's line, that of its first turn.
+    notes = tuple(
+        f"Python waits for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}); later calls are placed by the same rules"
+        for seen in reversed(first_looks.values())
+    )
+    return Plan(
+        flow=graph.flow,
+        cluster=spec.name,
+        mode=mode,
+        structure=first.structure_hash(),
+        workers=workers,
+        stages=stages,
+        routes=tuple(msgspec.structs.replace(route, capacity=route.capacity * (1 + graph.staleness)) for route in routes),
+        syncs=plan_syncs(workers),
+        switches=plan_switches(workers),
+        arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
+        notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers),
+        choice=choice,
+    ).verify()
+
+
+class Lowering:
+    """Lowers the segments of a running flow onto the plan's workers.
+
+    The stage of a call depends on its own shape and on which shapes take its result, so that is what is remembered: a segment whose
+    structure was seen before is not looked at, and of another one only the calls are lowered that are new, or newly wired.
+    """
+
+    def __init__(self, plan: Plan, spec: ClusterSpec) -> None:
+        self._plan = plan
+        self._spec = spec
+        self._hosted = places(plan.workers)
+        self._sizes = sizes_of(plan.stages)
+        self._shapes: dict[Shape, int] = {}
+        self._segments: dict[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = {}
+        self._calls: dict[tuple[int, ...], Stage] = {}
+        """(number of a call's shape, those of its consumers' shapes) -> its stage."""
+        self.num_lowered = 0
+        """Calls."""
+        self.num_reused = 0
+        """Calls whose stage was there already."""
+
+    def check(self, call: Call) -> None:
+        """Raises PlanError: no worker has the engine that a new call needs."""
+        check_place(call, self._hosted)
+        check_abilities(call, self._plan.workers)
+
+    def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
+        """One stage a call.
+
+        Raises:
+            PlanError: no worker can run one of them.
+        """
+        if len(self._segments) >= _MOST_SEGMENTS:
+            self._shapes, self._segments, self._calls = {}, {}, {}
+        calls = segment.calls
+        first = calls[0].ordinal if calls else 0
+        shapes = [self._number(call) for call in calls]
+        key = tuple([(shape, *wiring_of(call, first)) for shape, call in zip(shapes, calls, strict=True)])
+        if key not in self._segments:
+            self._segments[key] = self._stages(segment, shapes)
+        self.num_reused += len(calls)
+        return self._segments[key]
+
+    def _stages(self, segment: MacroGraph, shapes: list[int]) -> tuple[Stage, ...]:
+        by_call = dict(zip([call.ordinal for call in segment.calls], shapes, strict=True))
+        wired = [(by_call[o], *sorted({by_call[consumer.ordinal] for consumer in segment.consumers(o)})) for o in by_call]
+        new: dict[tuple[int, ...], Call] = {}
+        for wires, call in zip(wired, segment.calls, strict=True):
+            if wires not in self._calls:
+                new.setdefault(wires, call)
+        self._calls.update(zip(new, self._lower(segment, new.values()), strict=True))
+        self.num_lowered += len(new)
+        self.num_reused -= len(new)
+        return tuple([self._calls[wires] for wires in wired])
+
+    def _number(self, call: Call) -> int:
+        return self._shapes.setdefault(shape_of(call), len(self._shapes))
+
+    def _lower(self, segment: MacroGraph, calls: Iterable[Call]) -> list[Stage]:
+        """These calls of a segment, with the consumers that their stages depend on."""
+        wanted = {call.ordinal for call in calls}
+        needed = wanted | {consumer.ordinal for ordinal in wanted for consumer in segment.consumers(ordinal)}
+        part = MacroGraph(segment.flow, tuple(_structural(call) for call in segment.calls if call.ordinal in needed))
+        stages = _stages(part, self._plan.workers, self._spec, self._sizes)[1]
+        return [stage for call, stage in zip(part.calls, stages, strict=True) if call.ordinal in wanted]
+
+
+class _Structural(dict[str, object]):
+    """The options of a call that a stage may depend on. Asking for another one is an error, not an absence."""
+
+    def __getitem__(self, name: str) -> object:
+        if name not in STRUCTURAL:
+            raise InternalError(f"a lowering pass read the option {name!r}, which m2flow.macro.structure does not count as structure")
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: object = None) -> object:
+        return self[name] if name in self or name not in STRUCTURAL | _UNCOUNTED else default
+
+
+def _structural(call: Call) -> Call:
+    return replace(call, options=_Structural({name: value for name, value in call.options.items() if name in STRUCTURAL}))
+
+
+def _stages(
+    graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec, sizes: Mapping[str, Sizes]
+) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
+    check_places(graph, workers)
+    stages = legal_stages(graph)
+    stages = place_stages(graph, stages, workers)
+    stages = chunk(stages, spec)
+    stages = pack(stages, spec)
+    stages = resize(stages, sizes)
+    return route(graph, stages, spec)

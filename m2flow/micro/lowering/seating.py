@@ -1,0 +1,88 @@
+"""Placement by choice: from the seats that the search found to the workers and leases of a plan.
+
+    Choice --seating--> WorkerPlans
+
+A rollout seat of n replicas is n workers; a trainer is one worker, however many devices it has, since its ranks work as one. Engines
+of one kind on the same devices in the same layout share a worker. An engine that generates and one that trains share a worker too
+if they take turns with a single device, so that samples and weights need not leave the process; on more devices than one they are
+processes of their own, which take turns by the lease.
+"""
+
+from __future__ import annotations
+
+from m2flow.errors import PlanError
+from m2flow.micro.lowering.chunking import Sizes
+from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
+from m2flow.micro.search.choice import Choice, Seat
+from m2flow.spec import ClusterSpec
+
+_Place = tuple[str, int, int]
+"""A pool, the first device, and the one after the last."""
+
+
+def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministic: bool = False) -> tuple[WorkerPlan, ...]:
+    """The processes of a choice, and those for functions.
+
+    Args:
+        device: what a device of this machine is called where the spec has no pools (`cpu`, `cuda:0`).
+        deterministic: engines on cores of this machine have one thread, however many cores the seat has.
+    Raises:
+        PlanError: two seats have a device in common and take no turns with it.
+    """
+    _check_overlaps(choice.seats)
+    slots: dict[tuple[str, _Place, str], list[EngineSlot]] = {}
+    threads: dict[_Place, int] = {}
+    for seat in choice.seats:
+        engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
+        for place in _replicas(seat):
+            slots.setdefault((seat.engine.kind, place, seat.lease), []).append(EngineSlot(seat.engine.role, seat.engine.kind, engine))
+            threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
+    workers = []
+    count = {"rollout": 0, "train": 0, "device": 0}
+    for (kind, place, lease), engines in slots.items():
+        other = ("train" if kind == "rollout" else "rollout", place, lease)
+        is_one_process = bool(lease) and other in slots and (place[2] - place[1] == 1 or not spec.pools)
+        if is_one_process and kind == "train":
+            continue  # Its slots go to the worker of the rollout engines there.
+        name = "device" if is_one_process else kind
+        both = engines + slots[other] if is_one_process else engines
+        workers.append(
+            WorkerPlan(f"{name}-{count[name]}", _device_name(place, spec, device), threads[place], tuple(dict.fromkeys(both)), lease)
+        )
+        count[name] += 1
+    functions = (EngineSlot("*", "function", "python"),)
+    return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
+
+
+def seat_sizes(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:
+    """The sizes that the seats give calls. How many samples decode together is the engine's limit, not a seat's."""
+    chunks = {call.partition("@")[0]: seat.chunk for seat in choice.seats for call in seat.calls if seat.chunk}
+    return {s.call: Sizes(chunks[s.call], s.token_budget) for s in stages if s.engine != "rollout" and s.call in chunks}
+
+
+def _replicas(seat: Seat) -> list[_Place]:
+    if seat.engine.kind == "train":
+        return [(seat.pool, seat.first_device, seat.devices.stop)]
+    size = seat.num_devices // seat.layout.dp
+    return [(seat.pool, first, first + size) for first in range(seat.first_device, seat.devices.stop, size)]
+
+
+def _device_name(place: _Place, spec: ClusterSpec, device: str) -> str:
+    pool, first, stop = place
+    if not spec.pools:
+        return device
+    return f"{pool}[{first}]" if stop == first + 1 else f"{pool}[{first}:{stop}]"
+
+
+def _check_overlaps(seats: tuple[Seat, ...]) -> None:
+    for i, one in enumerate(seats):
+        for other in seats[i + 1 :]:
+            common = range(max(one.first_device, other.first_device), min(one.devices.stop, other.devices.stop))
+            if one.pool != other.pool or not common or one.engine.kind == other.engine.kind:
+                continue
+            if not one.lease or one.lease != other.lease:
+                where = one.pool or "this machine"
+                raise PlanError(
+                    f"{one.engine} and {other.engine} both have the devices {common.start} to {common.stop - 1} of {where}",
+                    now="Give them the same lease, so that they take turns, or devices of their own.",
+                )

@@ -1,0 +1,143 @@
+"""What a run writes down while it goes on: ledger, metrics and spans, from planned and eager runs alike; and its tally for people."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m2flow.macro.graph import Call
+from m2flow.micro.record.decisions import Decisions
+from m2flow.micro.record.flow_record import LedgerWriter
+from m2flow.micro.record.ledger import Ledger
+from m2flow.micro.record.segments import Place
+from m2flow.observe.metrics import MetricsWriter
+from m2flow.observe.spans import SpanBlock
+from m2flow.observe.store import TraceStore
+from m2flow.samples import Finish
+
+
+@dataclass
+class Tally:
+    """Counts of the run so far. Written by one thread, read by others."""
+
+    num_steps: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    """Generated tokens."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each update, in order."""
+    logs: dict[str, float] = field(default_factory=dict)
+    """The last value of each logged name."""
+    example: tuple[str, str] = ("", "")
+    """A recent prompt and its response."""
+
+
+class Journal:
+    """One run's records."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.tally = Tally()
+        self._ledger = Ledger(run_dir / "ledger.db")
+        self.record = LedgerWriter(self._ledger)
+        """What the flow's thread writes: its calls, and what it saw."""
+        self._metrics = MetricsWriter(run_dir)
+        self._trace = TraceStore(run_dir)
+
+    def open(self) -> None:
+        self._ledger.open()
+        self._metrics.open()
+        self._trace.open()
+
+    def close(self) -> None:
+        """Close all of them, even if the disk is full for one."""
+        with contextlib.ExitStack() as closing:
+            for record in (self._trace, self._metrics, self._ledger):
+                closing.callback(record.close)
+            closing.callback(self.record.flush)
+
+    def call_added(self, call: Call) -> None:
+        self._ledger.call_added(call)
+
+    def samples_done(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        finish: Sequence[int],
+        place: Place,
+        example: Sequence[str],
+    ) -> None:
+        self._ledger.samples_done(call.step, ids, num_tokens, num_generated, finish, place)
+        self.tally.num_samples += len(ids)
+        self.tally.num_tokens += sum(num_generated)
+        if len(example) == 2:
+            self.tally.example = (example[0], example[1])
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
+        self._ledger.rewarded(call, ids, values)
+
+    def discarded(self, call: Call, last: int) -> None:
+        """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""
+        self._ledger.discarded(call.ordinal, last)
+
+    def dropped(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples were late; they do not count, whether they are whole or not."""
+        self._ledger.dropped(call, ids, "late")
+
+    def decided(self, call: Call, decisions: Decisions) -> None:
+        self._ledger.decided(decisions)
+
+    def samples_stopped(
+        self, call: Call, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], place: Place
+    ) -> None:
+        """Samples that a call left unfinished: what they have by then is kept."""
+        self._ledger.samples_done(call.step, ids, num_tokens, num_generated, [Finish.ABORT] * len(ids), place)
+
+    def late(self, call: Call, ids: Sequence[int]) -> None:
+        """A call left these samples to the next of its line; they do not count unless that gives them."""
+        self._ledger.dropped(call, ids, "unused")
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples that earlier calls had left are in this call's result."""
+        self._ledger.given(call, ids)
+
+    def expired(self, call: Call, ids: Sequence[int]) -> None:
+        """What these samples had was too old for this call: they begin anew."""
+        self._ledger.expired(call, ids)
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
+        self._ledger.consumed(call.ordinal, epoch, ids)
+
+    def call_done(self, call: Call, value: object) -> None:
+        """A call ended well. An update's numbers become metrics: of the policy by their own names, of others under theirs."""
+        self._ledger.call_ended(call.ordinal, "done")
+        if not call.is_aligned:
+            self.record.came_to(call, value)
+        if call.method == "update" and isinstance(value, dict):
+            prefix = "setup/" if call.step < 0 else ""
+            prefix += "" if call.role == "policy" else f"{call.role}/"
+            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()})
+            if call.step >= 0 and "reward" in value:
+                self.tally.rewards.append(value["reward"])
+
+    def call_failed(self, call: Call, error: Exception) -> None:
+        self._ledger.call_ended(call.ordinal, "failed", str(error))
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self._ledger.logged(step, name, value)
+        self._metrics.write(max(step, 0), {name: value})
+        self.tally.logs[name] = value
+
+    def step_done(self, step: int) -> None:
+        self.tally.num_steps = max(self.tally.num_steps, step + 1)
+        self._ledger.commit()
+
+    def commit_if_due(self) -> None:
+        """Make sure of what was written a while ago; to be called now and then."""
+        self._ledger.commit_if_due()
+
+    def spans(self, block: SpanBlock) -> None:
+        self._trace.append(block)

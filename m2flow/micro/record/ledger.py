@@ -1,0 +1,268 @@
+"""The ledger: who every sample is, where its tokens lie, what it was worth, and what trained on it.
+
+SQLite in WAL mode, on a local disk; tokens are in segment files (`m2flow.micro.record.segments`), pointed to from here. Writes gather in
+a transaction that ends with each step, and at least every second, so a crash loses at most that. Several threads may write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from m2flow.errors import EngineError, InternalError, SpecError
+from m2flow.macro.graph import Call
+from m2flow.micro.record.decisions import Decision, Decisions, Stretch
+from m2flow.micro.record.segments import Place, read_segment
+from m2flow.samples import Batch, Finish, SampleId, Segment
+
+_SCHEMA = """
+CREATE TABLE calls (ordinal INTEGER PRIMARY KEY, step INTEGER, name TEXT, site TEXT, state TEXT, error TEXT);
+CREATE TABLE cursors (call INTEGER PRIMARY KEY, dataset TEXT, cursor INTEGER, num_rows INTEGER);
+CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, member INTEGER, step INTEGER, num_tokens INTEGER,
+    num_generated INTEGER, finish INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
+CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMARY KEY (call, sample)) WITHOUT ROWID;
+CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
+CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
+CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, stretches BLOB);
+CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
+CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
+CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
+CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
+CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
+"""
+_COUNTED = """
+SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON samples.call = discarded.call
+WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sample FROM dropped) ORDER BY id
+"""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[Stretch, ...]).decode
+_COMMIT_EVERY_S = 1.0
+
+
+class Ledger:
+    """Writes one run's records."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_new = not path.exists()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._committed_s = time.monotonic()
+        self._lock = threading.RLock()
+
+    def open(self) -> None:
+        self._run("PRAGMA journal_mode=WAL")
+        self._run("PRAGMA synchronous=NORMAL")
+        if self._is_new:
+            self._db.executescript(_SCHEMA)
+        self._run("BEGIN")
+
+    def close(self) -> None:
+        try:
+            self._run("COMMIT")
+        finally:
+            self._db.close()
+
+    def commit(self) -> None:
+        with self._lock:
+            self._run("COMMIT")
+            self._run("BEGIN")
+            self._committed_s = time.monotonic()
+
+    def commit_if_due(self) -> None:
+        """Commit if the last time is a second ago."""
+        if time.monotonic() - self._committed_s > _COMMIT_EVERY_S:
+            self.commit()
+
+    def call_added(self, call: Call) -> None:
+        self._run("INSERT INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
+        rows = call.options.get("rows")
+        if isinstance(rows, Batch):
+            self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
+
+    def call_ended(self, ordinal: int, state: str, error: str | None = None) -> None:
+        self._run("UPDATE calls SET state=?, error=? WHERE ordinal=?", (state, error, ordinal))
+
+    def samples_done(
+        self, step: int, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], finish: Sequence[int], place: Place
+    ) -> None:
+        """Generated samples, whose rows lie in a segment file. Told twice, it stays as it was; one that went on has its newest rows."""
+        records = []
+        for packed, *numbers in zip(ids, num_tokens, num_generated, finish, strict=True):
+            who = SampleId.unpack(packed)
+            records.append((packed, who.call, who.prompt, who.index, step, *numbers, *place))
+        self._many("INSERT OR REPLACE INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", records)
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
+        self._many(
+            "INSERT OR IGNORE INTO rewards VALUES (?,?,?,?)", [(i, call.ordinal, call.role, v) for i, v in zip(ids, values, strict=True)]
+        )
+
+    def decided(self, decisions: Decisions) -> None:
+        """Which call gave each sample and which weights generated it, where that depended on time."""
+        records = [(packed, one.call, _encode(one.stretches)) for packed, one in decisions.items()]
+        self._many("INSERT OR REPLACE INTO decisions VALUES (?,?,?)", records)
+
+    def consumed(self, update_call: int, epoch: int, ids: Iterable[int]) -> None:
+        """These samples went into an update's gradient. The same once more in one epoch is an error of ours."""
+        try:
+            self._many("INSERT INTO consumption VALUES (?,?,?)", [(update_call, epoch, i) for i in ids])
+        except sqlite3.IntegrityError:
+            raise InternalError(f"a sample was trained on twice in epoch {epoch} of call {update_call}") from None
+
+    def discarded(self, call: int, last_prompt: int) -> None:
+        """Samples of this call's prompts beyond the last one do not count, whether they have come in or not."""
+        self._run("INSERT INTO discarded VALUES (?,?)", (call, last_prompt))
+
+    def dropped(self, call: Call, ids: Sequence[int], reason: str) -> None:
+        """These samples are in no result, whether they have come in or not."""
+        self._many("INSERT OR IGNORE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples, which earlier calls had left, are in a call's result."""
+        self._many("DELETE FROM dropped WHERE sample=?", [(packed,) for packed in ids])
+        self._many("UPDATE decisions SET call=? WHERE sample=?", [(call.ordinal, packed) for packed in ids])
+
+    def expired(self, call: Call, ids: Sequence[int]) -> None:
+        """What these samples had by now was too old for a call, which begins them anew."""
+        records = [(call.ordinal, packed) for packed in ids]
+        self._many("INSERT OR IGNORE INTO expired SELECT id, ?, num_generated FROM samples WHERE id=?", records)
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
+
+    def remembered(self, kind: str, bodies: Sequence[tuple[int, bytes]]) -> None:
+        """Parts of the flow's record (`m2flow.micro.record.flow_record`): position and body."""
+        self._many("INSERT OR IGNORE INTO record VALUES (?,?,?)", [(kind, *body) for body in bodies])
+
+    def saw(self, call: int, kind: str, body: bytes) -> None:
+        """The value of a call, as the program sees it."""
+        self._run("INSERT OR IGNORE INTO seen VALUES (?,?,?)", (call, kind, body))
+
+    def has_samples(self, ids: Sequence[int]) -> bool:
+        """Whether the segments have the rows of all of these."""
+        with self._lock:
+            return all(self._db.execute("SELECT 1 FROM samples WHERE id=?", (packed,)).fetchone() for packed in ids)
+
+    def _run(self, statement: str, values: Sequence[object] = ()) -> None:
+        try:
+            with self._lock:
+                self._db.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
+
+    def _many(self, statement: str, records: Sequence[Sequence[object]]) -> None:
+        try:
+            with self._lock:
+                self._db.executemany(statement, records)
+        except sqlite3.OperationalError as error:
+            raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
+        self.commit_if_due()
+
+
+def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
+    """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        rewards: dict[int, list[float]] = {}
+        for sample, value in db.execute("SELECT sample, value FROM rewards ORDER BY call, sample"):
+            rewards.setdefault(sample, []).append(value)
+        records: dict[Place, tuple[Batch, dict[int, int]]] = {}
+        for packed, *place in db.execute(_COUNTED):
+            where: Place = (place[0], place[1], place[2], place[3])
+            if where not in records:
+                batch = read_segment(run_dir / "segments", where)
+                records[where] = (batch, {one: row for row, one in enumerate(batch.ids.tolist())})
+            batch, rows = records[where]
+            yield batch.take([rows[packed]]), rewards.get(packed, [])
+    finally:
+        db.close()
+
+
+def read_decisions(run_dir: Path) -> dict[int, Decision]:
+    """What depended on time in a run, by sample. Of other samples the program says it.
+
+    Of a generation that was over-sampled, only samples of its result are there.
+
+    Raises:
+        SpecError: the directory has no ledger with such a record.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            found = db.execute("SELECT sample, call, stretches FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)")
+            return {sample: Decision(call, _decode(stretches)) for sample, call, stretches in found}
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the decisions of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
+def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]]:
+    """Of each sample that came in, whether it counted or not, in the order of identity: the call, the position of its prompt, the
+    step, tokens of its prompt and tokens generated, and whether it was cut (at its limit, or aborted).
+
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            rows = "SELECT call, prompt, step, num_tokens - num_generated, num_generated, finish FROM samples ORDER BY id"
+            for *numbers, finish in db.execute(rows):
+                call, prompt, step, num_prompt, num_generated = numbers
+                yield call, prompt, step, num_prompt, num_generated, finish != Finish.STOP
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
+def read_endings(run_dir: Path) -> dict[str, int]:
+    """How many samples of a run ended in no result, by reason: `late` (dropped), `unused` (carried, and nobody took them over)."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        return dict(db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY reason"))
+    finally:
+        db.close()
+
+
+def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
+    """Of each sample that came in: the step, tokens of its prompt, and tokens generated.
+
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            rows = db.execute("SELECT id, step, num_tokens - num_generated, num_generated FROM samples")
+            return {packed: (step, num_prompt, num_generated) for packed, step, num_prompt, num_generated in rows}
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
+def samples_digest(run_dir: Path) -> str:
+    """SHA-256 over every sample: identity, token ids, what was prompt and what generated, and rewards; in the order of identity."""
+    total = hashlib.sha256()
+    for sample, rewards in read_samples(run_dir):
+        total.update(sample.ids.astype("<i8").tobytes())
+        total.update(np.asarray(sample.ragged("tokens").values, "<i4").tobytes())
+        kinds = sample.ragged("segment_kinds").values == Segment.GENERATED
+        total.update(np.asarray(kinds, np.uint8).tobytes() + np.asarray(sample.ragged("segment_lengths").values, "<i4").tobytes())
+        total.update(np.asarray(rewards, "<f8").tobytes())
+    return total.hexdigest()

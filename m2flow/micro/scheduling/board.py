@@ -1,0 +1,497 @@
+"""What the scheduler knows: the calls under way, the workers, the tasks they have, and where each row is.
+
+The desks (`rollout_desk`, `train_desk`, `function_desk`) read it to decide, and change it only through its methods.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from m2flow.errors import M2FlowError, OpError
+from m2flow.macro.graph import Call
+from m2flow.macro.late import carries, is_cut, keeps_cache, num_wanted
+from m2flow.macro.lineage import TWICE
+from m2flow.micro import messages as m
+from m2flow.micro.lowering.abilities import keeps_caches
+from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.scheduling.carrying import Lines
+from m2flow.micro.scheduling.events import CONTROLLER, Command, Dropped, Forgotten, Reject, Resolve, Send
+from m2flow.micro.scheduling.leases import Lease
+from m2flow.micro.scheduling.losing import without
+from m2flow.micro.scheduling.open_calls import OpenCalls
+from m2flow.micro.scheduling.queue import StartQueue
+from m2flow.micro.scheduling.refills import Refills
+from m2flow.micro.scheduling.roster import TaskState, WorkerState
+from m2flow.micro.scheduling.tasks import Tasks
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.scheduling.updating import Group, UpdateProgress
+from m2flow.micro.scheduling.versions import Versions
+from m2flow.micro.scheduling.waking import Waking
+from m2flow.micro.scheduling.whereabouts import Whereabouts
+from m2flow.micro.work.store import stopped_at
+from m2flow.samples import SampleId, by_group, make_ids
+
+
+class Board:
+    """The state, and the commands that the event in hand has led to so far."""
+
+    def __init__(self, plan: Plan, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self.calls: dict[int, CallState] = {}
+        self.active: dict[int, CallState] = {}
+        """Calls that are not over, in program order."""
+        self.open = OpenCalls()
+        """Those of engines with a role."""
+        self.leases = {w.lease: Lease(w.lease) for w in plan.workers if w.lease}
+        self.workers: dict[str, WorkerState] = {}
+        for place, w in enumerate(plan.workers):
+            roles = {kind: tuple(s.role for s in w.engines if s.kind == kind) for kind in ("rollout", "train", "function")}
+            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles, keeps_caches(w), place)
+            if w.lease:
+                self.leases[w.lease].join(w.name, frozenset(slot.kind for slot in w.engines))
+        self.tasks = Tasks(self.workers)
+        self.has_lost = False
+        """Some worker is gone."""
+        self.may_keep = False
+        """Some generation lets weights change under its samples."""
+        self.waking = Waking(self.workers)
+        self.commands: list[Command] = []
+        self.versions = Versions()
+        self._rows = Whereabouts()
+        self._errors: dict[int, tuple[int, M2FlowError]] = {}
+        """Failed call -> the call that failed by itself, and its error."""
+        self._wanted: set[int] = set()
+        self._shown: set[int] = set()
+        """Calls of datasets whose rows the program has looked at."""
+        self._waiting_for: dict[int, list[CallState]] = {}
+        """Call -> those that wait until it is done."""
+        self._followers: dict[int, list[CallState]] = {}
+        self._perhaps_unreachable: set[int] = set()
+        self.lines = Lines(self)
+        self.refills = Refills(self)
+        self.functions = StartQueue(self._has_function_work, self.workers)
+
+    # Calls
+
+    def add_call(self, call: Call, stage: Stage) -> CallState:
+        """Take a call in: find what it waits for, and count what is there already."""
+        lost = {worker.name for worker in self.workers.values() if worker.is_lost} if self.has_lost else set()
+        if lost:
+            stage = without(stage, lost)
+        inputs = [ref.call for _, ref in call.inputs]
+        written = self.versions.written_for(call) if call.reads else []
+        needs = {*inputs, *[c for e, version, c in written if version <= e.first]}
+        others = {c for _, _, c in written} - needs
+        is_generation = call.engine == "rollout"
+        if is_generation and call.carries_from is not None:
+            others.add(call.carries_from)
+        aligned = tuple([c for c in dict.fromkeys(inputs) if self.calls[c].call.is_aligned])
+        waits_for = {c for c in needs.difference(aligned) if not self._is_done(c)}
+        state = CallState(call, stage, [], waits_for, aligned, frozenset(others))
+        self.calls[call.ordinal] = state
+        self.active[call.ordinal] = state
+        self.open.add(state)
+        for needed in inputs:
+            self.calls[needed].users[call.ordinal] = state
+        for needed in waits_for:
+            self._waiting_for.setdefault(needed, []).append(state)
+        if call.writes and call.engine == "function":
+            state.follows = frozenset(reader.call.ordinal for reader in self.versions.reads_before(call))
+            for followed in state.follows:
+                self._followers.setdefault(followed, []).append(state)
+        self.versions.add(state, self._is_done)
+        if is_generation:
+            self.may_keep = self.may_keep or keeps_cache(call.options)
+            if carries(call.options):
+                self.lines.added(state)
+        failed = [self._errors[c] for c in needs | others if c in self._errors] if self._errors else []
+        if failed:
+            root, error = min(failed, key=lambda found: found[0])
+            self.fail(state, error, root=root)
+        elif call.engine != "source":
+            self._prepare(state)
+        return state
+
+    def sourced(self, state: CallState, ids: list[int], num_tokens: Iterable[int]) -> None:
+        """The controller has read a dataset call's rows."""
+        state.prepare(ids, ids)
+        self._prepare_consumers(state)
+        self.rows_done(state, CONTROLLER, ids, num_tokens)
+
+    def _prepare(self, state: CallState) -> None:
+        """Fix the rows of a call, if those of what it works on are known; and then those of its consumers."""
+        if state.is_prepared or state.is_over:
+            return
+        rows_of: list[int] = []
+        for base in state.bases:
+            rows = self._rows_for(state, self.calls[base])
+            if rows is None:
+                return
+            rows_of = sorted([*rows_of, *rows]) if rows_of else rows
+        if state.is_union and len(set(rows_of)) < len(rows_of):
+            twice = next(a for a, b in itertools.pairwise(rows_of) if a == b)
+            where = state.call.site.describe()
+            self.fail(state, OpError(f"{state.call.name} got sample {SampleId.unpack(twice)} twice", where=where, now=TWICE))
+            return
+        if state.call.is_gated:
+            state.refill = self.refills.join(state, len(rows_of))
+        is_rollout = state.call.engine == "rollout"
+        state.prepare(make_ids(state.call.ordinal, len(rows_of), state.num_per_prompt).tolist() if is_rollout else rows_of, rows_of)
+        if state.is_update:
+            state.update = self._progress(state.call, state.stage, state.ids)
+        for needed in state.aligned_inputs:
+            source = self.calls[needed]
+            if source.done:
+                state.arrived(sorted(source.done), source.num_tokens)
+        self._may_go(state)
+        if state.carry is not None:
+            self.lines.prepared(state, len(rows_of))
+        elif state.call.is_aligned and not state.ids:
+            self.complete(state, None)
+        elif state.result is not None:
+            self._prepare_consumers(state)
+
+    def _rows_for(self, state: CallState, base: CallState) -> list[int] | None:
+        """Which rows a call has from one of its inputs, if that is known. Calls of one refill hand on every candidate."""
+        if state.call.is_gated and base.refill is not None:
+            return base.ids if base.is_prepared else None
+        return base.result
+
+    def abandon(self, state: CallState, *, keeps: bool = False) -> None:
+        """Tell workers to give up what they have of a call, or to keep what can go on."""
+        for worker in state.tasks_at:
+            self.send(worker, m.Abort(state.call.ordinal, keeps))
+
+    def _prepare_consumers(self, state: CallState) -> None:
+        for user in list(state.users.values()):
+            self._prepare(user)
+
+    def _progress(self, call: Call, stage: Stage, ids: Iterable[int]) -> UpdateProgress:
+        size, epochs = call.options["minibatch_size"], call.options["epochs"]
+        assert size is None or isinstance(size, int)
+        assert isinstance(epochs, int)
+        return UpdateProgress(
+            [Group(key, tuple(rows)) for key, rows in by_group(ids).items()],
+            minibatch_size=size,
+            epochs=epochs,
+            token_budget=stage.token_budget,
+            by_identity=self.deterministic,
+        )
+
+    def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], dropped: Iterable[int] = ()) -> int:
+        """These rows of a call's result are done; they are at `worker` and wherever it forwarded them. Answers how many are new."""
+        if state.carry is not None and state.is_done:
+            return self.lines.finished_late(state, worker, ids, num_tokens)
+        if state.is_over:
+            return 0
+        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done}
+        gone = set(dropped) - state.dropped if dropped else set()
+        if not (fresh or gone):
+            return 0
+        rows = list(fresh)
+        state.turned_out(rows, gone)
+        state.num_tokens.update(fresh)
+        self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
+        for user in list(state.users.values()):
+            if user.arrived(rows, state.num_tokens):
+                self._rows_came(user)
+        if state.refill is not None:
+            self.refills.turned_out(state, rows, gone)
+        elif state.is_generation and state.failure is None and is_cut(state.call.options):
+            self.cut(state)
+        elif state.call.is_aligned and len(state.done) + len(state.dropped) == len(state.ids):
+            self.complete(state, None)
+        elif state.failure is not None and state.has_settled:
+            self.fail(state, state.failure[1])
+        return len(rows)
+
+    def cut(self, state: CallState) -> None:
+        """End a generation, if it has enough whole groups; give up the samples of the others, or leave them to the next of its line."""
+        if state.carry is not None:
+            state.result = self.lines.cut(state)
+            if state.result is not None:
+                state.ready.clear()
+                self.abandon(state, keeps=True)
+                self.complete(state, None)
+            return
+        wanted = num_wanted(state.call.options, state.num_groups)
+        if state.num_whole < wanted:
+            return
+        whole = [rows for rows in by_group(state.ids).values() if state.done.issuperset(rows)]
+        state.result = [row for rows in whole[:wanted] for row in rows]
+        state.ready.clear()
+        self.commands.append(Dropped(state.call.ordinal, tuple(sorted(set(state.ids).difference(state.result)))))
+        self.abandon(state)
+        self.complete(state, None)
+
+    def complete(self, state: CallState, value: object) -> None:
+        """A call is done."""
+        state.is_done = state.is_over = True
+        state.value = value
+        self.versions.done(state.call)
+        if state.is_update:
+            self.open.changed(state.call.role)
+        self._leave(state)
+        if state.result is None:
+            state.result = sorted(state.done)
+        for other in self._waiting_for.pop(state.call.ordinal, []):
+            other.waits_for.discard(state.call.ordinal)
+            self._may_go(other)
+        self.commands.append(Resolve(state.call.ordinal, value))
+        if state.carry is not None:
+            self.lines.ended(state)
+        self._prepare_consumers(state)
+        if state.call.ordinal in self._wanted:
+            self._wanted.discard(state.call.ordinal)
+            self.want(state)
+
+    def task_failed(self, state: CallState, task: m.Task, row: int, error: M2FlowError) -> None:
+        """A task of a call failed, at this row if that is known. Of a call's failing samples the earliest counts, whoever came first."""
+        rows = getattr(task, "ids", [])
+        if isinstance(task, m.Apply) and state.failure is not None:
+            self.accumulated(state)  # It was given out before its micro-batch failed: the reason is there.
+            return
+        if isinstance(task, m.Accumulate) and state.update is not None and not state.is_over:
+            row = row if row in rows else min(rows)
+            state.failed_at(row, error, ())
+            state.update.fail_at(row)
+            self.accumulated(state)
+            return
+        if not rows or not state.call.is_aligned:
+            self.fail(state, error)
+            return
+        state.failed_at(row if row in rows else min(rows), error, [before for before in rows if before < row])
+        if state.has_settled:
+            assert state.failure is not None
+            self.fail(state, state.failure[1])
+        else:
+            self._rows_came(state)
+
+    def accumulated(self, state: CallState) -> None:
+        """A micro-batch of an update has ended. One that fails does so when no group before its earliest failure is under way."""
+        if state.failure is not None and state.update is not None and state.update.has_tried_all and not state.tasks_at:
+            self.fail(state, state.failure[1])
+
+    def fail(self, state: CallState, error: M2FlowError, *, root: int | None = None) -> None:
+        """A call failed, and with it whatever depends on it, by data or by effect.
+
+        `root` is the call that failed by itself. What has failed already fails anew if this root is earlier than the one known.
+        """
+        ordinal = state.call.ordinal
+        root = ordinal if root is None else root
+        known = self._errors.get(ordinal)
+        if state.is_done or (known is not None and known[0] <= root):
+            return
+        self._errors[ordinal] = (root, error)
+        if known is None:
+            state.is_failed = state.is_over = True
+            self._leave(state)
+            self.abandon(state)
+            self._waiting_for.pop(ordinal, None)
+            if state.carry is not None:
+                self.lines.ended(state)
+        for other in list(self.calls.values()):
+            if ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
+                self.fail(other, error, root=root)
+        # What depends on it comes first: who waits for that must not see this call ended, and a later call's error still there.
+        self.commands.append(Reject(ordinal, error, root))
+
+    def want(self, state: CallState) -> None:
+        """Bring a call's rows to the controller, as soon as it is done."""
+        ordinal = state.call.ordinal
+        if not state.is_done:
+            self._wanted.add(ordinal)
+        elif state.call.engine != "source":
+            self.bring(ordinal, state.result or (), CONTROLLER)
+        elif ordinal not in self._shown:
+            # Its rows are at the controller already, but not where those go that the program waits for.
+            self._shown.add(ordinal)
+            self.send(CONTROLLER, m.Push(ordinal, list(state.result or ()), CONTROLLER))
+
+    def release(self, ordinal: int) -> None:
+        """The program can't reach a call's result any more."""
+        state = self.calls.get(ordinal)
+        if state is not None:
+            state.is_released = True
+            if not state.users:
+                self._perhaps_unreachable.add(ordinal)
+
+    def forget_unreachable(self) -> None:
+        """Drop the rows of calls that neither the program nor another call can ask for."""
+        if not self._perhaps_unreachable:
+            return
+        checked, self._perhaps_unreachable = self._perhaps_unreachable, set()
+        needed = self.lines.needed() if checked else checked
+        for ordinal in sorted(checked):
+            state = self.calls.get(ordinal)
+            # What failed is kept: an earlier failure may still reach what depends on it.
+            if state is not None and state.is_released and state.is_done and not state.users and ordinal not in needed:
+                self._forget(state)
+
+    def _forget(self, state: CallState) -> None:
+        ordinal = state.call.ordinal
+        places = self._rows.forget(ordinal)
+        if state.carry is not None:
+            places = list(dict.fromkeys([*places, *self._rows.forget(stopped_at(ordinal))]))
+        for place in places:
+            self.send(place, m.Forget(ordinal))
+        self.commands.append(Forgotten(ordinal))
+        self._shown.discard(ordinal)
+        del self.calls[ordinal]
+
+    def _is_done(self, ordinal: int) -> bool:
+        return ordinal not in self._errors and (ordinal not in self.calls or self.calls[ordinal].is_done)
+
+    def _leave(self, state: CallState) -> None:
+        del self.active[state.call.ordinal]
+        self.versions.over(state)
+        if self.open.close(state):
+            self.waking.wake_role(state.call.role)
+        if state.call.reads:
+            self.waking.wake_trainers()
+        for follower in self._followers.pop(state.call.ordinal, []):
+            follower.follows -= {state.call.ordinal}
+            self._may_go(follower)
+        for _, ref in state.call.inputs:
+            used = self.calls.get(ref.call)
+            if used is not None and used.users.pop(state.call.ordinal, None) is not None and used.is_released and not used.users:
+                self._perhaps_unreachable.add(ref.call)
+        if state.is_released:
+            self._perhaps_unreachable.add(state.call.ordinal)
+
+    def _may_go(self, state: CallState) -> None:
+        """A call's rows are known now, or it waits for one call less."""
+        if state.is_prepared and not state.waits_for and not state.is_over:
+            if state.call.engine == "rollout":
+                if self.open.start(state):
+                    self.waking.feed_all(state)
+                self.waking.wake_role(state.call.role)
+            elif state.call.engine == "train":
+                self.open.start(state)
+        self._rows_came(state)
+
+    def _rows_came(self, state: CallState) -> None:
+        """Rows of a call may be handed out."""
+        if state.call.engine == "function":
+            self.functions.may_start(state)
+        elif state.call.engine == "train":
+            self.waking.wake_trainers(state.call.role)
+        elif state.call.engine == "rollout":
+            self.waking.rows_came(state)
+
+    def hand_out(self, state: CallState, count: int) -> list[int]:
+        """The next rows of a call, for a task."""
+        rows = state.take(count)
+        if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
+            self.waking.wake_role(state.call.role)
+        return rows
+
+    def _has_function_work(self, state: CallState) -> bool:
+        if state.waits_for or state.follows:
+            return False
+        if not state.ids and not state.call.is_aligned:  # Nothing to work on is worked on too, once.
+            return state.is_prepared and not state.tasks_at
+        return len(state.ready) == len(state.ids) > 0 if state.stage.is_barrier else bool(state.ready)
+
+    # Tasks and rows
+
+    def send(self, worker: str, message: m.ToWorker) -> None:
+        self.commands.append(Send(worker, message))
+
+    def next_task(self) -> int:
+        return self.tasks.next_number()
+
+    def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int = 0) -> None:
+        """Give a worker a task."""
+        self.tasks.start(worker, engine, task, rows, self.calls[task.call] if task.call >= 0 else None)
+        if engine == "function":
+            self.functions.note(worker)
+        if task.call >= 0:
+            self._rows.introduce(task.call, worker.name)
+        self.send(worker.name, task)  # type: ignore[arg-type]
+
+    def generated(self, number: int, num_rows: int) -> None:
+        """Samples of a generation do not run any more."""
+        worker = self.tasks.generated(number, num_rows)
+        if worker is not None:
+            self.waking.wake(worker)
+
+    def end_task(self, number: int) -> TaskState | None:
+        """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
+        task = self.tasks.end(number)
+        if task is not None:
+            worker = self.workers[task.worker]
+            if task.engine == "function":
+                self.functions.note(worker)
+            if task.engine != "function" or worker.lease is not None:
+                self.waking.wake(worker)
+        return task
+
+    # A worker is lost (`m2flow.micro.scheduling.losing`)
+
+    def give_back(self, state: CallState, rows: list[int]) -> None:
+        """Rows that a task had can be handed out again."""
+        if rows:
+            state.give_back(rows)
+            self.open.reopen(state)
+            self._may_go(state)
+
+    def consumers(self, ordinal: int) -> list[CallState]:
+        """The calls, not over, that take a call's result."""
+        return list(self.calls[ordinal].users.values()) if ordinal in self.calls else []
+
+    def rows_lost(self, worker: str) -> dict[int, list[int]]:
+        """By call, the rows that only this worker had."""
+        return self._rows.lost(worker)
+
+    def has_tasks(self, state: CallState) -> bool:
+        """Whether a worker still has something of a call."""
+        return bool(state.tasks_at)
+
+    # Samples that go on in another call than they began in (`m2flow.micro.scheduling.carrying`)
+
+    def rows_made(self, state: CallState, worker: str, rows: list[int]) -> None:
+        """A worker has rows of a call's, and has forwarded them, which are not in its result."""
+        self._rows.made(state.call.ordinal, rows, worker, state.stage.forward_to)
+
+    def rows_stopped(self, state: CallState, worker: str, rows: list[int]) -> None:
+        """A worker has the tokens so far of samples that a call left."""
+        self._rows.made(stopped_at(state.call.ordinal), rows, worker, ())
+
+    def bring_stopped(self, by: int, rows: list[int], to: str) -> None:
+        self.bring(stopped_at(by), rows, to)
+
+    def adopt(self, state: CallState, before: CallState, finished: list[int]) -> None:
+        """Samples that an earlier call had left are taken over; those that had finished are rows of this call now."""
+        if state.is_all_begun and self.open.close(state):
+            self.waking.wake_role(state.call.role)
+        self.waking.feed_all(state)
+        self.waking.rows_came(state)
+        state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
+        for owner, rows in self._rows.owners(before.call.ordinal, finished).items():
+            self.send(owner, m.Adopt(state.call.ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
+            self.rows_made(state, owner, rows)
+
+    def perhaps_unreachable(self, calls: Iterable[int]) -> None:
+        """Something that kept these calls from being forgotten is over."""
+        self._perhaps_unreachable.update(calls)
+
+    def introduce(self, call: int, worker: str) -> None:
+        """A worker learns what a call is, and must be told when to forget it."""
+        self._rows.introduce(call, worker)
+
+    def bring(self, call: int, ids: Iterable[int], to: str) -> None:
+        """See to it that these rows of a call's result come to a worker."""
+        for owner, rows in self._rows.send(call, ids, to).items():
+            self.send(owner, m.Push(call, rows, to))
+
+    def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:
+        """The same for every aligned input of a call on these rows."""
+        rows = list(ids)
+        for needed in state.aligned_inputs:
+            self.bring(needed, [row for row in rows if row in self.calls[needed].done] if state.is_union else rows, to)
+
+    def values_for(self, state: CallState) -> dict[str, object]:
+        """The whole values among a call's inputs, by name."""
+        return {name: self.calls[ref.call].value for name, ref in state.call.inputs if ref.call not in state.aligned_inputs}

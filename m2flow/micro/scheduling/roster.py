@@ -1,0 +1,48 @@
+"""What the scheduler knows of a worker and of a task that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from m2flow.micro import messages as m
+from m2flow.micro.scheduling.leases import Lease
+
+if TYPE_CHECKING:
+    from m2flow.micro.scheduling.tracking import CallState
+
+
+@dataclass
+class TaskState:
+    """A task that a worker has."""
+
+    worker: str
+    engine: str
+    message: m.Task
+    rows_left: int = 0
+    """Of a generation: samples that run or wait there."""
+
+
+@dataclass
+class WorkerState:
+    """A worker, as far as the scheduler cares."""
+
+    name: str
+    lease: Lease | None
+    """What it shares its device by, if it does."""
+    roles: dict[str, tuple[str, ...]]
+    """Kind of engine -> roles whose engine is here."""
+    keeps_caches: frozenset[str] = frozenset()
+    """Roles whose rollout engine here can take new weights under running requests."""
+    place: int = 0
+    """In the plan: of several that could do something, the first does."""
+    num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
+    num_running: int = 0
+    """Samples that generate here, of all roles."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Role -> version of the weights in its rollout engine here."""
+    doing: dict[str, int] = field(default_factory=dict)
+    """What its tasks are, in words, and how many of them."""
+    sated_of: list[CallState] = field(default_factory=list)
+    """Generations of which it wants no more rows, as it is now (`m2flow.micro.scheduling.waking`)."""
+    is_lost: bool = False

@@ -1,0 +1,213 @@
+"""The scheduler: events in, commands out. A pure state machine, without I/O, clock or threads.
+
+    CallAdded, Sourced, Finished, TaskDone, ... --Scheduler.handle--> Send, Resolve, Reject
+
+The controller feeds it what happened; a simulator or a test feeds it what might have. It decides order, place and time and
+nothing else, within what each call's stage allows (`m2flow.micro.plan`). Each kind of work has a desk that says what could be done
+next; this file turns events into state, and lets the desks speak, lease by lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from m2flow.errors import error_from_record
+from m2flow.micro import messages as m
+from m2flow.micro.plan import Plan
+from m2flow.micro.scheduling.board import Board
+from m2flow.micro.scheduling.events import CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
+from m2flow.micro.scheduling.function_desk import FunctionDesk
+from m2flow.micro.scheduling.leases import Lease
+from m2flow.micro.scheduling.losing import lose
+from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
+from m2flow.micro.scheduling.roster import TaskState, WorkerState
+from m2flow.micro.scheduling.train_desk import TrainDesk
+
+
+class Desk(Protocol):
+    """Says what a worker could do next, of one kind of work."""
+
+    def offer(self, worker: WorkerState) -> Offer | None: ...
+
+
+class Scheduler:
+    """Decides what each worker does next."""
+
+    def __init__(self, plan: Plan, *, deterministic: bool = False) -> None:
+        self._board = Board(plan, deterministic=deterministic)
+        self._rollout = RolloutDesk(self._board)
+        train = TrainDesk(self._board, self._rollout)
+        self._functions = FunctionDesk(self._board)
+        self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": train, "function": self._functions}
+        self._desks_of = [[(kind, desk) for kind, desk in self._desks.items() if w.roles[kind]] for w in self._board.workers.values()]
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take one event; answer what to do now.
+
+        Raises:
+            M2FlowError: a worker failed at what belongs to no call (weights, a lease, a save), so the run can't go on.
+        """
+        board = self._board
+        board.commands = []
+        if isinstance(event, FromWorker):
+            if not board.workers[event.worker].is_lost:
+                self._from_worker(event.worker, event.message)
+        elif isinstance(event, CallAdded):
+            board.add_call(event.call, event.stage)
+        elif isinstance(event, Released):
+            board.release(event.call)
+            board.forget_unreachable()
+            return board.commands
+        elif isinstance(event, Sourced):
+            board.sourced(board.calls[event.call], event.ids, event.num_tokens)
+        elif isinstance(event, Wanted):
+            board.want(board.calls[event.call])
+        else:
+            self._lost(board.workers[event.worker])
+        self._give_work()
+        board.forget_unreachable()
+        return board.commands
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._board.active and not self._board.tasks
+
+    def num_rows(self, ordinal: int) -> int:
+        """Rows of the result of a call that is done."""
+        return len(self._board.calls[ordinal].result or ())
+
+    def running(self) -> dict[str, str]:
+        """What each worker does now, in words."""
+        return {worker.name: ", ".join(worker.doing) for worker in self._board.workers.values() if worker.doing}
+
+    def waiting(self) -> list[str]:
+        """What each unfinished call waits for, in words."""
+        lines = []
+        for state in self._board.active.values():
+            names = [self._board.calls[c].call.name for c in sorted(state.waits_for) if c in self._board.calls]
+            after = f", after {', '.join(names)}" if names else ""
+            lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
+        return lines
+
+    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
+        """What comes twice or late changes nothing."""
+        board = self._board
+        state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
+        if isinstance(message, m.Finished):
+            if state is not None:
+                if state.carry is not None:
+                    board.lines.finished(state, message)
+                board.generated(message.task, board.rows_done(state, name, message.ids, message.num_tokens, message.dropped))
+            if message.ends:
+                self._end_task(message.task)
+            return
+        if isinstance(message, m.Aborted):
+            if state is not None and state.carry is not None:
+                board.lines.stopped(state, name, message)
+            return
+        ended = self._end_task(message.task)
+        if ended is None:
+            return
+        if isinstance(message, m.TaskFailed):
+            if message.call < 0:
+                raise error_from_record(message.error)
+            if state is not None:
+                error = error_from_record(message.error).located(state.call.site.describe())
+                if state.refill is not None and isinstance(ended.message, m.Perform):
+                    if not state.is_over:
+                        board.refills.judge(state, ended.message.ids, error)
+                elif state.refill is not None and isinstance(ended.message, m.Generate):
+                    board.refills.not_generated(state, ended.message, message.row, error)
+                else:
+                    board.task_failed(state, ended.message, message.row, error)
+            return
+        self._task_done(board.workers[name], ended.message, message)
+
+    def _end_task(self, number: int) -> TaskState | None:
+        """Take a task off its worker; None if it has ended before."""
+        ended = self._board.end_task(number)
+        if ended is not None and isinstance(ended.message, m.Generate):
+            self._board.lines.task_ended(ended.message.call)
+        return ended
+
+    def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
+        board = self._board
+        state = board.calls.get(task.call)
+        match task:
+            case m.Accumulate() | m.Apply() if state is not None and state.failure is not None:
+                board.accumulated(state)
+            case m.Apply(is_last=True) | m.CopyWeights():
+                if state is not None and not state.is_over:
+                    board.complete(state, done.result)
+            case m.Perform():
+                if state is not None and not state.is_over and not state.call.is_aligned:
+                    board.complete(state, done.result)
+            case m.PublishWeights(role=role, version=version):
+                assert done.manifest is not None
+                self._rollout.published(role, version, done.manifest)
+            case m.LoadWeights():
+                self._rollout.loaded(worker, task)
+            case m.Switch(to=owner):
+                assert worker.lease is not None
+                self._tell_to_switch(worker.lease.answered(worker.name), owner)
+                if not worker.lease.is_moving:
+                    board.waking.wake_all(board.workers[name] for name in worker.lease.workers)
+            case _:
+                pass
+
+    def _lost(self, worker: WorkerState) -> None:
+        """A worker is gone; a lease that it was about to hand over does not wait for it."""
+        lose(self._board, self._rollout, worker.name)
+        lease = worker.lease
+        if lease is not None:
+            to = lease.moving_to
+            self._tell_to_switch(lease.left(worker.name), to)
+            if to and not lease.is_moving:
+                self._board.waking.wake_all(self._board.workers[name] for name in lease.workers)
+
+    def _give_work(self) -> None:
+        """Ask those who may have something new to do; then the leases of which one was asked."""
+        waking = self._board.waking
+        if waking.has_any:
+            leases: dict[str, Lease] = {}
+            while (worker := waking.next()) is not None:
+                self._dispatch(worker)
+                if worker.lease is not None:
+                    leases[worker.lease.name] = worker.lease
+            for lease in leases.values():
+                self._hand_over(lease)
+        self._functions.hand_out()
+
+    def _dispatch(self, worker: WorkerState) -> None:
+        """Give a worker all that it can take now."""
+        while (offer := self._offer(worker)) is not None:
+            offer()
+
+    def _offer(self, worker: WorkerState) -> Offer | None:
+        """The next thing that a worker could do: of all that it hosts, or of the kind that has its lease."""
+        if worker.is_lost:
+            return None
+        for kind, desk in self._desks_of[worker.place]:
+            if kind == "function" or worker.lease is None or worker.lease.is_of(kind):
+                offer = desk.offer(worker)
+                if offer is not None:
+                    return offer
+        return None
+
+    def _hand_over(self, lease: Lease) -> None:
+        """When the owner has no task in hand and none to begin, the lease goes to the other kind if that has."""
+        if lease.is_idle and self._should_move(lease):
+            to = lease.other
+            self._tell_to_switch(lease.move(), to)
+
+    def _should_move(self, lease: Lease) -> bool:
+        to = lease.other
+        workers = (self._board.workers[name] for name in lease.workers)
+        is_free = lease.is_idle and not lease.is_moving
+        return is_free and any(worker.roles[to] and self._desks[to].offer(worker) is not None for worker in workers)
+
+    def _tell_to_switch(self, workers: Iterable[str], to: str) -> None:
+        for name in workers:
+            self._board.start(self._board.workers[name], "train", m.Switch(self._board.next_task(), -1, to))

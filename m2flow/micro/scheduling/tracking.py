@@ -1,0 +1,308 @@
+"""What a call still waits for: which of its units have all their inputs, and which of its rows are done.
+
+A unit is the smallest set of rows that a task of the call may have: a sample, a group, or everything. It is ready when each of its
+rows has come in from each aligned input. Pure bookkeeping; the decisions are the scheduler's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from m2flow.errors import M2FlowError
+from m2flow.macro.graph import Call
+from m2flow.macro.late import is_cut
+from m2flow.micro.plan import Stage
+from m2flow.micro.scheduling.carrying import Carry
+from m2flow.micro.scheduling.refilling import Refill
+from m2flow.micro.scheduling.updating import UpdateProgress
+from m2flow.samples import by_group, group_key
+
+_EVERYTHING = -1
+
+
+@dataclass(eq=False)
+class CallState:
+    """One call under way."""
+
+    call: Call
+    stage: Stage
+    ids: list[int]
+    """Every row that it works on, in the order of identity. Empty until they are known."""
+    waits_for: set[int]
+    """Calls that must be done before it may start: whole values, and effects."""
+    aligned_inputs: tuple[int, ...]
+    """Calls whose rows it takes as they come."""
+    fails_with: frozenset[int] = frozenset()
+    """Calls that write a version which it may do without, though sequential execution has it: it starts without them."""
+    update: UpdateProgress | None = None
+    refill: Refill | None = None
+    """Shared by the calls of a refill; they work on all candidates, and give what it keeps."""
+    ready: deque[int] = field(default_factory=deque)
+    """Rows of complete units that no task has yet, in the order in which they came."""
+    num_begun: int = 0
+    """Rows that a task has or had."""
+    tasks_at: dict[str, int] = field(default_factory=dict)
+    """Worker -> tasks of the call that it has."""
+    users: dict[int, CallState] = field(default_factory=dict)
+    """Calls, not over, that take its result, in program order."""
+    done: set[int] = field(default_factory=set)
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """Tokens of each row, of this call's result or, for a call without tokens, of its input's."""
+    result: list[int] | None = None
+    """The rows of its result, in the order of identity; None until it is known which. They are `ids`, unless the call drops some."""
+    dropped: set[int] = field(default_factory=set)
+    value: object = None
+    """Of a call that gives one value, once it is done."""
+    is_prepared: bool = False
+    """Whether `ids` are known: those of an input that drops rows are, when it is done."""
+    failure: tuple[int, M2FlowError] | None = None
+    """The earliest row that is known to fail. The call fails with it when all rows before it have turned out well."""
+    passed: frozenset[int] = frozenset()
+    """Rows that turned out well in a task that failed at a later one."""
+    is_done: bool = False
+    is_failed: bool = False
+    is_over: bool = False
+    """Done or failed."""
+    is_released: bool = False
+    carry: Carry | None = None
+    """Of a generation whose late samples go on in the next call of its line."""
+    _unsettled: set[int] | None = None
+    """Rows before the earliest failure that may still fail."""
+    follows: frozenset[int] = frozenset()
+    """Calls that must be over, well or not, before it may start: they read what it overwrites."""
+    _unit_by_row: dict[int, int] = field(default_factory=dict)
+
+    # Of a generation alone.
+    out_at: dict[str, int] = field(init=False)
+    """Worker -> samples that it has."""
+    hungry: list[int] = field(init=False)
+    """Places of workers that may still want rows: a heap."""
+    sated: set[int] = field(init=False)
+    """Places of those that want none, as they are now."""
+    num_whole: int = field(init=False)
+    """If it is cut: groups of which all samples are done."""
+
+    def __post_init__(self) -> None:
+        self.is_generation = self.call.engine == "rollout"
+        self.is_update = self.call.engine == "train" and self.call.method == "update"
+        self.is_union = self.call.options.get("gives") == "concat"
+        """Its rows are those of all its inputs; else they are those of the first, and the others have these too."""
+        if self.is_generation:
+            self.out_at, self.hungry, self.sated, self.num_whole = {}, [], set(), 0
+            self._left_of_group: dict[int, int] = {}
+            self._by_prompt: dict[int, tuple[int, ...]] = {}
+            self._prompt_of: dict[int, int] = {}
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """The inputs that say which rows it works on."""
+        return self.aligned_inputs if self.is_union else self.aligned_inputs[:1]
+
+    def failed_at(self, row: int, error: M2FlowError, passed: Iterable[int]) -> None:
+        """A task failed at this row, after others that were well. What comes after the row need not be tried any more."""
+        self.passed = self.passed.union(passed)
+        if self.failure is None or row < self.failure[0]:
+            self.failure = (row, error)
+            self.ready = deque(ready for ready in self.ready if ready < row)
+            self._unsettled = {before for before in self.ids if before < row} - self.done - self.dropped
+        if self._unsettled is not None:
+            self._unsettled -= self.passed
+
+    def turned_out(self, done: Iterable[int], dropped: Iterable[int]) -> None:
+        """These rows are done, and these the call dropped."""
+        self.done.update(done)
+        self.dropped.update(dropped)
+        if self.is_generation and self._left_of_group:
+            for row in done:
+                key = group_key(row)
+                self._left_of_group[key] -= 1
+                self.num_whole += not self._left_of_group[key]
+        if self._unsettled:
+            self._unsettled.difference_update(done)
+            self._unsettled.difference_update(dropped)
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether nothing that is still under way can fail before the earliest failure."""
+        return self.failure is not None and not self._unsettled
+
+    @property
+    def num_may_begin(self) -> int:
+        """Of the rows of a generation that are ready, those that may be handed out: of a refill as many as it allows by now."""
+        if self.refill is None:
+            return len(self.ready)
+        return self.refill.num_allowed * self.num_per_prompt - (len(self.ids) - len(self.ready))
+
+    @property
+    def num_per_prompt(self) -> int:
+        n = self.call.options.get("n", 1)
+        assert isinstance(n, int)
+        return n
+
+    @property
+    def num_groups(self) -> int:
+        """Of a generation that is cut."""
+        return len(self._left_of_group)
+
+    @property
+    def share(self) -> int:
+        """Samples of a generation that a worker has at most: its even part of those that are not done."""
+        allowed = len(self.ids) if self.refill is None else self.refill.num_allowed * self.num_per_prompt
+        return math.ceil((allowed - len(self.done)) / len(self.stage.workers))
+
+    @property
+    def has_rows_to_begin(self) -> bool:
+        """Whether rows of a generation can be handed out now."""
+        return bool(self.ready) and not self.waits_for and not self.is_over and self.num_may_begin > 0
+
+    @property
+    def is_all_begun(self) -> bool:
+        """Whether no worker will get more samples of a generation. Of a refill that is known at its end."""
+        may_grow = self.refill is not None or (self.carry is not None and self.carry.previous is not None)
+        return self.is_prepared and not may_grow and self.num_begun >= len(self.ids)
+
+    def take(self, count: int) -> list[int]:
+        """The next rows, for a task."""
+        rows = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
+        self.num_begun += len(rows)
+        return rows
+
+    def give_back(self, rows: Sequence[int]) -> None:
+        """Rows that a task had, and did not begin with."""
+        self.ready.extendleft(reversed(rows))
+        self.num_begun -= len(rows)
+
+    def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> bool:
+        """These rows of one aligned input are there; whether a task may have more now. Rows that it does not work on don't matter."""
+        if not self.is_prepared:
+            return False
+        if self.is_generation:
+            for row in ids:
+                # A refill's last call has judged some groups that it does not give; an over-sampled generation has made some.
+                self._offer(self._by_prompt.get(row, ()))
+            return bool(self.ready)
+        units, tokens, missing = self._unit_by_row, self.num_tokens, self.missing
+        if not missing:
+            self._offer([row for row in ids if row in units])
+            return bool(self.ready)
+        has_more = False
+        for row in ids:
+            unit = units.get(row)
+            if unit is None:
+                continue
+            if self.call.engine == "train":  # The packing goes by them; of a function's rows its worker says how many there are.
+                tokens[row] = max(num_tokens.get(row, 0), tokens.get(row, 0))
+            missing[unit] -= 1
+            if missing[unit] == 0:
+                self._complete(unit)
+                has_more = True
+        return has_more
+
+    def _complete(self, unit: int) -> None:
+        rows = self.units[unit]
+        if self.update is not None:
+            self.update.add(unit, sum(self.num_tokens[row] for row in rows))
+        else:
+            self._offer(rows)
+
+    def _offer(self, rows: Iterable[int]) -> None:
+        self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
+
+    def _unit_of(self, row: int) -> int:
+        if self.is_update or self.stage.unit == "group":
+            return group_key(row)
+        if self.stage.unit == "minibatch":
+            return self._minibatch_of[group_key(row)]
+        return row if self.stage.unit == "sample" else _EVERYTHING
+
+    def _minibatches(self, ids: Sequence[int]) -> dict[int, int]:
+        """Group -> its mini-batch, by identity: the first `minibatch_size` groups are the first one."""
+        size = self.call.options["minibatch_size"]
+        assert isinstance(size, int)
+        return {key: place // size for place, key in enumerate(sorted(by_group(ids)))}
+
+    def unit_of(self, row: int) -> int:
+        """The unit that one of its rows belongs to."""
+        return self._unit_by_row[row]
+
+    def prepare(self, ids: list[int], prompts: Sequence[int]) -> None:
+        """The rows are known: set up the units, and for a generation which rows come from which prompt."""
+        self.ids, self.is_prepared = ids, True
+        if not self.call.drops and self.refill is None and not (self.is_generation and is_cut(self.call.options)):
+            self.result = ids
+        if self.is_generation:
+            n = len(self.ids) // max(len(prompts), 1)
+            self._by_prompt = {p: tuple(self.ids[k * n : k * n + n]) for k, p in enumerate(prompts)}
+            self._prompt_of = {row: p for p, rows in self._by_prompt.items() for row in rows}
+            if is_cut(self.call.options):
+                self._count_groups()
+            return
+        num_inputs = 1 if self.is_union else len(self.aligned_inputs)
+        if self.stage.unit == "sample" and not self.is_update:
+            self._unit_by_row = dict(zip(ids, ids, strict=True))
+            self.missing: dict[int, int] = {}
+            if num_inputs > 1 or self.call.engine == "train":  # Else each row is ready when it comes.
+                self.units: dict[int, tuple[int, ...]] = {row: (row,) for row in ids}
+                self.missing = dict.fromkeys(ids, num_inputs)
+            return
+        if self.stage.unit == "minibatch" and not self.is_update:
+            self._minibatch_of = self._minibatches(ids)
+        self._unit_by_row = {row: self._unit_of(row) for row in ids}
+        units: dict[int, list[int]] = {}
+        for row, unit in self._unit_by_row.items():
+            units.setdefault(unit, []).append(row)
+        self.units = {unit: tuple(rows) for unit, rows in units.items()}
+        self.missing = {unit: len(rows) * num_inputs for unit, rows in self.units.items()}
+
+    def take_over(self, late: Iterable[int], waiting: Sequence[int], finished: Sequence[int]) -> None:
+        """Samples that an earlier generation left are this one's: those that wait for a task come first, others have finished."""
+        self.ids = sorted((*late, *self.ids))
+        self.ready.extendleft(reversed(waiting))
+        self.done.update(finished)
+        self.num_begun += len(finished)
+        self._count_groups()
+
+    def _count_groups(self) -> None:
+        """Of a generation that is cut: what each group still lacks."""
+        groups = by_group(self.ids)
+        self._left_of_group = {key: len(rows) - len(self.done.intersection(rows)) for key, rows in groups.items()}
+        self.num_whole = sum(1 for left in self._left_of_group.values() if not left)
+
+    # A worker is lost (`m2flow.micro.scheduling.losing`)
+
+    def undone(self, rows: Sequence[int]) -> None:
+        """Rows that were done are gone."""
+        self.done.difference_update(rows)
+        for row in rows if self.is_generation and self._left_of_group else ():
+            key = group_key(row)
+            self.num_whole -= not self._left_of_group[key]
+            self._left_of_group[key] += 1
+
+    def may_need(self, row: int) -> bool:
+        """Whether it has yet to work on this row of an input."""
+        if not self.is_prepared:
+            return True
+        if self.is_generation:
+            return not self.done.issuperset(self._by_prompt.get(row, ()))
+        return row in self._unit_by_row and row not in self.done and row not in self.dropped
+
+    def departed(self, rows: Iterable[int]) -> None:
+        """Rows of an input that had come in, and that no task of this call has, are gone, and will come in again."""
+        if not self.is_prepared:
+            return
+        gone: set[int] = set()
+        for row in rows:
+            if self.is_generation:
+                gone.update(self._by_prompt.get(row, ()))
+            elif not self.missing:
+                gone.add(row)
+            elif (unit := self._unit_by_row.get(row)) is not None:
+                gone.update(self.units[unit] if not self.missing[unit] else ())
+                self.missing[unit] += 1
+        self.ready = deque(row for row in self.ready if row not in gone)
+
+    def prompts_of(self, rows: Iterable[int]) -> list[int]:
+        return [self._prompt_of[row] for row in rows]

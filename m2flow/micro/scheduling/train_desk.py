@@ -1,0 +1,98 @@
+"""Training: micro-batches as groups come in, optimiser steps at the end of mini-batches, log-probabilities, weights to publish.
+
+One worker trains a role. Its updates go in program order, each from the weights that the one before it left. A step that would
+replace weights waits until every earlier reader of them has had them: the rollout engines have taken them, or hold older ones that
+will do, and log-probabilities and copies are done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from m2flow.micro import messages as m
+from m2flow.micro.scheduling.board import Board
+from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
+from m2flow.micro.scheduling.roster import WorkerState
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.scheduling.updating import MicroBatch, MinibatchEnd
+from m2flow.micro.work.training import UpdateTally
+
+_MAX_QUEUED = 2
+"""Tasks that a trainer has at a time: one in hand, and one to begin with at once."""
+
+
+class TrainDesk:
+    """Feeds the trainers."""
+
+    def __init__(self, board: Board, rollout: RolloutDesk) -> None:
+        self._board = board
+        self._rollout = rollout
+
+    def offer(self, worker: WorkerState) -> Offer | None:
+        """The next thing that this worker's train engines could do."""
+        if worker.num_tasks["train"] >= _MAX_QUEUED:
+            return None
+        publish = self._rollout.publish_offer(worker)
+        if publish is not None:
+            return publish
+        for state in self._started(worker):
+            found = self._offer_call(worker, state)
+            if found is not None:
+                return found
+        return None
+
+    def _started(self, worker: WorkerState) -> Iterable[CallState]:
+        """The calls of this worker's roles that wait for nothing, in program order."""
+        lists = [self._board.open.started("train", role) for role in worker.roles["train"]]
+        return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda state: state.call.ordinal)
+
+    def _offer_call(self, worker: WorkerState, state: CallState) -> Offer | None:
+        if state.update is not None:
+            return self._update_offer(worker, state)
+        if state.call.method == "copy_of":
+            return None if state.tasks_at else lambda: self._copy(worker, state)
+        return (lambda: self._logprobs(worker, state)) if state.ready else None
+
+    def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
+        assert state.update is not None
+        if not state.ids:
+            # Nothing to train on: the weights of the new version are those of the old.
+            return (lambda: self._board.complete(state, UpdateTally().metrics())) if self._may_replace(state) else None
+        step = state.update.next(is_idle=worker.num_tasks["train"] == 0)
+        if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(state)):
+            return None
+        return lambda: self._update(worker, state, step)
+
+    def _may_replace(self, state: CallState) -> bool:
+        """Whether every earlier reader of the weights that the update replaces has had them."""
+        for reader in self._board.versions.reads_before(state.call):
+            if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
+                return False
+        return True
+
+    def _update(self, worker: WorkerState, state: CallState, step: MicroBatch | MinibatchEnd) -> None:
+        assert state.update is not None
+        state.update.take(step)
+        number, call = self._board.next_task(), state.call
+        if isinstance(step, MicroBatch):
+            self._board.bring_inputs(state, step.ids, worker.name)
+            self._board.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
+        else:
+            self._board.versions.replace_weights(call.role)
+            self._board.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
+
+    def _copy(self, worker: WorkerState, state: CallState) -> None:
+        self._board.start(worker, "train", m.CopyWeights(self._board.next_task(), state.call.ordinal))
+
+    def _logprobs(self, worker: WorkerState, state: CallState) -> None:
+        count, filled = 0, 0
+        for row in state.ready:
+            filled += state.num_tokens[row]
+            if count and filled > state.stage.token_budget:
+                break
+            count += 1
+        rows = self._board.hand_out(state, count)
+        self._board.bring_inputs(state, rows, worker.name)
+        task = m.Perform(self._board.next_task(), state.call.ordinal, rows, list(state.stage.forward_to))
+        self._board.start(worker, "train", task)

@@ -1,0 +1,67 @@
+"""Versions of resources: which call writes each, which calls read it, and what a trainer's weights are now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import final
+
+from m2flow.macro.graph import Call, Effect
+from m2flow.micro.scheduling.tracking import CallState
+
+
+@final
+class Versions:
+    """Calls are added in program order."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, dict[int, int]] = {}
+        """Resource -> version -> the call that writes it, unless that is done and a newer one is known."""
+        self._readers: dict[str, dict[int, CallState]] = {}
+        """Resource -> calls, not over, that read it, in program order."""
+        self._trained: dict[str, int] = {}
+        self._replacing: set[str] = set()
+
+    def written_for(self, call: Call) -> list[tuple[Effect, int, int]]:
+        """What a call reads, as far as it is written by a call: the effect, a version up to the one it reads, and who writes that."""
+        return [(e, version, c) for e in call.reads for version, c in self._writers.get(e.resource, {}).items() if version <= e.version]
+
+    def add(self, state: CallState, is_done: Callable[[int], bool]) -> None:
+        """Take in what a call reads and writes."""
+        for effect in state.call.reads:
+            self._readers.setdefault(effect.resource, {})[state.call.ordinal] = state
+        for effect in state.call.writes:
+            known = self._writers.get(effect.resource, {})
+            self._writers[effect.resource] = {v: c for v, c in known.items() if not is_done(c)} | {effect.version: state.call.ordinal}
+
+    def over(self, state: CallState) -> None:
+        """A call is over, well or not: nobody has to wait for its reads."""
+        for effect in state.call.reads:
+            self._readers[effect.resource].pop(state.call.ordinal, None)
+
+    def done(self, call: Call) -> None:
+        """A call is done: what it trained is the newest version."""
+        if call.engine == "train":
+            for effect in call.writes:
+                self._trained[call.role] = effect.version
+            self._replacing.discard(call.role)
+
+    def newest(self, role: str) -> int:
+        """The role's newest version that is there."""
+        return self._trained.get(role, 0)
+
+    def trained(self, role: str) -> int | None:
+        """The version that the role's trainer holds; None between the first optimiser step of an update and its last."""
+        return None if role in self._replacing else self.newest(role)
+
+    def replace_weights(self, role: str) -> None:
+        """An optimiser step was given out: the trainer's weights are no version until the update is done."""
+        self._replacing.add(role)
+
+    def reads_before(self, call: Call) -> Iterator[CallState]:
+        """Earlier calls, not over, that read a version which this call replaces."""
+        for effect in call.writes:
+            for state in self._readers.get(effect.resource, {}).values():
+                if state.call.ordinal >= call.ordinal:
+                    break
+                if Effect(effect.resource, effect.version - 1) in state.call.reads:
+                    yield state

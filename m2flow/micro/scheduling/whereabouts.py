@@ -1,0 +1,88 @@
+"""Where the rows of each call's result are: who made them, and who else was sent them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from m2flow.errors import WorkerError
+from m2flow.micro.scheduling.events import CONTROLLER
+from m2flow.samples import SampleId
+
+_AGAIN = "It can't be made again yet. Start the run anew."
+
+
+@final
+class Whereabouts:
+    """Rows by call and place. A place is a worker's name, or the controller's."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, dict[str, set[int]]] = {}
+        self._owners: dict[int, dict[int, str]] = {}
+
+    def made(self, call: int, rows: Iterable[int], owner: str, sent_to: Iterable[str]) -> None:
+        """These rows are at `owner`, and on their way to the others."""
+        owners = self._owners.get(call)
+        if owners is None:
+            owners = self._owners[call] = {}
+        made = dict.fromkeys(rows, owner)
+        owners.update(made)
+        for place in dict.fromkeys((owner, *sent_to)):
+            self._at(call, place).update(made)
+
+    def introduce(self, call: int, place: str) -> None:
+        """A place learns what the call is, and must be told when to forget that."""
+        self._at(call, place)
+
+    def send(self, call: int, rows: Iterable[int], to: str) -> dict[str, list[int]]:
+        """Who has to send which of these rows, so that all are at `to`. They count as there from now on."""
+        there = self._at(call, to)
+        missing = [row for row in rows if row not in there]
+        if not missing:
+            return {}
+        owners = self._owners.get(call, {})
+        by_owner: dict[str, list[int]] = {}
+        for row in missing:
+            if row not in owners:
+                raise WorkerError(f"sample {SampleId.unpack(row)} was on a worker that is lost, and nowhere else", now=_AGAIN)
+            by_owner.setdefault(owners[row], []).append(row)
+        for sent in by_owner.values():
+            there.update(sent)
+        return by_owner
+
+    def owners(self, call: int, rows: Iterable[int]) -> dict[str, list[int]]:
+        """Who made which of these rows."""
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            found.setdefault(self._owners[call][row], []).append(row)
+        return found
+
+    def lost(self, place: str) -> dict[int, list[int]]:
+        """A place is gone. Rows that it made are taken from another that has them; by call, those that no other has."""
+        alone: dict[int, list[int]] = {}
+        for call, owners in self._owners.items():
+            places = {name: rows for name, rows in self._places.get(call, {}).items() if name not in (place, CONTROLLER)}
+            for row in [row for row, owner in owners.items() if owner == place]:
+                other = next((name for name, rows in places.items() if row in rows), None)
+                if other is not None:
+                    owners[row] = other
+                else:
+                    del owners[row]
+                    alone.setdefault(call, []).append(row)
+        for known in self._places.values():
+            known.pop(place, None)
+        return alone
+
+    def forget(self, call: int) -> list[str]:
+        """Drop a call; the places that know of it."""
+        self._owners.pop(call, None)
+        return list(self._places.pop(call, {}))
+
+    def _at(self, call: int, place: str) -> set[int]:
+        places = self._places.get(call)
+        if places is None:
+            places = self._places[call] = {}
+        there = places.get(place)
+        if there is None:
+            there = places[place] = set()
+        return there

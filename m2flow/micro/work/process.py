@@ -1,0 +1,97 @@
+"""A worker's process: its sockets, its heartbeat, its end.
+
+    python -m m2flow.micro.work.process    settings on standard input, the run's secret in the environment
+
+What it does with what comes in is `m2flow.micro.work.worker`. One thread does the work; a second sends heartbeats, and a third ends
+the process when the one that started it is gone, whatever the first is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import msgspec
+
+from m2flow.channels.beacon import Beacon
+from m2flow.channels.weights import remove_segments
+from m2flow.channels.zeromq import LinkDialer, ZmqInbox, ZmqOutbox, wait
+from m2flow.errors import InternalError, M2FlowError
+from m2flow.micro import messages as m
+from m2flow.micro.work.worker import Worker, WorkerSettings
+
+TOKEN_VARIABLE = "M2FLOW_TOKEN"
+"""Environment variable with the run's secret."""
+_DRAIN_S = 3.0
+
+
+def _watch_parent(settings: WorkerSettings) -> None:
+    """End this process when the one that started it is gone, whatever the main thread is doing."""
+
+    def watch() -> None:
+        while os.getppid() == settings.parent:
+            time.sleep(0.5)
+        remove_segments(settings.shared_prefix)
+        if settings.inbox.startswith("ipc:"):
+            shutil.rmtree(settings.inbox.removeprefix("ipc:"), ignore_errors=True)  # The run's private directory of sockets.
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def serve(settings: WorkerSettings, token: str) -> None:
+    """Run a worker over ZeroMQ until it is told to stop."""
+    # The plan's routes hold all that a step makes, so nobody waits for room while a slow function keeps this worker from reading.
+    keys = settings.keys
+    link, inbox, outbox = LinkDialer(keys=keys), ZmqInbox(settings.inbox, max_parcels=0, keys=keys), ZmqOutbox(settings.name, keys=keys)
+    link.open(settings.controller, settings.name, token)
+    beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s, keys=keys)
+    beacon.open()
+    worker = Worker(settings, link, inbox, outbox)
+    try:
+        worker.open()
+        while not worker.is_stopping:
+            if not worker.has_work:
+                worker.flush_spans(force=True)
+                wait([link, inbox], 0.5)
+            worker.turn()
+    except M2FlowError as error:
+        worker.fail(error)
+    except Exception as error:
+        worker.fail(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()))
+    finally:
+        worker.close()
+        _drain(link, inbox)
+        beacon.close()
+        outbox.close(drain_s=1.0)
+        inbox.close()
+        link.close(drain_s=1.0)
+
+
+def _drain(link: LinkDialer, inbox: ZmqInbox) -> None:
+    """Take what others still send until a second Stop says that all have finished: a full inbox that is gone would hold them up."""
+    deadline = time.monotonic() + _DRAIN_S
+    while time.monotonic() < deadline:
+        wait([link, inbox], 0.1)
+        with contextlib.suppress(M2FlowError):
+            inbox.receive(0.0)
+            if any(isinstance(m.decode_to_worker(message), m.Stop) for message in link.receive(0.0)):
+                return
+
+
+def main() -> None:
+    """The entry point: settings on standard input, the run's secret in the environment."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
+    _watch_parent(settings)
+    serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""The engines of one process, and what can be done with them, chunk by chunk.
+
+A worker does its tasks here; the eager interpreter does whole calls here. Inputs come as batches and results leave as batches:
+where they are from and where they go is the caller's.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from m2flow.channels.weights import Manifest, RawBits, SharedWeights, SharedWeightsReader, Weight, digest
+from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, Request, RolloutEngine, Tensor, TrainEngine
+from m2flow.engines.registry import make_function, make_rollout, make_train
+from m2flow.errors import EngineError, InternalError, M2FlowError, OpError, PromptTooLong
+from m2flow.macro.graph import Call
+from m2flow.macro.lineage import GENERATED
+from m2flow.macro.sites import is_of_user
+from m2flow.micro.plan import EngineSlot
+from m2flow.micro.record.decisions import stretches_of
+from m2flow.micro.scheduling.staleness import check_admission, check_given
+from m2flow.micro.work import performing, training
+from m2flow.micro.work.arguments import Arguments
+from m2flow.micro.work.instances import Instances
+from m2flow.observe.recorder import Recorder, now_ns
+from m2flow.observe.spans import SpanName
+from m2flow.recipe import Model
+from m2flow.samples import Batch
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """A sample that an engine has."""
+
+    call: Call
+    """The one that it is generated for."""
+    drawn: Call
+    """The one whose sample it is."""
+    prompts: Batch
+    row: int
+    """Of its prompt in `prompts`."""
+    seed: int
+    start_ns: int
+
+
+class Workbench:
+    """Engines by role and kind. Spans go to the recorder, weights for other processes to shared memory under `shared_prefix`.
+
+    Finished samples gather up to `gather_s` before they leave together: with a small model, making a batch of each one, writing it
+    down and sending it on would cost as much as decoding.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[EngineSlot],
+        models: Mapping[str, Model],
+        settings: Mapping[str, EngineSettings],
+        *,
+        run_seed: int,
+        recorder: Recorder,
+        shared_prefix: str,
+        gather_s: float = 0.0,
+    ) -> None:
+        self._slots = tuple(slots)
+        self._models = models
+        self._settings = settings
+        self._run_seed = run_seed
+        self._recorder = recorder
+        self._shared_prefix = shared_prefix
+        self._gather_ns = gather_s * 1e9
+        self._rollout: dict[str, RolloutEngine] = {}
+        self._train: dict[str, TrainEngine] = {}
+        self._function: FunctionEngine | None = None
+        self._instances = Instances()
+        self._growing: dict[int, _Growing] = {}
+        self._finished: list[tuple[Generated, int]] = []
+        """Samples that wait to leave, and when they finished."""
+        self._left_ns = 0
+        self._tallies: dict[int, training.UpdateTally] = {}
+        self._shared: dict[str, SharedWeights] = {}
+        self._readers: dict[str, SharedWeightsReader] = {}
+
+    def open(self) -> None:
+        """Load every engine."""
+        for slot in self._slots:
+            if slot.kind == "function":
+                self._function = make_function(slot.engine, self._settings["function"])
+                self._function.start()
+            elif slot.kind == "rollout":
+                self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], self._settings["rollout"])
+                self._rollout[slot.role].start()
+            else:
+                self._train[slot.role] = make_train(slot.engine, self._models[slot.role], self._settings["train"])
+                self._train[slot.role].start()
+
+    def close(self) -> None:
+        """Free every engine and every shared segment."""
+        for engine in self._engines():
+            engine.stop()
+        for shared in self._shared.values():
+            shared.close()
+        for reader in self._readers.values():
+            reader.close()
+
+    # Generation
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._growing)
+
+    def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None) -> None:
+        """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one."""
+        drawn = drawn or call
+        self._begin(call, drawn, performing.requests(drawn, ids, prompts, self._run_seed), prompts)
+
+    def resume(self, call: Call, stopped: Batch, drawn: Call) -> None:
+        """Queue samples that go on from the tokens in these rows."""
+        for packed, stretches in zip(stopped.ids.tolist(), stretches_of(stopped), strict=True):
+            check_given(call, packed, stretches)
+        self._begin(call, drawn, performing.continuations(drawn, stopped), stopped)
+
+    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch) -> None:
+        engine = self._engine(self._rollout, call.role)
+        check_admission(call, engine.version)
+        _add(engine, requests)
+        start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
+        self._growing.update((r.id, _Growing(call, drawn, prompts, row, r.seed, start)) for row, r in enumerate(requests))
+
+    def step(self) -> list[tuple[Call, Batch]]:
+        """Decode one token of everything that runs; the rows that leave now, by call."""
+        for role, engine in self._rollout.items():
+            if engine.num_unfinished:
+                start, num_running = now_ns(), engine.num_unfinished
+                finished = engine.step()
+                end = now_ns()
+                self._recorder.add(SpanName.ROLLOUT_STEP, start, end, num_samples=num_running, version=engine.version, label=role)
+                self._finished += [(generated, end) for generated in finished]
+        is_last = len(self._finished) == len(self._growing)
+        if not self._finished or not (is_last or now_ns() - self._left_ns >= self._gather_ns):
+            return []
+        self._left_ns = now_ns()
+        by_call: dict[int, list[tuple[Generated, int]]] = {}
+        for generated, end in self._finished:
+            by_call.setdefault(self._growing[generated.id].call.ordinal, []).append((generated, end))
+        self._finished = []
+        return [self._rows(finished) for finished in by_call.values()]
+
+    def abort(self, call: int) -> None:
+        """Give up what generates for a call."""
+        ids = self._growing_for(call)
+        for engine in self._rollout.values():
+            engine.abort(ids)
+        for packed in ids:
+            del self._growing[packed]
+        self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
+
+    def interrupt(self, ids: Iterable[int]) -> Batch:
+        """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""
+        is_done = {generated.id for generated, _ in self._finished}
+        wanted = [packed for packed in ids if packed in self._growing and packed not in is_done]
+        stopped = [generated for engine in self._rollout.values() for generated in engine.abort(wanted)]
+        for generated in stopped:
+            if not len(generated.tokens):
+                del self._growing[generated.id]
+        begun = [(generated, now_ns()) for generated in stopped if len(generated.tokens)]
+        return self._rows(begun)[1] if begun else Batch.concat([])
+
+    def finished_for(self, call: int) -> Batch:
+        """The samples of a call that have finished and not left; they leave now."""
+        left = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal == call]
+        self._finished = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal != call]
+        return self._rows(left)[1] if left else Batch.concat([])
+
+    def _growing_for(self, call: int) -> list[int]:
+        return [packed for packed, growing in self._growing.items() if growing.call.ordinal == call]
+
+    def stop(self, call: int) -> tuple[Batch, Batch]:
+        """Stop what generates for a call: the rows of samples that have finished by now, and of those that can go on."""
+        return self.finished_for(call), self.interrupt(self._growing_for(call))
+
+    def progress(self) -> dict[int, int]:
+        """Tokens so far of each sample that generates."""
+        return {packed: count for engine in self._rollout.values() for packed, count in engine.progress().items()}
+
+    def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
+        generated = [g for g, _ in finished]
+        growing = [self._growing.pop(g.id) for g in generated]
+        call = growing[0].call
+        prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
+        seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
+        rows = performing.responses([g.drawn for g in growing], generated, prompts, seeds)
+        for (g, end), s in zip(finished, growing, strict=True):
+            self._recorder.add(
+                SpanName.SAMPLE, s.start_ns, end, call=call.ordinal, sample=g.id, num_tokens=len(g.tokens), version=int(g.versions[-1])
+            )
+        return call, rows
+
+    # Functions
+
+    def perform(self, call: Call, inputs: Mapping[str, Batch], values: Mapping[str, object]) -> Batch | object:
+        """A function's rows, or its value if it gives one for all; a model's log-probabilities.
+
+        Args:
+            inputs: rows by the input's name, in the call's order.
+            values: the inputs that are whole values.
+        """
+        if call.engine == "train":
+            samples = inputs["samples"].in_order()
+            ids = samples.ids.tolist()
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(ids), samples=ids):
+                engine = self._engine(self._train, call.role)
+                return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
+        if self._function is None:
+            raise InternalError(f"{call.name} came to a process without a function engine")
+        is_sorted = "arguments" in call.options
+        rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else performing.function_input(call, inputs)
+        with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(rows), samples=rows.ids.tolist()) as span:
+            if performing.gives(call) == "concat":
+                return rows
+            if call.options.get("style") == "columns":
+                return performing.columns_result(call, inputs, rows, performing.function_of(call)(rows, values))
+            took_ns: list[int] = []
+            result = self._by_unit(call, rows, inputs, values, took_ns)
+            span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
+            return result
+
+    def _by_unit(
+        self, call: Call, rows: Batch, inputs: Mapping[str, Batch], values: Mapping[str, object], took_ns: list[int]
+    ) -> Batch | object:
+        """The user's function on one sample, group, mini-batch or batch after the other; appends how long each took."""
+        assert self._function is not None
+        timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
+        assert timeout_s is None or isinstance(timeout_s, int | float)
+        assert size is None or isinstance(size, int)
+        function = self._instances.method(call) if "instance" in call.options else performing.function_of(call)
+        if "arguments" in call.options:
+            function = arguments = Arguments(call, function, inputs, values, self._run_seed)
+            rows = arguments.rows
+        try:
+            results = self._function.call(
+                performing.checked(call, function, took_ns),
+                rows,
+                granularity=call.granularity.value,
+                size=size,
+                timeout_s=timeout_s,
+                in_turn=bool(call.writes),
+            )
+        except OpError as error:
+            raise performing.function_error(call, error) from error
+        if not call.is_aligned:
+            return results[0]
+        return performing.function_rows(call, rows, results)
+
+    # Training
+
+    def num_training_tokens(self, call: Call, samples: Batch) -> list[int]:
+        return [int(n) for n in self._engine(self._train, call.role).num_training_tokens(samples)]
+
+    def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
+        """Add up the gradient of one micro-batch (`training.training_rows`)."""
+        tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
+        ids = rows.ids.tolist()
+        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **_about(call), num_samples=len(ids), samples=ids) as span:
+            objective = training.objective(call)
+            try:
+                sums = self._engine(self._train, call.role).accumulate(rows, objective)
+            except M2FlowError:
+                raise
+            except Exception as error:
+                if not is_of_user(error):
+                    raise
+                raise OpError(f"the loss {objective.loss.name} raised {error!r}", remote=traceback.format_exc()) from error
+            span.set(num_tokens=sums.num_context_tokens)
+        tally.add(sums, rows, epoch=epoch)
+
+    def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
+        """One optimiser step. After the last of a call: its metrics."""
+        tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
+        with self._recorder.span(SpanName.TRAIN_APPLY, **_about(call), version=call.writes[0].version):
+            denominator = tally.denominator(training.objective(call).loss)
+            tally.stepped(self._engine(self._train, call.role).apply(training.optimizer(call), denominator), denominator)
+        return self._tallies.pop(call.ordinal).metrics() if is_last else {}
+
+    def give_up(self, call: Call) -> None:
+        """Drop an update's gradient."""
+        if self._tallies.pop(call.ordinal, None) is not None:
+            self._engine(self._train, call.role).discard()
+
+    # Weights
+
+    def copy_weights(self, call: Call) -> None:
+        """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own."""
+        source = self._engine(self._train, str(call.options["source"])).weights()
+        target = dict(self._engine(self._train, call.role).weights())
+        for name, tensor in source:
+            if name in target:
+                target[name][...] = tensor
+
+    def publish(self, role: str, version: int) -> Manifest:
+        """Lay a role's trained weights into shared memory."""
+        with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role) as span:
+            shared = self._shared.get(role)
+            if shared is None:
+                shared = self._shared[role] = SharedWeights(f"{self._shared_prefix}-{role}")
+            manifest = shared.write(_plain(self._engine(self._train, role).weights()))
+            span.set(num_bytes=manifest.num_bytes)
+            return manifest
+
+    def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
+        """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor.
+
+        Args:
+            under_requests: what runs goes on with them, if its call may use them.
+        """
+        engine = self._engine(self._rollout, role)
+        for call in {growing.call.ordinal: growing.call for growing in self._growing.values() if growing.call.role == role}.values():
+            check_admission(call, version)
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
+            if manifest is None:
+                trained = list(self._engine(self._train, role).weights())
+                engine.load_weights(trained, version, under_requests=under_requests)
+                self._compare(role, digest(_plain(trained)), digest(_plain(engine.weights())))
+                span.set(num_bytes=sum(int(tensor.nbytes) for _, tensor in trained))
+            else:
+                span.set(num_bytes=manifest.num_bytes)
+                reader = self._readers.setdefault(role, SharedWeightsReader())
+                engine.load_weights(_tensors(reader.read(manifest)), version, under_requests=under_requests)
+
+    def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
+        """A copy of a role's trained weights as they are now."""
+        return [(name, _copied(weight)) for name, weight in _plain(self._engine(self._train, role).weights())]
+
+    def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]], *, under_requests: bool = False) -> None:
+        """Take weights that `keep_weights` gave into the role's rollout engine."""
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role):
+            self._engine(self._rollout, role).load_weights(_tensors(kept), version, under_requests=under_requests)
+
+    def _compare(self, role: str, sent: str, received: str) -> None:
+        if sent != received:
+            raise EngineError(f"the weights of {role} differ between trainer and rollout after a sync", now="Please report this run.")
+
+    def switch(self, to: str) -> None:
+        """Hand the device to the engines of the other kind."""
+        leaving, coming = (self._train, self._rollout) if to == "rollout" else (self._rollout, self._train)
+        with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
+            for engine in leaving.values():
+                engine.offload()
+            for engine in coming.values():
+                engine.onload()
+
+    def save(self, role: str, path: str) -> str:
+        """Write a role's model, and give the digest of its weights."""
+        if role in self._train:
+            self._train[role].save(path)
+            return digest(_plain(self._train[role].weights()))
+        return digest(_plain(self._engine(self._rollout, role).weights()))
+
+    def _engines(self) -> Iterator[Engine]:
+        yield from self._rollout.values()
+        yield from self._train.values()
+        if self._function is not None:
+            yield self._function
+
+    def _engine(self, engines: Mapping[str, E], role: str) -> E:
+        if role not in engines:
+            raise InternalError(f"no engine of {role} is in this process; it has {', '.join(engines) or 'none'}")
+        return engines[role]
+
+
+def _plain(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Weight]]:
+    """Tensors as what travels: NumPy arrays, or raw bits of a type that NumPy lacks. Without a copy where they are on a CPU."""
+    for name, tensor in tensors:
+        if isinstance(tensor, np.ndarray):
+            yield name, tensor
+        elif str(tensor.dtype) == "torch.bfloat16":
+            import torch
+
+            yield name, RawBits(tensor.detach().cpu().view(torch.uint16).numpy(), "bfloat16")
+        else:
+            yield name, tensor.detach().cpu().numpy()
+
+
+def _copied(weight: Weight) -> Weight:
+    return RawBits(weight.bits.copy(), weight.dtype) if isinstance(weight, RawBits) else weight.copy()
+
+
+def _tensors(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Tensor]]:
+    """What travelled, as engines take it."""
+    for name, weight in weights:
+        if isinstance(weight, RawBits):
+            import torch
+
+            # A copy, one tensor at a time: torch has no tensors that can't be written, and what is read here can't.
+            yield name, torch.from_numpy(weight.bits.copy()).view(getattr(torch, weight.dtype))
+        else:
+            yield name, weight
+
+
+def _add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
+    """Queue requests. If one does not fit, none is queued, and the error knows which it was."""
+    try:
+        engine.add(requests)
+    except PromptTooLong as error:
+        for position, request in enumerate(requests):
+            try:
+                engine.add([request])
+            except PromptTooLong as of_this:
+                engine.abort([r.id for r in requests[:position]])
+                raise of_this.about(request.id) from None
+        raise error
+
+
+def _about(call: Call) -> dict[str, object]:
+    return {"call": call.ordinal, "flow_line": str(call.site), "label": call.name, "step": call.step}

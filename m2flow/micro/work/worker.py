@@ -1,0 +1,363 @@
+"""A worker: it does the tasks that the controller gives it, on rows that other workers send it.
+
+    controller --tasks--> Worker --rows--> other workers
+                          Worker --Finished, TaskDone--> controller
+
+It works in turns: read what has come, decode one token of what generates, do the next task if its rows are here. So tasks and
+generation interleave, and an abort takes effect between two tokens. Its links and channels are given to it: ZeroMQ's by
+`m2flow.micro.work.process`, in-memory ones by `m2flow.testing.world`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from m2flow.channels.contract import Inbox, Outbox, Parcel
+from m2flow.channels.keys import Keys
+from m2flow.engines.contract import EngineSettings
+from m2flow.errors import InternalError, M2FlowError, unexpected
+from m2flow.macro.graph import Call
+from m2flow.micro import messages as m
+from m2flow.micro.bodies import call_of
+from m2flow.micro.plan import EngineSlot
+from m2flow.micro.record.decisions import stretches_of
+from m2flow.micro.record.segments import SegmentWriter
+from m2flow.micro.scheduling.staleness import is_time_dependent
+from m2flow.micro.work import performing, training
+from m2flow.micro.work.store import RowStore, stopped_at
+from m2flow.micro.work.workbench import Workbench
+from m2flow.observe.recorder import Recorder, now_ns
+from m2flow.observe.spans import SpanName
+from m2flow.recipe import Model
+from m2flow.samples import Batch
+
+_FLUSH_SPANS_NS = 250_000_000
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """All that a worker must know to start; it reads them as JSON from its standard input."""
+
+    name: str
+    controller: str
+    """The control link's address."""
+    inbox: str
+    """A place (`m2flow.channels.places`)."""
+    keys: Keys | None
+    """Of the cluster, if its channels have some."""
+    engines: tuple[EngineSlot, ...]
+    models: dict[str, Model]
+    device: str
+    threads: int
+    deterministic: bool
+    run_seed: int
+    run_dir: str
+    shared_prefix: str
+    rollout_options: dict[str, str | int | float | bool]
+    train_options: dict[str, str | int | float | bool]
+    function_concurrency: int
+    max_running: int
+    gather_s: float
+    """Seconds that finished samples may wait for others, to leave together."""
+    heartbeat_s: float
+    parent: int
+    """Process id of who started it."""
+
+    def engine_settings(self) -> dict[str, EngineSettings]:
+        common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
+        return {
+            "rollout": EngineSettings(**common, options=self.rollout_options),  # type: ignore[arg-type]
+            "train": EngineSettings(**common, options=self.train_options),  # type: ignore[arg-type]
+            "function": EngineSettings(options={"concurrency": self.function_concurrency}),
+        }
+
+
+class ControlLink(Protocol):
+    """The worker's end of the link to its controller."""
+
+    def receive(self, timeout_s: float) -> list[bytes]: ...
+
+    def send(self, message: bytes) -> None: ...
+
+
+class Worker:
+    """What a worker does, on whatever links and channels it is given. `open`, then `turn` until `is_stopping`, then `close`."""
+
+    def __init__(self, settings: WorkerSettings, link: ControlLink, inbox: Inbox, outbox: Outbox) -> None:
+        self.settings = settings
+        self.is_stopping = False
+        self._recorder = Recorder(settings.name)
+        self.bench = Workbench(
+            settings.engines,
+            settings.models,
+            settings.engine_settings(),
+            run_seed=settings.run_seed,
+            recorder=self._recorder,
+            shared_prefix=settings.shared_prefix,
+            gather_s=settings.gather_s,
+        )
+        self._link = link
+        self._inbox = inbox
+        self._outbox = outbox
+        self._segments = SegmentWriter(f"{settings.run_dir}/segments", settings.name)
+        self._store = RowStore()
+        self._calls: dict[int, Call] = {}
+        self._peers: dict[str, str] = {}
+        self._queue: deque[m.Task] = deque()
+        self._generations: dict[int, _Generation] = {}
+        self._task_of: dict[int, int] = {}
+        self._flushed_ns = 0
+
+    def open(self) -> None:
+        """Load the engines, then say that we are here."""
+        self.bench.open()
+        self._send(m.Ready(self._inbox.open(), os.getpid()))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` would do more than read what has come."""
+        return self.bench.num_unfinished > 0 or self._next_is_ready()
+
+    def turn(self) -> None:
+        """Read what has come, decode one token of everything that generates, do one task."""
+        for parcel in self._inbox.receive(0.0):
+            self._store.put(parcel.call, parcel.batch)
+        for message in self._link.receive(0.0):
+            self._take(m.decode_to_worker(message))
+        for call, rows in self.bench.step():
+            self._generated(call, rows)
+        if self._next_is_ready():
+            self._do(self._queue.popleft())
+        self.flush_spans(force=False)
+
+    def close(self) -> None:
+        """Free the engines; send the last spans and goodbye."""
+        self.bench.close()
+        self._segments.close()
+        self.flush_spans(force=True)
+        self._send(m.Goodbye())
+
+    def fail(self, error: M2FlowError) -> None:
+        """Tell the controller that this worker can't go on."""
+        self._send(m.Fatal(error.to_record()))
+
+    def _take(self, message: m.ToWorker) -> None:
+        match message:
+            case m.Define(call=ordinal, body=body):
+                self._calls[ordinal] = call_of(body)
+            case m.Peers(addresses=addresses):
+                self._peers = addresses
+            case m.Push(call=ordinal, ids=ids, to=to):
+                self._forward(ordinal, self._store.get(ordinal, ids), [to])
+            case m.Abort(call=ordinal, keeps=keeps):
+                if keeps:
+                    self._stop(ordinal)
+                self._abort(ordinal)
+            case m.Adopt(call=ordinal, drawn=drawn, ids=ids, forward_to=forward_to):
+                rows = self._store.get(drawn, ids)
+                self._store.put(ordinal, rows)
+                self._forward(ordinal, rows, forward_to)
+            case m.Forget(call=ordinal):
+                self._store.forget(ordinal)
+                self._store.forget(stopped_at(ordinal))
+                self._calls.pop(ordinal, None)
+            case m.Stop():
+                self.is_stopping = True
+            case m.Task():
+                self._queue.append(message)
+
+    def _next_is_ready(self) -> bool:
+        """Whether the next task's rows are here. Tasks wait for each other: their order is the controller's decision."""
+        if not self._queue:
+            return False
+        task = self._queue[0]
+        if isinstance(task, m.Generate):
+            if task.aborted_by >= 0:
+                return self._store.has(stopped_at(task.aborted_by), task.ids)
+            return self._store.has(self._prompts(task), task.prompts)
+        if isinstance(task, m.Perform | m.Accumulate):
+            call = self._calls[task.call]
+            sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)]
+            if performing.gives(call) == "concat":
+                return all(any(self._store.has(source, [packed]) for source in sources) for packed in task.ids)
+            return all(self._store.has(source, task.ids) for source in sources)
+        return True
+
+    def _prompts(self, task: m.Generate) -> int:
+        ref = self._calls[task.drawn_by].input("prompts")
+        if ref is None:
+            raise InternalError(f"{self._calls[task.drawn_by].name} has no input 'prompts'")
+        return ref.call
+
+    def _do(self, task: m.Task) -> None:
+        try:
+            done = self._perform(task)
+        except M2FlowError as error:
+            self._failed(task, error)
+        except Exception as error:
+            self._failed(task, unexpected(self._calls[task.call].name if task.call >= 0 else type(task).__name__, error))
+        else:
+            if done is not None:
+                self._send(done)
+
+    def _failed(self, task: m.Task, error: M2FlowError) -> None:
+        where = f" (worker {self.settings.name}, pid {os.getpid()})"
+        named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
+        self._send(m.TaskFailed(task.number, task.call, named.to_record(), error.row))
+
+    def _perform(self, task: m.Task) -> m.TaskDone | None:
+        """Do a task; what to say at its end, if its last samples do not say it. A generation only begins here."""
+        bench = self.bench
+        match task:
+            case m.Generate():
+                self._generate(task)
+                return None
+            case m.Perform(forward_to=forward_to):
+                call = self._calls[task.call]
+                result = bench.perform(call, self._inputs(task), task.values)
+                if isinstance(result, Batch):
+                    dropped = sorted(set(task.ids) - set(result.ids.tolist()))
+                    self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True)
+                    return None
+                return m.TaskDone(task.number, performing.plain_value(call, result))
+            case m.Accumulate(epoch=epoch):
+                call = self._calls[task.call]
+                bench.accumulate(call, training.training_rows(call, self._inputs(task)), epoch=epoch)
+                return m.TaskDone(task.number)
+            case m.Apply(is_last=is_last):
+                return m.TaskDone(task.number, bench.apply(self._calls[task.call], is_last=is_last))
+            case m.CopyWeights():
+                bench.copy_weights(self._calls[task.call])
+                return m.TaskDone(task.number)
+            case m.PublishWeights(role=role, version=version):
+                return m.TaskDone(task.number, manifest=bench.publish(role, version))
+            case m.LoadWeights(role=role, version=version, manifest=manifest, under_requests=under_requests):
+                bench.load_weights(role, version, manifest, under_requests=under_requests)
+                return m.TaskDone(task.number)
+            case m.Switch(to=to):
+                bench.switch(to)
+                return m.TaskDone(task.number)
+            case m.Save(role=role, path=path):
+                return m.TaskDone(task.number, bench.save(role, path))
+        raise InternalError(f"unknown task {type(task).__name__}")
+
+    def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:
+        call = self._calls[task.call]
+        refs = {name: ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)}
+        if performing.gives(call) == "concat":
+            held = {name: [packed for packed in task.ids if self._store.has(source, [packed])] for name, source in refs.items()}
+            return {name: self._store.get(refs[name], ids) for name, ids in held.items() if ids}
+        return {name: self._store.get(source, task.ids) for name, source in refs.items()}
+
+    def _generate(self, task: m.Generate) -> None:
+        call, drawn = self._calls[task.call], self._calls[task.drawn_by]
+        if task.aborted_by >= 0:
+            self.bench.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn)
+        else:
+            self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn)
+        self._generations[task.number] = _Generation(task, len(task.ids))
+        self._task_of.update(dict.fromkeys(task.ids, task.number))
+
+    def _generated(self, call: Call, rows: Batch) -> None:
+        """Samples are done: write them down, hand them on, and say so; end their tasks."""
+        place = self._segments.append(rows)
+        by_task: dict[int, list[int]] = {}
+        for row, packed in enumerate(rows.ids.tolist()):
+            by_task.setdefault(self._task_of.pop(packed), []).append(row)
+        for number, positions in by_task.items():
+            generation = self._generations[number]
+            generation.num_left -= len(positions)
+            self._deliver(number, call, rows.take(positions), generation.task.forward_to, place, ends=generation.num_left == 0)
+            if generation.num_left == 0:
+                del self._generations[number]
+
+    def _deliver(
+        self,
+        task: int,
+        call: Call,
+        rows: Batch,
+        forward_to: Iterable[str],
+        place: tuple[str, int, int, int] | None = None,
+        dropped: Sequence[int] = (),
+        *,
+        ends: bool,
+    ) -> None:
+        """Keep rows of a call's result, send them where they are needed, and report them."""
+        if len(rows):
+            self._store.put(call.ordinal, rows)
+            self._forward(call.ordinal, rows, forward_to)
+        has_texts = place is not None and len(rows) > 0
+        texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
+        self._send(
+            m.Finished(
+                task,
+                call.ordinal,
+                rows.ids.tolist(),
+                performing.num_tokens_of(rows),
+                performing.num_generated_of(rows),
+                [float(v) for v in rows.dense("reward")] if performing.gives_reward(call) else [],
+                performing.finish_of(rows),
+                texts,
+                place,
+                list(dropped),
+                stretches_of(rows) if is_time_dependent(call) else [],
+                ends,
+            )
+        )
+
+    def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
+        for peer in to:
+            if peer != self.settings.name:
+                start = now_ns()
+                self._outbox.send(self._peers[peer], Parcel(call, rows, self.settings.name))
+                self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
+
+    def _stop(self, ordinal: int) -> None:
+        """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
+        finished, stopped = self.bench.stop(ordinal)
+        if len(finished):
+            self._generated(self._calls[ordinal], finished)
+        if len(stopped):
+            self._store.put(stopped_at(ordinal), stopped)
+            numbers = (performing.num_tokens_of(stopped), performing.num_generated_of(stopped))
+            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *numbers, stretches_of(stopped), self._segments.append(stopped)))
+
+    def _abort(self, ordinal: int) -> None:
+        """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
+        self.bench.abort(ordinal)
+        for number in [n for n, g in self._generations.items() if g.task.call == ordinal]:
+            for packed in self._generations.pop(number).task.ids:
+                self._task_of.pop(packed, None)
+            self._send(m.TaskDone(number))
+        for task in [task for task in self._queue if task.call == ordinal]:
+            self._queue.remove(task)
+            self._send(m.TaskDone(task.number))
+        if ordinal in self._calls and self._calls[ordinal].method == "update":
+            self.bench.give_up(self._calls[ordinal])
+
+    def _send(self, message: m.ToController) -> None:
+        self._link.send(m.encode(message))
+
+    def flush_spans(self, *, force: bool) -> None:
+        """Send what was recorded; not more often than a few times a second while there is work."""
+        if len(self._recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
+            self._send(m.Spans(self._recorder.drain()))
+            self._flushed_ns = now_ns()
+
+
+def _showable(text: str) -> str:
+    """The text without lone surrogates, which a message can't carry. Only what is shown is changed."""
+    return text.encode("utf-8", "replace").decode()
+
+
+@dataclass
+class _Generation:
+    """A generate task under way."""
+
+    task: m.Generate
+    num_left: int
