@@ -2,8 +2,8 @@
 
     flow thread --post--> Controller --events--> Scheduler --commands--> Controller --messages--> workers
 
-It owns the links, the journal and the workers' lives, and nothing else decides anything here. Results go into `Outcomes`, where the
-flow's thread waits for them. When a worker dies or hangs, the run ends: every wait is answered with the reason.
+It owns the links and the journal, and decides nothing. Results go into `Outcomes`, where the flow's thread waits for them. When a worker
+dies or hangs (`m2flow.micro.control.lives`), the run ends: every wait is answered with the reason.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pathlib import Path
 
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq import LinkDialer, LinkListener, ZmqInbox, ZmqOutbox, wait
-from m2flow.errors import BrokenChannel, InternalError, M2FlowError, WorkerError, error_from_record
+from m2flow.errors import BrokenChannel, InternalError, M2FlowError, error_from_record
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.lives import Lives
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.decisions import given_by
@@ -98,8 +99,7 @@ class Controller:
         self._posts: queue.SimpleQueue[Post] = queue.SimpleQueue()
         self._rows = RowStore()
         self._addresses: dict[str, str] = {}
-        self._last_seen_s: dict[str, float] = {}
-        self._gone: set[str] = set()
+        self._lives = Lives(launcher, self._scheduler.running, hung_after_s=settings.hung_after_s)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
         self._defined: dict[str, set[int]] = {}
@@ -144,8 +144,7 @@ class Controller:
         if self._thread.is_alive():
             self._waker.send(b"")
             self._thread.join()
-        is_orderly = self._gone >= set(self._defined)
-        self._launcher.stop(patience_s=5.0 if is_orderly else 0.5)
+        self._launcher.stop(patience_s=5.0 if self._lives.have_all_gone else 0.5)
         self._waker.close()
         self._listener.close()
         self._inbox.close()
@@ -159,7 +158,7 @@ class Controller:
                 while not self._is_stopping:
                     self._turn()
         except BrokenChannel as error:
-            self._outcomes.end(self._why_broken(error))
+            self._outcomes.end(self._lives.why(error))
         except M2FlowError as error:
             self._outcomes.end(error)
         except Exception as error:
@@ -172,14 +171,14 @@ class Controller:
         while not self._posts.empty():
             self._posted(self._posts.get())
         for peer, body in self._listener.receive(0.0):
-            self._last_seen_s[peer.removesuffix(_BEAT)] = time.monotonic()
+            self._lives.seen(peer.removesuffix(_BEAT))
             if body and not peer.endswith(_BEAT):
                 self._received(peer, m.decode_to_controller(body))
         for parcel in self._inbox.receive(0.0):
             self._collect(parcel)
         self._running = self._scheduler.running()
         self._journal.commit_if_due()
-        self._check_workers()
+        self._lives.check()
 
     def _posted(self, post: Post) -> None:
         match post:
@@ -258,6 +257,7 @@ class Controller:
             case m.Ready(address=address):
                 self._addresses[worker] = address
                 self._defined[worker] = set()
+                self._lives.came_up(worker)
                 if len(self._defined) == len(self._plan.workers):
                     for name in self._defined:
                         self._tell(name, m.Peers(self._addresses))
@@ -284,7 +284,7 @@ class Controller:
             case m.Fatal(error=error):
                 raise error_from_record(error)
             case m.Goodbye():  # Nobody has told it to stop yet: it failed, and could not say why.
-                raise self._lost(worker, f"the worker {worker} (pid {self._launcher.pid(worker)}) ended{self._in_the_middle(worker)}")
+                raise self._lives.ended(worker)
 
     def _finished(self, worker: str, message: m.Finished) -> None:
         call = self._calls.get(message.call)
@@ -326,47 +326,12 @@ class Controller:
     def _tell(self, worker: str, message: m.ToWorker) -> None:
         self._listener.send(worker, m.encode(message))
 
-    def _check_workers(self) -> None:
-        """Raises if a worker ended by itself or gave no sign of life for too long."""
-        for worker, code in self._launcher.ended().items():
-            if worker not in self._gone:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                raise self._lost(worker, f"the worker {worker} (pid {self._launcher.pid(worker)}) {how}{self._in_the_middle(worker)}")
-        now = time.monotonic()
-        for worker in self._defined:
-            silent_s = now - self._last_seen_s.get(worker, now)
-            if silent_s > self._settings.hung_after_s:
-                raise self._lost(worker, f"the worker {worker} gave no sign of life for {silent_s:.0f} s{self._in_the_middle(worker)}")
-
-    def _why_broken(self, error: BrokenChannel) -> M2FlowError:
-        """A worker that dies is missed on its link first, and found to have ended a moment later."""
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            try:
-                self._check_workers()
-            except WorkerError as lost:
-                return lost
-            time.sleep(0.02)
-        return error
-
-    def _in_the_middle(self, worker: str) -> str:
-        doing = self._scheduler.running().get(worker)
-        return f", in the middle of {doing}" if doing else ""
-
-    def _lost(self, worker: str, what: str) -> WorkerError:
-        log = self._launcher.log_path(worker)
-        return WorkerError(
-            what,
-            now=f"Samples and rewards up to here are in {log.parent.parent}. Its last words are in {log}.",
-            remote=self._launcher.log_tail(worker),
-        )
-
     def _stop_workers(self) -> None:
         """Ask all to finish; take what they still say for a moment, so that their spans are kept. Then let them go."""
         self._tell_all_to_stop()
         deadline = time.monotonic() + 3.0
         try:
-            while set(self._defined) - self._gone - set(self._launcher.ended()) and time.monotonic() < deadline:
+            while self._lives.are_leaving and time.monotonic() < deadline:
                 wait([self._listener], 0.1)
                 for peer, body in self._listener.receive(0.0):
                     if body and not peer.endswith(_BEAT) and peer != _FLOW:
@@ -374,7 +339,7 @@ class Controller:
                         if isinstance(message, m.Spans):
                             self._journal.spans(message.block)
                         elif isinstance(message, m.Goodbye):
-                            self._gone.add(peer)
+                            self._lives.said_goodbye(peer)
         except (M2FlowError, OSError):
             pass  # The run is over; what is lost here is the end of the trace.
         self._tell_all_to_stop()
