@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m2flow.engines.spread import spread_like, whole
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW
 
@@ -58,7 +59,7 @@ class Optimizers:
                 raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
             if not (math.isfinite(denominator) and denominator > 0):
                 raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
-            norm = float(torch.nn.utils.get_total_norm(gradients)) / denominator
+            norm = float(whole(torch.nn.utils.get_total_norm(gradients))) / denominator
             if not math.isfinite(norm):
                 raise EngineError(
                     f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
@@ -94,6 +95,8 @@ class Optimizers:
             recipe = AdamW(**{**entry["recipe"], "betas": tuple(entry["recipe"]["betas"])})
             optimizer = self._fresh(recipe)
             optimizer.load_state_dict(entry["state"])
+            for parameter, state in optimizer.state.items():
+                state.update({name: spread_like(value, parameter) for name, value in state.items() if isinstance(value, Tensor)})
             states[recipe] = (optimizer, int(entry["num_steps"]))
         self._states = states
         self.clear_gradients()

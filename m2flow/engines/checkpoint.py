@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from m2flow.engines.hf_model import load_model
+from m2flow.engines.spread import spread_like
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import Model
 
@@ -41,15 +42,17 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object]) -> None:
-    """Write a checkpoint. Raises `EngineError` if the disk refuses; what was at `path` is then still there."""
+def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write a checkpoint, with the model's weights or those that are given.
+
+    Raises `EngineError` if the disk refuses; what was at `path` is then still there."""
     target = Path(path)
     fresh, old = target.with_name(f".{target.name}.{os.getpid()}.new"), target.with_name(f".{target.name}.{os.getpid()}.old")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
-        model.save_pretrained(str(fresh))
+        model.save_pretrained(str(fresh), state_dict=weights)
         codec.save(str(fresh))
         torch.save(dict(state), fresh / _STATE)
         manifest = {file.name: [file.stat().st_size, _digest(file)] for file in sorted(fresh.iterdir())}
@@ -77,7 +80,7 @@ def load(path: str, model: Any, source: Model) -> dict[str, Any]:
         raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
     with torch.no_grad():
         for name, tensor in current.items():
-            tensor.copy_(loaded[name])
+            tensor.copy_(spread_like(loaded[name], tensor))
     try:
         state: dict[str, Any] = torch.load(directory / _STATE, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

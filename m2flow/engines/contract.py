@@ -89,6 +89,11 @@ class EngineSettings:
     """Rollout: most requests that decode together."""
     options: Mapping[str, object] = field(default_factory=dict)
     """The engine's own, from the cluster spec."""
+    rank: int = 0
+    """Train: this process among the ranks that hold one model. Every rank gets the same tasks, with the same rows, in the same order."""
+    num_ranks: int = 1
+    rendezvous: str = ""
+    """With several ranks: where they meet, `file:///PATH` or `tcp://HOST:PORT`."""
 
 
 class Engine(ABC):

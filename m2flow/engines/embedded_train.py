@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ _LOGPROB_TOKENS = 16384
 """Tokens of a forward pass without gradient. The option `logprob_tokens` overrides it."""
 
 
-@final
 class EmbeddedTrain(TrainEngine):
     """Packed forward and backward passes over a model that this process holds."""
 
@@ -76,19 +75,11 @@ class EmbeddedTrain(TrainEngine):
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._demonstrations.tokenised(batch).in_order()
-        loss = objective.loss
-        packed = self._pack(batch)
         metrics: dict[str, float] = {}
-        if len(packed.targets):
-            outputs = self._outputs(batch, packed)
-            terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
-            _check_terms(loss, terms, len(packed.targets))
+        if num_tokens := int(_num_masked(batch).sum()):
+            terms, metrics = self._terms(batch, objective.loss)
             terms.sum().backward()
-            reported = {"loss": terms, **self._watched(batch, outputs), **reported}
-            num_tokens = len(packed.targets)
-            sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
-            metrics = dict(zip(reported, sums.tolist(), strict=True))
-        return Sums(len(batch), len(packed.targets), len(batch.ragged("tokens").values), metrics)
+        return Sums(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics)
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
         return self._optimizers.step(optimizer, denominator)
@@ -112,7 +103,7 @@ class EmbeddedTrain(TrainEngine):
         for rows in self._runs(tokens):
             packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
             with torch.no_grad():
-                scores[rows] = scalar_head.forward_scalars(self._model, packed).double().cpu().numpy()
+                scores[rows] = self._forward(packed).double().cpu().numpy()
         if not np.isfinite(scores).all():
             raise EngineError(f"the reward model {self._source.path} gave a score that is not finite")
         return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
@@ -150,6 +141,17 @@ class EmbeddedTrain(TrainEngine):
     def load(self, path: str) -> None:
         self._optimizers.load_state(checkpoint.load(path, self._model, self._source)["optimizers"])
 
+    def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float]]:
+        """The loss's terms [T], with gradient, and the sums of all that is reported."""
+        packed = self._pack(batch)
+        outputs = self._outputs(batch, packed)
+        terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
+        num_tokens = len(packed.targets)
+        _check_terms(loss, terms, num_tokens)
+        reported = {"loss": terms, **self._watched(batch, outputs), **reported}
+        sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
+        return terms, dict(zip(reported, sums.tolist(), strict=True))
+
     def _pack(self, batch: Batch) -> packing.Packed:
         share = bool(self._settings.options.get("share_prompts", True))
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
@@ -170,10 +172,15 @@ class EmbeddedTrain(TrainEngine):
     def _outputs(self, batch: Batch, packed: packing.Packed) -> dict[str, Tensor]:
         """What the model itself says of each masked token, each [T]."""
         if self._source.head != "lm":
-            return {"values": scalar_head.forward_scalars(self._model, packed)}
-        logits = packing.forward_logits(self._model, packed)
-        logprobs, entropy = token_logprobs(logits, packed.targets, self._temperature(batch))
+            return {"values": self._forward(packed)}
+        logprobs, entropy = token_logprobs(self._forward(packed), packed.targets, self._temperature(batch))
         return {"logprobs": logprobs, "entropy": entropy}
+
+    def _forward(self, packed: packing.Packed) -> Tensor:
+        """What the model's head says: logits [T, V], or one number a token [T]."""
+        if self._source.head == "lm":
+            return packing.forward_logits(self._model, packed)
+        return scalar_head.forward_scalars(self._model, packed)
 
     def _inputs(self, batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the loss needs, each [T]."""

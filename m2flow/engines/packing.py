@@ -127,14 +127,18 @@ def pack(ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu"
 
 def forward_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
     """Logits [T, V] of the masked tokens. The model was loaded with `attention=ATTENTION` and passed `check_model`."""
-    output = model(
+    return batched_logits(model, packed)[0]
+
+
+def batched_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """The same as the model gives them, [1, T, V]."""
+    logits: Tensor = model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
         use_cache=False,
         logits_to_keep=packed.predictors,
         packed_layout=packed.layout,
-    )
-    logits: Tensor = output.logits[0]
+    ).logits
     return logits
 
 

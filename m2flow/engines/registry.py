@@ -15,7 +15,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import cast
 
-from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, RolloutEngine, TrainEngine
+from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.recipe import Model
 
@@ -59,6 +59,13 @@ _BUILT_IN = (
         "m2flow.engines.embedded_train:EmbeddedTrain",
         Capabilities("train", heads=_HEADS, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
+        ("torch", "transformers"),
+    ),
+    EngineInfo(
+        "fsdp",
+        "m2flow.engines.fsdp:FsdpTrain",
+        Capabilities("train", heads=_HEADS, devices=_DEVICES, parallel_layouts=ParallelLayouts(dp=None, zero=(3,))),
+        "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2.",
         ("torch", "transformers"),
     ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),

@@ -57,10 +57,15 @@ def prepare(model: Any, head: str, missing: list[str], path: str) -> list[str]:
 
 def forward_scalars(model: Any, packed: Packed) -> Tensor:
     """The head's output where a masked token is predicted: float32 [T], with gradient."""
+    return column_scalars(model, packed)[:, 0].float()
+
+
+def column_scalars(model: Any, packed: Packed) -> Tensor:
+    """The same as the head gives it, [T, 1], in the model's dtype."""
     output = model.base_model(
         input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed_layout=packed.layout
     ).last_hidden_state
-    scalars: Tensor = model.score(output[0][packed.predictors])[:, 0].float()
+    scalars: Tensor = model.score(output[0][packed.predictors])
     return scalars
 
 

@@ -1,0 +1,169 @@
+"""A train engine of several ranks as one: what is called here is called on every rank, each a process of its own.
+
+    Followers(3) ---> Mirrored(MyTrain, model, settings, followers): rank 0 in this process, 1 to 3 in theirs
+
+For the conformance suite, and for looking at a trainer of several ranks without a run. In a run every rank is a worker's process, and the
+controller gives all of them the same tasks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.engines.contract import EngineSettings, Objective, Sums, Tensor, TrainEngine
+from m2flow.errors import InternalError, M2FlowError
+from m2flow.recipe import AdamW, Model
+from m2flow.samples import Batch
+
+Factory = Callable[[Model, EngineSettings], TrainEngine]
+_PATIENCE_S = 30.0
+
+
+class Followers:
+    """The processes of the ranks after the first. They serve any number of engines, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        context = multiprocessing.get_context("spawn")
+        self._ends: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_follow, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._processes.append(process)
+
+    def tell(self, engine: int, method: str, *arguments: object) -> None:
+        for rank, end in enumerate(self._ends, 1):
+            end.send_bytes(cloudpickle.dumps((rank, engine, method, arguments)))
+
+    def wait(self) -> list[str]:
+        """What each raised, or ""."""
+        for end in self._ends:
+            if not end.poll(_PATIENCE_S):
+                raise InternalError("a rank is not where the others are: it did not do what the first one did")
+        return [str(end.recv()) for end in self._ends]
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(_PATIENCE_S)
+
+
+def _follow(end: Connection) -> None:
+    """A rank's process: make engines and do with them what it is told."""
+    engines: dict[int, TrainEngine] = {}
+    while True:
+        try:
+            rank, number, method, arguments = cloudpickle.loads(end.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if method == "make":
+                factory, model, settings = arguments
+                engines[number] = factory(model, replace(settings, rank=rank))
+            elif method == "weights":
+                for _ in engines[number].weights():
+                    pass
+            else:
+                getattr(engines[number], method)(*arguments)
+        except M2FlowError as error:
+            end.send(error.what)
+        except Exception as error:
+            end.send(repr(error))
+        else:
+            end.send("")
+
+
+class Mirrored(TrainEngine):
+    """Rank 0 of an engine, whose calls the followers make too."""
+
+    def __init__(self, factory: Factory, model: Model, settings: EngineSettings, followers: Followers) -> None:
+        self._place = Path(tempfile.mkdtemp(prefix="m2flow-ranks-"))
+        where = f"file://{self._place / 'meet'}"
+        settings = replace(settings, num_ranks=followers.count + 1, rendezvous=where)
+        self._followers = followers
+        self._own = factory(model, settings)
+        self.name, self.capabilities = self._own.name, self._own.capabilities
+        self._number = id(self)
+        followers.tell(self._number, "make", factory, model, settings)
+        followers.wait()
+
+    def start(self) -> None:
+        self._all("start")
+
+    def stop(self) -> None:
+        self._all("stop")
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def onload(self) -> None:
+        self._all("onload")
+
+    def offload(self) -> None:
+        self._all("offload")
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        sums: Sums = self._all("accumulate", batch, objective)
+        return sums
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        metrics: Mapping[str, float] = self._all("apply", optimizer, denominator)
+        return metrics
+
+    def discard(self) -> None:
+        self._all("discard")
+
+    def logprobs(self, batch: Batch) -> Batch:
+        return self._rows("logprobs", batch)
+
+    def values(self, batch: Batch) -> Batch:
+        return self._rows("values", batch)
+
+    def scores(self, batch: Batch) -> Batch:
+        return self._rows("scores", batch)
+
+    def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
+        return self._own.num_training_tokens(batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._followers.tell(self._number, "weights")
+        found = list(self._own.weights())
+        self._followers.wait()
+        return iter(found)
+
+    def save(self, path: str) -> None:
+        self._all("save", path)
+
+    def load(self, path: str) -> None:
+        self._all("load", path)
+
+    def _rows(self, method: str, batch: Batch) -> Batch:
+        rows: Batch = self._all(method, batch)
+        return rows
+
+    def _all(self, method: str, *arguments: object) -> Any:
+        """What rank 0 gives; what it raises, if every rank raises."""
+        self._followers.tell(self._number, method, *arguments)
+        try:
+            result = getattr(self._own, method)(*arguments)
+        except M2FlowError:
+            if not all(self._followers.wait()):
+                raise InternalError(f"{method} failed on rank 0 and not on all others") from None
+            raise
+        if any(words := self._followers.wait()):
+            raise InternalError(f"{method} failed on some ranks: {words}")
+        return result

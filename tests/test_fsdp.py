@@ -1,0 +1,168 @@
+"""The trainer of several ranks: the suites of train engines over two of them, and the embedded trainer's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_scalar_heads import random_model
+from test_train_engines import CONFIGS, VOCABULARY, write_model
+
+from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.fsdp import FsdpTrain
+from m2flow.engines.ranks import shares
+from m2flow.errors import EngineError
+from m2flow.recipe import AdamW, Loss, Model
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.scalar_suite import ScalarHeadSuite
+from m2flow.testing.train_suite import LINEAR, PPO, RECIPE, TrainEngineSuite, copied, distance, metric_weights, samples, started
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return write_model(tmp_path_factory.mktemp("qwen2"), CONFIGS["qwen2"]())
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    found = Followers(1)
+    yield found
+    found.close()
+
+
+class TestFsdp(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self) -> TrainEngine:
+        return Mirrored(FsdpTrain, self.model, EngineSettings(), self.followers)
+
+
+class TestFsdpHeads(ScalarHeadSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.path, self.followers = Path(model.path), followers
+
+    def make(self, head: str) -> TrainEngine:
+        return Mirrored(FsdpTrain, random_model(self.path, head), EngineSettings(), self.followers)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
+    name: str, num_ranks: int, followers: Followers, tmp_path: Path
+) -> None:
+    model, batch = write_model(tmp_path, CONFIGS[name]()), samples(VOCABULARY, num_prompts=5)
+    engines = [EmbeddedTrain(model, EngineSettings()), spread(model, num_ranks, followers)]
+    results = []
+    for engine in engines:
+        with started(engine):
+            before = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+            sums = [engine.accumulate(batch.take(np.arange(i, i + 5)), PPO) for i in range(0, 20, 5)]
+            metrics = dict(engine.apply(LINEAR, 7.0))
+            merged = {f"{i}/{key}": value for i, one in enumerate(sums) for key, value in metric_weights(one).items()}
+            results.append(({"logprobs": before}, merged, {key: np.array([value]) for key, value in metrics.items()}, copied(engine)))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert distance(found, expected) < 1e-5
+
+
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(model: Model, followers: Followers, tmp_path: Path) -> None:
+    batch = samples(VOCABULARY)
+    with started(spread(model, 2, followers)) as engine:
+        step(engine, batch, LINEAR)
+        engine.save(str(tmp_path / "there"))
+        step(engine, batch, LINEAR)
+        whole = copied(engine)
+    for other in (EmbeddedTrain(model, EngineSettings()), spread(model, 1, followers), spread(model, 2, followers)):
+        with started(other):
+            other.load(str(tmp_path / "there"))
+            step(other, batch, LINEAR)
+            assert distance(copied(other), whole) < 1e-5
+    with started(EmbeddedTrain(replace(model, path=str(tmp_path / "there"), init="pretrained"), EngineSettings())) as engine:
+        assert distance(copied(engine), whole) > 1e-5
+
+
+def test_an_error_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+    batch = samples(VOCABULARY)
+
+    def bad(logprobs, weight):  # type: ignore[no-untyped-def]
+        return logprobs / weight
+
+    lost = np.ones(len(batch), np.float32)
+    rank = next(rank for rank, rows in enumerate(of_two(batch)) if rank == 1 and len(rows))
+    lost[of_two(batch)[rank][0]] = 0
+    objective = Objective(Loss("bad", bad, ("logprobs", "weight")))
+    with started(spread(model, 2, followers)) as engine:
+        with pytest.raises(EngineError, match="rank 1 of this trainer: the loss bad is not finite"):
+            engine.accumulate(batch.with_columns(weight=lost), objective)
+        step(engine, batch)
+        found = copied(engine)
+    with started(spread(model, 2, followers)) as engine:
+        step(engine, batch)
+        assert distance(copied(engine), found) == 0
+
+
+def test_a_rank_without_samples_takes_part(model: Model, followers: Followers) -> None:
+    one = samples(VOCABULARY).take([3])
+    results = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), spread(model, 2, followers)):
+        with started(engine):
+            sums = engine.accumulate(one, PPO)
+            engine.apply(LINEAR, 1.0)
+            results.append((metric_weights(sums), copied(engine)))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert distance(found, expected) < 1e-5
+
+
+def test_passes_in_another_precision_keep_weights_in_float32(model: Model, followers: Followers) -> None:
+    batch = samples(VOCABULARY)
+    settings = EngineSettings(options={"compute_dtype": "bfloat16"})
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        first = copied(engine)
+        step(engine, batch, LINEAR)
+        exact = copied(engine)
+    with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
+        step(engine, batch, LINEAR)
+        found = copied(engine)
+    assert all(array.dtype == np.float32 for array in found.values())
+    moved = {name: array - first[name] for name, array in exact.items()}
+    assert 0 < distance({name: array - first[name] for name, array in found.items()}, moved) < 0.3
+
+
+def test_an_option_that_is_none_is_named(model: Model, followers: Followers) -> None:
+    engine = Mirrored(FsdpTrain, model, EngineSettings(options={"compute_dtype": "fp8"}), followers)
+    with pytest.raises(EngineError, match="compute_dtype is no dtype of torch: 'fp8'"):
+        engine.start()
+    engine.stop()
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4)), max_size=20), st.integers(1, 5))
+def test_shares_are_a_partition_that_no_rank_dominates(rows: list[tuple[int, int]], count: int) -> None:
+    sizes, groups = [size for size, _ in rows], [group for _, group in rows]
+    found = shares(sizes, groups, count)
+    assert sorted(row for share in found for row in share) == list(range(len(rows)))
+    loads = [sum(sizes[row] for row in share) for share in found]
+    # What is given out last was given to whoever had least, and no piece is larger than an even share or one sample.
+    assert max(loads) <= min(loads) + max([sum(sizes) / count, *sizes], default=0)
+
+
+def spread(model: Model, num_ranks: int, followers: Followers) -> TrainEngine:
+    return FsdpTrain(model, EngineSettings()) if num_ranks == 1 else Mirrored(FsdpTrain, model, EngineSettings(), followers)
+
+
+def step(engine: TrainEngine, batch, recipe: AdamW = RECIPE) -> None:  # type: ignore[no-untyped-def]
+    engine.accumulate(batch, PPO)
+    engine.apply(recipe, 3.0)
+
+
+def of_two(batch):  # type: ignore[no-untyped-def]
+    from m2flow.samples import group_keys
+
+    return shares(batch.ragged("tokens").lengths.tolist(), group_keys(batch.ids).tolist(), 2)
