@@ -36,11 +36,15 @@ class Noting:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.failed: list[tuple[str, str]] = []
         self.steps: list[int] = []
         self.logs: list[tuple[str, float]] = []
 
     def call_done(self, call: Call, value: object) -> None:
         self.done.append(call.name)
+
+    def call_failed(self, call: Call, error: M2FlowError) -> None:
+        self.failed.append((call.name, error.what))
 
     def logged(self, step: int, name: str, value: float) -> None:
         self.logs.append((name, value))

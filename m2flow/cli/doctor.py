@@ -1,4 +1,4 @@
-"""`m2flow doctor`: what this machine has, and what is missing for a run. Reads package metadata and imports nothing heavy."""
+"""`m2flow doctor`: what this machine has and lacks, from package metadata; or whether a run's record is sound. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Literal
 
 import click
 import psutil
+
+from m2flow.cli.rundirs import find_run
 
 State = Literal["ok", "missing", "optional"]
 _SHARED = Path("/dev/shm")
@@ -38,16 +40,23 @@ class Finding:
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-def command(as_json: bool) -> None:
-    """Check what this machine has and what is missing.
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where a run is looked for.")
+def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
+    """Check what this machine has and what is missing; or, with a RUN, whether the record of that run is sound.
 
-    Ends with status 1 if something is missing that `m2flow run flows/grpo.py` needs.
+    RUN is a run directory or its name: one that ended well, failed, was killed, or still goes on. Ends with status 1 if something is
+    missing that `m2flow run flows/grpo.py` needs, or if the record is broken.
 
     \b
-    Example:
+    Examples:
       m2flow doctor
+      m2flow doctor grpo-20260102-030405
     """
+    if run is not None:
+        _examine_run(find_run(run, runs_dir), as_json=as_json)
+        return
     findings = list(examine())
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -62,6 +71,16 @@ def command(as_json: bool) -> None:
         sys.exit(1)
     if not as_json:
         click.echo("Nothing is missing for the default run: m2flow run flows/grpo.py")
+
+
+def _examine_run(run_dir: Path, *, as_json: bool) -> None:
+    from m2flow.micro.record.audit import audit
+
+    found = audit(run_dir)
+    click.echo(json.dumps(asdict(found) | {"is_sound": found.is_sound}, indent=2) if as_json else f"{run_dir}\n{found}")
+    if not found.is_sound:
+        click.echo("The record is broken. Please report it, with the run's directory.", err=True)
+        sys.exit(1)
 
 
 def examine() -> Iterator[Finding]:

@@ -39,6 +39,8 @@ class Journal(Protocol):
 
     def call_done(self, call: Call, value: object) -> None: ...
 
+    def call_failed(self, call: Call, error: M2FlowError) -> None: ...
+
     def logged(self, step: int, name: str, value: float) -> None: ...
 
     def step_done(self, step: int) -> None: ...
@@ -79,6 +81,8 @@ class EagerBackend(Backend):
                 self._journal.call_done(call, value)
         if failed is not None:
             self._errors[call.ordinal] = failed
+            if failed[0] == call.ordinal:
+                self._journal.call_failed(call, failed[1])
         self._writers.update({effect.resource: call.ordinal for effect in call.writes})
 
     def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro.record.decisions import Decision, Decisions
 from m2flow.micro.record.segments import Place, read_segment
@@ -77,7 +78,13 @@ class Notes:
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self.answer.consumed += [(call.ordinal, epoch, packed) for packed in ids]
 
+    def filtered(self, call: Call, ids: Sequence[int]) -> None:
+        pass
+
     def call_done(self, call: Call, value: object) -> None:
+        pass
+
+    def call_failed(self, call: Call, error: M2FlowError) -> None:
         pass
 
     def logged(self, step: int, name: str, value: float) -> None:

@@ -278,6 +278,8 @@ class Controller:
                 task = self._consuming.pop(message.task, None)
                 if task is not None and isinstance(message, m.TaskDone):
                     self._journal.consumed(self._calls[task.call], task.epoch, task.ids)
+                if isinstance(message, m.TaskFailed) and message.row >= 0 and message.call in self._calls:
+                    self._journal.sample_failed(self._calls[message.call], message.row, message.error.what)
                 self._handle(FromWorker(worker, message))
             case m.Spans(block=block):
                 self._journal.spans(block)
@@ -297,6 +299,8 @@ class Controller:
             )
         if message.values:
             self._journal.rewarded(call, message.ids, message.values)
+        if message.dropped:
+            self._journal.filtered(call, message.dropped)
         if message.stretches:
             self._journal.decided(call, given_by(call.ordinal, message.ids, message.stretches))
         self._handle(FromWorker(worker, message))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.flow_record import LedgerWriter
@@ -87,6 +88,13 @@ class Journal:
         """These samples were late; they do not count, whether they are whole or not."""
         self._ledger.dropped(call, ids, "late")
 
+    def filtered(self, call: Call, ids: Sequence[int]) -> None:
+        """A call, which decides what stays, left these samples out."""
+        self._ledger.filtered(call, ids)
+
+    def sample_failed(self, call: Call, sample: int, error: str) -> None:
+        self._ledger.sample_failed(call, sample, error)
+
     def decided(self, call: Call, decisions: Decisions) -> None:
         self._ledger.decided(decisions)
 
@@ -123,8 +131,10 @@ class Journal:
             if call.step >= 0 and "reward" in value:
                 self.tally.rewards.append(value["reward"])
 
-    def call_failed(self, call: Call, error: Exception) -> None:
+    def call_failed(self, call: Call, error: M2FlowError) -> None:
         self._ledger.call_ended(call.ordinal, "failed", str(error))
+        if error.row >= 0:
+            self.sample_failed(call, error.row, error.what)
 
     def logged(self, step: int, name: str, value: float) -> None:
         self._ledger.logged(step, name, value)

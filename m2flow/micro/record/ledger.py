@@ -32,6 +32,8 @@ CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PR
 CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
 CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, stretches BLOB);
 CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
+CREATE TABLE filtered (sample INTEGER, call INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
+CREATE TABLE failed (sample INTEGER PRIMARY KEY, call INTEGER, error TEXT);
 CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
@@ -123,6 +125,14 @@ class Ledger:
     def dropped(self, call: Call, ids: Sequence[int], reason: str) -> None:
         """These samples are in no result, whether they have come in or not."""
         self._many("INSERT OR IGNORE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
+
+    def filtered(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples a call left out of its result."""
+        self._many("INSERT OR IGNORE INTO filtered VALUES (?,?)", [(packed, call.ordinal) for packed in ids])
+
+    def sample_failed(self, call: Call, sample: int, error: str) -> None:
+        """A call failed on this sample."""
+        self._run("INSERT OR IGNORE INTO failed VALUES (?,?,?)", (sample, call.ordinal, error))
 
     def given(self, call: Call, ids: Sequence[int]) -> None:
         """These samples, which earlier calls had left, are in a call's result."""

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from m2flow.errors import EngineError, OptionError, SpecError
+from m2flow.micro.record.endings import add_endings
 from m2flow.micro.record.segments import Place, read_segment
 from m2flow.samples import Batch, Finish, SampleId
 
@@ -35,7 +36,8 @@ COLUMNS = {
     "reward": "what the last call that rewarded it gave; null if none did",
     "num_rewards": "calls that rewarded it",
     "num_updates": "times that it was trained on: update calls times epochs",
-    "ending": "consumed, dropped, discarded, or unused so far",
+    "ending": "consumed, dropped, filtered, expired, failed, or unused so far",
+    "reason": "why it ended so",
 }
 """What a condition may name."""
 
@@ -45,21 +47,18 @@ CREATE TEMP VIEW book AS SELECT samples.id AS id,
     samples.call || '/' || samples.prompt || '/' || samples.member AS sample,
     samples.step AS step, calls.name AS call, calls.site AS site, samples.prompt AS prompt, samples.member AS member,
     samples.num_tokens - samples.num_generated AS prompt_tokens, samples.num_generated AS response_tokens, {_FINISH} AS finish,
-    (SELECT value FROM rewards WHERE rewards.sample = samples.id ORDER BY rewards.call DESC LIMIT 1) AS reward,
-    (SELECT count(*) FROM rewards WHERE rewards.sample = samples.id) AS num_rewards,
-    (SELECT count(*) FROM consumption WHERE consumption.sample = samples.id) AS num_updates,
-    CASE WHEN EXISTS (SELECT 1 FROM consumption WHERE consumption.sample = samples.id) THEN 'consumed'
-         WHEN EXISTS (SELECT 1 FROM dropped WHERE dropped.sample = samples.id AND reason != 'unused') THEN 'dropped'
-         WHEN samples.prompt > coalesce((SELECT last_prompt FROM discarded WHERE discarded.call = samples.call), samples.prompt)
-         THEN 'discarded' ELSE 'unused' END AS ending
-FROM samples JOIN calls ON calls.ordinal = samples.call
+    rewarded.value AS reward, coalesce(rewarded.number, 0) AS num_rewards, coalesce(trained.number, 0) AS num_updates,
+    endings.ending AS ending, endings.reason AS reason
+FROM samples JOIN calls ON calls.ordinal = samples.call JOIN endings ON endings.id = samples.id
+    LEFT JOIN (SELECT sample, value, max(call), count(*) AS number FROM rewards GROUP BY sample) AS rewarded ON rewarded.sample = samples.id
+    LEFT JOIN (SELECT sample, count(*) AS number FROM consumption GROUP BY sample) AS trained ON trained.sample = samples.id
 """
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample. The fields up to `ending` are those of `COLUMNS`."""
+    """One sample. The fields up to `reason` are those of `COLUMNS`."""
 
     sample: str
     step: int
@@ -74,6 +73,7 @@ class Entry:
     num_rewards: int
     num_updates: int
     ending: str
+    reason: str
     prompt_text: str
     response_text: str
     rewards: dict[str, float]
@@ -99,6 +99,7 @@ class SampleBook:
             raise SpecError(f"there is no ledger in {self._run_dir}", now="Give a run's directory, as `m2flow run` prints it.")
         try:
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            add_endings(self._db)
             self._db.execute(_VIEW)
         except sqlite3.Error as error:
             raise SpecError(f"can't read {path}: {error}", now="It may be of another version of m2flow.") from None
@@ -171,11 +172,7 @@ class SampleBook:
             (packed,),
         )
         life += [f"trained on: {name}, {site}, in step {step}, epoch {epoch}" for name, site, step, epoch in updates]
-        for (reason,) in self._rows("SELECT reason FROM dropped WHERE sample = ?", (packed,)):
-            life.append("unused: it was late, and no later call gave it" if reason == "unused" else f"dropped: {reason}")
-        if known["ending"] == "discarded":
-            life.append("discarded: its prompt lies beyond the last that was needed")
-        return life
+        return life if known["ending"] == "consumed" else [*life, f"{known['ending']}: {known['reason']}"]
 
     def _row(self, place: Place, packed: int) -> Batch:
         if place not in self._records:

@@ -56,6 +56,8 @@ class Notes(Protocol):
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None: ...
 
+    def filtered(self, call: Call, ids: Sequence[int]) -> None: ...
+
     def decided(self, call: Call, decisions: Decisions) -> None: ...
 
     def late(self, call: Call, ids: Sequence[int]) -> None: ...
@@ -211,6 +213,10 @@ class InProcess:
     def _function(self, call: Call, inputs: Mapping[str, object]) -> object:
         rows = {name: value for name, value in inputs.items() if isinstance(value, Batch)}
         result = self._bench.perform(call, rows, {name: value for name, value in inputs.items() if name not in rows})
+        if call.drops and isinstance(result, Batch):
+            self._notes.filtered(
+                call, sorted({packed for value in rows.values() for packed in value.ids.tolist()} - set(result.ids.tolist()))
+            )
         return self._noted(call, result) if isinstance(result, Batch) else performing.plain_value(call, result)
 
     def _noted(self, call: Call, result: object) -> object:
