@@ -190,29 +190,29 @@ class Planned(Timed):
         start = self._clock()
         stages = self.lowering.stages(MacroGraph("many_calls", tuple(calls)))
         self.spent_s["lowering"] += self._clock() - start
+        events: list[Event] = []
         for call, stage in zip(calls, stages, strict=True):
             self._calls[call.ordinal] = call
-            self._handle(CallAdded(call, stage))
+            events.append(CallAdded(call, stage))
             rows = call.options.get("rows")
             if isinstance(rows, Batch):
-                self._handle(Sourced(call.ordinal, rows.ids.tolist(), [9] * len(rows)))
+                events.append(Sourced(call.ordinal, rows.ids.tolist(), [9] * len(rows)))
         released, self._released = self._released, []
-        for ordinal in released:
-            self._handle(Released(ordinal))
+        self._handle(*events, *map(Released, released))
         while self._said:
             self._handle(self._said.popleft())
         if not self._scheduler.is_idle:
             raise SystemExit("the null engines left something undone: " + "; ".join(self._scheduler.waiting()))
         super().end_step(step)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, *events: Event) -> None:
         if not self._is_timed:
-            for command in self._scheduler.handle(event):
+            for command in self._scheduler.handle(*events):
                 if isinstance(command, Send) and command.worker != CONTROLLER:
                     self._send(command.worker, command.message)
             return
         start = self._clock()
-        commands = self._scheduler.handle(event)
+        commands = self._scheduler.handle(*events)
         between = self._clock()
         self.spent_s["scheduler"] += between - start
         for command in commands:

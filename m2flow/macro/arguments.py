@@ -9,6 +9,7 @@ samples a `Sample`; of a group, a mini-batch or a batch it gets lists of them. A
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import weakref
@@ -28,12 +29,15 @@ RNG = "rng"
 UnitName = Literal["sample", "group", "minibatch", "batch"]
 
 
+_Kind = Literal["rows", "column", "value", "constant", "random", "numpy"]
+
+
 @dataclass(frozen=True)
 class Argument:
     """What one parameter of the user's function gets."""
 
     parameter: str
-    kind: Literal["rows", "column", "value", "constant", "random", "numpy"]
+    kind: _Kind
     """The last two are generators of random numbers."""
     is_keyword: bool
     field: str | None = None
@@ -43,6 +47,16 @@ class Argument:
 @final
 class Arguments(tuple[Argument, ...]):
     """In the order of the signature. A type of its own, since what a call's options hold in plain tuples is looked through for captures."""
+
+
+_Passed = tuple[str, _Kind, bool, str | None]
+"""What an `Argument` is made of."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _arguments(passed: tuple[_Passed, ...]) -> Arguments:
+    """A line passes its arguments on in the same way each time."""
+    return Arguments(Argument(*one) for one in passed)
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ def gather(
     """
     bound, has_free_rng = _bind(name, signature, args, kwargs)
     inputs: dict[str, Ref] = {}
-    arguments: list[Argument] = []
+    arguments: list[_Passed] = []
     columns: dict[str, str] = {}
     constants: dict[str, object] = {}
     base: Rows | None = None
@@ -135,31 +149,34 @@ def gather(
         if isinstance(value, Number):
             ordinal, field = value.source(session, name)
             inputs[parameter] = Ref(ordinal)
-            arguments.append(Argument(parameter, "value", is_keyword, field))
+            arguments.append((parameter, "value", is_keyword, field))
         elif isinstance(value, Handle):
             inputs[parameter] = value.check(session, name)
             column = value.column if isinstance(value, Rows) else None
             kind: Literal["rows", "column", "value"] = "column" if column else "rows" if isinstance(value, Rows) else "value"
-            arguments.append(Argument(parameter, kind, is_keyword))
+            arguments.append((parameter, kind, is_keyword, None))
             columns |= {parameter: column} if column else {}
             base = value if base is None and isinstance(value, Rows) else base
         else:
             _refuse_hidden(name, parameter, value)
             constants[parameter] = value
-            arguments.append(Argument(parameter, "constant", is_keyword))
+            arguments.append((parameter, "constant", is_keyword, None))
     if has_free_rng:
-        arguments.append(Argument(RNG, _generator_kind(signature), is_keyword=True))
+        arguments.append((RNG, _generator_kind(signature), True, None))
     if base is None and unit is not Granularity.BATCH:
         got = ", ".join(describe(value) for _, _, value in bound) or "nothing"
         raise TraceError(
             f"{name} runs on each {unit.value}, and got {got}; it needs rows: a dataset's, responses, rewards",
             now="Pass a handle with rows, or declare granularity='batch'.",
         )
-    return Given(_narrowest_first(session, inputs, arguments), Arguments(arguments), columns, constants, base)
+    passed = _arguments(tuple(arguments))
+    return Given(_narrowest_first(session, inputs, passed), passed, columns, constants, base)
 
 
 def _narrowest_first(session: Session, inputs: dict[str, Ref], arguments: Sequence[Argument]) -> dict[str, Ref]:
     """The inputs, that whose rows all others have before them: it says which samples the call works on."""
+    if len(inputs) < 2:
+        return inputs
     aligned = {a.parameter: inputs[a.parameter] for a in arguments if a.kind in ("rows", "column")}
     if len(aligned) < 2:
         return {**aligned, **inputs}

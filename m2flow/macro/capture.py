@@ -109,7 +109,7 @@ class Captures:
                 return type(value)([item if type(item) in _PLAIN else self.take(item, site) for item in value])
             case set() | bytearray() | np.ndarray():
                 return copy.deepcopy(value)
-        names = _fields(kind)  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
+        names = fields_of(kind)  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
         if names is not None:
             held = ((name, getattr(value, name)) for name in names)
             changed = {name: taken for name, item in held if callable(item) and (taken := self.take(item, site)) is not item}
@@ -138,7 +138,7 @@ class Captures:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fields(kind: type) -> tuple[str, ...] | None:
+def fields_of(kind: type) -> tuple[str, ...] | None:
     """What an instance of m2flow's own dataclass is made of; None for all other classes."""
     if not dataclasses.is_dataclass(kind) or not kind.__module__.startswith("m2flow."):
         return None

@@ -134,6 +134,62 @@ def is_same(leaves: list[object], others: list[object]) -> bool:
     return True
 
 
+class Watch:
+    """Where the parts of a function are that could be exchanged, none of which can change in itself."""
+
+    __slots__ = ("_cells", "_functions", "_globals")
+
+    def __init__(self) -> None:
+        self._functions: list[tuple[types.FunctionType, types.CodeType, tuple[object, ...] | None]] = []
+        self._globals: list[tuple[dict[str, object], str, object]] = []
+        self._cells: list[tuple[types.CellType, object]] = []
+
+    def holds(self) -> bool:
+        """Whether each is what it was."""
+        for function, code, defaults in self._functions:
+            if function.__code__ is not code or function.__defaults__ is not defaults or function.__kwdefaults__ or function.__dict__:
+                return False
+        for scope, name, value in self._globals:
+            if scope.get(name, EMPTY) is not value:
+                return False
+        for cell, value in self._cells:  # noqa: SIM110  # each call of the program comes by here
+            if cell.cell_contents is not value:
+                return False
+        return True
+
+    def add(self, value: object) -> bool:
+        """Watch a value and what it reaches; False if that is not possible, or some of it can change."""
+        kind = type(value)
+        if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | types.ModuleType):
+            return True
+        if kind in (tuple, frozenset):
+            return all(map(self.add, value))  # type: ignore[call-overload]
+        if isinstance(value, types.BuiltinFunctionType):
+            return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+        if isinstance(value, type):
+            return is_importable(value)
+        if not isinstance(value, types.FunctionType) or any(function is value for function, _, _ in self._functions):
+            return isinstance(value, types.FunctionType)
+        if value.__kwdefaults__ or value.__dict__:
+            return False
+        self._functions.append((value, value.__code__, value.__defaults__))
+        if not is_users(value) and is_importable(value):
+            return True
+        try:
+            self._cells += [(cell, cell.cell_contents) for cell in value.__closure__ or ()]
+        except ValueError:  # Nothing is in it yet.
+            return False
+        names = facts(value.__code__).globals
+        self._globals += [(value.__globals__, name, value.__globals__.get(name, EMPTY)) for name in names]
+        return not facts(value.__code__).rebinds and all(self.add(part) for _, part in captures(value))
+
+
+def watch(function: types.FunctionType) -> Watch | None:
+    """A watch on a function that captures nothing which can change; None if it does, or that is not certain."""
+    found = Watch()
+    return found if fixed_leaves(function) is not None and found.add(function) else None
+
+
 def _gather(value: object, leaves: list[object], seen: set[int]) -> bool:
     """Add the leaves of a value; False as soon as one can change."""
     if type(value) in _ATOMS or value is EMPTY:

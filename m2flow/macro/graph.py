@@ -17,6 +17,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from m2flow.errors import TraceError
 from m2flow.macro.structure import structure_hash
 
@@ -56,22 +58,26 @@ class Site:
         return f"{self}  {self.text}" + "".join(f"\n  called from {step}" for step in reversed(self.path))
 
 
-@dataclass(frozen=True)
-class Ref:
+class Ref(msgspec.Struct, frozen=True):
     """An input of a call: another call's result."""
 
     call: int
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(msgspec.Struct, frozen=True, eq=False):
     """A resource at a version: read there, or written to it."""
 
     resource: str
     version: int
     """The one that sequential execution has there."""
-    oldest: int | None = field(default=None, compare=False)
+    oldest: int | None = None
     """Of a read that may be stale: the oldest version that will do; any from here to `version` may be read."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Effect) and (self.resource, self.version) == (other.resource, other.version)
+
+    def __hash__(self) -> int:
+        return hash((self.resource, self.version))
 
     @property
     def first(self) -> int:
@@ -80,6 +86,23 @@ class Effect:
 
     def __str__(self) -> str:
         return f"{self.resource}@{self.version}" if self.first == self.version else f"{self.resource}@{self.first}..{self.version}"
+
+
+@dataclass(frozen=True, eq=False)
+class CallKind:
+    """What the calls that one place of the program makes have in common (`m2flow.macro.kinds`): of one kind are those of one object."""
+
+    role: str
+    method: str
+    engine: EngineKind
+    granularity: Granularity
+    inputs: tuple[str, ...]
+    options: Mapping[str, object]
+    """Without those that change from call to call."""
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    site: Site
+    is_aligned: bool
 
 
 @dataclass(frozen=True)
@@ -112,10 +135,55 @@ class Call:
     """The options as the user wrote them, for the printed form."""
     most_rows: int = 0
     """Rows of its samples, at most: a filter on the way leaves fewer. Of a refill those that it gives, not its candidates."""
+    kind: CallKind | None = field(default=None, init=False, repr=False, compare=False)
+    """If a session recorded it: what it has in common with other calls of its place."""
+
+    @classmethod
+    def of(
+        cls,
+        kind: CallKind,
+        ordinal: int,
+        inputs: tuple[tuple[str, Ref], ...],
+        options: Mapping[str, object],
+        reads: tuple[Effect, ...],
+        writes: tuple[Effect, ...],
+        step: int,
+        shown: Mapping[str, object],
+        most_rows: int,
+    ) -> Call:
+        """A call of a kind. Written at once, since setting the fields of a frozen object one by one takes longer than all else."""
+        call = cls.__new__(cls)
+        call.__dict__.update(
+            ordinal=ordinal,
+            role=kind.role,
+            method=kind.method,
+            engine=kind.engine,
+            granularity=kind.granularity,
+            inputs=inputs,
+            options=options,
+            reads=reads,
+            writes=writes,
+            site=kind.site,
+            step=step,
+            is_aligned=kind.is_aligned,
+            shown=shown,
+            most_rows=most_rows,
+            kind=kind,
+        )
+        return call
 
     @property
     def name(self) -> str:
         return f"{self.role}.{self.method}" if self.method else self.role
+
+    @property
+    def only_kind(self) -> CallKind:
+        """A kind of which there is no other call."""
+        names = tuple(name for name, _ in self.inputs)
+        reads, writes = tuple(e.resource for e in self.reads), tuple(e.resource for e in self.writes)
+        return CallKind(
+            self.role, self.method, self.engine, self.granularity, names, self.options, reads, writes, self.site, self.is_aligned
+        )
 
     @property
     def drops(self) -> bool:

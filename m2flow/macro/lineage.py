@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, Ref
@@ -38,8 +39,7 @@ class Part:
         return self.maker == other.maker and self.filters[: len(other.filters)] == other.filters
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What is known of a call's result."""
 
     call: Call
@@ -64,12 +64,13 @@ class Lineage:
         Raises:
             TraceError: its inputs are not about the same samples, or are filtered in different ways.
         """
-        inputs = self._aligned(call)
-        is_maker = call.engine in ("source", "rollout") or not inputs
+        known = self._known
+        inputs = [(name, ref) for name, ref in call.inputs if known[ref.call].call.is_aligned]
+        is_maker = not inputs or call.engine == "source" or call.engine == "rollout"
         parts = (Part(call.ordinal),) if is_maker else self._parts(call, inputs)
         if is_maker:
             self._makers[call.ordinal] = call
-        self._known[call.ordinal] = Known(call, parts, self._fields(call, inputs))
+        known[call.ordinal] = Known(call, parts, self._fields(call, inputs))
 
     def known(self, ordinal: int) -> Known:
         return self._known[ordinal]
@@ -116,9 +117,6 @@ class Lineage:
         filters = [self._known[ordinal].call for part in self._known[ref.call].parts for ordinal in part.filters]
         return "filtered at " + ", ".join(dict.fromkeys(str(call.site) for call in filters)) if filters else "of all samples"
 
-    def _aligned(self, call: Call) -> list[tuple[str, Ref]]:
-        return [(name, ref) for name, ref in call.inputs if self._known[ref.call].call.is_aligned]
-
     def _parts(self, call: Call, inputs: list[tuple[str, Ref]]) -> tuple[Part, ...]:
         if call.options.get("gives") == "concat":
             return self._union(call, inputs)
@@ -151,13 +149,16 @@ class Lineage:
         return tuple(sorted(parts))
 
     def _fields(self, call: Call, inputs: list[tuple[str, Ref]]) -> frozenset[str] | None:
-        rows, named = call.options.get("rows"), call.options.get("fields")
-        if isinstance(rows, Batch):
-            return frozenset(rows.columns)
-        if isinstance(named, tuple | frozenset):
+        options = call.options
+        if call.engine == "source":
+            rows = options.get("rows")
+            return frozenset(rows.columns) if isinstance(rows, Batch) else None
+        if isinstance(named := options.get("fields"), tuple | frozenset):
             return frozenset(named)
+        if not call.is_aligned or not inputs:
+            return None
         found = [self._known[ref.call].fields for _, ref in inputs]
-        if not call.is_aligned or not found or any(fields is None for fields in found):
+        if None in found:
             return None
         fields = [of for of in found if of is not None]
         if call.engine == "rollout":

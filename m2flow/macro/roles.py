@@ -25,6 +25,9 @@ AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
 ADVANTAGES: tuple[AdvantageName, ...] = ("grpo", "dr_grpo", "rloo")
 
 
+_WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()
+"""What an update minimises that names no loss."""
+
 _NOT_COLUMNS = {"samples", "rewards", "reward", "advantages", "reference", "reference_logprobs", "tokens", "loss_mask"} | COMPUTED
 """What `columns` of an update may not be called: it has another source."""
 
@@ -198,7 +201,7 @@ class Policy(Role):
         if is_named and advantages not in ADVANTAGES:
             raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}, or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
-        chosen = loss or (ppo_clip() if has_advantages else nll())
+        chosen = loss or (_WITH_ADVANTAGES if has_advantages else _WITHOUT)
         passes = Passes(chosen, optimizer or self.optimizer, minibatch_size, epochs, allow_unsound)
         given: dict[str, tuple[Ref, str]] = {}
         if has_rewards:

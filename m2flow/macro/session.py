@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
+from m2flow.macro.collecting import seldom_collecting
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
 from m2flow.macro.interruption import endless, interrupted
+from m2flow.macro.kinds import Kinds
 from m2flow.macro.late import carries, is_cut, num_late, num_wanted
 from m2flow.macro.lineage import Lineage
 from m2flow.macro.remembering import MOST_LAG
@@ -108,6 +110,7 @@ class Session:
         self._num_kept = 0
         """Calls that were known when those of no use were last forgotten."""
         self._captures = Captures()
+        self._kinds = Kinds(self._captures)
         self.uses = Uses()
         self._most_rows: dict[int, int] = {}
         self._carriers: dict[tuple[object, ...], Call] = {}
@@ -138,29 +141,28 @@ class Session:
             name = f"{role}.{method}" if method else role
             raise TraceError(f"{name} was called after its flow had ended", where=user_site().describe())
         self._end_left_step()
-        self._forget(ref.call for ref in inputs.values() if ref is not None)
-        site = user_site()
-        call = Call(
-            ordinal=self._num_calls,
-            role=role,
-            method=method,
-            engine=engine,
-            granularity=granularity,
-            inputs=tuple((name, ref) for name, ref in inputs.items() if ref is not None),
-            options=self._captures.options(options, site),
-            reads=tuple(self._read(r, staleness) for r in reads),
-            writes=tuple(Effect(r, self._versions.get(r, 0) + 1) for r in writes),
-            site=site,
-            step=self.step,
-            is_aligned=is_aligned,
-            shown=dict(shown),
-            most_rows=self._count_rows(engine, inputs, options),
+        needed = tuple([(name, ref) for name, ref in inputs.items() if ref is not None])
+        if len(self.lineage) >= 2 * self._num_kept + _FEW_CALLS:
+            self._forget([ref.call for _, ref in needed])
+        names = tuple([name for name, _ in needed])
+        kind, taken = self._kinds.of(user_site(), role, method, engine, granularity, names, options, reads, writes, is_aligned)
+        call = Call.of(
+            kind,
+            self._num_calls,
+            needed,
+            taken,
+            tuple([self._read(resource, staleness) for resource in reads]),
+            tuple([Effect(resource, self._versions.get(resource, 0) + 1) for resource in writes]),
+            self.step,
+            dict(shown),
+            self._count_rows(engine, needed, options),
         )
         self.lineage.add(call)
         self._most_rows[call.ordinal] = call.most_rows
-        if carries(call.options):
+        if carries(taken):
             self._carriers[_place(call)] = call
-        self._versions |= {effect.resource: effect.version for effect in call.writes}
+        for effect in call.writes:
+            self._versions[effect.resource] = effect.version
         self._num_calls += 1
         self.uses.added(call)
         self.backend.submit(call)
@@ -188,20 +190,23 @@ class Session:
         oldest = max(version - staleness, self._versions_before.get(resource, 0)) if self._in_steps else version
         return Effect(resource, version, oldest if oldest < version else None)
 
-    def _count_rows(self, engine: EngineKind, inputs: Mapping[str, Ref | None], options: Mapping[str, object]) -> int:
+    def _count_rows(self, engine: EngineKind, inputs: Sequence[tuple[str, Ref]], options: Mapping[str, object]) -> int:
         """Rows of a call, at most; of a refill those that it gives."""
-        rows, n = options.get("rows"), options.get("n", 1)
-        if isinstance(rows, Batch):
-            return len(rows)
-        counts = [self._most_rows[ref.call] for ref in inputs.values() if ref is not None]
+        counts = [self._most_rows[ref.call] for _, ref in inputs]
+        if engine == "source":
+            rows = options["rows"]
+            return len(rows) if isinstance(rows, Batch) else 0
+        if engine != "rollout":
+            return sum(counts) if options.get("gives") == "concat" else counts[0] if counts else 0
+        n = options.get("n", 1)
         assert isinstance(n, int)
-        if engine == "rollout" and isinstance(kept := options.get("refill"), int):
+        if isinstance(kept := options.get("refill"), int):
             return kept * n
-        if engine == "rollout" and is_cut(options):
+        if is_cut(options):
             carried = options.get("num_carried", 0)
             assert isinstance(carried, int)
             return (num_wanted(options, counts[0]) + carried) * n
-        return (sum(counts) if options.get("gives") == "concat" else next(iter(counts), 0)) * (n if engine == "rollout" else 1)
+        return next(iter(counts), 0) * n
 
     def carrier(self, role: str, method: str) -> tuple[Call | None, int]:
         """The call whose late samples a call made now takes over, and how many groups that may be: the last one of this line."""
@@ -298,9 +303,7 @@ class Session:
         return then[count] if count < len(then) else None
 
     def _forget(self, needed: Iterable[int]) -> None:
-        """Forget calls that nothing can name any more, now and then."""
-        if len(self.lineage) < 2 * self._num_kept + _FEW_CALLS:
-            return
+        """Forget calls that nothing can name any more. Done now and then."""
         carriers = [ref.call for carrier in self._carriers.values() for _, ref in carrier.inputs]
         self.lineage.keep({*self._live, *needed, *carriers, *(carrier.ordinal for carrier in self._carriers.values())})
         self._num_kept = len(self.lineage)
@@ -373,7 +376,8 @@ def recording(session: Session) -> Iterator[Session]:
     forget_sites()
     token = _current.set(session)
     try:
-        yield session
+        with seldom_collecting():
+            yield session
     except KeyboardInterrupt as stop:
         raise interrupted(stop) from stop
     except FlowError as error:

@@ -3,7 +3,8 @@
     Call --call_body--> bytes --(m.Define)--> call_of --> Call
 
 What m2flow itself put into a call is plain and is pickled as such; only what is the user's takes cloudpickle, which is ten times
-slower. A dataset's rows travel as rows, and what is only for the printed form does not travel.
+slower. What the calls of a kind have in common is pickled once, and copied into the body of each. A dataset's rows travel as rows, and
+what is only for the printed form does not travel.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import functools
 import pickle
 import types
+from collections.abc import Mapping
 
 import cloudpickle
 
 from m2flow.errors import TraceError
 from m2flow.macro.capture import Snapshot
-from m2flow.macro.graph import Call, Effect, Granularity, Ref, Site
+from m2flow.macro.graph import Call, CallKind, Effect, Granularity, Ref, Site
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
@@ -26,11 +28,61 @@ def call_body(call: Call) -> bytes:
     Raises:
         TraceError: something in the call can't be sent to another process.
     """
+    kind = call.kind
+    if kind is None:
+        kind = call.only_kind
+        common = _common_body(kind, call)
+    else:
+        found = _commons.get(id(kind))
+        if found is None:
+            if len(_commons) >= _MOST_KINDS:
+                _commons.clear()
+            found = _commons[id(kind)] = kind, _common_body(kind, call)
+        common = found[1]
+    changing = None
+    if len(call.options) != len(kind.options):
+        changing = _options_body(call, {name: value for name, value in call.options.items() if name not in kind.options})
+    return pickle.dumps(
+        (
+            common,
+            call.ordinal,
+            [ref.call for _, ref in call.inputs],
+            changing,
+            [(effect.version, effect.oldest) for effect in call.reads],
+            [effect.version for effect in call.writes],
+            call.step,
+        ),
+        pickle.HIGHEST_PROTOCOL,
+    )
+
+
+_MOST_KINDS = 4096
+_commons: dict[int, tuple[CallKind, bytes]] = {}
+"""By the id of a kind, which is held so that no id is given anew: what the bodies of its calls have in common."""
+
+
+def _common_body(kind: CallKind, call: Call) -> bytes:
+    site = kind.site
+    return pickle.dumps(
+        (
+            (kind.role, kind.method, kind.engine, str(kind.granularity)),
+            kind.inputs,
+            _options_body(call, kind.options),
+            kind.reads,
+            kind.writes,
+            (site.file, site.line, site.text, site.path),
+            kind.is_aligned,
+        ),
+        pickle.HIGHEST_PROTOCOL,
+    )
+
+
+def _options_body(call: Call, options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, bytes]]:
+    """What is plain; and what is the user's, or a function that is the same for call after call."""
     plain: dict[str, object] = {}
     by_value: dict[str, bytes] = {}
-    """What is the user's, and functions that are the same for call after call."""
     try:
-        for name, value in call.options.items():
+        for name, value in options.items():
             if type(value) in _ATOMS:
                 plain[name] = value
             elif isinstance(value, Snapshot) and value.is_fixed:
@@ -47,35 +99,7 @@ def call_body(call: Call) -> bytes:
             where=call.site.describe(),
             now="Its function captures a lock, a file, a generator or the like. Make that inside the function.",
         ) from None
-    return pickle.dumps(
-        (
-            (call.ordinal, call.role, call.method, call.engine, str(call.granularity)),
-            [(name, ref.call) for name, ref in call.inputs],
-            plain,
-            by_value,
-            [(effect.resource, effect.version, effect.oldest) for effect in call.reads],
-            [(effect.resource, effect.version) for effect in call.writes],
-            _site_body(call.site),
-            call.step,
-            call.is_aligned,
-        ),
-        pickle.HIGHEST_PROTOCOL,
-    )
-
-
-def _site_body(site: Site) -> bytes:
-    """A line makes call after call, all with one site."""
-    known = _sites.get(id(site))
-    if known is None:
-        if len(_sites) >= _MOST_SITES:
-            _sites.clear()
-        known = _sites[id(site)] = site, pickle.dumps((site.file, site.line, site.text, site.path), pickle.HIGHEST_PROTOCOL)
-    return known[1]
-
-
-_MOST_SITES = 4096
-_sites: dict[int, tuple[Site, bytes]] = {}
-"""By the id of a site, which is held so that no id is given anew: its hash would be made of all its texts."""
+    return plain, by_value
 
 
 @functools.lru_cache(maxsize=256)
@@ -85,21 +109,27 @@ def _body_of(function: Snapshot) -> bytes:
 
 def call_of(body: bytes) -> Call:
     """The call that `call_body` wrote; its functions are new ones each time, with captures of their own."""
-    (ordinal, role, method, engine, granularity), inputs, plain, by_value, reads, writes, site, step, is_aligned = pickle.loads(body)
+    common, ordinal, inputs, changing, reads, writes, step = pickle.loads(body)
+    (role, method, engine, granularity), names, options, read, written, site, is_aligned = pickle.loads(common)
     return Call(
         ordinal=ordinal,
         role=role,
         method=method,
         engine=engine,
         granularity=Granularity(granularity),
-        inputs=tuple((name, Ref(made)) for name, made in inputs),
-        options=plain | {name: pickle.loads(value) for name, value in by_value.items()},
-        reads=tuple(Effect(*effect) for effect in reads),
-        writes=tuple(Effect(*effect) for effect in writes),
-        site=Site(*pickle.loads(site)),
+        inputs=tuple([(name, Ref(made)) for name, made in zip(names, inputs, strict=True)]),
+        options={**_options_of(options), **(_options_of(changing) if changing is not None else {})},
+        reads=tuple([Effect(resource, *versions) for resource, versions in zip(read, reads, strict=True)]),
+        writes=tuple([Effect(resource, version) for resource, version in zip(written, writes, strict=True)]),
+        site=Site(*site),
         step=step,
         is_aligned=is_aligned,
     )
+
+
+def _options_of(body: tuple[dict[str, object], dict[str, bytes]]) -> dict[str, object]:
+    plain, by_value = body
+    return plain | {name: pickle.loads(value) for name, value in by_value.items()}
 
 
 def _is_plain(value: object) -> bool:

@@ -97,6 +97,8 @@ class Controller:
         self._outbox = ZmqOutbox(CONTROLLER, keys=keys)
         self._waker = LinkDialer(keys=keys)
         self._posts: queue.SimpleQueue[Post] = queue.SimpleQueue()
+        self._gathered: list[Event] = []
+        """Of the posts in hand, what the scheduler is to be told."""
         self._rows = RowStore()
         self._addresses: dict[str, str] = {}
         self._lives = Lives(launcher, self._scheduler.running, hung_after_s=settings.hung_after_s)
@@ -170,6 +172,7 @@ class Controller:
         wait([self._listener, self._inbox], 0.25)
         while not self._posts.empty():
             self._posted(self._posts.get())
+        self._handle_gathered()
         for peer, body in self._listener.receive(0.0):
             self._lives.seen(peer.removesuffix(_BEAT))
             if body and not peer.endswith(_BEAT):
@@ -186,24 +189,33 @@ class Controller:
                 self._calls[call.ordinal] = call
                 self._bodies[call.ordinal] = body
                 self._journal.call_added(call)
-                self._handle(CallAdded(call, stage))
+                self._gathered.append(CallAdded(call, stage))
                 rows = call.options.get("rows")
                 if isinstance(rows, Batch):
                     self._rows.put(call.ordinal, rows)
-                    self._handle(Sourced(call.ordinal, rows.ids.tolist(), performing.num_tokens_of(rows)))
+                    self._gathered.append(Sourced(call.ordinal, rows.ids.tolist(), performing.num_tokens_of(rows)))
             case Logged():
+                self._handle_gathered()
                 self._logbook.add(post)
             case SaveAll(path):
+                self._handle_gathered()
                 self._save(path)
             case Wanted(ordinal):
-                self._handle(post)
+                self._gathered.append(post)
+                self._handle_gathered()
                 if not self._scheduler.num_rows(ordinal):
                     self._outcomes.deliver(ordinal, Batch.concat([]))
             case Released():
-                self._handle(post)
+                self._gathered.append(post)
 
-    def _handle(self, event: Event) -> None:
-        for command in self._scheduler.handle(event):
+    def _handle_gathered(self) -> None:
+        """The calls of a segment come together, and so do those that the program has let go of."""
+        events, self._gathered = self._gathered, []
+        if events:
+            self._handle(*events)
+
+    def _handle(self, *events: Event) -> None:
+        for command in self._scheduler.handle(*events):
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:

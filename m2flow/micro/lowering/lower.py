@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from m2flow.errors import InternalError
-from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.graph import Call, CallKind, MacroGraph
 from m2flow.macro.soundness import asynchrony
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
 from m2flow.micro.lowering.abilities import check_abilities, notes_on_abilities
@@ -103,6 +103,8 @@ class Lowering:
         self._hosted = places(plan.workers)
         self._sizes = sizes_of(plan.stages)
         self._shapes: dict[Shape, int] = {}
+        self._kinds: dict[CallKind, int] = {}
+        """The numbers of the shapes of kinds of calls."""
         self._segments: dict[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = {}
         self._calls: dict[tuple[int, ...], Stage] = {}
         """(number of a call's shape, those of its consumers' shapes) -> its stage."""
@@ -123,7 +125,7 @@ class Lowering:
             PlanError: no worker can run one of them.
         """
         if len(self._segments) >= _MOST_SEGMENTS:
-            self._shapes, self._segments, self._calls = {}, {}, {}
+            self._shapes, self._kinds, self._segments, self._calls = {}, {}, {}, {}
         calls = segment.calls
         first = calls[0].ordinal if calls else 0
         shapes = [self._number(call) for call in calls]
@@ -146,7 +148,15 @@ class Lowering:
         return tuple([self._calls[wires] for wires in wired])
 
     def _number(self, call: Call) -> int:
-        return self._shapes.setdefault(shape_of(call), len(self._shapes))
+        """The number of a call's shape, which all calls of a kind share: what changes among them is no structure."""
+        number = self._kinds.get(call.kind) if call.kind is not None else None
+        if number is None:
+            number = self._shapes.setdefault(shape_of(call), len(self._shapes))
+            if call.kind is not None:
+                if len(self._kinds) >= _MOST_SEGMENTS:
+                    self._kinds.clear()
+                self._kinds[call.kind] = number
+        return number
 
     def _lower(self, segment: MacroGraph, calls: Iterable[Call]) -> list[Stage]:
         """These calls of a segment, with the consumers that their stages depend on."""

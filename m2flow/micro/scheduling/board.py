@@ -76,24 +76,24 @@ class Board:
 
     def add_call(self, call: Call, stage: Stage) -> CallState:
         """Take a call in: find what it waits for, and count what is there already."""
-        lost = {worker.name for worker in self.workers.values() if worker.is_lost} if self.has_lost else set()
-        if lost:
-            stage = without(stage, lost)
-        inputs = [ref.call for _, ref in call.inputs]
-        written = self.versions.written_for(call) if call.reads else []
-        needs = {*inputs, *[c for e, version, c in written if version <= e.first]}
-        others = {c for _, _, c in written} - needs
+        if self.has_lost:
+            stage = without(stage, {worker.name for worker in self.workers.values() if worker.is_lost})
+        calls = self.calls
+        inputs = list(dict.fromkeys([ref.call for _, ref in call.inputs]))
+        needed_writers, newer_writers = self.versions.written_for(call) if call.reads else ([], [])
+        needs = {*inputs, *needed_writers}
+        others = set(newer_writers) - needs if newer_writers else set()
         is_generation = call.engine == "rollout"
         if is_generation and call.carries_from is not None:
             others.add(call.carries_from)
-        aligned = tuple([c for c in dict.fromkeys(inputs) if self.calls[c].call.is_aligned])
-        waits_for = {c for c in needs.difference(aligned) if not self._is_done(c)}
+        aligned = tuple([c for c in inputs if calls[c].call.is_aligned])
+        waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
         state = CallState(call, stage, [], waits_for, aligned, frozenset(others))
-        self.calls[call.ordinal] = state
+        calls[call.ordinal] = state
         self.active[call.ordinal] = state
         self.open.add(state)
         for needed in inputs:
-            self.calls[needed].users[call.ordinal] = state
+            calls[needed].users[call.ordinal] = state
         for needed in waits_for:
             self._waiting_for.setdefault(needed, []).append(state)
         if call.writes and call.engine == "function":

@@ -42,14 +42,23 @@ class Scheduler:
         self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": train, "function": self._functions}
         self._desks_of = [[(kind, desk) for kind, desk in self._desks.items() if w.roles[kind]] for w in self._board.workers.values()]
 
-    def handle(self, event: Event) -> list[Command]:
-        """Take one event; answer what to do now.
+    def handle(self, *events: Event) -> list[Command]:
+        """Take an event, or several that came together; answer what to do now.
 
         Raises:
             M2FlowError: a worker failed at what belongs to no call (weights, a lease, a save), so the run can't go on.
         """
         board = self._board
         board.commands = []
+        for event in events:
+            self._take(event)
+        if not all(isinstance(event, Released) for event in events):
+            self._give_work()
+        board.forget_unreachable()
+        return board.commands
+
+    def _take(self, event: Event) -> None:
+        board = self._board
         if isinstance(event, FromWorker):
             if not board.workers[event.worker].is_lost:
                 self._from_worker(event.worker, event.message)
@@ -57,17 +66,12 @@ class Scheduler:
             board.add_call(event.call, event.stage)
         elif isinstance(event, Released):
             board.release(event.call)
-            board.forget_unreachable()
-            return board.commands
         elif isinstance(event, Sourced):
             board.sourced(board.calls[event.call], event.ids, event.num_tokens)
         elif isinstance(event, Wanted):
             board.want(board.calls[event.call])
         else:
             self._lost(board.workers[event.worker])
-        self._give_work()
-        board.forget_unreachable()
-        return board.commands
 
     @property
     def is_idle(self) -> bool:

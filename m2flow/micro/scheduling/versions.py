@@ -15,23 +15,37 @@ class Versions:
 
     def __init__(self) -> None:
         self._writers: dict[str, dict[int, int]] = {}
-        """Resource -> version -> the call that writes it, unless that is done and a newer one is known."""
+        """Resource -> version, in order -> the call that writes it, unless that is done and a newer one is known."""
         self._readers: dict[str, dict[int, CallState]] = {}
         """Resource -> calls, not over, that read it, in program order."""
         self._trained: dict[str, int] = {}
         self._replacing: set[str] = set()
 
-    def written_for(self, call: Call) -> list[tuple[Effect, int, int]]:
-        """What a call reads, as far as it is written by a call: the effect, a version up to the one it reads, and who writes that."""
-        return [(e, version, c) for e in call.reads for version, c in self._writers.get(e.resource, {}).items() if version <= e.version]
+    def written_for(self, call: Call) -> tuple[list[int], list[int]]:
+        """Who writes what a call reads: the oldest versions that will do, and newer ones that it may do without.
+
+        Whoever writes a version has read the one before, so it does not end, or fails, without those who wrote the older ones.
+        """
+        needed: list[int] = []
+        newer: list[int] = []
+        for effect in call.reads:
+            writers = self._writers.get(effect.resource)
+            if writers:
+                first = effect.first
+                if first in writers:
+                    needed.append(writers[first])
+                newer += [writers[version] for version in range(first + 1, effect.version + 1) if version in writers]
+        return needed, newer
 
     def add(self, state: CallState, is_done: Callable[[int], bool]) -> None:
         """Take in what a call reads and writes."""
         for effect in state.call.reads:
             self._readers.setdefault(effect.resource, {})[state.call.ordinal] = state
         for effect in state.call.writes:
-            known = self._writers.get(effect.resource, {})
-            self._writers[effect.resource] = {v: c for v, c in known.items() if not is_done(c)} | {effect.version: state.call.ordinal}
+            known = self._writers.setdefault(effect.resource, {})
+            while known and is_done(known[oldest := next(iter(known))]):
+                del known[oldest]
+            known[effect.version] = state.call.ordinal
 
     def over(self, state: CallState) -> None:
         """A call is over, well or not: nobody has to wait for its reads."""
