@@ -32,7 +32,7 @@ import zmq
 from m2flow.channels import codec
 from m2flow.channels.contract import Parcel
 from m2flow.channels.weights import SharedWeights, SharedWeightsReader, Weight
-from m2flow.channels.zeromq import ZmqInbox, ZmqOutbox
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.samples import Batch, Column, Ragged, Segment, make_ids
 
 NUM_PROMPT_TOKENS, NUM_RESPONSE_TOKENS = 256, 1024

@@ -76,6 +76,9 @@ class ChannelSpec(_Strict):
     keys: str = ""
     """With `tcp`: the file of the cluster's key (`m2flow keys FILE` makes one). All that passes is then encrypted, and only holders of the
     key are heard."""
+    shared_bytes: int = Field(2**30, ge=0)
+    """With `ipc`: shared memory that each worker may take to lend large columns to others. 0: they go through the sockets. Where it is
+    full, they do too, and are counted."""
 
 
 class PoolSpec(_Strict):

@@ -1,6 +1,6 @@
 """The other process of the channel tests.
 
-python channel_peer.py send ADDRESS NUM | receive PLACE | talk ADDRESS NAME TOKEN
+python channel_peer.py send ADDRESS NUM | lend ADDRESS ARENA NUM | receive PLACE | hold PLACE | talk ADDRESS NAME TOKEN
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import signal
 import sys
 
-from m2flow.channels.zeromq import LinkDialer, ZmqInbox, ZmqOutbox
-from m2flow.testing.channel_suite import parcel_of
+from m2flow.channels.arena import Arena
+from m2flow.channels.zeromq import LinkDialer
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
+from m2flow.testing.channel_suite import parcel_of, receive_all
 
 
 def send(address: str, num_parcels: str) -> None:
@@ -29,6 +31,25 @@ def receive(place: str) -> None:
     signal.pause()
 
 
+def lend(address: str, arena: str, num_parcels: str) -> None:
+    """Send in shared memory, and then do not end."""
+    outbox = ZmqOutbox(arena=Arena(arena))
+    outbox.prefer(address, "shared memory")
+    for i in range(int(num_parcels)):
+        outbox.send(address, parcel_of(i, num_bytes=1 << 20))
+    print("sent", flush=True)
+    signal.pause()
+
+
+def hold(place: str) -> None:
+    """Take three parcels, and keep them."""
+    inbox = ZmqInbox(place)
+    print(inbox.open(), flush=True)
+    held = receive_all(inbox, 3)
+    print(f"holds {len(held)}", flush=True)
+    signal.pause()
+
+
 def talk(address: str, name: str, token: str) -> None:
     """Answer each message until `stop`."""
     link = LinkDialer()
@@ -43,4 +64,4 @@ def talk(address: str, name: str, token: str) -> None:
 
 
 if __name__ == "__main__":
-    {"send": send, "receive": receive, "talk": talk}[sys.argv[1]](*sys.argv[2:])
+    {"send": send, "lend": lend, "receive": receive, "hold": hold, "talk": talk}[sys.argv[1]](*sys.argv[2:])

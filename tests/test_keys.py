@@ -14,7 +14,8 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.channels.contract import Inbox, Outbox
 from m2flow.channels.keys import Keys, read_keys, write_keys
 from m2flow.channels.places import address_of, is_private
-from m2flow.channels.zeromq import LinkDialer, LinkListener, ZmqInbox, ZmqOutbox, new_keys
+from m2flow.channels.zeromq import LinkDialer, LinkListener, new_keys
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.cli.main import cli
 from m2flow.errors import BrokenChannel, SpecError
 from m2flow.micro.run import Run
@@ -71,7 +72,7 @@ def test_a_stranger_is_not_heard_by_an_inbox_and_disturbs_nobody(who):
             (parcel,) = receive_all(inbox, 1)
             assert_same_parcel(parcel, parcel_of(7))
             assert inbox.receive(0.3) == []
-            assert inbox.statistics.num_parcels == 1
+            assert inbox.statistics()["rollout-0"].num_parcels == 1
     finally:
         outbox.close()
         inbox.close()

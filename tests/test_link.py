@@ -16,7 +16,8 @@ import pytest
 import zmq
 
 from m2flow.channels.beacon import Beacon
-from m2flow.channels.zeromq import LinkDialer, LinkListener, ZmqInbox, ZmqOutbox, wait
+from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, PortInUse
 from m2flow.testing.channel_suite import parcel_of
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from m2flow.channels.contract import Parcel
-from m2flow.channels.zeromq import ZmqInbox, ZmqOutbox
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.micro.record.ledger import read_samples
 from m2flow.samples import Batch
 

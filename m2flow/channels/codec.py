@@ -3,11 +3,12 @@
     Parcel --encode--> [head frame, large column, ...] --decode--> Parcel
 
     head frame   magic "m2f", format version u8, header length u32 (little-endian), header (msgpack), small columns
-    large column one array of more than `INLINE_BYTES`, as it lies in memory
+    large column one array of more than `INLINE_BYTES`, as it lies in memory, cut into frames of `FRAME_BYTES`
 
 Every array starts on a multiple of 8 bytes. Where each one lies is not written: it follows from the shapes in the header, in
 their order (identities first; of a ragged column the offsets, then the values), so there are no positions to forge.
-Small columns share one frame, because many small frames cost more than one copy; large ones are not copied on either side.
+Small columns share one frame, because many small frames cost more than one copy. Large ones are not copied on the way out, nor on the
+way in if they came in one frame; a frame has a bound, so that a peer can't make us take memory by announcing one.
 
 Checked: every size before anything is viewed or allocated, ragged offsets, booleans. Not checked: what the numbers and
 texts say. Little-endian machines only.
@@ -36,7 +37,12 @@ INLINE_BYTES = 64 * 1024
 """Columns up to this size are copied into the head frame. The processor time of a parcel is flat from 32 to 256 KiB here, and twice as
 high where large columns are copied too: most of that is for the fresh pages of the frame."""
 
+FRAME_BYTES = 4 << 20
+"""Large columns travel in pieces of this size."""
+
 MAX_HEADER_BYTES = 16 << 20
+MAX_HEAD_BYTES = 64 << 20
+"""Of the head frame: the header and the small columns."""
 MAX_DIMENSIONS = 8
 
 Buffer = bytes | bytearray | memoryview
@@ -76,9 +82,22 @@ def encode(parcel: Parcel) -> list[bytes | memoryview]:
     """The frames of a parcel. Large columns are views of the batch: it must not change until they have left.
 
     Raises:
-        ChannelError: a column of a type that does not travel; it is named.
+        ChannelError: a column of a type that does not travel, or more columns than fit; they are named.
     """
-    return _encode(parcel, INLINE_BYTES)
+    frames = _encode(parcel, INLINE_BYTES)
+    if len(frames[0]) > MAX_HEAD_BYTES:
+        raise ChannelError(
+            f"{len(parcel.batch.columns)} columns make a head of {len(frames[0]):,} bytes; at most {MAX_HEAD_BYTES:,} travel"
+        )
+    return frames
+
+
+def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The same frames, those of large columns in pieces of `FRAME_BYTES`: as they go on a wire."""
+    pieces = list(frames[:1])
+    for frame in frames[1:]:
+        pieces += [frame] if len(frame) <= FRAME_BYTES else [frame[i : i + FRAME_BYTES] for i in range(0, len(frame), FRAME_BYTES)]
+    return pieces
 
 
 def decode(frames: Sequence[Buffer]) -> Parcel:
@@ -192,10 +211,7 @@ class _ArrayReader:
         if num_bytes > self._inline_bytes:
             if self._next_large == len(self._large):
                 raise DecodeError(f"column {name!r}: its frame is missing")
-            frame = self._large[self._next_large]
-            if len(frame) != num_bytes:
-                raise DecodeError(f"column {name!r}: {num_bytes:,} bytes by its shape, {len(frame):,} in its frame")
-            self._next_large += 1
+            frame = self._next_frame(num_bytes, name)
             return np.ndarray(shape, dtype, frame)
         start = self._next
         if num_bytes > len(self._head) - start:
@@ -203,6 +219,18 @@ class _ArrayReader:
             raise DecodeError(f"column {name!r}: {num_bytes:,} bytes by its shape, {left:,} left in the frame")
         self._next = start + num_bytes + -num_bytes % _ALIGNMENT
         return np.ndarray(shape, dtype, self._head, start)
+
+    def _next_frame(self, num_bytes: int, name: str) -> memoryview:
+        """The next large column, put together from its pieces if it came in several. They are here, so its size is no mere claim."""
+        end, found = self._next_large, 0
+        while found < num_bytes and end < len(self._large):
+            found += len(self._large[end])
+            end += 1
+        pieces = self._large[self._next_large : end]
+        if found != num_bytes:
+            raise DecodeError(f"column {name!r}: {num_bytes:,} bytes by its shape, {found:,} in its frames")
+        self._next_large = end
+        return pieces[0] if len(pieces) == 1 else _aligned(b"".join(pieces))
 
     @staticmethod
     def _num_bytes(dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str) -> int:

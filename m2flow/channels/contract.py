@@ -2,14 +2,22 @@
 
 The data plane of a worker is one `Inbox`, which many senders reach by its address, and an `Outbox`, which reaches the
 inboxes of others. What travels is a `Parcel`: some samples' columns, and the call that they are the result of. The control
-link (`Link`) carries opaque messages between the controller and its workers; its meaning is `m2flow.micro.messages`.
+link carries opaque messages between the controller and its workers; its meaning is `m2flow.micro.messages`.
+
+A channel ends in one of three ways, each an error of its own (the distinction is trio's):
+
+    ChannelClosed   we closed our end, and used it
+    EndOfStream     the other end said that this was all, and we have had all of it
+    BrokenChannel   the other end went away without a word, or takes nothing; something may be lost
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
+from m2flow.errors import BrokenChannel, EndOfStream
 from m2flow.samples import Batch
 
 
@@ -25,19 +33,46 @@ class Parcel:
 
 @dataclass
 class Statistics:
-    """Counts of one inbox or outbox since it was opened."""
+    """Counts of what went over one channel since its end here was opened."""
 
     num_parcels: int = 0
     num_samples: int = 0
     num_bytes: int = 0
+    """In frames and buffers, headers included."""
+    num_shared_bytes: int = 0
+    """Of these, lent in shared memory."""
+    num_unshared: int = 0
+    """Parcels that were to be lent, and were sent as they are, because the pool was full."""
     wait_s: float = 0.0
-    """Time spent blocked: on a full peer (outbox), on nothing to receive (inbox)."""
+    """Time that an outbox was blocked on this peer."""
+
+    def add(self, num_samples: int, num_bytes: int) -> None:
+        """One parcel more."""
+        self.num_parcels += 1
+        self.num_samples += num_samples
+        self.num_bytes += num_bytes
+
+    @staticmethod
+    def sum(parts: Iterable[Statistics]) -> Statistics:
+        """All channels of one end together."""
+        whole = Statistics()
+        for part in parts:
+            for field in fields(Statistics):
+                setattr(whole, field.name, getattr(whole, field.name) + getattr(part, field.name))
+        return whole
 
 
 class Inbox(ABC):
     """Receives parcels. Opened by `open`, which gives the address that senders need."""
 
-    statistics: Statistics
+    def __init__(self) -> None:
+        self._statistics: dict[str, Statistics] = {}
+        self.waited_s = 0.0
+        """Time blocked with nothing to receive."""
+
+    def statistics(self) -> dict[str, Statistics]:
+        """By sender: what has come from it."""
+        return self._statistics
 
     @abstractmethod
     def open(self) -> str:
@@ -46,18 +81,43 @@ class Inbox(ABC):
     @abstractmethod
     def receive(self, timeout_s: float) -> list[Parcel]:
         """Every parcel that is here, or, if there is none, the first to come in `timeout_s` (0: do not wait). Each sender's
-        parcels come in the order in which it sent them. Raises `DecodeError` for bytes that are not a parcel (they are
-        consumed), `ChannelClosed` after `close`."""
+        parcels come in the order in which it sent them.
+
+        Raises:
+            DecodeError: bytes that are not a parcel (they are consumed).
+            BrokenChannel: a sender is gone without having said that it ended. Once for each, after all that came from it; the
+                others' parcels can be received as before.
+            EndOfStream: every sender that was heard has ended. Again at each call, until a new one is heard.
+            ChannelClosed: after `close`.
+        """
+
+    def take(self) -> list[Parcel]:
+        """What is here now, for one who learns in another way whether its senders live."""
+        try:
+            return self.receive(0.0)
+        except (BrokenChannel, EndOfStream):
+            return []
 
     @abstractmethod
     def close(self) -> None:
         """Stop listening and free the address. May be called twice."""
 
+    def _counted(self, sender: str) -> Statistics:
+        found = self._statistics.get(sender)
+        if found is None:
+            found = self._statistics[sender] = Statistics()
+        return found
+
 
 class Outbox(ABC):
     """Sends parcels to inboxes by address."""
 
-    statistics: Statistics
+    def __init__(self) -> None:
+        self._statistics: dict[str, Statistics] = {}
+
+    def statistics(self) -> dict[str, Statistics]:
+        """By address: what was sent there."""
+        return self._statistics
 
     @abstractmethod
     def send(self, address: str, parcel: Parcel) -> None:
@@ -65,5 +125,22 @@ class Outbox(ABC):
         peer is known to be gone; `ChannelClosed` after `close`."""
 
     @abstractmethod
+    def end(self, address: str) -> None:
+        """Say to a peer that this was all. It has `EndOfStream` when it has received everything, and nothing more can be sent to it."""
+
+    def prefer(self, address: str, transport: str) -> None:
+        """The plan's choice of a way to this peer (`m2flow.micro.plan.Route.transport`). An outbox with one way has no choice."""
+
+    def forget(self, address: str) -> None:
+        """A peer is gone for good: free what is kept for it. What was not received is lost."""
+
+    @abstractmethod
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Close, waiting up to `drain_s` for what was sent to leave. May be called twice."""
+        """Close, waiting up to `drain_s` for what was sent to leave. What has left by then ends in order; a peer that something was
+        not delivered to finds the channel broken. May be called twice."""
+
+    def _counted(self, address: str) -> Statistics:
+        found = self._statistics.get(address)
+        if found is None:
+            found = self._statistics[address] = Statistics()
+        return found

@@ -1,22 +1,20 @@
-"""Parcels and control messages between processes, over ZeroMQ. The only file that imports it.
+"""ZeroMQ's sockets, and the control link on them: opaque messages between the controller and its workers.
 
-    ZmqOutbox  --PUSH-->          PULL  ZmqInbox         parcels, worker to worker
-    LinkDialer --DEALER-->      ROUTER  LinkListener     opaque messages, worker and controller
+    LinkDialer --DEALER-->      ROUTER  LinkListener
+
+Parcels go over the same kind of sockets (`m2flow.channels.zeromq_parcels`); no other file imports ZeroMQ.
 
 Sockets bind to the loopback interface or in a private directory (`m2flow.channels.places`); to another interface only with a key,
 and then all that passes is encrypted, and a peer that has not the same key is told nothing and heard by nobody (CURVE). Without a key,
 on TCP every user of the host can reach an inbox; the link takes a peer only with the run's token.
 
-One thread uses one object; each has a context of its own, so closing one waits for nothing of another's. A peer that dies takes
-with it what lay in its queues: finding that out and sending again is the scheduler's part.
+One thread uses one object; each has a context of its own, so closing one waits for nothing of another's.
 """
 
 from __future__ import annotations
 
-import atexit
 import errno
 import hmac
-import importlib
 import logging
 import secrets
 import shutil
@@ -27,38 +25,36 @@ from typing import TypeAlias
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
-from m2flow.channels.codec import decode, encode, num_frame_bytes
-from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.keys import Keys
 from m2flow.channels.places import address_of, is_private, private_directory
-from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, PortInUse, SpecError
+from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, PortInUse, SpecError
 
-COPY_BELOW_BYTES = 64 * 1024
-"""Below this, handing a frame to ZeroMQ without a copy costs more than the copy."""
-
-MAX_FRAME_BYTES = 4 << 30
-_MAX_MESSAGES_AT_ONCE = 1024
+MAX_MESSAGE_BYTES = 1 << 30
+"""Of the control link. A peer that announces a longer one is cut off before memory is taken for it."""
+MAX_MESSAGES_AT_ONCE = 1024
 """So that `receive` returns even if senders never pause."""
 _HELLO = b"m2flow-hello-1"
 
-_Socket: TypeAlias = "zmq.Socket[bytes]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
-class _Endpoint:
+class Endpoint:
     """A socket with its context and the files it needs: opened once, closed once."""
 
     _what: str
 
     def __init__(self, keys: Keys | None = None) -> None:
-        self._context: zmq.Context[_Socket] | None = None
-        self._socket: _Socket | None = None
+        self._context: zmq.Context[Socket] | None = None
+        self._socket: Socket | None = None
         self._is_closed = False
         self._remove_directory: Callable[[], object] | None = None
         self._keys = keys
         self._guard: ThreadAuthenticator | None = None
+        self._monitor: Socket | None = None
 
-    def _create(self, kind: int, max_messages: int, *, listens: bool = False) -> _Socket:
+    def _create(self, kind: int, max_messages: int, *, listens: bool = False, most_bytes: int = MAX_MESSAGE_BYTES) -> Socket:
         if self._is_closed or self._socket is not None:
             raise ChannelClosed(f"{self._what} is opened once")
         self._context = zmq.Context()
@@ -77,10 +73,10 @@ class _Endpoint:
         # Zero until `close` says otherwise, so that a process that fails never hangs at its exit.
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = max_messages
-        self._socket.maxmsgsize = MAX_FRAME_BYTES
+        self._socket.maxmsgsize = most_bytes
         return self._socket
 
-    def _opened(self) -> _Socket:
+    def _opened(self) -> Socket:
         if self._socket is None or self._is_closed:
             raise ChannelClosed(f"{self._what} is {'closed' if self._is_closed else 'not open'}")
         return self._socket
@@ -88,7 +84,18 @@ class _Endpoint:
     def _has_pending(self) -> bool:
         return False
 
-    def _bind(self, kind: int, max_messages: int, place: str) -> str:
+    def _watch(self) -> None:
+        """Have ZeroMQ tell which connections have ended (`_ended_connections`)."""
+        self._monitor = self._opened().get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def _ended_connections(self) -> list[int]:
+        """The file descriptors of connections that have ended since the last call. They may be in use again by now."""
+        ended = []
+        while self._monitor is not None and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            ended.append(int(parse_monitor_message(self._monitor.recv_multipart())["value"]))
+        return ended
+
+    def _bind(self, kind: int, max_messages: int, place: str, most_bytes: int = MAX_MESSAGE_BYTES) -> str:
         if place == "ipc:":
             directory = private_directory()
             self._remove_directory = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
@@ -99,7 +106,7 @@ class _Endpoint:
                 f"{place} can be reached from other hosts, and there is no key",
                 now="Make one with `m2flow keys FILE`, and name it in the cluster spec: channels: {keys: FILE}",
             )
-        socket = self._create(kind, max_messages, listens=True)
+        socket = self._create(kind, max_messages, listens=True, most_bytes=most_bytes)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
@@ -120,6 +127,10 @@ class _Endpoint:
         """Close the socket and wait until what was sent has left, or the time is over."""
         self._is_closed = True
         if self._socket is not None and self._context is not None:
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+                self._monitor = None
             self._socket.close(linger=int(drain_s * 1000))
             if self._guard is not None:
                 self._guard.stop()
@@ -129,135 +140,7 @@ class _Endpoint:
             self._remove_directory()
 
 
-class ZmqInbox(_Endpoint, Inbox):
-    """An inbox at a place of this host. `max_parcels` of each sender wait in it, 0: as many as come; the senders' queues come on top."""
-
-    _what = "the inbox"
-
-    def __init__(self, place: str = "ipc:", *, max_parcels: int = 1000, keys: Keys | None = None) -> None:
-        super().__init__(keys)
-        self.statistics = Statistics()
-        self._place = place
-        self._max_parcels = max_parcels
-        self._pending: DecodeError | None = None
-
-    def open(self) -> str:
-        return self._bind(zmq.PULL, self._max_parcels, self._place)
-
-    def receive(self, timeout_s: float) -> list[Parcel]:
-        socket = self._opened()
-        if self._pending is not None:
-            error, self._pending = self._pending, None
-            raise error
-        parcels: list[Parcel] = []
-        deadline = time.monotonic() + timeout_s
-        while not parcels and self._pending is None and _is_readable(socket, max(deadline - time.monotonic(), 0.0), self.statistics):
-            self._take(socket, parcels)
-        return parcels
-
-    def _take(self, socket: _Socket, parcels: list[Parcel]) -> None:
-        """Add what is here. That may be nothing though the socket is readable: a peer that is turned away makes it so."""
-        while len(parcels) < _MAX_MESSAGES_AT_ONCE and (frames := _receive_parcel_frames(socket)):
-            try:
-                parcels.append(decode(frames))
-            except DecodeError as error:
-                if not parcels:
-                    raise
-                self._pending = error  # The good ones before it go first.
-                break
-            self.statistics.num_parcels += 1
-            self.statistics.num_samples += len(parcels[-1].batch)
-            self.statistics.num_bytes += num_frame_bytes(frames)
-
-    def close(self) -> None:
-        self._release(0.0)
-
-    def _has_pending(self) -> bool:
-        return self._pending is not None
-
-
-class ZmqOutbox(Outbox):
-    """Sends to inboxes by address.
-
-    Each peer has a queue of `max_parcels` here, beside the inbox's own; when both are full, `send` waits up to `timeout_s`. Two
-    workers that send to each other from the thread that also receives must keep less in flight, or they wait for each other.
-    """
-
-    def __init__(self, name: str = "", *, max_parcels: int = 1000, timeout_s: float = 60.0, keys: Keys | None = None) -> None:
-        self.statistics = Statistics()
-        self._name = name
-        self._max_parcels = max_parcels
-        self._timeout_s = timeout_s
-        self._keys = keys
-        self._peers: dict[str, _Peer] = {}
-        self._is_closed = False
-
-    def send(self, address: str, parcel: Parcel) -> None:
-        if self._is_closed:
-            raise ChannelClosed(f"the outbox {self._name} is closed")
-        frames = encode(parcel)
-        if any(len(frame) > MAX_FRAME_BYTES for frame in frames):
-            raise ChannelError(f"a column of call {parcel.call} has more than {MAX_FRAME_BYTES >> 30} GiB", now="Use smaller chunks.")
-        peer = self._peers.get(address)
-        if peer is None:
-            if not self._peers:
-                # Uncopied frames are Python's memory; pyzmq lets go of it at exit though ZeroMQ's thread may still be sending it, and the
-                # process would die of that. What is registered last is called first, so pyzmq's own hook must be there already.
-                importlib.import_module("zmq.utils.garbage")
-                atexit.register(self.close)
-            peer = self._peers[address] = _Peer(self._keys)
-            peer.open(address, self._max_parcels)
-        peer.send(frames, self._timeout_s, self.statistics)
-        self.statistics.num_parcels += 1
-        self.statistics.num_samples += len(parcel.batch)
-        self.statistics.num_bytes += num_frame_bytes(frames)
-
-    def close(self, *, drain_s: float = 0.0) -> None:
-        self._is_closed = True
-        atexit.unregister(self.close)
-        deadline = time.monotonic() + drain_s
-        for peer in self._peers.values():
-            peer.close(max(deadline - time.monotonic(), 0.0))
-        self._peers.clear()
-
-
-class _Peer(_Endpoint):
-    """The way to one inbox."""
-
-    _what = "the way to an inbox"
-
-    def open(self, address: str, max_parcels: int) -> None:
-        self._address = address
-        socket = self._create(zmq.PUSH, max_parcels)
-        # Queue only for a peer that is there: what is queued for one that never comes would be lost without a word.
-        socket.immediate = True
-        _connect(socket, address)
-
-    def send(self, frames: Sequence[bytes | memoryview], timeout_s: float, statistics: Statistics) -> None:
-        socket = self._opened()
-        deadline: float | None = None
-        while True:
-            try:
-                for frame in frames[:-1]:
-                    socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=len(frame) < COPY_BELOW_BYTES)
-                socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
-                return
-            except zmq.Again:  # ZeroMQ has rolled back the frames that went before: the whole message goes again.
-                start = time.monotonic()
-                deadline = start + timeout_s if deadline is None else deadline
-                is_writable = socket.poll(_milliseconds(deadline - start), zmq.POLLOUT)
-                statistics.wait_s += time.monotonic() - start
-                if not is_writable:
-                    raise BrokenChannel(
-                        f"{self._address} took nothing for {timeout_s:g} s",
-                        now="Its worker is gone, or too slow for what it is sent; see its log.",
-                    ) from None
-
-    def close(self, drain_s: float) -> None:
-        self._release(drain_s)
-
-
-class LinkListener(_Endpoint):
+class LinkListener(Endpoint):
     """The controller's side of the control link.
 
     A peer is taken in once it has said hello with the token; its name is then its own until `forget`. Whatever else comes is
@@ -287,7 +170,7 @@ class LinkListener(_Endpoint):
         socket = self._opened()
         socket.router_handover = False
         socket.router_mandatory = True
-        socket.sndtimeo = _milliseconds(self._timeout_s)
+        socket.sndtimeo = milliseconds(self._timeout_s)
         return address
 
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
@@ -296,7 +179,7 @@ class LinkListener(_Endpoint):
         deadline = time.monotonic() + timeout_s
         messages: list[tuple[str, bytes]] = []
         while not messages and _is_readable(socket, max(deadline - time.monotonic(), 0.0)):
-            for _ in range(_MAX_MESSAGES_AT_ONCE):
+            for _ in range(MAX_MESSAGES_AT_ONCE):
                 try:
                     route, *frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
@@ -338,7 +221,7 @@ class LinkListener(_Endpoint):
         return True
 
 
-class LinkDialer(_Endpoint):
+class LinkDialer(Endpoint):
     """A worker's side of the control link."""
 
     _what = "the control link"
@@ -353,8 +236,8 @@ class LinkDialer(_Endpoint):
         socket = self._create(zmq.DEALER, self._max_messages)
         self._address = address
         socket.routing_id = b"\1" + secrets.token_bytes(15)
-        socket.sndtimeo = _milliseconds(self._timeout_s)
-        _connect(socket, address)
+        socket.sndtimeo = milliseconds(self._timeout_s)
+        connect(socket, address)
         socket.send_multipart([_HELLO, name.encode(), token.encode()])
 
     def receive(self, timeout_s: float) -> list[bytes]:
@@ -363,7 +246,7 @@ class LinkDialer(_Endpoint):
         messages: list[bytes] = []
         deadline = time.monotonic() + timeout_s
         while not messages and _is_readable(socket, max(deadline - time.monotonic(), 0.0)):
-            while len(messages) < _MAX_MESSAGES_AT_ONCE:
+            while len(messages) < MAX_MESSAGES_AT_ONCE:
                 try:
                     messages.append(b"".join(socket.recv_multipart(zmq.NOBLOCK)))
                 except zmq.Again:
@@ -382,12 +265,14 @@ class LinkDialer(_Endpoint):
         self._release(drain_s)
 
 
-def wait(readables: Sequence[ZmqInbox | LinkDialer | LinkListener], timeout_s: float) -> None:
+def wait(readables: Sequence[Endpoint], timeout_s: float) -> None:
     """Until one of these has something to receive, or the time is over."""
     poller = zmq.Poller()
     for readable in readables:
         poller.register(readable._opened(), zmq.POLLIN)
-    poller.poll(0 if any(readable._has_pending() for readable in readables) else _milliseconds(timeout_s))
+        if readable._monitor is not None:
+            poller.register(readable._monitor, zmq.POLLIN)
+    poller.poll(0 if any(readable._has_pending() for readable in readables) else milliseconds(timeout_s))
 
 
 def new_keys() -> Keys:
@@ -413,34 +298,18 @@ def _silent() -> logging.Logger:
     return log
 
 
-def _connect(socket: _Socket, address: str) -> None:
+def connect(socket: Socket, address: str) -> None:
+    """Raises BrokenChannel: that is no address."""
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
         raise BrokenChannel(f"{address!r} is no address to connect to: {error}") from None
 
 
-def _is_readable(socket: _Socket, timeout_s: float, statistics: Statistics | None = None) -> bool:
-    if timeout_s <= 0 or socket.poll(0):
-        return bool(socket.poll(0))
-    start = time.monotonic()
-    is_readable = bool(socket.poll(_milliseconds(timeout_s)))
-    if statistics is not None:
-        statistics.wait_s += time.monotonic() - start
-    return is_readable
+def _is_readable(socket: Socket, timeout_s: float) -> bool:
+    return bool(socket.poll(milliseconds(timeout_s)))
 
 
-def _receive_parcel_frames(socket: _Socket) -> list[bytes | memoryview]:
-    """The frames of the next message, or none. Small ones are copied: in ZeroMQ's own buffer they lie at any address."""
-    frames: list[bytes | memoryview] = []
-    try:
-        for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False):
-            frames.append(frame.bytes if len(frame) < COPY_BELOW_BYTES else frame.buffer)
-    except zmq.Again:
-        pass
-    return frames
-
-
-def _milliseconds(duration_s: float) -> int:
-    # Rounded up: a wait of half a millisecond must not become a spin.
+def milliseconds(duration_s: float) -> int:
+    """Rounded up: a wait of half a millisecond must not become a spin."""
     return max(int(duration_s * 1000 + 0.999), 0)

@@ -65,10 +65,12 @@ class Route(msgspec.Struct, frozen=True):
     consumer: str
     source: str
     target: str
-    transport: Literal["same process", "zmq ipc", "zmq tcp"]
+    transport: Literal["same process", "shared memory", "zmq ipc", "zmq tcp"]
     capacity: int
     """Most samples under way; enough for all that a step produces, and those that staleness lets run beside it, so that nothing waits
     for room across a lease."""
+    reason: str = ""
+    """Why this transport."""
 
 
 class WeightSync(msgspec.Struct, frozen=True):
@@ -148,7 +150,8 @@ class Plan(msgspec.Struct, frozen=True):
         lines += _table((s.call, f"@{s.unit}", ", ".join(s.workers) or "controller", _how(s)) for s in self.stages)
         lines += ["routes"]
         lines += _table(
-            (f"{r.producer} -> {r.consumer}", f"{r.source} -> {r.target}", r.transport, f"{r.capacity} samples") for r in self.routes
+            (f"{r.producer} -> {r.consumer}", f"{r.source} -> {r.target}", r.transport, f"{r.capacity} samples", r.reason)
+            for r in self.routes
         )
         if self.syncs:
             lines += ["weights"]

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from m2flow.channels.contract import Inbox, Outbox, Parcel
-from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError
+from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
+from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, EndOfStream
 from m2flow.samples import Batch, Column, Ragged, make_ids
 
 End = TypeVar("End", Inbox, Outbox)
@@ -145,7 +145,7 @@ def check_a_full_channel_stops_its_sender_and_loses_nothing(maker: Maker) -> Non
             assert address in str(error)
             assert "0.2 s" in str(error)
         assert 2 <= num_sent < 100, "the channel has no bound"
-        assert outbox.statistics.wait_s > 0.1
+        assert outbox.statistics()[address].wait_s > 0.1
         assert [parcel.call for parcel in receive_all(inbox, num_sent)] == list(range(num_sent))
 
 
@@ -201,9 +201,68 @@ def check_both_ends_count_the_same_parcels(maker: Maker) -> None:
         for i in range(5):
             outbox.send(address, parcel_of(i, num_samples=i))
         receive_all(inbox, 5)
-        for statistics in (inbox.statistics, outbox.statistics):
+        received, sent = inbox.statistics()["rollout-0"], outbox.statistics()[address]
+        for statistics in (received, sent):
             assert (statistics.num_parcels, statistics.num_samples) == (5, 10)
-        assert inbox.statistics.num_bytes == outbox.statistics.num_bytes > 0
+        assert received.num_bytes == sent.num_bytes > 0
+        assert Statistics.sum([received, sent]).num_samples == 20
+
+
+def check_an_ended_channel_gives_everything_and_then_says_that_it_is_over(maker: Maker) -> None:
+    with _pair(maker) as (inbox, address, outbox):
+        for i in range(10):
+            outbox.send(address, parcel_of(i, num_bytes=10 ** (i % 7)))
+        outbox.end(address)
+        assert [parcel.call for parcel in receive_all(inbox, 10)] == list(range(10))
+        for _ in range(2):
+            assert isinstance(_raised(lambda: inbox.receive(_PATIENCE_S)), EndOfStream)
+        assert inbox.take() == []
+        assert isinstance(_raised(lambda: outbox.send(address, parcel_of(0))), ChannelClosed)
+
+
+def check_closing_an_outbox_ends_its_channels_in_order(maker: Maker) -> None:
+    with _pair(maker) as (inbox, address, outbox):
+        outbox.send(address, parcel_of(1, num_bytes=1 << 20))
+        closing = threading.Thread(target=lambda: outbox.close(drain_s=_PATIENCE_S))
+        closing.start()
+        assert [parcel.call for parcel in receive_all(inbox, 1)] == [1]
+        assert isinstance(_raised(lambda: inbox.receive(_PATIENCE_S)), EndOfStream)
+        closing.join()
+
+
+def check_a_stream_is_over_when_every_sender_has_ended(maker: Maker) -> None:
+    with _pair(maker) as (inbox, address, first), _closing(maker.outbox(max_parcels=100, timeout_s=_PATIENCE_S)) as second:
+        first.send(address, parcel_of(1, sender="a"))
+        second.send(address, parcel_of(2, sender="b"))
+        receive_all(inbox, 2)
+        first.end(address)
+        assert inbox.receive(0.05) == []
+        second.send(address, parcel_of(3, sender="b"))
+        assert [parcel.call for parcel in receive_all(inbox, 1)] == [3]
+        second.end(address)
+        assert isinstance(_raised(lambda: inbox.receive(_PATIENCE_S)), EndOfStream)
+
+
+def check_who_comes_after_the_end_is_heard(maker: Maker) -> None:
+    with _pair(maker) as (inbox, address, first), _closing(maker.outbox(max_parcels=100, timeout_s=_PATIENCE_S)) as second:
+        first.send(address, parcel_of(1, sender="a"))
+        first.end(address)
+        receive_all(inbox, 1)
+        assert isinstance(_raised(lambda: inbox.receive(_PATIENCE_S)), EndOfStream)
+        second.send(address, parcel_of(2, sender="b"))
+        while not (parcels := inbox.take()):
+            pass
+        assert [parcel.call for parcel in parcels] == [2]
+
+
+def check_a_peer_that_is_forgotten_can_be_sent_to_no_more_than_it_is_there(maker: Maker) -> None:
+    with _pair(maker, timeout_s=0.1) as (inbox, address, outbox):
+        outbox.send(address, parcel_of(1, num_bytes=1 << 20))
+        receive_all(inbox, 1)
+        outbox.forget(address)
+        outbox.forget(address)
+        inbox.close()
+        assert isinstance(_raised(lambda: outbox.send(address, parcel_of(2))), BrokenChannel)
 
 
 CHANNEL_CHECKS: tuple[Callable[[Maker], None], ...] = (
@@ -221,6 +280,11 @@ CHANNEL_CHECKS: tuple[Callable[[Maker], None], ...] = (
     check_a_closed_end_says_so_and_closes_twice,
     check_an_end_that_was_never_opened_closes_without_a_word,
     check_both_ends_count_the_same_parcels,
+    check_an_ended_channel_gives_everything_and_then_says_that_it_is_over,
+    check_closing_an_outbox_ends_its_channels_in_order,
+    check_a_stream_is_over_when_every_sender_has_ended,
+    check_who_comes_after_the_end_is_heard,
+    check_a_peer_that_is_forgotten_can_be_sent_to_no_more_than_it_is_there,
 )
 
 

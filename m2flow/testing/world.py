@@ -251,7 +251,7 @@ class World(Backend):
             worker.turn()
         elif link.to_controller:
             self._received(name, m.decode_to_controller(link.to_controller.popleft()))
-        for parcel in self._inbox.receive(0.0):
+        for parcel in self._inbox.take():
             self._collected.setdefault(parcel.call, []).append(parcel.batch)
 
     def _received(self, worker: str, message: m.ToController) -> None:

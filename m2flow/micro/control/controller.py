@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m2flow.channels.contract import Parcel
-from m2flow.channels.zeromq import LinkDialer, LinkListener, ZmqInbox, ZmqOutbox, wait
+from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import BrokenChannel, InternalError, M2FlowError, error_from_record
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
@@ -177,7 +178,7 @@ class Controller:
             self._lives.seen(peer.removesuffix(_BEAT))
             if body and not peer.endswith(_BEAT):
                 self._received(peer, m.decode_to_controller(body))
-        for parcel in self._inbox.receive(0.0):
+        for parcel in self._inbox.take():
             self._collect(parcel)
         self._running = self._scheduler.running()
         self._journal.commit_if_due()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from m2flow.channels.arena import remove_arenas
 from m2flow.channels.keys import read_keys, write_keys
 from m2flow.channels.weights import remove_segments
 from m2flow.errors import InternalError
@@ -84,6 +85,8 @@ class LocalLauncher:
             gather_s=GATHER_S,
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),
+            transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
+            shared_bytes=self._spec.channels.shared_bytes,
         )
         environment = {
             **engine_environment(worker.threads, deterministic=self._settings.deterministic),
@@ -137,6 +140,7 @@ class LocalLauncher:
                 process.kill()
                 process.wait()
         remove_segments(self._prefix)
+        remove_arenas(self._prefix)
         self._sockets.cleanup()
 
 

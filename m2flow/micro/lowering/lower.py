@@ -31,8 +31,8 @@ from m2flow.micro.search.choice import Choice, Mode
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
 
-_UNCOUNTED = {"rows"}
-"""Read for the capacity of routes alone, which are planned once for a run."""
+_UNCOUNTED = {"rows", "sampling"}
+"""Read for routes alone (their room, and over what), which are planned once for a run."""
 _MOST_SEGMENTS = 10_000
 """Structures that are remembered at most: a flow may make a new one in each step."""
 

@@ -3,19 +3,25 @@
     Stages, graph --routing--> Routes, Stages with `forward_to`
 
 A call's rows are forwarded as soon as they are there to each consumer that has a single worker. Where several workers could take
-them, the scheduler has them sent when it knows which one.
+them, the scheduler has them sent when it knows which one. The way from a worker to another is the same for all that goes between them:
+shared memory, if anything does whose columns are large; else the sockets alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from m2flow.channels.codec import INLINE_BYTES
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.plan import Route, Stage
+from m2flow.recipe import Sampling
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
+
+_TOKEN_BYTES = 4
+"""Of a token's id, its log-probability or its version: the widest columns."""
 
 
 def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
@@ -29,10 +35,10 @@ def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tu
         if call.is_aligned:
             capacity = count_samples(graph, call)
             for consumer in consumers:
-                routes += _between(stage, consumer, spec, capacity)
+                routes += _between(stage, consumer, capacity)
         targets = {c.workers[0] for c in consumers if len(c.workers) == 1}
         routed.append(msgspec.structs.replace(stage, forward_to=tuple(sorted(targets))))
-    return tuple(dict.fromkeys(routes)), tuple(routed)
+    return _with_transports(tuple(dict.fromkeys(routes)), _large_columns(graph, by_call), spec), tuple(routed)
 
 
 def count_samples(graph: MacroGraph, call: Call) -> int:
@@ -52,10 +58,46 @@ def count_samples(graph: MacroGraph, call: Call) -> int:
     return n * sum(count_samples(graph, source) for source in sources)
 
 
-def _between(producer: Stage, consumer: Stage, spec: ClusterSpec, capacity: int) -> Sequence[Route]:
-    wire = "zmq ipc" if spec.channels.transport == "ipc" else "zmq tcp"
+def _between(producer: Stage, consumer: Stage, capacity: int) -> Sequence[Route]:
     return [
-        Route(producer.call, consumer.call, source, target, "same process" if source == target else wire, capacity)  # type: ignore[arg-type]
+        Route(producer.call, consumer.call, source, target, "same process", capacity)
         for source in producer.workers or ("controller",)
         for target in consumer.workers
     ]
+
+
+def _large_columns(graph: MacroGraph, stages: Mapping[int, Stage]) -> dict[str, int]:
+    """By the name of a call that gives tokens: bytes of its largest column, if a task's samples leave together and are as long as they may
+    be. Of the other calls nothing is known that could be large."""
+    longest: dict[int, int] = {}
+    found: dict[str, int] = {}
+    for call in graph.calls:
+        sampling = call.options.get("sampling")
+        before = max((longest.get(ref.call, 0) for _, ref in call.inputs), default=0)
+        longest[call.ordinal] = before + (sampling.max_new_tokens if isinstance(sampling, Sampling) else 0)
+        stage = stages[call.ordinal]
+        if stage.engine in ("rollout", "train") and call.is_aligned:
+            rows = min(stage.chunk, count_samples(graph, call))
+            found[stage.call] = max(found.get(stage.call, 0), rows * longest[call.ordinal] * _TOKEN_BYTES)
+    return found
+
+
+def _with_transports(routes: tuple[Route, ...], large: Mapping[str, int], spec: ClusterSpec) -> tuple[Route, ...]:
+    """The routes with the way that each pair of workers has, and why."""
+    largest: dict[tuple[str, str], int] = {}
+    for route in routes:
+        pair = (route.source, route.target)
+        largest[pair] = max(largest.get(pair, 0), large.get(route.producer, 0))
+    return tuple(_with_transport(route, largest[route.source, route.target], spec) for route in routes)
+
+
+def _with_transport(route: Route, num_bytes: int, spec: ClusterSpec) -> Route:
+    if route.source == route.target:
+        return msgspec.structs.replace(route, reason="the rows stay where they are")
+    if spec.channels.transport == "tcp":
+        return msgspec.structs.replace(route, transport="zmq tcp", reason="the spec says tcp")
+    if not spec.channels.shared_bytes:
+        return msgspec.structs.replace(route, transport="zmq ipc", reason="one host; the spec gives no shared memory")
+    if num_bytes <= INLINE_BYTES or route.source == "controller":
+        return msgspec.structs.replace(route, transport="zmq ipc", reason=f"one host; columns of up to {INLINE_BYTES >> 10} KiB")
+    return msgspec.structs.replace(route, transport="shared memory", reason=f"one host; columns of up to {-(-num_bytes // 1024):,} KiB")

@@ -19,9 +19,11 @@ import traceback
 
 import msgspec
 
+from m2flow.channels.arena import Arena, remove_arenas
 from m2flow.channels.beacon import Beacon
 from m2flow.channels.weights import remove_segments
-from m2flow.channels.zeromq import LinkDialer, ZmqInbox, ZmqOutbox, wait
+from m2flow.channels.zeromq import LinkDialer, wait
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
 from m2flow.micro.work.worker import Worker, WorkerSettings
@@ -38,6 +40,7 @@ def _watch_parent(settings: WorkerSettings) -> None:
         while os.getppid() == settings.parent:
             time.sleep(0.5)
         remove_segments(settings.shared_prefix)
+        remove_arenas(settings.shared_prefix)
         if settings.inbox.startswith("ipc:"):
             shutil.rmtree(settings.inbox.removeprefix("ipc:"), ignore_errors=True)  # The run's private directory of sockets.
         os._exit(1)
@@ -49,7 +52,11 @@ def serve(settings: WorkerSettings, token: str) -> None:
     """Run a worker over ZeroMQ until it is told to stop."""
     # The plan's routes hold all that a step makes, so nobody waits for room while a slow function keeps this worker from reading.
     keys = settings.keys
-    link, inbox, outbox = LinkDialer(keys=keys), ZmqInbox(settings.inbox, max_parcels=0, keys=keys), ZmqOutbox(settings.name, keys=keys)
+    link, inbox = LinkDialer(keys=keys), ZmqInbox(settings.inbox, max_parcels=0, keys=keys)
+    lends = "shared memory" in settings.transports.values()
+    # A name of its own: another process may have had this worker's name before, and some of its buffers may still be read.
+    arena = Arena(f"{settings.shared_prefix}-{os.getpid()}", max_bytes=settings.shared_bytes) if lends else None
+    outbox = ZmqOutbox(settings.name, keys=keys, arena=arena)
     link.open(settings.controller, settings.name, token)
     beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s, keys=keys)
     beacon.open()

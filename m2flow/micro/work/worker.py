@@ -67,6 +67,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     heartbeat_s: float
     parent: int
     """Process id of who started it."""
+    transports: dict[str, str] = {}
+    """Peer -> the way to it that the plan has chosen (`m2flow.micro.plan.Route.transport`)."""
+    shared_bytes: int = 0
+    """Of its arena (`m2flow.channels.arena`)."""
 
     def engine_settings(self) -> dict[str, EngineSettings]:
         common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
@@ -125,7 +129,7 @@ class Worker:
 
     def turn(self) -> None:
         """Read what has come, decode one token of everything that generates, do one task."""
-        for parcel in self._inbox.receive(0.0):
+        for parcel in self._inbox.take():
             self._store.put(parcel.call, parcel.batch)
         for message in self._link.receive(0.0):
             self._take(m.decode_to_worker(message))
@@ -152,6 +156,8 @@ class Worker:
                 self._calls[ordinal] = call_of(body)
             case m.Peers(addresses=addresses):
                 self._peers = addresses
+                for peer in addresses.keys() & self.settings.transports.keys():
+                    self._outbox.prefer(addresses[peer], self.settings.transports[peer])
             case m.Push(call=ordinal, ids=ids, to=to):
                 self._forward(ordinal, self._store.get(ordinal, ids), [to])
             case m.Abort(call=ordinal, keeps=keeps):
