@@ -31,6 +31,8 @@ class Model:
     """Put each prompt through the tokenizer's chat template, as a user's message."""
     head: Literal["lm", "value", "score"] = "lm"
     """What the model gives: the next token, a value of each token (a critic), or a score of the whole (a reward model)."""
+    is_policy: bool = True
+    """Whether the flow can generate from it. From a reference, a critic or a reward model it can't."""
 
 
 @dataclass(frozen=True)

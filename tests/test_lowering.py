@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, load_flow, nll, op, ppo_clip, steps
+from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, load_flow, log, nll, op, ppo_clip, steps
 from m2flow.errors import InternalError, PlanError
 from m2flow.macro.graph import Call, Granularity, MacroGraph, Ref
 from m2flow.macro.tracing import trace
@@ -19,6 +19,7 @@ from m2flow.micro.lowering.packing import cut
 from m2flow.micro.plan import EngineSlot, Plan, Route, Stage, WeightSync, WorkerPlan
 from m2flow.recipe import Sampling
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,6 +68,16 @@ def waits() -> None:
         rewards = Reward(zero).score(responses)
         if float(rewards.mean()) < 1:
             policy.update(responses, rewards, reference=reference, loss=ppo_clip(kl_coef=0.1))
+
+
+@flow
+def asks_first() -> None:
+    """Two policies, one of which is only asked for log-probabilities before Python waits."""
+    policy, other = Policy("fake"), Policy("fake", name="other")
+    prompts = Dataset([{"prompt": "a"}] * 4)
+    responses = policy.generate(prompts.take(2), n=2, max_new_tokens=5)
+    if float(other.logprobs(responses).sum(over="sample").mean()) != 0.0:  # What a trace takes it for.
+        log(length=other.generate(prompts.take(1), n=2, max_new_tokens=5).length.mean())
 
 
 @flow
@@ -434,6 +445,15 @@ def test_where_python_waits_in_the_first_step_what_may_come_after_it_has_a_place
         ("*", "function"),
     }
     assert "Python waits" in str(plan)
+
+
+@pytest.mark.parametrize("placement", ["time-shared", "split"])
+def test_a_policy_that_is_only_asked_for_logprobs_before_the_first_look_can_be_generated_from_after_it(placement):
+    cluster = ClusterSpec(placement=placement, cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    eager = run_eager(asks_first, {}, cluster)
+    assert not eager.error
+    assert len(eager.samples) == 6
+    assert run_planned(asks_first, {}, cluster, order_seed=3) == eager
 
 
 def test_a_worker_is_found_by_its_name():

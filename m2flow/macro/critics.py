@@ -50,7 +50,7 @@ class Critic(Role):
         if isinstance(model, Policy):
             self._copy(model.name, "value")
         else:
-            self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="value"))
+            self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="value", is_policy=False))
 
     def values(self, responses: Handle) -> Rows:
         """What is expected before each token of the responses: a ragged row a response, in the unit of the reward, 0 for the prompt."""
@@ -111,7 +111,7 @@ class RewardModel(Role):
         chat: bool = False,
     ) -> None:
         super().__init__(name, "RewardModel")
-        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="score"))
+        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="score", is_policy=False))
 
     def score(self, responses: Handle) -> Scores:
         """One number for each response."""

@@ -134,7 +134,9 @@ class Call:
     shown: Mapping[str, object] = field(default_factory=dict)
     """The options as the user wrote them, for the printed form."""
     most_rows: int = 0
-    """Rows of its samples, at most: a filter on the way leaves fewer. Of a refill those that it gives, not its candidates."""
+    """Rows that it gives, or has worked on if it gives one value; at most: a filter on the way leaves fewer."""
+    most_candidates: int = 0
+    """Rows that it begins, at most: more than it gives, of a refill and of an over-sampled generation."""
     kind: CallKind | None = field(default=None, init=False, repr=False, compare=False)
     """If a session recorded it: what it has in common with other calls of its place."""
 
@@ -150,6 +152,7 @@ class Call:
         step: int,
         shown: Mapping[str, object],
         most_rows: int,
+        most_candidates: int,
     ) -> Call:
         """A call of a kind. Written at once, since setting the fields of a frozen object one by one takes longer than all else."""
         call = cls.__new__(cls)
@@ -168,6 +171,7 @@ class Call:
             is_aligned=kind.is_aligned,
             shown=shown,
             most_rows=most_rows,
+            most_candidates=most_candidates,
             kind=kind,
         )
         return call

@@ -94,7 +94,7 @@ class Role:
 
     def _copy(self, source: str, head: Literal["lm", "value"]) -> None:
         """Take the weights that a policy has at this line, as far as a model with this head has them too."""
-        self._session.add_model(self.name, replace(self._session.models[source], head=head))
+        self._session.add_model(self.name, replace(self._session.models[source], head=head, is_policy=False))
         self._session.record(
             role=self.name,
             method="copy_of",

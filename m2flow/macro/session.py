@@ -112,7 +112,6 @@ class Session:
         self._captures = Captures()
         self._kinds = Kinds(self._captures)
         self.uses = Uses()
-        self._most_rows: dict[int, int] = {}
         self._carriers: dict[tuple[object, ...], Call] = {}
         """Place in the program -> the last call there that may leave late samples to the next; of this loop."""
         self.lineage = Lineage()
@@ -155,10 +154,9 @@ class Session:
             tuple([Effect(resource, self._versions.get(resource, 0) + 1) for resource in writes]),
             self.step,
             dict(shown),
-            self._count_rows(engine, needed, options),
+            *self._count_rows(engine, needed, options),
         )
         self.lineage.add(call)
-        self._most_rows[call.ordinal] = call.most_rows
         if carries(taken):
             self._carriers[_place(call)] = call
         for effect in call.writes:
@@ -190,23 +188,30 @@ class Session:
         oldest = max(version - staleness, self._versions_before.get(resource, 0)) if self._in_steps else version
         return Effect(resource, version, oldest if oldest < version else None)
 
-    def _count_rows(self, engine: EngineKind, inputs: Sequence[tuple[str, Ref]], options: Mapping[str, object]) -> int:
-        """Rows of a call, at most; of a refill those that it gives."""
-        counts = [self._most_rows[ref.call] for _, ref in inputs]
+    def _count_rows(self, engine: EngineKind, inputs: Sequence[tuple[str, Ref]], options: Mapping[str, object]) -> tuple[int, int]:
+        """Rows that a call gives, and that it begins; at most."""
         if engine == "source":
             rows = options["rows"]
-            return len(rows) if isinstance(rows, Batch) else 0
+            size = len(rows) if isinstance(rows, Batch) else 0
+            return size, size
+        sources = [self.lineage.known(ref.call).call for _, ref in inputs]
         if engine != "rollout":
-            return sum(counts) if options.get("gives") == "concat" else counts[0] if counts else 0
+            if options.get("gives") == "concat":
+                size = sum([call.most_rows for call in sources])
+                return size, size
+            if not sources:
+                return 0, 0
+            return sources[0].most_rows, sources[0].most_candidates if "refill" in options else sources[0].most_rows
         n = options.get("n", 1)
         assert isinstance(n, int)
+        num_prompts = sources[0].most_rows if sources else 0
         if isinstance(kept := options.get("refill"), int):
-            return kept * n
+            return kept * n, num_prompts * n
         if is_cut(options):
             carried = options.get("num_carried", 0)
             assert isinstance(carried, int)
-            return (num_wanted(options, counts[0]) + carried) * n
-        return next(iter(counts), 0) * n
+            return (num_wanted(options, num_prompts) + carried) * n, num_prompts * n
+        return num_prompts * n, num_prompts * n
 
     def carrier(self, role: str, method: str) -> tuple[Call | None, int]:
         """The call whose late samples a call made now takes over, and how many groups that may be: the last one of this line."""
@@ -216,7 +221,7 @@ class Session:
             return None, 0
         prompts = found.input("prompts")
         assert prompts is not None
-        return found, num_late(found.options, self._most_rows[prompts.call])
+        return found, num_late(found.options, self.lineage.known(prompts.call).call.most_rows)
 
     def snapshot(self, function: Callable[..., object], site: Site) -> object:
         """A function as it is now, for calls that come later."""
@@ -307,7 +312,6 @@ class Session:
         carriers = [ref.call for carrier in self._carriers.values() for _, ref in carrier.inputs]
         self.lineage.keep({*self._live, *needed, *carriers, *(carrier.ordinal for carrier in self._carriers.values())})
         self._num_kept = len(self.lineage)
-        self._most_rows = {ordinal: rows for ordinal, rows in self._most_rows.items() if self.lineage.has(ordinal)}
         self._num_generations = {key: count for key, count in self._num_generations.items() if self.lineage.makes(key[1])}
 
     def origins(self, ordinal: int) -> list[Call]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.micro.lowering.routing import count_samples
 from m2flow.micro.plan import Line
 from m2flow.micro.work.performing import num_tokens_of
 from m2flow.recipe import Sampling
@@ -29,7 +28,7 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int) -> tuple
     for call in graph.calls:
         total = totals["inside" if call.step >= 0 else "outside"]
         if call.method == "generate":
-            samples, tokens, line = _generation(graph, call)
+            samples, tokens, line = _generation(call)
             total[0] += samples
             total[1] += tokens
             lines.setdefault(line.name, line)
@@ -52,12 +51,12 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int) -> tuple
     )
 
 
-def _generation(graph: MacroGraph, call: Call) -> tuple[int, int, Line]:
+def _generation(call: Call) -> tuple[int, int, Line]:
     """Samples, most new tokens, and the line that says so."""
     sampling, n = call.options["sampling"], call.options["n"]
     assert isinstance(sampling, Sampling)
     assert isinstance(n, int)
-    samples = count_samples(graph, call)
+    samples = call.most_candidates
     formula = f"{samples // n:,} prompts x n={n}, each up to {sampling.max_new_tokens} new tokens"
     return samples, samples * sampling.max_new_tokens, Line(f"samples of {call.site}", f"{samples:,}", formula)
 
@@ -69,7 +68,7 @@ def _update(graph: MacroGraph, call: Call, token_budget: int) -> tuple[int, Line
     source = _source(graph, call)
     n = source.options.get("n", 1) if source else 1
     assert isinstance(n, int)
-    prompts = (call.most_rows or count_samples(graph, call)) // n  # Fewer than were generated, where those were over-sampled.
+    prompts = call.most_rows // n  # Fewer than were generated, where those were over-sampled.
     if not isinstance(size, int):
         size = max(prompts, 1)
     minibatches = math.ceil(prompts / size)

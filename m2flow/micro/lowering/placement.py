@@ -27,15 +27,9 @@ from m2flow.spec import ClusterSpec
 def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, deterministic: bool) -> tuple[WorkerPlan, ...]:
     """The processes of a run."""
     is_partial = bool(graph.observations)
-    used = {call.role for call in graph.calls if call.method not in ("copy_of", "logprobs")}
-    references = {call.role for call in graph.calls} - used
     copied = {str(call.options["source"]) for call in graph.calls if call.method == "copy_of"}
     trained = [role for role in models if is_partial or role in copied or _has(graph, role, "train")]
-    sampled = [
-        role
-        for role, model in models.items()
-        if (is_partial and model.head == "lm" and role not in references) or _has(graph, role, "rollout")
-    ]
+    sampled = [role for role, model in models.items() if (is_partial and model.is_policy) or _has(graph, role, "rollout")]
     rollout = tuple(EngineSlot(role, "rollout", spec.rollout.engine) for role in sampled)
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
     device = device_of(spec)

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from m2flow.channels.codec import INLINE_BYTES
-from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.graph import MacroGraph
 from m2flow.micro.plan import Route, Stage
 from m2flow.recipe import Sampling
-from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
 
 _TOKEN_BYTES = 4
@@ -33,29 +32,12 @@ def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tu
         stage = by_call[call.ordinal]
         consumers = [by_call[c.ordinal] for c in graph.consumers(call.ordinal)]
         if call.is_aligned:
-            capacity = count_samples(graph, call)
+            capacity = call.most_candidates
             for consumer in consumers:
                 routes += _between(stage, consumer, capacity)
         targets = {c.workers[0] for c in consumers if len(c.workers) == 1}
         routed.append(msgspec.structs.replace(stage, forward_to=tuple(sorted(targets))))
     return _with_transports(tuple(dict.fromkeys(routes)), _large_columns(graph, by_call), spec), tuple(routed)
-
-
-def count_samples(graph: MacroGraph, call: Call) -> int:
-    """How many candidates a call works on, at most; 0 if its input is not in this graph.
-
-    Of a refill and of an over-sampled generation these are more than the rows that it gives, which are `Call.most_rows`.
-    """
-    rows = call.options.get("rows")
-    if isinstance(rows, Batch):
-        return len(rows)
-    n = call.options.get("n", 1)
-    assert isinstance(n, int)
-    by_ordinal = {c.ordinal: c for c in graph.calls}
-    sources = [by_ordinal[ref.call] for _, ref in call.inputs if ref.call in by_ordinal and by_ordinal[ref.call].is_aligned]
-    if call.options.get("gives") != "concat":
-        sources = sources[:1]
-    return n * sum(count_samples(graph, source) for source in sources)
 
 
 def _between(producer: Stage, consumer: Stage, capacity: int) -> Sequence[Route]:
@@ -77,7 +59,7 @@ def _large_columns(graph: MacroGraph, stages: Mapping[int, Stage]) -> dict[str, 
         longest[call.ordinal] = before + (sampling.max_new_tokens if isinstance(sampling, Sampling) else 0)
         stage = stages[call.ordinal]
         if stage.engine in ("rollout", "train") and call.is_aligned:
-            rows = min(stage.chunk, count_samples(graph, call))
+            rows = min(stage.chunk, call.most_candidates)
             found[stage.call] = max(found.get(stage.call, 0), rows * longest[call.ordinal] * _TOKEN_BYTES)
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from m2flow.errors import M2FlowError
@@ -21,16 +21,6 @@ from m2flow.micro.scheduling.updating import UpdateProgress
 from m2flow.samples import by_group, group_key
 
 _EVERYTHING = -1
-
-
-def _by_unit(ids: Sequence[int], unit_of: Callable[[int], int] = group_key) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-    """The unit of each row, and the rows of each unit."""
-    by_row: dict[int, int] = {}
-    units: dict[int, list[int]] = {}
-    for row in ids:
-        by_row[row] = unit = unit_of(row)
-        units.setdefault(unit, []).append(row)
-    return by_row, {unit: tuple(rows) for unit, rows in units.items()}
 
 
 @dataclass(eq=False)
@@ -221,12 +211,18 @@ class CallState:
     def _offer(self, rows: Iterable[int]) -> None:
         self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
 
-    def _by_minibatch(self, ids: Sequence[int]) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-        """By identity: the first `minibatch_size` groups are the first one."""
+    def _unit_of(self, row: int) -> int:
+        if self.is_update or self.stage.unit == "group":
+            return group_key(row)
+        if self.stage.unit == "minibatch":
+            return self._minibatch_of[group_key(row)]
+        return row if self.stage.unit == "sample" else _EVERYTHING
+
+    def _minibatches(self, ids: Sequence[int]) -> dict[int, int]:
+        """Group -> its mini-batch, by identity: the first `minibatch_size` groups are the first one."""
         size = self.call.options["minibatch_size"]
         assert isinstance(size, int)
-        places = {key: place // size for place, key in enumerate(sorted(by_group(ids)))}
-        return _by_unit(ids, lambda row: places[group_key(row)])
+        return {key: place // size for place, key in enumerate(sorted(by_group(ids)))}
 
     def unit_of(self, row: int) -> int:
         """The unit that one of its rows belongs to."""
@@ -252,12 +248,16 @@ class CallState:
                 self.units: dict[int, tuple[int, ...]] = {row: (row,) for row in ids}
                 self.missing = dict.fromkeys(ids, num_inputs)
             return
-        if self.is_update or self.stage.unit == "group":
-            self._unit_by_row, self.units = _by_unit(ids)
-        elif self.stage.unit == "minibatch":
-            self._unit_by_row, self.units = self._by_minibatch(ids)
-        else:
+        if self.stage.unit == "minibatch" and not self.is_update:
+            self._minibatch_of = self._minibatches(ids)
+        if self.stage.unit == "batch" and not self.is_update:
             self._unit_by_row, self.units = dict.fromkeys(ids, _EVERYTHING), {_EVERYTHING: tuple(ids)} if ids else {}
+        else:
+            self._unit_by_row = {row: self._unit_of(row) for row in ids}
+            units: dict[int, list[int]] = {}
+            for row, unit in self._unit_by_row.items():
+                units.setdefault(unit, []).append(row)
+            self.units = {unit: tuple(rows) for unit, rows in units.items()}
         self.missing = {unit: len(rows) * num_inputs for unit, rows in self.units.items()}
 
     def take_over(self, late: Iterable[int], waiting: Sequence[int], finished: Sequence[int]) -> None:

@@ -19,7 +19,6 @@ from m2flow.errors import SpecError, TraceError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.lowering.legality import accumulation_unit, legal_stages
-from m2flow.micro.lowering.routing import count_samples
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
@@ -213,8 +212,8 @@ class _Step:
         n = cast(int, self._origin(call).options.get("n", 1))
         if call.is_gated:
             count = cast(int, call.options["refill"])
-            return min(math.ceil(count * self._draws), max(count_samples(self._graph, call) // n, count)), n
-        rows = count_samples(self._graph, call) if call.engine == "rollout" else call.most_rows or count_samples(self._graph, call)
+            return min(math.ceil(count * self._draws), max(call.most_candidates // n, count)), n
+        rows = call.most_candidates if call.engine == "rollout" else call.most_rows
         return math.ceil(rows / n), n
 
     def _origin(self, call: Call) -> Call:
