@@ -2,14 +2,15 @@
 
 Random programs (`m2flow.testing.programs`) times random plans times random orders: calls of all granularities, several policies,
 effects, loops in loops, branches on what was looked at, filters, unions, refills, ops of several inputs, roles with a state, functions
-that raise. Where time is part of the meaning (older weights, late samples that are dropped), eager is given what time decided, and the
-program itself counts which versions each sample may have. `--long` draws more.
+that raise. Where time is part of the meaning (older weights, late samples that are dropped or carried), eager is given what time
+decided, and the program itself counts which versions each sample may have. `--long` draws more.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.account import Account
-from m2flow.testing.programs import Filter, Generate, Lag, Log, Look, OnStep, Program, Refill, Score, Update
+from m2flow.testing.programs import Filter, Generate, Lag, Log, Look, OnStep, Program, Refill, Score, Union, Update
 from m2flow.testing.random_programs import clusters, difference, difference_of, programs, timed_programs
 from m2flow.testing.world import run_eager, run_planned
 
@@ -102,6 +103,13 @@ FOUND = {
     ),
     "a mean of no samples is logged": Program(
         num_policies=1, num_steps=1, before=(), body=(ASK, Filter("none", 0), Score(0, 0), Log(1), Look("mean", 0, (), ())), after=()
+    ),
+    "samples of two turns of a line that carries are brought together": Program(
+        num_policies=1,
+        num_steps=2,
+        before=(),
+        body=(replace(ASK, count=1, longest=14, more=2, carries=True), Union(first=2, second=2)),
+        staleness=3,
     ),
 }
 """What random programs have found, once each."""

@@ -1,13 +1,13 @@
 """Each ingredient of random programs is worth something: a bug that only programs with it can show, and that they do show.
 
-Older weights, late samples that are dropped, `lagged`, roles of the user's own, effects outside, ops of several inputs, critics. The
+Older weights, late samples that are dropped or carried, caches that are kept, `lagged`, roles of the user's own, effects outside, ops of several inputs, critics. The
 bugs that programs without them see are in `test_seeded_programs`. Eager answers are of the code without the bug, given what time
 decided in the planned run with it.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,7 +22,7 @@ from m2flow.micro.record.decisions import Stretch, stretches_of
 from m2flow.micro.scheduling import board, rollout_desk
 from m2flow.micro.scheduling.tracking import CallState
 from m2flow.micro.scheduling.versions import Versions
-from m2flow.micro.work import training, workbench, worker
+from m2flow.micro.work import performing, training, workbench, worker
 from m2flow.micro.work.arguments import Arguments
 from m2flow.samples import Batch, Sample
 from m2flow.spec import ClusterSpec
@@ -125,6 +125,23 @@ def a_late_group_takes_the_place_of_one_in_time(patch: Patch) -> None:
     patch.setattr(board.Board, "cut", cut)
 
 
+def a_carried_sample_goes_on_with_other_random_numbers(patch: Patch) -> None:
+    made = performing.continuations
+    patch.setattr(performing, "continuations", lambda call, stopped: [replace(one, seed=one.seed ^ 1) for one in made(call, stopped)])
+
+
+def a_union_takes_a_late_sample_from_both_turns(patch: Patch) -> None:
+    arrived = CallState.arrived
+
+    def from_all(self: CallState, source: int, ids: Iterable[int], num_tokens: Mapping[int, int]) -> bool:
+        if not self.is_union or not self.is_prepared:
+            return arrived(self, source, ids, num_tokens)
+        self._offer([row for row in ids if row in self.part_of])
+        return bool(self.ready)
+
+    patch.setattr(CallState, "arrived", from_all)
+
+
 def lagged_looks_one_step_too_far(patch: Patch) -> None:
     recall = Session.recall
     patch.setattr(Session, "recall", lambda self, call, ago: recall(self, call, ago + 1 if ago else ago))
@@ -222,12 +239,20 @@ def drops_late(program: p.Program) -> bool:
     return any(isinstance(s, p.Generate) and s.source == "take" and s.more for s in program.statements())
 
 
+def carries_late(program: p.Program) -> bool:
+    return program.staleness > 0 and any(
+        isinstance(s, p.Generate) and s.source == "take" and s.more and s.carries and not s.is_exact for s in program.statements()
+    )
+
+
 SEEDED = [
     Seeded(versions_one_older_than_allowed, is_stale, is_timed=True),
     Seeded(an_engine_samples_with_what_it_holds, is_stale, is_timed=True),
     Seeded(a_version_is_noted_one_too_new, lambda program: is_stale(program) or drops_late(program), is_timed=True),
     Seeded(a_dropped_group_counts_too, drops_late, is_timed=True),
     Seeded(a_late_group_takes_the_place_of_one_in_time, drops_late, is_timed=True),
+    Seeded(a_carried_sample_goes_on_with_other_random_numbers, carries_late, is_timed=True),
+    Seeded(a_union_takes_a_late_sample_from_both_turns, carries_late, is_timed=True),
     Seeded(lagged_looks_one_step_too_far, has(p.Lag), is_timed=True),
     Seeded(lagged_takes_the_last_of_its_step, has(p.Lag), is_timed=True),
     Seeded(a_write_takes_its_samples_as_they_come, has(p.Ask, p.Post)),

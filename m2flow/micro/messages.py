@@ -63,6 +63,8 @@ class Perform(Task, frozen=True):
     forward_to: list[str]
     values: dict[str, dict[str, float] | float | str | None] = {}
     """The inputs that are whole values, by name."""
+    parts: dict[int, list[int]] = {}
+    """Of a union: by input, the rows that are to be taken from it."""
 
 
 class Accumulate(Task, frozen=True):

@@ -29,17 +29,21 @@ class Account:
     """Update -> policy, step, how many of that policy came before it in the step."""
     _num_updates: dict[str, int] = field(default_factory=dict)
     _before: dict[str, int] = field(default_factory=dict)
+    _lines: dict[int, str] = field(default_factory=dict)
+    """Generate call that carries what is late -> the policy, whose next one goes on with it."""
 
     def begin(self) -> None:
         """A run of the program begins."""
-        for kept in (self.windows, self.lags, self._updates, self._place_of, self._num_updates, self._before):
+        for kept in (self.windows, self.lags, self._updates, self._place_of, self._num_updates, self._before, self._lines):
             kept.clear()
 
     def loop_begins(self) -> None:
         """What was trained before the loop is no older version of anything."""
         self._before = dict(self._num_updates)
 
-    def generated(self, policy: str, call: int, staleness: int) -> None:
+    def generated(self, policy: str, call: int, staleness: int, *, carries: bool = False) -> None:
+        if carries:
+            self._lines[call] = policy
         newest = self._num_updates.get(policy, 0)
         self.windows[call] = max(newest - staleness, min(self._before.get(policy, 0), newest)), newest
 
@@ -58,10 +62,15 @@ class Account:
     def wrong(self, answer: Answer, value: Callable[[int], object] | None = None) -> str | None:
         """What of an answer is not as the program says, in words. With `value`, what each call came to, lagged ones too."""
         for packed, (_, versions) in answer.samples.items():
-            oldest, newest = self.windows[SampleId.unpack(packed).call]
+            decision = answer.decisions.get(packed)
+            drawn = SampleId.unpack(packed).call
+            giver = drawn if decision is None else decision.call
+            if giver != drawn and (giver < drawn or self._lines.get(giver) is None or self._lines.get(giver) != self._lines.get(drawn)):
+                return f"a sample of call {drawn} was given by call {giver}, which does not carry its line on"
+            oldest, newest = self.windows[giver]
             used = {version for version in versions if version >= 0}
             if used and not (oldest <= min(used) and max(used) <= newest):
-                return f"a sample of call {SampleId.unpack(packed).call} has tokens of versions {used}, and may have {oldest} to {newest}"
+                return f"a sample of call {giver} has tokens of versions {used}, and may have {oldest} to {newest}"
         for expected, seen in self.lags:
             if (expected is None) != (seen is None) or (value is not None and expected is not None and seen != value(expected)):
                 return f"lagged gave {seen}, which is not what call {expected} came to"

@@ -47,6 +47,9 @@ MOST_VARIABLES = 3
 MOST_SAMPLES = 18
 """Samples that a generation may have: small enough for thousands of programs."""
 
+CARRIED_N = 2
+"""Samples of a prompt in the calls that carry what is late."""
+
 ROWS = [{"prompt": f"{i * 7919 % 1000}=", "target": str(i)} for i in range(5)]
 
 T = TypeVar("T")
@@ -189,21 +192,24 @@ class Calls:
             rows = policy.generate(samples.rows, n=n, max_new_tokens=statement.longest)
             self._generated(policy, rows, n, samples.most * n)
             return
-        dataset, count = _at(self._datasets, statement.which), statement.count
-        staleness = 0 if statement.is_exact else None
+        dataset, count, late = _at(self._datasets, statement.which), statement.count, "drop"
+        may_be_stale = self.step >= 0 and self._program.staleness > 0 and not statement.is_exact
+        options: dict[str, object] = {"max_new_tokens": statement.longest, "staleness": 0 if statement.is_exact else None}
+        options |= {"kv": "keep"} if statement.keeps and may_be_stale else {}
         if statement.source == "all":
-            count = len(dataset)
-            rows = policy.generate(dataset.all(), n=n, max_new_tokens=statement.longest, staleness=staleness)
+            rows = policy.generate(dataset.all(), n=n, **options)  # type: ignore[arg-type]
         elif statement.more:
-            taken, over = dataset.take(count + statement.more), 1 + statement.more / count
-            rows = policy.generate(taken, n=n, max_new_tokens=statement.longest, oversample=over, late="drop", staleness=staleness)
+            if statement.carries and may_be_stale:
+                n, late = CARRIED_N, "carry"  # All calls here are of one line, whose groups must be of one size.
+            options |= {"oversample": 1 + statement.more / count, "late": late}
+            rows = policy.generate(dataset.take(count + statement.more), n=n, **options)  # type: ignore[arg-type]
         else:
-            rows = policy.generate(dataset.take(count), n=n, max_new_tokens=statement.longest, staleness=staleness)
-        self._generated(policy, rows, n, n * count, is_exact=statement.is_exact)
+            rows = policy.generate(dataset.take(count), n=n, **options)  # type: ignore[arg-type]
+        self._generated(policy, rows, n, rows.call.most_rows, is_exact=statement.is_exact, carries=late == "carry")
 
-    def _generated(self, policy: Policy, rows: Rows, n: int, most: int, *, is_exact: bool = False) -> None:
-        may_be_stale = self.step >= 0 and not is_exact
-        self._account.generated(policy.name, rows.maker.ordinal, self._program.staleness if may_be_stale else 0)
+    def _generated(self, policy: Policy, rows: Rows, n: int, most: int, *, is_exact: bool = False, carries: bool = False) -> None:
+        staleness = self._program.staleness if self.step >= 0 and not is_exact else 0
+        self._account.generated(policy.name, rows.maker.ordinal, staleness, carries=carries)
         self._samples.append(_Samples(rows, n, most, frozenset({rows.call.ordinal})))
 
     def _filtered(self, samples: _Samples, how: str) -> Rows:

@@ -32,6 +32,10 @@ class Generate:
     longest: int
     more: int = 0
     """Of prompts that are taken: so many beyond those that are needed. The late ones are dropped."""
+    carries: bool = False
+    """What is late goes on in the next such call of the policy instead, where older weights are allowed."""
+    keeps: bool = False
+    """Weights may change under running samples, where older ones are allowed."""
     is_exact: bool = False
     """It asks for the weights of its line, whatever the staleness of the flow."""
 

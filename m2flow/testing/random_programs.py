@@ -21,9 +21,16 @@ from m2flow.testing.world import run_eager, run_planned
 
 _small = st.integers(0, 2)
 _roles = st.integers(0, 1)
+_never = st.just(False)
 
 
-def _generates(*, more: st.SearchStrategy[int], is_exact: st.SearchStrategy[bool]) -> st.SearchStrategy[p.Statement]:
+def _generates(
+    *,
+    more: st.SearchStrategy[int],
+    is_exact: st.SearchStrategy[bool],
+    carries: st.SearchStrategy[bool] = _never,
+    keeps: st.SearchStrategy[bool] = _never,
+) -> st.SearchStrategy[p.Statement]:
     return st.builds(
         p.Generate,
         policy=_roles,
@@ -34,11 +41,18 @@ def _generates(*, more: st.SearchStrategy[int], is_exact: st.SearchStrategy[bool
         longest=st.sampled_from([2, 6, 14]),
         more=more,
         is_exact=is_exact,
+        carries=carries,
+        keeps=keeps,
     )
 
 
-_generate = _generates(more=st.just(0), is_exact=st.just(False))
-_timed_generate = _generates(more=st.sampled_from([0, 1, 2]), is_exact=st.sampled_from([False, False, False, True]))
+_generate = _generates(more=st.just(0), is_exact=_never)
+_timed_generate = _generates(
+    more=st.sampled_from([0, 1, 2]),
+    is_exact=st.sampled_from([False, False, False, True]),
+    carries=st.booleans(),
+    keeps=st.sampled_from([False, False, True]),
+)
 _refill = st.builds(
     p.Refill,
     policy=_roles,
@@ -131,7 +145,7 @@ def programs(*, fails: bool | None = False) -> st.SearchStrategy[p.Program]:
 
 
 def timed_programs() -> st.SearchStrategy[p.Program]:
-    """Programs in which time is part of the meaning: older weights, more prompts than are needed."""
+    """Programs in which time is part of the meaning: older weights, more prompts than are needed, and what becomes of the late ones."""
     return st.builds(
         p.Program,
         num_policies=st.integers(1, 2),

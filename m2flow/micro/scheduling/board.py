@@ -129,6 +129,8 @@ class Board:
             if rows is None:
                 return
             rows_of = sorted([*rows_of, *rows]) if rows_of else rows
+            if state.is_union:
+                state.part_of.update(dict.fromkeys(rows, base))
         if state.is_union and len(set(rows_of)) < len(rows_of):
             twice = next(a for a, b in itertools.pairwise(rows_of) if a == b)
             where = state.call.site.describe()
@@ -143,7 +145,7 @@ class Board:
         for needed in state.aligned_inputs:
             source = self.calls[needed]
             if source.done:
-                state.arrived(sorted(source.done), source.num_tokens)
+                state.arrived(needed, sorted(source.done), source.num_tokens)
         self._may_go(state)
         if state.carry is not None:
             self.lines.prepared(state, len(rows_of))
@@ -194,7 +196,7 @@ class Board:
         state.num_tokens.update(fresh)
         self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
         for user in list(state.users.values()):
-            if user.arrived(rows, state.num_tokens):
+            if user.arrived(state.call.ordinal, rows, state.num_tokens):
                 self._rows_came(user)
         if state.refill is not None:
             self.refills.turned_out(state, rows, gone)
@@ -490,7 +492,7 @@ class Board:
         """The same for every aligned input of a call on these rows."""
         rows = list(ids)
         for needed in state.aligned_inputs:
-            self.bring(needed, [row for row in rows if row in self.calls[needed].done] if state.is_union else rows, to)
+            self.bring(needed, [row for row in rows if state.part_of[row] == needed] if state.is_union else rows, to)
 
     def values_for(self, state: CallState) -> dict[str, object]:
         """The whole values among a call's inputs, by name."""

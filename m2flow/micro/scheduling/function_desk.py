@@ -33,8 +33,10 @@ class FunctionDesk:
     def _start(self, worker: WorkerState, state: CallState) -> None:
         rows = self._board.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state))
         self._board.bring_inputs(state, rows, worker.name)
-        values = self._board.values_for(state)
-        task = m.Perform(self._board.next_task(), state.call.ordinal, sorted(rows), list(state.stage.forward_to), values)  # type: ignore[arg-type]
+        values, parts = self._board.values_for(state), {}
+        if state.is_union:
+            parts = {base: found for base in state.bases if (found := [row for row in sorted(rows) if state.part_of[row] == base])}
+        task = m.Perform(self._board.next_task(), state.call.ordinal, sorted(rows), list(state.stage.forward_to), values, parts)  # type: ignore[arg-type]
         self._board.start(worker, "function", task)
 
     def _num_next(self, state: CallState) -> int:

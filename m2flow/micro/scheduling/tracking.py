@@ -40,6 +40,8 @@ class CallState:
     update: UpdateProgress | None = None
     refill: Refill | None = None
     """Shared by the calls of a refill; they work on all candidates, and give what it keeps."""
+    part_of: dict[int, int] = field(default_factory=dict)
+    """Of a union: by row, the input that gives it. Another one may have it too: a late sample that it left to the next of its line."""
     ready: deque[int] = field(default_factory=deque)
     """Rows of complete units that no task has yet, in the order in which they came."""
     num_begun: int = 0
@@ -175,10 +177,13 @@ class CallState:
         self.ready.extendleft(reversed(rows))
         self.num_begun -= len(rows)
 
-    def arrived(self, ids: Iterable[int], num_tokens: Mapping[int, int]) -> bool:
+    def arrived(self, source: int, ids: Iterable[int], num_tokens: Mapping[int, int]) -> bool:
         """These rows of one aligned input are there; whether a task may have more now. Rows that it does not work on don't matter."""
         if not self.is_prepared:
             return False
+        if self.is_union:
+            self._offer([row for row in ids if self.part_of.get(row) == source])
+            return bool(self.ready)
         if self.is_generation:
             for row in ids:
                 # A refill's last call has judged some groups that it does not give; an over-sampled generation has made some.

@@ -58,11 +58,6 @@ class Rows:
         except KeyError as missing:
             raise InternalError(f"a task on {place} needs row {missing} of call {call}, which nobody sent there") from None
 
-    def of_any(self, calls: Iterable[int], ids: Iterable[int], place: str) -> float:
-        """The same of a union, whose rows are from one call each."""
-        held = [self._at(call, place) for call in calls]
-        return max((min((there[row] for there in held if row in there), default=float("inf")) for row in ids), default=0.0)
-
     def forget(self, call: int, place: str) -> None:
         self._there.get(call, {}).pop(place, None)
 

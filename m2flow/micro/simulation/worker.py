@@ -210,9 +210,9 @@ class VirtualWorker:
             return rows.ready_s(prompts, task.prompts, self.name)
         if isinstance(task, m.Perform | m.Accumulate):
             call = self._around.call(task.call)
+            if isinstance(task, m.Perform) and task.parts:
+                return max(rows.ready_s(source, ids, self.name) for source, ids in task.parts.items())
             sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)]
-            if call.options.get("gives") == "concat":
-                return rows.of_any(sources, task.ids, self.name)
             return max((rows.ready_s(source, task.ids, self.name) for source in sources), default=0.0)
         return 0.0
 

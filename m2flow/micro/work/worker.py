@@ -188,9 +188,9 @@ class Worker:
             return self._store.has(self._prompts(task), task.prompts)
         if isinstance(task, m.Perform | m.Accumulate):
             call = self._calls[task.call]
+            if isinstance(task, m.Perform) and performing.gives(call) == "concat":
+                return all(self._store.has(source, ids) for source, ids in task.parts.items())
             sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)]
-            if performing.gives(call) == "concat":
-                return all(any(self._store.has(source, [packed]) for source in sources) for packed in task.ids)
             return all(self._store.has(source, task.ids) for source in sources)
         return True
 
@@ -255,9 +255,8 @@ class Worker:
     def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:
         call = self._calls[task.call]
         refs = {name: ref.call for name, ref in call.inputs if not (isinstance(task, m.Perform) and name in task.values)}
-        if performing.gives(call) == "concat":
-            held = {name: [packed for packed in task.ids if self._store.has(source, [packed])] for name, source in refs.items()}
-            return {name: self._store.get(refs[name], ids) for name, ids in held.items() if ids}
+        if isinstance(task, m.Perform) and performing.gives(call) == "concat":
+            return {name: self._store.get(source, task.parts[source]) for name, source in refs.items() if source in task.parts}
         return {name: self._store.get(source, task.ids) for name, source in refs.items()}
 
     def _generate(self, task: m.Generate) -> None:
