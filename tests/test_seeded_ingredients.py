@@ -1,8 +1,8 @@
 """Each ingredient of random programs is worth something: a bug that only programs with it can show, and that they do show.
 
-Older weights, late samples that are dropped or carried, caches that are kept, `lagged`, roles of the user's own, effects outside, ops of several inputs, critics. The
-bugs that programs without them see are in `test_seeded_programs`. Eager answers are of the code without the bug, given what time
-decided in the planned run with it.
+Older weights, late samples that are dropped or carried, `lagged`, roles of the user's own, effects outside, ops of several inputs,
+critics. The bugs that programs without them see are in `test_seeded_programs`. Eager answers are of the code without the bug, given
+what time decided in the planned run with it.
 """
 
 import functools
