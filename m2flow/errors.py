@@ -25,6 +25,7 @@
     │   ├── EndOfStream          the peer ended it in order
     │   └── DecodeError          bytes that are not a message
     ├── WorkerError              a process that died, hangs or never came up
+    │   └── StateLost            one died with what no other has, trained weights above all: the run goes on from its last checkpoint
     ├── RunInterrupted           the user pressed Ctrl-C
     └── InternalError            ours: please report
 
@@ -182,6 +183,10 @@ class DecodeError(ChannelError, ValueError):
 
 class WorkerError(M2FlowError, RuntimeError):
     """A worker process died, hangs, or never came up."""
+
+
+class StateLost(WorkerError):
+    """A worker died with what no other has; the run can only be taken up from its last checkpoint."""
 
 
 class RunInterrupted(M2FlowError, KeyboardInterrupt):

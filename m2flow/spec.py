@@ -179,6 +179,16 @@ class RunSettings(_Strict):
     """Results are a function of identity, bit by bit, on a CPU; at a cost in speed."""
     runs_dir: str = "runs"
     """Where run directories go."""
+    checkpoint_steps: int | None = Field(None, ge=1)
+    """Steps from one checkpoint to the next; by default it goes by time alone."""
+    checkpoint_s: float | None = Field(600.0, ge=0)
+    """Seconds from one checkpoint to the next, at the ends of steps; None: it goes by steps alone, or there are none but the final one."""
+    checkpoints_kept: int = Field(2, ge=1)
+    """The newest ones stay."""
+    attempts: int = Field(3, ge=1)
+    """Times that a run whose trainer died is taken up again without getting any further, before it ends."""
+    retry_wait_s: float = Field(1.0, ge=0)
+    """Seconds before the first of these; twice as many before each further one."""
     heartbeat_s: float = 0.5
     """Seconds between a worker's signs of life."""
     hung_after_s: float = 60.0

@@ -26,7 +26,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from m2flow.micro.plan import Plan
-    from m2flow.micro.record.journal import Tally
+    from m2flow.micro.record.tally import Tally
     from m2flow.micro.run import Summary
 
 _WINDOW_S = 15.0

@@ -6,7 +6,7 @@ sitting. What a call *means* on given inputs comes from a `Performer`; when to d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,9 @@ class Performer(Protocol):
         """Raises PlanError: nothing here can do a call of this kind, which is said when the program makes it."""
 
     def perform(self, call: Call, inputs: Mapping[str, object]) -> object: ...
+
+    def recall(self, call: Call, inputs: Mapping[str, object], left: Sequence[int]) -> None:
+        """A generation that was over before left these samples to the next of its line."""
 
 
 class Journal(Protocol):
@@ -90,6 +93,10 @@ class EagerBackend(Backend):
         needed = {ref.call for _, ref in call.inputs} | {self._writers[e.resource] for e in call.reads if e.resource in self._writers}
         needed |= {call.carries_from} if call.carries_from is not None else set()
         return min((self._errors[ordinal] for ordinal in needed & self._errors.keys()), key=lambda failed: failed[0], default=None)
+
+    def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
+        self._performer.recall(call, {name: self._values[ref.call] for name, ref in call.inputs}, left)
+        self._values[call.ordinal] = rows
 
     def value(self, ordinal: int) -> object:
         if ordinal in self._errors:

@@ -20,6 +20,7 @@ from m2flow.macro.fingerprint import told
 from m2flow.macro.graph import Call, Observation
 from m2flow.macro.remembering import Remembered
 from m2flow.macro.session import Backend
+from m2flow.samples import Batch
 
 LogSource = tuple[int, str | None] | float
 """What a log names: a field of a call's value, or a number."""
@@ -159,6 +160,9 @@ class Around(Backend):
 
     def submit(self, call: Call) -> None:
         self._live.submit(call)
+
+    def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
+        self._live.recall(call, rows, left)
 
     def value(self, ordinal: int) -> object:
         return self._live.value(ordinal)

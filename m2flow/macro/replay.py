@@ -8,19 +8,20 @@ executed, logs and prints are muted, and each call and look must be what the rec
 
 The boundary: the state of engines is not in the record. Either the caller has restored it (a checkpoint), or `reperform` says which
 calls are done again on the way, with recorded rows: by default none, `trains` for those of the trainers, which re-makes every
-weight and optimiser. From the point on, calls that take an earlier result get it from the record; the result of a function without
-effects that the record lacks is computed again; a generation is never made anew, nor is what a refill kept: such a flow goes on
-from the end of a step that used it up, with the trainer restored. What a line carries (`late="carry"`) is in no record, so a flow
-does not go on in the middle of a loop that carries.
+weight and optimiser. A run that is resumed has the end of its record as its point, and does again what came after its checkpoint and
+what was not over. Calls that are done take an earlier result from the record; the result of a function without effects that the
+record lacks is computed again, as are log-probabilities and values by weights that nothing has replaced since; a generation is never
+made anew once it is over. What a line carries (`late="carry"`) goes on from the samples that the record names (`left`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
 
@@ -28,9 +29,10 @@ from m2flow.errors import DivergenceError, FlowError, M2FlowError
 from m2flow.macro.eager import number_of
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Granularity, Observation
+from m2flow.macro.late import carries
 from m2flow.macro.recording import CallRecord, LogSource, Look, Record, difference, look_of
 from m2flow.macro.session import Backend
-from m2flow.samples import Batch
+from m2flow.samples import Batch, SampleId
 
 _NOW = "Run the flow as it was recorded, or begin a new run."
 
@@ -50,6 +52,9 @@ class ReplayBackend(Backend):
     Args:
         until_call: the first call that is live again. until_step: the first step that is. Neither: the end of the record.
         reperform: which calls before the point are done again by the live backend.
+        num_logs: how many logs of the program were written, so that the next one is the first to be written again; by default those
+            before the point.
+        left: generation -> the samples that it left to the next one of its line.
     """
 
     def __init__(
@@ -60,12 +65,18 @@ class ReplayBackend(Backend):
         until_call: int | None = None,
         until_step: int | None = None,
         reperform: Callable[[Call], bool] = nothing,
+        num_logs: int | None = None,
+        left: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._record = record
         self._live = live
         self._until_call = len(record.calls) if until_call is None else min(until_call, len(record.calls))
         self._until_step = until_step
         self._reperform = reperform
+        self._num_logs_left = num_logs
+        self._left = left
+        self._written: set[str] = set()
+        """Resources that the live backend has written."""
         self._calls: list[Call] = []
         """The replayed ones. Kept whole: a live call may need their rows."""
         self._num_looks = 0
@@ -130,15 +141,19 @@ class ReplayBackend(Backend):
         return value
 
     def log(self, step: int, values: Mapping[str, LogSource]) -> None:
-        if self._is_live:
-            self._live.log(step, {name: self._log_source(source) for name, source in values.items()})
+        for name, source in values.items():
+            if self._num_logs_left:
+                self._num_logs_left -= 1
+            elif self._is_live or self._num_logs_left is not None:
+                self._live.log(step, {name: self._log_source(source)})
 
     def release(self, ordinal: int) -> None:
         if ordinal in self._known_live:
             self._live.release(ordinal)
 
     def end_step(self, step: int) -> None:
-        if any(call.step == step for call in reversed(self._calls) if call.ordinal in self._known_live) or self._is_live:
+        calls = itertools.takewhile(lambda call: call.step in (step, -1), reversed(self._calls))
+        if self._is_live or any(call.ordinal in self._known_live for call in calls):
             self._live.end_step(step)
         self._is_live = self._is_live or self._is_due(step + 1)
 
@@ -190,9 +205,12 @@ class ReplayBackend(Backend):
             value = self._known(ordinal)
         except KeyError:
             value = None
-        if isinstance(value, Batch):
+        is_function = call.engine == "function" and not call.writes and not call.is_gated
+        if isinstance(value, Batch) and carries(call.options) and self._left is not None:
+            self._recall(call, self._left, value)
+        elif isinstance(value, Batch):
             self._to_live(_given(call, value))
-        elif call.engine == "function" and not call.writes and not call.is_gated:
+        elif is_function or (call.engine == "train" and self._reads_what_is_there(call)):
             self._provide_inputs(call)
             self._to_live(call)
         else:
@@ -202,15 +220,35 @@ class ReplayBackend(Backend):
                 now="Replay to the end of a step in which it was used up.",
             )
 
+    def _reads_what_is_there(self, call: Call) -> bool:
+        """Whether the trainers still hold the weights that an earlier call read, as far as this replay has changed them."""
+        later = {effect.resource for other in self._calls[call.ordinal + 1 :] for effect in other.writes}
+        return not call.writes and not later.intersection(effect.resource for effect in call.reads) and not self._is_replaced(call)
+
+    def _is_replaced(self, call: Call) -> bool:
+        return any(effect.resource in self._written for effect in call.reads)
+
     def _to_live(self, call: Call) -> None:
         if call.carries_from is not None and call.carries_from not in self._known_live:
-            raise FlowError(
-                f"{call.name} takes over samples that an earlier turn of its line left unfinished, and the record does not have them",
-                where=call.site.describe(),
-                now="Replay all of this loop, or begin a new run.",
-            )
+            if self._left is None:
+                raise FlowError(
+                    f"{call.name} takes over samples that an earlier turn of its line left unfinished, and the record does not have them",
+                    where=call.site.describe(),
+                    now="Replay all of this loop, or resume the run.",
+                )
+            self._provide(call.carries_from)
         self._known_live.add(call.ordinal)
+        self._written.update(effect.resource for effect in call.writes if call.ordinal >= len(self._calls))
         self._live.submit(call)
+
+    def _recall(self, call: Call, left: Mapping[int, Sequence[int]], rows: Batch) -> None:
+        """Make a generation that is over known to the live backend as one that leaves samples; and those that drew them too."""
+        late = left.get(call.ordinal, ())
+        for drawn in sorted({SampleId.unpack(packed).call for packed in late} - {call.ordinal}):
+            self._provide(drawn)
+        self._provide_inputs(call)
+        self._known_live.add(call.ordinal)
+        self._live.recall(call, rows, late)
 
     def _log_source(self, source: LogSource) -> LogSource:
         """A log's source as the live backend can know it: a recorded value is a number by now."""

@@ -47,6 +47,11 @@ class Backend(ABC):
         Raises PlanError if no plan can do it.
         """
 
+    def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
+        """Take a generation of a line (`late="carry"`) that was over before this backend began: its result, and the samples that it left
+        to the next one. Of these nothing is there but who they are."""
+        raise NotImplementedError(f"{type(self).__name__} takes up no line")
+
     @abstractmethod
     def value(self, ordinal: int) -> object:
         """Wait for a call's result: a `Batch` if it is aligned, else one value. Raises what the call raised."""

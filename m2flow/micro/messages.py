@@ -116,6 +116,8 @@ class Save(Task, frozen=True):
 
     role: str
     path: str
+    seals: bool = False
+    """It is part of a checkpoint (`m2flow.micro.record.checkpoints`)."""
 
 
 class Push(Message, frozen=True):

@@ -9,19 +9,22 @@ import contextlib
 import hashlib
 import sqlite3
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from m2flow.errors import M2FlowError, SpecError
+from m2flow.errors import M2FlowError, SpecError, StateLost
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
 from m2flow.macro.recording import Recorder
-from m2flow.macro.replay import prints_muted
+from m2flow.macro.replay import ReplayBackend, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
+from m2flow.micro.attempts import Attempts, only_writer
 from m2flow.micro.control.controller import Controller
+from m2flow.micro.control.keeping import Keeper, Keeping, keep_eagerly
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.planned import PlannedBackend
@@ -31,10 +34,13 @@ from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import is_searched, question_of
+from m2flow.micro.record.checkpoints import clear_leftovers
 from m2flow.micro.record.decisions import Decisions
-from m2flow.micro.record.journal import Journal, Tally
+from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.ledger import read_endings, samples_digest
+from m2flow.micro.record.past import DONE, Past, read_past
 from m2flow.micro.record.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
+from m2flow.micro.record.tally import Tally
 from m2flow.micro.work.inprocess import InProcess
 from m2flow.observe.curve import write_curve
 from m2flow.observe.perfetto import write_trace
@@ -80,7 +86,8 @@ class Summary:
 class Run:
     """One run of a flow. With `decisions` of another run (`m2flow.micro.record.ledger.read_decisions`), an eager one repeats what time
     decided; with a `pinned` plan, processes and sizes are that one's; a `profile` is what a search for a placement goes by. What `around`
-    makes of the backend gets the flow's calls, for `max_steps` of its steps."""
+    makes of the backend gets the flow's calls, for `max_steps` of its steps. With `resume`, the directory of a run that stopped, it goes
+    on in there; flow, options, spec and settings must be those of that run (`m2flow.micro.record.rundir.read_config`)."""
 
     def __init__(
         self,
@@ -97,6 +104,8 @@ class Run:
         profile: Path | None = None,
         around: Callable[[Backend], Backend] | None = None,
         max_steps: int | None = None,
+        resume: Path | None = None,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.flow = flow
         self.options = dict(options)
@@ -110,6 +119,10 @@ class Run:
         self._profile = profile
         self._around = around
         self._max_steps = max_steps
+        self._resume = resume
+        self._warn = warn
+        self._past: Past | None = None
+        self._replay: ReplayBackend | None = None
         self._plan: Plan | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
@@ -159,34 +172,64 @@ class Run:
         """
         plan = self._plan or self.prepare()
         with naming_a_full_disk(self.settings.runs_dir):
-            self.run_dir = create_run_dir(self.settings.runs_dir, self.flow.name)
-            write_config(self.run_dir, flow_file=self._flow_file, options=self.options, settings=self.settings, spec=self.spec)
-            write_plan(self.run_dir, plan)
-            self._journal = Journal(self.run_dir)
-            self._journal.open()
-            is_done = False
-            try:
-                wall_s, digests = self._eager(plan) if self.settings.eager else self._planned(plan)
-                is_done = True
-            finally:
-                # What can't be closed must not hide why the run failed.
-                with contextlib.nullcontext() if is_done else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
-                    self._journal.close()
-                self._draw()
+            self.run_dir = self._resume or create_run_dir(self.settings.runs_dir, self.flow.name)
+            with only_writer(self.run_dir):
+                if self._resume is None:
+                    write_config(self.run_dir, flow_file=self._flow_file, options=self.options, settings=self.settings, spec=self.spec)
+                    write_plan(self.run_dir, plan)
+                else:
+                    self._past = read_past(self.run_dir, self._warn)
+                try:
+                    wall_s, digests = self._attempts(plan)
+                finally:
+                    self._draw()
             return self._sum_up(wall_s, digests)
+
+    def _attempts(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+        """Run to the end; where a worker dies with what only a checkpoint has, from there again."""
+        attempts = Attempts(self.settings)
+        while True:
+            try:
+                return self._attempt(plan)
+            except StateLost as error:
+                past = read_past(self.run_dir, self._warn)
+                wait_s = attempts.broke(error, len(past.done))
+                self._warn(f"{error.what}; the run goes on from {past.where}")
+                time.sleep(wait_s)
+                self._past = past
+
+    def _attempt(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+        clear_leftovers(self.run_dir)
+        self._journal = Journal(self.run_dir, self._past)
+        self._journal.open()
+        reason = "killed"
+        try:
+            wall_s, digests = self._eager(plan) if self.settings.eager else self._planned(plan)
+            reason = DONE
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error.what if isinstance(error, M2FlowError) else error}"
+            raise
+        finally:
+            # What can't be closed must not hide why the run failed.
+            with contextlib.nullcontext() if reason == DONE else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
+                self._journal.ended(reason)
+            with contextlib.nullcontext() if reason == DONE else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
+                self._journal.close()
+        return wall_s, digests
 
     def _planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
-        outcomes = Outcomes()
-        launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir)
-        self._controller = Controller(plan, self.spec, self.settings, launcher, self._journal, outcomes)
+        outcomes, keeper = Outcomes(), self._keeper()
+        restored, parts, attempt = self._restored
+        launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts)
+        self._controller = Controller(plan, self.spec, self.settings, launcher, self._journal, outcomes, keeper, restored)
         self._lowering = Lowering(plan, self.spec)
         ahead = RunAhead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
         backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal, ahead)
         try:
             self._controller.open()
             start = time.monotonic()
-            self.flow.run(self._watched(backend), self.options, seed=self.settings.seed, max_steps=self._max_steps)
+            self._run_flow(Keeping(self._replayed(backend), keeper, begin=backend.begin_checkpoint, end=lambda: None))
             wall_s = time.monotonic() - start
             return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
         finally:
@@ -194,17 +237,44 @@ class Run:
 
     def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
-        performer = InProcess(plan, self.spec, self.settings, self._models, self.run_dir, self._journal, self._decisions)
+        journal, keeper = self._journal, self._keeper()
+        performer = InProcess(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._past)
         try:
             performer.open()
             start = time.monotonic()
-            self.flow.run(
-                self._watched(EagerBackend(performer, self._journal)), self.options, seed=self.settings.seed, max_steps=self._max_steps
+            backend = EagerBackend(performer, journal)
+            self._run_flow(
+                Keeping(
+                    self._replayed(backend),
+                    keeper,
+                    begin=lambda due: None,
+                    end=lambda: keep_eagerly(keeper, performer, journal.make_durable),
+                )
             )
             wall_s = time.monotonic() - start
             return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
         finally:
             performer.close()
+
+    def _run_flow(self, backend: Backend) -> None:
+        with prints_muted(lambda: self._replay is not None and not self._replay.is_live):
+            self.flow.run(self._watched(backend), self.options, seed=self.settings.seed, max_steps=self._max_steps)
+
+    @property
+    def _restored(self) -> tuple[Mapping[str, int], Mapping[str, str], int]:
+        """Versions and parts that the trainers begin with, and the number of the attempt."""
+        return ({}, {}, 0) if self._past is None else (self._past.versions, self._past.parts, self._past.attempt)
+
+    def _keeper(self) -> Keeper:
+        return Keeper(self.run_dir, self.settings, self._restored[2], None if self._past is None else self._past.checkpoint)
+
+    def _replayed(self, live: Backend) -> Backend:
+        """The backend as it goes on from where the run stopped."""
+        past = self._past
+        if past is None:
+            return live
+        self._replay = ReplayBackend(past.record, live, reperform=past.redo, num_logs=past.num_logs, left=past.left)
+        return self._replay
 
     def _watched(self, backend: Backend) -> Backend:
         """The backend as the flow gets it: what it does is recorded, and held to one structure if that was asked for."""

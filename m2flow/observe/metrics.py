@@ -6,10 +6,13 @@ NaN, so a value that is not finite is null, with what it was beside it; TensorBo
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -27,7 +30,7 @@ class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @final
 class MetricsWriter:
-    """Appends a run's metrics. A context manager; one writer a run. A resumed run appends: see `read_metrics`."""
+    """Appends a run's metrics. A context manager; one writer a run. A resumed run appends."""
 
     def __init__(self, run_dir: str | Path, *, tensorboard: bool = True) -> None:
         self._run_dir = Path(run_dir)
@@ -37,9 +40,13 @@ class MetricsWriter:
         self.non_finite: Counter[str] = Counter()
         """How often each metric was not finite."""
 
-    def open(self) -> MetricsWriter:
+    def open(self, goes_on_at: int | None = None) -> MetricsWriter:
+        """`goes_on_at`: the size that the file had when the run's other records were last certain; what came after will come again."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         path = _metrics_path(self._run_dir)
+        if goes_on_at is not None and path.exists() and path.stat().st_size > goes_on_at:
+            os.truncate(path, goes_on_at)
+            self._rewrite_board()
         is_torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
@@ -62,6 +69,21 @@ class MetricsWriter:
                 if name not in bad:
                     board.add_scalar(name, value, step, walltime=line.time_s)
         return list(bad)
+
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes."""
+        return 0 if self._file is None else os.fstat(self._file.fileno()).st_size
+
+    def _rewrite_board(self) -> None:
+        """TensorBoard's files, which can't be cut, from what is left."""
+        if not self._has_tensorboard:
+            return
+        shutil.rmtree(self._run_dir / "tensorboard", ignore_errors=True)
+        for line in _lines(self._run_dir):
+            for name, value in line.values.items():
+                if value is not None:
+                    self._open_board().add_scalar(name, value, line.step, walltime=line.time_s)
 
     def close(self) -> None:
         if self._board is not None:
@@ -90,16 +112,18 @@ def read_metrics(run_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
 
     Where a step was written twice (a resumed run repeats steps), the later value counts. A torn line is passed over.
     """
-    path = _metrics_path(run_dir)
     found: dict[str, dict[int, float]] = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            line = msgspec.json.decode(text, type=_Line)
-        except msgspec.DecodeError:
-            continue
+    for line in _lines(run_dir):
         for name, value in line.values.items():
             found.setdefault(name, {})[line.step] = float(line.non_finite.get(name, "nan")) if value is None else value
     return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def _lines(run_dir: str | Path) -> Iterator[_Line]:
+    path = _metrics_path(run_dir)
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield msgspec.json.decode(text, type=_Line)
 
 
 def _metrics_path(run_dir: str | Path) -> Path:

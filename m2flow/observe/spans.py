@@ -49,6 +49,8 @@ class SpanName(enum.StrEnum):
     """Log-probabilities of given tokens, forward only."""
     TRAIN_APPLY = "train.apply"
     """One optimiser step."""
+    TRAIN_SAVE = "train.save"
+    """A model and its optimisers' state being written to the disk."""
     WEIGHTS_PUBLISH = "weights.publish"
     """A trainer makes version `version` available to others."""
     WEIGHTS_LOAD = "weights.load"

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import BrokenChannel, InternalError, M2FlowError, error_from_record
 from m2flow.macro.graph import Call
+from m2flow.macro.late import is_cut
 from m2flow.micro import messages as m
+from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.control.lives import Lives
 from m2flow.micro.control.outcomes import Outcomes
@@ -34,6 +36,9 @@ from m2flow.micro.record.rundir import naming_a_full_disk
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
     CallAdded,
+    CheckpointBegun,
+    CheckpointDue,
+    CheckpointSaved,
     Command,
     Discarded,
     Dropped,
@@ -43,6 +48,7 @@ from m2flow.micro.scheduling.events import (
     FromWorker,
     Given,
     Late,
+    Recalled,
     Reject,
     Released,
     Resolve,
@@ -67,6 +73,10 @@ class Submitted:
     call: Call
     stage: Stage
     body: bytes
+    rows: Batch | None = None
+    """The result of a generation of a line that was over before."""
+    left: Sequence[int] = ()
+    """Samples that it left."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +86,30 @@ class SaveAll:
     path: Path
 
 
-Post = Submitted | Logged | SaveAll | Wanted | Released
+Post = Submitted | Logged | SaveAll | Wanted | Released | CheckpointDue
 
 
 class Controller:
     """Runs the workers of one plan. `open` from the flow's thread, then `post`; `close` at the end, however it came."""
 
     def __init__(
-        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, launcher: LocalLauncher, journal: Journal, outcomes: Outcomes
+        self,
+        plan: Plan,
+        spec: ClusterSpec,
+        settings: RunSettings,
+        launcher: LocalLauncher,
+        journal: Journal,
+        outcomes: Outcomes,
+        keeper: Keeper,
+        restored: Mapping[str, int],
     ) -> None:
         self._plan = plan
         self._settings = settings
         self._launcher = launcher
         self._journal = journal
         self._outcomes = outcomes
-        self._scheduler = Scheduler(plan, deterministic=settings.deterministic)
+        self._keeper = keeper
+        self._scheduler = Scheduler(plan, deterministic=settings.deterministic, restored=restored)
         place, keys = launcher.place, launcher.keys
         port = f":{spec.channels.port}" if spec.channels.port and spec.channels.transport == "tcp" else ""
         self._listener = LinkListener(launcher.token, place + port, keys=keys)
@@ -181,15 +200,20 @@ class Controller:
         for parcel in self._inbox.take():
             self._collect(parcel)
         self._running = self._scheduler.running()
+        self._keeper.finish(self._outcomes.are_well, self._journal.make_durable)
         self._journal.commit_if_due()
         self._lives.check()
 
     def _posted(self, post: Post) -> None:
         match post:
-            case Submitted(call, stage, body):
+            case Submitted(call, stage, body, given, left):
                 self._calls[call.ordinal] = call
                 self._bodies[call.ordinal] = body
                 self._journal.call_added(call)
+                if given is not None:
+                    self._rows.put(call.ordinal, given)
+                    self._gathered.append(Recalled(call, stage, given.ids.tolist(), performing.num_tokens_of(given), list(left)))
+                    return
                 self._gathered.append(CallAdded(call, stage))
                 rows = call.options.get("rows")
                 if isinstance(rows, Batch):
@@ -206,7 +230,7 @@ class Controller:
                 self._handle_gathered()
                 if not self._scheduler.num_rows(ordinal):
                     self._outcomes.deliver(ordinal, Batch.concat([]))
-            case Released():
+            case Released() | CheckpointDue():
                 self._gathered.append(post)
 
     def _handle_gathered(self) -> None:
@@ -238,6 +262,8 @@ class Controller:
                 self._tell(worker, message)
             case Resolve(ordinal, value):
                 done = self._calls[ordinal]
+                if done.is_gated or is_cut(done.options):
+                    self._journal.gave(done, self._scheduler.result(ordinal))
                 self._journal.call_done(done, value)
                 self._outcomes.resolve(done, value)
                 self._logbook.call_ended(ordinal)
@@ -259,6 +285,10 @@ class Controller:
                 self._journal.given(self._calls[ordinal], ids)
             case Expired(ordinal, ids):
                 self._journal.expired(self._calls[ordinal], ids)
+            case CheckpointBegun():
+                self._keeper.begun(command.versions)
+            case CheckpointSaved():
+                self._keeper.saved(command.role, command.digest)
             case Forgotten(ordinal):
                 self._outcomes.forget(self._calls.pop(ordinal))
                 del self._bodies[ordinal]

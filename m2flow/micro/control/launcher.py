@@ -36,12 +36,24 @@ processes. Of a large model every step is longer than this, so nothing waits."""
 class LocalLauncher:
     """Starts the plan's workers on this machine, and cleans up after them."""
 
-    def __init__(self, plan: Plan, spec: ClusterSpec, settings: RunSettings, models: Mapping[str, Model], run_dir: Path) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        spec: ClusterSpec,
+        settings: RunSettings,
+        models: Mapping[str, Model],
+        run_dir: Path,
+        *,
+        attempt: int = 0,
+        restore: Mapping[str, str] | None = None,
+    ) -> None:
         self._plan = plan
         self._spec = spec
         self._settings = settings
         self._models = models
         self._run_dir = run_dir
+        self._attempt = attempt
+        self._restore = dict(restore or {})
         self.token = secrets.token_hex(16)
         self.keys = read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
         self._prefix = f"m2flow-{secrets.token_hex(4)}"
@@ -87,6 +99,8 @@ class LocalLauncher:
             parent=os.getpid(),
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             shared_bytes=self._spec.channels.shared_bytes,
+            attempt=self._attempt,
+            restore={slot.role: self._restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in self._restore},
         )
         environment = {
             **engine_environment(worker.threads, deterministic=self._settings.deterministic),
@@ -97,7 +111,7 @@ class LocalLauncher:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONUNBUFFERED": "1",
         }
-        with self.log_path(worker.name).open("wb") as log:
+        with self.log_path(worker.name).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "m2flow.micro.work.process"],
                 stdin=subprocess.PIPE,

@@ -6,7 +6,7 @@ Python may be some steps ahead of the work (`m2flow.micro.control.run_ahead`), s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from m2flow.macro.graph import Call, MacroGraph, Observation
@@ -19,7 +19,8 @@ from m2flow.micro.control.run_ahead import RunAhead
 from m2flow.micro.lowering.lower import Lowering
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.logbook import Logged
-from m2flow.micro.scheduling.events import Released, Wanted
+from m2flow.micro.scheduling.events import CheckpointDue, Released, Wanted
+from m2flow.samples import Batch
 
 
 class PlannedBackend(Backend):
@@ -36,6 +37,8 @@ class PlannedBackend(Backend):
         self._ahead = ahead
         self._segment: list[Call] = []
         self._bodies: dict[int, bytes] = {}
+        self._recalled: dict[int, tuple[Batch, Sequence[int]]] = {}
+        """Generations that were over before: their results, and what they left."""
         self._later: list[Post] = []
         self._aligned: set[int] = set()
         """Calls with rows that the program can still reach."""
@@ -54,6 +57,15 @@ class PlannedBackend(Backend):
             self._aligned.add(call.ordinal)
         self._segment.append(call)
         self._ahead.add(call)
+
+    def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
+        self._recalled[call.ordinal] = rows, left
+        self.submit(call)
+
+    def begin_checkpoint(self, due: CheckpointDue) -> None:
+        """Have a checkpoint made of the calls so far."""
+        self._flush()
+        self._controller.post(due)
 
     def value(self, ordinal: int) -> object:
         self._flush()
@@ -83,7 +95,7 @@ class PlannedBackend(Backend):
         due = self._ahead.due(step)
         self._outcomes.wait_step(due)
         self._num_steps = step + 1
-        self._journal.tally.num_steps = due + 1
+        self._journal.tally.num_steps = max(self._journal.tally.num_steps, due + 1)
         self._ends = [(ended, num_calls) for ended, num_calls in self._ends if ended > due]
 
     def raise_due(self) -> None:
@@ -98,7 +110,7 @@ class PlannedBackend(Backend):
     def finish(self) -> None:
         self._flush()
         self._outcomes.wait_all()
-        self._journal.tally.num_steps = self._num_steps
+        self._journal.tally.num_steps = max(self._journal.tally.num_steps, self._num_steps)
 
     def save(self, path: Path) -> Mapping[str, str]:
         """Write every role's model; the digest of its weights by role."""
@@ -111,6 +123,7 @@ class PlannedBackend(Backend):
         posts: list[Post] = []
         if calls:
             stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls)))
-            posts += [Submitted(call, stage, self._bodies.pop(call.ordinal)) for call, stage in zip(calls, stages, strict=True)]
+            for call, stage in zip(calls, stages, strict=True):
+                posts.append(Submitted(call, stage, self._bodies.pop(call.ordinal), *self._recalled.pop(call.ordinal, (None, ()))))
         later, self._later = self._later, []
         self._controller.post(*posts, *later)

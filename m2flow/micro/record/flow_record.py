@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,12 +44,15 @@ class LedgerWriter:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        ledger.before_commit.append(self.flush)
+        self._lock = threading.Lock()
         self._calls: list[Call] = []
         self._num_looks = 0
         self._num_logs = 0
 
     def called(self, call: Call) -> None:
-        self._calls.append(call)
+        with self._lock:
+            self._calls.append(call)
         if len(self._calls) >= _MANY:
             self.flush()
 
@@ -70,9 +74,10 @@ class LedgerWriter:
         self._ledger.saw(call.ordinal, *self._packed(call, value))
 
     def flush(self) -> None:
-        """Write the calls that have gathered."""
-        calls, self._calls = self._calls, []
-        self._ledger.remembered("call", [(call.ordinal, _encode(CallRecord.of(call))) for call in calls])
+        """Write the calls that have gathered. The thread that commits does so too."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+            self._ledger.remembered("call", [(call.ordinal, _encode(CallRecord.of(call))) for call in calls])
 
     def _packed(self, call: Call, value: object) -> tuple[str, bytes]:
         if isinstance(value, M2FlowError):
@@ -114,24 +119,44 @@ class RunRecord:
             return error_from_record(msgspec.msgpack.decode(body, type=ErrorRecord))
         return msgspec.msgpack.decode(body)
 
+    def has(self, ordinal: int) -> bool:
+        """Whether `value` would find something, without reading it."""
+        with _reading(self._run_dir) as db:
+            tables = "results WHERE call", "seen WHERE call", "rewards WHERE call", "samples WHERE call"
+            return any(db.execute(f"SELECT 1 FROM {table}=? LIMIT 1", (ordinal,)).fetchone() for table in tables)
+
     def _unseen(self, db: sqlite3.Connection, ordinal: int) -> Batch:
         """The rows of a call that the program did not look at, if it was done and left some."""
         if db.execute("SELECT 1 FROM calls WHERE ordinal=? AND state='done'", (ordinal,)).fetchone() is None:
             raise KeyError(ordinal)
-        rewards = db.execute("SELECT sample, value FROM rewards WHERE call=? ORDER BY sample", (ordinal,)).fetchall()
-        if rewards:
-            return Batch(np.array([i for i, _ in rewards], np.int64), {"reward": np.array([v for _, v in rewards], np.float64)})
-        ids = [i for (i,) in db.execute("SELECT id FROM samples WHERE call=? ORDER BY id", (ordinal,))]
-        if not ids:
-            raise KeyError(ordinal)
-        return self._samples(db, ids)
+        found = db.execute("SELECT ids FROM results WHERE call=?", (ordinal,)).fetchone()
+        given = None if found is None else np.frombuffer(found[0], "<i8").astype(np.int64)
+        rewards = _rewards(db, ordinal)
+        if len(rewards):
+            return rewards if given is None else rewards.select(given)
+        if given is None:
+            given = np.array([i for (i,) in db.execute("SELECT id FROM samples WHERE call=? ORDER BY id", (ordinal,))], np.int64)
+            if not len(given):
+                raise KeyError(ordinal)
+        samples = self._samples(db, given.tolist())
+        scored_by = dict(self.calls[ordinal].inputs).get("reward")
+        if scored_by is None or not len(samples):
+            return samples
+        return samples.with_columns(reward=_rewards(db, scored_by).select(given)["reward"])
 
     def _samples(self, db: sqlite3.Connection, ids: Sequence[int]) -> Batch:
+        if not ids:
+            return Batch(np.zeros(0, np.int64))
         places: dict[Place, None] = {}
         for packed in ids:
             places[db.execute("SELECT segment, offset, size, checksum FROM samples WHERE id=?", (packed,)).fetchone()] = None
         batches = [read_segment(self._run_dir / "segments", place) for place in places]
         return Batch.concat(batches).select(np.array(ids, np.int64))
+
+
+def _rewards(db: sqlite3.Connection, call: int) -> Batch:
+    rewards = db.execute("SELECT sample, value FROM rewards WHERE call=? ORDER BY sample", (call,)).fetchall()
+    return Batch(np.array([i for i, _ in rewards], np.int64), {"reward": np.array([v for _, v in rewards], np.float64)})
 
 
 def _reading(run_dir: Path) -> contextlib.closing[sqlite3.Connection]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from m2flow.errors import M2FlowError
@@ -12,34 +11,22 @@ from m2flow.macro.graph import Call
 from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.flow_record import LedgerWriter
 from m2flow.micro.record.ledger import Ledger
+from m2flow.micro.record.past import Past
 from m2flow.micro.record.segments import Place
+from m2flow.micro.record.tally import Tally
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import SpanBlock
 from m2flow.observe.store import TraceStore
-from m2flow.samples import Finish
-
-
-@dataclass
-class Tally:
-    """Counts of the run so far. Written by one thread, read by others."""
-
-    num_steps: int = 0
-    num_samples: int = 0
-    num_tokens: int = 0
-    """Generated tokens."""
-    rewards: list[float] = field(default_factory=list)
-    """Mean reward of each update, in order."""
-    logs: dict[str, float] = field(default_factory=dict)
-    """The last value of each logged name."""
-    example: tuple[str, str] = ("", "")
-    """A recent prompt and its response."""
+from m2flow.samples import Batch, Finish
 
 
 class Journal:
     """One run's records."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.tally = Tally()
+    def __init__(self, run_dir: Path, past: Past | None = None) -> None:
+        self.tally = Tally() if past is None else past.tally
+        self._past = past
+        self._attempt = 0 if past is None else past.attempt
         self._ledger = Ledger(run_dir / "ledger.db")
         self.record = LedgerWriter(self._ledger)
         """What the flow's thread writes: its calls, and what it saw."""
@@ -48,8 +35,27 @@ class Journal:
 
     def open(self) -> None:
         self._ledger.open()
-        self._metrics.open()
+        if self._past is None:
+            self._ledger.attempt_began(0, "", 0)
+        else:
+            self._past.take_up(self._ledger)
+        self._metrics.open(None if self._past is None else self._past.metrics_size)
         self._trace.open()
+        self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))
+        self._ledger.commit()
+
+    def ended(self, reason: str) -> None:
+        """The attempt is over: `done`, or why not."""
+        self._ledger.attempt_ended(self._attempt, reason)
+        self._ledger.commit(durably=True)
+
+    def make_durable(self) -> None:
+        """All that was told so far is on the disk after this."""
+        self._ledger.commit(durably=True)
+
+    def gave(self, call: Call, ids: Sequence[int]) -> None:
+        """The samples of a call's result, where they are not simply all that it drew."""
+        self._ledger.gave(call.ordinal, ids)
 
     def close(self) -> None:
         """Close all of them, even if the disk is full for one."""
@@ -59,6 +65,7 @@ class Journal:
             closing.callback(self.record.flush)
 
     def call_added(self, call: Call) -> None:
+        self._ledger.commit_if_due()
         self._ledger.call_added(call)
 
     def samples_done(
@@ -121,7 +128,13 @@ class Journal:
 
     def call_done(self, call: Call, value: object) -> None:
         """A call ended well. An update's numbers become metrics: of the policy by their own names, of others under theirs."""
+        if self._past is not None and call.ordinal in self._past.done:
+            if call.method == "update":
+                self._ledger.reapplied(self._attempt)
+            return
         self._ledger.call_ended(call.ordinal, "done")
+        if isinstance(value, Batch) and (call.drops and call.is_gated):
+            self.gave(call, value.ids.tolist())
         if not call.is_aligned:
             self.record.came_to(call, value)
         if call.method == "update" and isinstance(value, dict):

@@ -1,7 +1,8 @@
 """The ledger: who every sample is, where its tokens lie, what it was worth, and what trained on it.
 
 SQLite in WAL mode, on a local disk; tokens are in segment files (`m2flow.micro.record.segments`), pointed to from here. Writes gather in
-a transaction that ends with each step, and at least every second, so a crash loses at most that. Several threads may write.
+a transaction that ends about every second, so a crash loses at most that. Several threads may write, but one alone commits, between two
+events: what an event led to is there whole, or not at all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,10 @@ CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, PRIMA
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
 CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
+CREATE TABLE results (call INTEGER PRIMARY KEY, ids BLOB);
+CREATE TABLE marks (name TEXT PRIMARY KEY, value INTEGER);
+CREATE TABLE attempts (number INTEGER PRIMARY KEY, began REAL, ended REAL, reason TEXT, checkpoint TEXT, num_calls INTEGER,
+    reapplied INTEGER);
 """
 _COUNTED = """
 SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON samples.call = discarded.call
@@ -57,6 +62,8 @@ class Ledger:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._committed_s = time.monotonic()
         self._lock = threading.RLock()
+        self.before_commit: list[Callable[[], None]] = []
+        """What must be in the same transaction: called before each commit."""
 
     def open(self) -> None:
         self._run("PRAGMA journal_mode=WAL")
@@ -67,15 +74,24 @@ class Ledger:
 
     def close(self) -> None:
         try:
+            self._gather()
             self._run("COMMIT")
         finally:
             self._db.close()
 
-    def commit(self) -> None:
+    def commit(self, *, durably: bool = False) -> None:
+        """End the transaction. A process that is killed loses nothing of it; with `durably`, a machine without power does not either."""
+        self._gather()
         with self._lock:
             self._run("COMMIT")
+            if durably:
+                self._run("PRAGMA wal_checkpoint(PASSIVE)")
             self._run("BEGIN")
             self._committed_s = time.monotonic()
+
+    def _gather(self) -> None:
+        for gather in self.before_commit:
+            gather()
 
     def commit_if_due(self) -> None:
         """Commit if the last time is a second ago."""
@@ -83,10 +99,11 @@ class Ledger:
             self.commit()
 
     def call_added(self, call: Call) -> None:
-        self._run("INSERT INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
+        """A call that is known already, since an earlier attempt at the run made it, stays as it was."""
+        self._run("INSERT OR IGNORE INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
         rows = call.options.get("rows")
         if isinstance(rows, Batch):
-            self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
+            self._run("INSERT OR IGNORE INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
 
     def call_ended(self, ordinal: int, state: str, error: str | None = None) -> None:
         self._run("UPDATE calls SET state=?, error=? WHERE ordinal=?", (state, error, ordinal))
@@ -123,8 +140,8 @@ class Ledger:
         self._run("INSERT INTO discarded VALUES (?,?)", (call, last_prompt))
 
     def dropped(self, call: Call, ids: Sequence[int], reason: str) -> None:
-        """These samples are in no result, whether they have come in or not."""
-        self._many("INSERT OR IGNORE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
+        """These samples are in no result, whether they have come in or not. Of several calls that left a sample the last counts."""
+        self._many("INSERT OR REPLACE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
 
     def filtered(self, call: Call, ids: Sequence[int]) -> None:
         """These samples a call left out of its result."""
@@ -146,6 +163,44 @@ class Ledger:
 
     def logged(self, step: int, name: str, value: float) -> None:
         self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
+
+    def gave(self, call: int, ids: Sequence[int]) -> None:
+        """The samples of a call's result, where they are not simply all that it drew."""
+        self._run("INSERT OR REPLACE INTO results VALUES (?,?)", (call, np.asarray(ids, "<i8").tobytes()))
+
+    def mark(self, name: str, value: int) -> None:
+        """How far something beside the ledger has come, for `read_mark`."""
+        self._run("INSERT OR REPLACE INTO marks VALUES (?,?)", (name, value))
+
+    def attempt_began(self, number: int, checkpoint: str, num_calls: int) -> None:
+        """An attempt at the run, the first or one that takes it up again, from a checkpoint that includes so many calls."""
+        self._run("INSERT OR REPLACE INTO attempts VALUES (?,?,NULL,NULL,?,?,0)", (number, time.time(), checkpoint, num_calls))
+
+    def reapplied(self, number: int) -> None:
+        """This attempt has made an update again that an earlier one had made."""
+        self._run("UPDATE attempts SET reapplied = reapplied + 1 WHERE number=?", (number,))
+
+    def attempt_ended(self, number: int, reason: str) -> None:
+        """`done`, or why it did not come to the program's end."""
+        self._run("UPDATE attempts SET ended=?, reason=? WHERE number=?", (time.time(), reason, number))
+
+    def take_up(self, first_redone: int, num_calls: int) -> None:
+        """Go back to what goes on from a checkpoint: what was consumed after it will be consumed again, and calls that were not over are
+        made again. Of calls beyond the first `num_calls` nothing stays."""
+        with self._lock:
+            self._run("DELETE FROM consumption WHERE update_call >= ?", (first_redone,))
+            self._run("CREATE TEMP TABLE again AS SELECT ordinal FROM calls WHERE state <> 'done' OR ordinal >= ?", (num_calls,))
+            for table in ("rewards", "discarded", "decisions", "dropped", "expired", "results", "cursors"):
+                self._run(f"DELETE FROM {table} WHERE call IN (SELECT ordinal FROM again)")
+            self._run("DELETE FROM calls WHERE ordinal IN (SELECT ordinal FROM again)")
+            self._run("DROP TABLE again")
+            for table in ("samples", "seen"):
+                self._run(f"DELETE FROM {table} WHERE call >= ?", (num_calls,))
+            self._run("DELETE FROM record WHERE kind='call' AND position >= ?", (num_calls,))
+
+    def forget_looks(self, first: int) -> None:
+        """The program will look again, from its look of this number on."""
+        self._run("DELETE FROM record WHERE kind='look' AND position >= ?", (first,))
 
     def remembered(self, kind: str, bodies: Sequence[tuple[int, bytes]]) -> None:
         """Parts of the flow's record (`m2flow.micro.record.flow_record`): position and body."""
@@ -173,7 +228,6 @@ class Ledger:
                 self._db.executemany(statement, records)
         except sqlite3.OperationalError as error:
             raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
-        self.commit_if_due()
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:

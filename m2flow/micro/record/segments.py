@@ -17,6 +17,11 @@ Place = tuple[str, int, int, int]
 """File name, offset, size in bytes, CRC-32."""
 
 
+def segment_name(worker: str, attempt: int) -> str:
+    """The file, without its ending, that a worker writes in an attempt at a run."""
+    return worker if not attempt else f"{worker}.{attempt}"
+
+
 class SegmentWriter:
     """Appends records to one file."""
 

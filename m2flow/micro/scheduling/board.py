@@ -6,7 +6,7 @@ The desks (`rollout_desk`, `train_desk`, `function_desk`) read it to decide, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from m2flow.errors import M2FlowError, OpError
 from m2flow.macro.graph import Call
@@ -23,6 +23,7 @@ from m2flow.micro.scheduling.open_calls import OpenCalls
 from m2flow.micro.scheduling.queue import StartQueue
 from m2flow.micro.scheduling.refills import Refills
 from m2flow.micro.scheduling.roster import TaskState, WorkerState
+from m2flow.micro.scheduling.saves import Saves
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
 from m2flow.micro.scheduling.updating import Group, UpdateProgress
@@ -36,7 +37,7 @@ from m2flow.samples import SampleId, by_group, make_ids
 class Board:
     """The state, and the commands that the event in hand has led to so far."""
 
-    def __init__(self, plan: Plan, *, deterministic: bool) -> None:
+    def __init__(self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int]) -> None:
         self.deterministic = deterministic
         self.calls: dict[int, CallState] = {}
         self.active: dict[int, CallState] = {}
@@ -57,7 +58,8 @@ class Board:
         """Some generation lets weights change under its samples."""
         self.waking = Waking(self.workers)
         self.commands: list[Command] = []
-        self.versions = Versions()
+        self.versions = Versions(restored)
+        self.saves = Saves()
         self._rows = Whereabouts()
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
@@ -455,7 +457,7 @@ class Board:
 
     def rows_made(self, state: CallState, worker: str, rows: list[int]) -> None:
         """A worker has rows of a call's, and has forwarded them, which are not in its result."""
-        self._rows.made(state.call.ordinal, rows, worker, state.stage.forward_to)
+        self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
 
     def rows_stopped(self, state: CallState, worker: str, rows: list[int]) -> None:
         """A worker has the tokens so far of samples that a call left."""

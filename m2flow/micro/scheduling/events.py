@@ -29,6 +29,18 @@ class Sourced(msgspec.Struct, frozen=True):
     """Predicted from the texts."""
 
 
+class Recalled(msgspec.Struct, frozen=True):
+    """A generation of a line that was over before this scheduler began. The controller has the rows of its result."""
+
+    call: Call
+    stage: Stage
+    ids: list[int]
+    """Of its result."""
+    num_tokens: list[int]
+    left: list[int]
+    """Samples that it left to the next one of its line."""
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """The program observes a call's rows: bring them to the controller, now or when they are there."""
 
@@ -39,6 +51,16 @@ class Released(msgspec.Struct, frozen=True):
     """The program can't reach a call's result any more."""
 
     call: int
+
+
+class CheckpointDue(msgspec.Struct, frozen=True):
+    """A checkpoint of the program so far: every role as the calls made by now leave it. Comes before the calls that are made later."""
+
+    step: int
+    """The step that has ended."""
+    directory: str
+    known: dict[str, int]
+    """Role -> the version that an earlier checkpoint has."""
 
 
 class FromWorker(msgspec.Struct, frozen=True):
@@ -54,7 +76,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
     worker: str
 
 
-Event = CallAdded | Sourced | Wanted | Released | FromWorker | WorkerLost
+Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | WorkerLost
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -121,4 +143,19 @@ class Expired(msgspec.Struct, frozen=True):
     ids: tuple[int, ...]
 
 
-Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired
+class CheckpointBegun(msgspec.Struct, frozen=True):
+    """What a checkpoint is of; the parts of versions that were not known will be saved."""
+
+    step: int
+    versions: dict[str, int]
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True):
+    """A role's part of a checkpoint is written."""
+
+    step: int
+    role: str
+    digest: str
+
+
+Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired | CheckpointBegun | CheckpointSaved

@@ -9,14 +9,26 @@ next; this file turns events into state, and lets the desks speak, lease by leas
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from m2flow.errors import error_from_record
 from m2flow.micro import messages as m
 from m2flow.micro.plan import Plan
 from m2flow.micro.scheduling.board import Board
-from m2flow.micro.scheduling.events import CallAdded, Command, Event, FromWorker, Released, Sourced, Wanted
+from m2flow.micro.scheduling.events import (
+    CallAdded,
+    CheckpointBegun,
+    CheckpointDue,
+    CheckpointSaved,
+    Command,
+    Event,
+    FromWorker,
+    Recalled,
+    Released,
+    Sourced,
+    Wanted,
+)
 from m2flow.micro.scheduling.function_desk import FunctionDesk
 from m2flow.micro.scheduling.leases import Lease
 from m2flow.micro.scheduling.losing import lose
@@ -34,8 +46,9 @@ class Desk(Protocol):
 class Scheduler:
     """Decides what each worker does next."""
 
-    def __init__(self, plan: Plan, *, deterministic: bool = False) -> None:
-        self._board = Board(plan, deterministic=deterministic)
+    def __init__(self, plan: Plan, *, deterministic: bool = False, restored: Mapping[str, int] | None = None) -> None:
+        """`restored` are the versions that the trainers begin with, by role; 0 where none is given."""
+        self._board = Board(plan, deterministic=deterministic, restored=restored or {})
         self._rollout = RolloutDesk(self._board)
         train = TrainDesk(self._board, self._rollout)
         self._functions = FunctionDesk(self._board)
@@ -64,12 +77,17 @@ class Scheduler:
                 self._from_worker(event.worker, event.message)
         elif isinstance(event, CallAdded):
             board.add_call(event.call, event.stage)
+        elif isinstance(event, Recalled):
+            board.lines.recall(event)
+            board.add_call(event.call, event.stage)
         elif isinstance(event, Released):
             board.release(event.call)
         elif isinstance(event, Sourced):
             board.sourced(board.calls[event.call], event.ids, event.num_tokens)
         elif isinstance(event, Wanted):
             board.want(board.calls[event.call])
+        elif isinstance(event, CheckpointDue):
+            self._save(event)
         else:
             self._lost(board.workers[event.worker])
 
@@ -77,6 +95,10 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
         return not self._board.active and not self._board.tasks
+
+    def result(self, ordinal: int) -> list[int]:
+        """The rows of the result of a call that is done, in the order of identity."""
+        return list(self._board.calls[ordinal].result or ())
 
     def num_rows(self, ordinal: int) -> int:
         """Rows of the result of a call that is done."""
@@ -158,8 +180,19 @@ class Scheduler:
                 self._tell_to_switch(worker.lease.answered(worker.name), owner)
                 if not worker.lease.is_moving:
                     board.waking.wake_all(board.workers[name] for name in worker.lease.workers)
+            case m.Save():
+                saved = board.saves.done(task.number)
+                if saved is not None:
+                    board.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
             case _:
                 pass
+
+    def _save(self, event: CheckpointDue) -> None:
+        versions = self._board.versions.known()
+        changed = {role: version for role, version in versions.items() if event.known.get(role) != version}
+        self._board.saves.add(event.step, event.directory, changed)
+        self._board.commands.append(CheckpointBegun(event.step, versions))
+        self._board.waking.wake_trainers()
 
     def _lost(self, worker: WorkerState) -> None:
         """A worker is gone; a lease that it was about to hand over does not wait for it."""

@@ -36,11 +36,25 @@ class TrainDesk:
         publish = self._rollout.publish_offer(worker)
         if publish is not None:
             return publish
+        save = self._save_offer(worker)
+        if save is not None:
+            return save
         for state in self._started(worker):
             found = self._offer_call(worker, state)
             if found is not None:
                 return found
         return None
+
+    def _save_offer(self, worker: WorkerState) -> Offer | None:
+        """What this worker has to save for a checkpoint, and holds."""
+        for role in worker.roles["train"]:
+            due = self._board.saves.first(role)
+            if due is not None and self._board.versions.trained(role) == due.version:
+                return lambda role=role: self._save(worker, role)  # type: ignore[misc]
+        return None
+
+    def _save(self, worker: WorkerState, role: str) -> None:
+        self._board.start(worker, "train", self._board.saves.begin(role, self._board.next_task()))
 
     def _started(self, worker: WorkerState) -> Iterable[CallState]:
         """The calls of this worker's roles that wait for nothing, in program order."""
@@ -51,7 +65,7 @@ class TrainDesk:
         if state.update is not None:
             return self._update_offer(worker, state)
         if state.call.method == "copy_of":
-            return None if state.tasks_at else lambda: self._copy(worker, state)
+            return None if state.tasks_at or self._board.saves.holds(state.call) else lambda: self._copy(worker, state)
         return (lambda: self._logprobs(worker, state)) if state.ready else None
 
     def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
@@ -65,7 +79,9 @@ class TrainDesk:
         return lambda: self._update(worker, state, step)
 
     def _may_replace(self, state: CallState) -> bool:
-        """Whether every earlier reader of the weights that the update replaces has had them."""
+        """Whether every earlier reader of the weights that the update replaces has had them, and a checkpoint that is due too."""
+        if self._board.saves.holds(state.call):
+            return False
         for reader in self._board.versions.reads_before(state.call):
             if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
                 return False

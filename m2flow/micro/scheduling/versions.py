@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
 from m2flow.macro.graph import Call, Effect
@@ -13,12 +13,15 @@ from m2flow.micro.scheduling.tracking import CallState
 class Versions:
     """Calls are added in program order."""
 
-    def __init__(self) -> None:
+    def __init__(self, restored: Mapping[str, int]) -> None:
         self._writers: dict[str, dict[int, int]] = {}
         """Resource -> version, in order -> the call that writes it, unless that is done and a newer one is known."""
         self._readers: dict[str, dict[int, CallState]] = {}
         """Resource -> calls, not over, that read it, in program order."""
-        self._trained: dict[str, int] = {}
+        self._trained = dict(restored)
+        """Role -> the newest version that is there; at first what its trainer was restored to."""
+        self._known = dict(restored)
+        """Role -> the version that the calls added so far come to."""
         self._replacing: set[str] = set()
 
     def written_for(self, call: Call) -> tuple[list[int], list[int]]:
@@ -42,6 +45,8 @@ class Versions:
         for effect in state.call.reads:
             self._readers.setdefault(effect.resource, {})[state.call.ordinal] = state
         for effect in state.call.writes:
+            if state.call.engine == "train":
+                self._known[state.call.role] = effect.version
             known = self._writers.setdefault(effect.resource, {})
             while known and is_done(known[oldest := next(iter(known))]):
                 del known[oldest]
@@ -58,6 +63,10 @@ class Versions:
             for effect in call.writes:
                 self._trained[call.role] = effect.version
             self._replacing.discard(call.role)
+
+    def known(self) -> dict[str, int]:
+        """What the calls added so far come to, of each role that is trained or copied to."""
+        return dict(self._known)
 
     def newest(self, role: str) -> int:
         """The role's newest version that is there."""

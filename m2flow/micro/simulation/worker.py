@@ -95,6 +95,7 @@ class VirtualWorker:
             m.CopyWeights: lambda task: 0.0,
             m.PublishWeights: lambda task: 0.0,
             m.LoadWeights: lambda task: machine.sync_s.get(task.role, 0.0),  # type: ignore[attr-defined]
+            m.Save: lambda task: 0.0,
             m.Switch: lambda task: machine.switch_s(task.to),  # type: ignore[attr-defined]
         }
 

@@ -6,7 +6,7 @@ versions, so the weights before an update are kept as long as a later sample of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from m2flow.channels.weights import Weight
 from m2flow.errors import SpecError
@@ -26,9 +26,10 @@ class HeldWeights:
     Args:
         trained: the roles that have a trainer here.
         decisions: None: every sample is of the version that its line reads.
+        restored: role -> the version that its trainer begins with.
     """
 
-    def __init__(self, bench: Workbench, trained: set[str], decisions: Decisions | None) -> None:
+    def __init__(self, bench: Workbench, trained: set[str], decisions: Decisions | None, restored: Mapping[str, int]) -> None:
         self._bench = bench
         self._trained = trained
         self._decisions = decisions
@@ -38,7 +39,7 @@ class HeldWeights:
             for stretch in stretches:
                 self._last_use[stretch.version] = max(self._last_use.get(stretch.version, -1), call)
         self._held: dict[str, int] = {}
-        self._newest: dict[str, int] = {}
+        self._newest = dict(restored)
         self._kept: dict[tuple[str, int], list[tuple[str, Weight]]] = {}
 
     def groups_of(self, call: Call, num_prompts: int) -> list[int]:

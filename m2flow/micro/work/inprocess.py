@@ -24,7 +24,7 @@ from m2flow.micro.lowering.packing import cut
 from m2flow.micro.lowering.placement import check_place, places
 from m2flow.micro.plan import Plan
 from m2flow.micro.record.decisions import Decisions, given_by, stretches_of
-from m2flow.micro.record.segments import Place, SegmentWriter
+from m2flow.micro.record.segments import Place, SegmentWriter, segment_name
 from m2flow.micro.scheduling.refilling import ran_dry
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
@@ -34,7 +34,7 @@ from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanBlock
 from m2flow.recipe import Model
-from m2flow.samples import Batch, group_key, make_ids
+from m2flow.samples import Batch, SampleId, by_group, group_key, make_ids
 from m2flow.spec import ClusterSpec, RunSettings
 
 
@@ -69,6 +69,19 @@ class Notes(Protocol):
     def spans(self, block: SpanBlock) -> None: ...
 
 
+class Restored(Protocol):
+    """Where the trainers begin (`m2flow.micro.record.past`)."""
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def versions(self) -> Mapping[str, int]: ...
+
+    @property
+    def parts(self) -> Mapping[str, str]: ...
+
+
 class InProcess:
     """A `m2flow.macro.eager.Performer` on engines of this process."""
 
@@ -81,6 +94,7 @@ class InProcess:
         run_dir: Path,
         notes: Notes,
         decisions: Decisions | None = None,
+        restored: Restored | None = None,
     ) -> None:
         slots = tuple(dict.fromkeys(slot for worker in plan.workers for slot in worker.engines))
         threads = 1 if settings.deterministic else spec.num_cores
@@ -104,15 +118,19 @@ class InProcess:
             recorder=self._recorder,
             shared_prefix="",
             gather_s=math.inf,
+            restore=restored.parts if restored else None,
         )
         self._hosted = places(plan.workers)
         self._trained = {slot.role for slot in slots if slot.kind == "train"}
         self._roles = {slot.role for slot in slots if slot.kind != "function"}
-        self._weights = HeldWeights(self._bench, self._trained, decisions)
+        self._versions = dict(restored.versions) if restored else {}
+        self._weights = HeldWeights(self._bench, self._trained, decisions, self._versions)
         self._late: dict[int, dict[int, Asked]] = {}
         """Call -> what it has left to the next of its line: group -> its samples."""
+        self._recalled: dict[int, tuple[Call, Batch]] = {}
+        """Generations that were over before, with their prompts."""
         self._token_budget = spec.train.token_budget
-        self._segments = SegmentWriter(run_dir / "segments", "eager")
+        self._segments = SegmentWriter(run_dir / "segments", segment_name("eager", restored.attempt if restored else 0))
         self._notes = notes
 
     def open(self) -> None:
@@ -132,6 +150,12 @@ class InProcess:
             return self._perform(call, inputs)
 
     def _perform(self, call: Call, inputs: Mapping[str, object]) -> object:
+        result = self._result(call, inputs)
+        if call.engine == "train":
+            self._versions.update((call.role, effect.version) for effect in call.writes)
+        return result
+
+    def _result(self, call: Call, inputs: Mapping[str, object]) -> object:
         self._notes.call_added(call)
         given = [value for value in inputs.values() if isinstance(value, Batch)]
         takes_over = call.carries_from is not None and bool(self._late.get(call.carries_from))
@@ -154,6 +178,23 @@ class InProcess:
             case "train":
                 return self._noted(call, self._bench.perform(call, {"samples": _batch(inputs["samples"])}, {}))
         raise InternalError(f"no engine for {call.name}")
+
+    def recall(self, call: Call, inputs: Mapping[str, object], left: Sequence[int]) -> None:
+        self._recalled[call.ordinal] = call, _batch(inputs["prompts"]).in_order()
+        groups = self._late[call.ordinal] = {}
+        for key, ids in by_group(left).items():
+            who = SampleId.unpack(ids[0])
+            drawn, prompts = self._recalled[who.call]
+            groups[key] = Asked(drawn, ids, prompts.take([who.prompt] * len(ids)))
+
+    def save_part(self, role: str, path: Path) -> str:
+        """Write a trained role as a part of a checkpoint; the digest of its weights."""
+        return self._bench.save(role, str(path), seals=True)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Of the weights of each role that was trained or copied to."""
+        return dict(self._versions)
 
     def save(self, path: Path) -> dict[str, str]:
         """Write every role's model; the digest of its weights by role."""

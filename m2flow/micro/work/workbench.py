@@ -21,6 +21,7 @@ from m2flow.macro.graph import Call
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
 from m2flow.micro.plan import EngineSlot
+from m2flow.micro.record.checkpoints import seal
 from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.scheduling.staleness import check_admission, check_given
 from m2flow.micro.work import performing, training
@@ -66,6 +67,7 @@ class Workbench:
         recorder: Recorder,
         shared_prefix: str,
         gather_s: float = 0.0,
+        restore: Mapping[str, str] | None = None,
     ) -> None:
         self._slots = tuple(slots)
         self._models = models
@@ -74,6 +76,8 @@ class Workbench:
         self._recorder = recorder
         self._shared_prefix = shared_prefix
         self._gather_ns = gather_s * 1e9
+        self._restore = restore or {}
+        """Role -> the part of a checkpoint that its trainer begins with."""
         self._rollout: dict[str, RolloutEngine] = {}
         self._train: dict[str, TrainEngine] = {}
         self._function: FunctionEngine | None = None
@@ -98,6 +102,8 @@ class Workbench:
             else:
                 self._train[slot.role] = make_train(slot.engine, self._models[slot.role], self._settings["train"])
                 self._train[slot.role].start()
+                if slot.role in self._restore:
+                    self._train[slot.role].load(self._restore[slot.role])
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
@@ -354,10 +360,13 @@ class Workbench:
             for engine in coming.values():
                 engine.onload()
 
-    def save(self, role: str, path: str) -> str:
-        """Write a role's model, and give the digest of its weights."""
+    def save(self, role: str, path: str, *, seals: bool = False) -> str:
+        """Write a role's model, and give the digest of its weights. With `seals`, as a part of a checkpoint."""
         if role in self._train:
-            self._train[role].save(path)
+            with self._recorder.span(SpanName.TRAIN_SAVE, label=role):
+                self._train[role].save(path)
+                if seals:
+                    seal(path)
             return digest(_plain(self._train[role].weights()))
         return digest(_plain(self._engine(self._rollout, role).weights()))
 

@@ -27,7 +27,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.bodies import call_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.decisions import stretches_of
-from m2flow.micro.record.segments import SegmentWriter
+from m2flow.micro.record.segments import SegmentWriter, segment_name
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.store import RowStore, stopped_at
@@ -71,6 +71,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Peer -> the way to it that the plan has chosen (`m2flow.micro.plan.Route.transport`)."""
     shared_bytes: int = 0
     """Of its arena (`m2flow.channels.arena`)."""
+    attempt: int = 0
+    """At the run: another one writes segments of its own, since a worker may outlive its controller for a moment."""
+    restore: dict[str, str] = {}
+    """Role -> the part of a checkpoint that its trainer begins with."""
 
     def engine_settings(self) -> dict[str, EngineSettings]:
         common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
@@ -104,11 +108,12 @@ class Worker:
             recorder=self._recorder,
             shared_prefix=settings.shared_prefix,
             gather_s=settings.gather_s,
+            restore=settings.restore,
         )
         self._link = link
         self._inbox = inbox
         self._outbox = outbox
-        self._segments = SegmentWriter(f"{settings.run_dir}/segments", settings.name)
+        self._segments = SegmentWriter(f"{settings.run_dir}/segments", segment_name(settings.name, settings.attempt))
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
         self._peers: dict[str, str] = {}
@@ -248,8 +253,8 @@ class Worker:
             case m.Switch(to=to):
                 bench.switch(to)
                 return m.TaskDone(task.number)
-            case m.Save(role=role, path=path):
-                return m.TaskDone(task.number, bench.save(role, path))
+            case m.Save(role=role, path=path, seals=seals):
+                return m.TaskDone(task.number, bench.save(role, path, seals=seals))
         raise InternalError(f"unknown task {type(task).__name__}")
 
     def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:

@@ -1,0 +1,152 @@
+"""What a run had done when it stopped: what its resumption begins with.
+
+    run directory --read_past--> Past --> ReplayBackend (which calls are made again, which answer from the record)
+                                      --> trainers (parts of the checkpoint), scheduler (their versions), Journal (what is known)
+
+Every call before the checkpoint's point is over, and is never made again, except those that make the state of a user's role. After the
+point, what a trainer did is made again from recorded samples, and calls that were not over begin anew. All other calls answer from the
+record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m2flow.errors import SpecError
+from m2flow.macro.graph import Call
+from m2flow.micro.record.checkpoints import Checkpoint, newest_good
+from m2flow.micro.record.flow_record import RunRecord, read_record
+from m2flow.micro.record.ledger import Ledger
+from m2flow.micro.record.tally import Tally
+
+DONE = "done"
+"""How an attempt at a run ends that has come to the program's end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """A run that stopped."""
+
+    record: RunRecord
+    checkpoint: Checkpoint | None
+    """None: weights and optimisers begin as the run did, and all updates are made again."""
+    done: frozenset[int]
+    """Calls that were over, well."""
+    num_logs: int
+    """Logs of the program that were written."""
+    attempt: int
+    """Of the attempt that begins now; the first of a run was 0."""
+    metrics_size: int
+    left: Mapping[int, tuple[int, ...]]
+    """Generation -> samples that it left to the next of its line, and which nobody has given since."""
+    first_look_again: int
+    """Looks of the program from this one on had an error."""
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def num_included(self) -> int:
+        """Calls that the restored weights include."""
+        return 0 if self.checkpoint is None else self.checkpoint.point.num_calls
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """Of the trainers' weights, by role."""
+        return {} if self.checkpoint is None else self.checkpoint.point.versions
+
+    @property
+    def where(self) -> str:
+        """Where it goes on from, in words."""
+        return "its beginning" if self.checkpoint is None else f"the checkpoint {self.checkpoint.path.name}"
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Role -> what its trainer begins with."""
+        return {} if self.checkpoint is None else self.checkpoint.parts
+
+    def redo(self, call: Call) -> bool:
+        """Whether a recorded call is made again."""
+        if call.engine == "source":
+            return False
+        if call.ordinal not in self.done:
+            return True
+        if call.engine == "train":
+            return call.ordinal >= self.num_included and (bool(call.writes) or not self.record.has(call.ordinal))
+        if call.engine == "function":  # The state of a user's role is nowhere but in its object.
+            return bool(call.writes) or (bool(call.reads) and not self.record.has(call.ordinal))
+        return False
+
+    def take_up(self, ledger: Ledger) -> None:
+        """Have the ledger go on from here."""
+        ledger.take_up(self.num_included, len(self.record.calls))
+        ledger.forget_looks(self.first_look_again)
+        ledger.attempt_began(self.attempt, "" if self.checkpoint is None else self.checkpoint.path.name, self.num_included)
+
+
+def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
+    """
+    Args:
+        warn: is told of checkpoints that are not whole.
+    Raises:
+        SpecError: there is no run, one that can't be resumed, or one that has come to its end.
+    """
+    record = read_record(run_dir)
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+            attempts = db.execute("SELECT number, reason FROM attempts ORDER BY number").fetchall()
+            if attempts and attempts[-1][1] == DONE:
+                raise SpecError(f"the run in {run_dir} has come to its end: there is nothing to resume")
+            num_calls, num_looks = _well(db, record)
+            done = {call for (call,) in db.execute("SELECT ordinal FROM calls WHERE state='done' AND ordinal < ?", (num_calls,))}
+            (num_logs,) = db.execute("SELECT COUNT(*) FROM logs").fetchone()
+            marks = dict(db.execute("SELECT name, value FROM marks"))
+            left: dict[int, list[int]] = {}
+            for sample, call in db.execute("SELECT sample, call FROM dropped WHERE reason='unused' ORDER BY sample"):
+                left.setdefault(call, []).append(sample)
+            tally = _tally(db, record, done)
+    except sqlite3.Error as error:
+        raise SpecError(f"the ledger of {run_dir} can't be read: {error}", now="Begin a new run.") from None
+    kept = RunRecord(run_dir, record.calls[:num_calls], record.looks[:num_looks], record.logs, record.seed)
+    is_of_it = lambda point: point.num_calls <= num_calls and done.issuperset(range(point.num_calls))  # noqa: E731
+    return Past(
+        kept,
+        newest_good(run_dir, warn, is_of_it),
+        frozenset(done),
+        num_logs,
+        (attempts[-1][0] if attempts else 0) + 1,
+        marks.get("metrics", 0),
+        {call: tuple(samples) for call, samples in left.items()},
+        num_looks,
+        tally,
+    )
+
+
+def _well(db: sqlite3.Connection, record: RunRecord) -> tuple[int, int]:
+    """How many calls and looks the program made before it looked at an error: those it would make otherwise, if that goes well now."""
+    failed = {call for (call,) in db.execute("SELECT call FROM seen WHERE kind='error'")}
+    for number, look in enumerate(record.looks):
+        if look.call in failed:
+            return look.num_calls, number
+    return len(record.calls), len(record.looks)
+
+
+def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int]) -> Tally:
+    """The counts of the run up to where it stopped, of calls that are not made again."""
+    tally = Tally()
+    for call, num_samples, num_tokens in db.execute("SELECT call, COUNT(*), SUM(num_generated) FROM samples GROUP BY call"):
+        if call in done:
+            tally.num_samples += num_samples
+            tally.num_tokens += num_tokens
+    for recorded in record.calls:
+        if recorded.ordinal in done and recorded.name.endswith(".update") and recorded.step >= 0:
+            value = record.value(recorded.ordinal)
+            if isinstance(value, dict) and "reward" in value:
+                tally.rewards.append(value["reward"])
+    open_steps = [recorded.step for recorded in record.calls if recorded.ordinal not in done and recorded.step >= 0]
+    last = max((recorded.step for recorded in record.calls), default=-1)
+    tally.num_steps = max(min([*open_steps, last]), 0)
+    tally.logs = dict(db.execute("SELECT name, value FROM logs ORDER BY rowid"))
+    return tally

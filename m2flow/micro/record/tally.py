@@ -1,0 +1,21 @@
+"""Counts of a run for people: what the display and the summary show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Tally:
+    """Counts of the run so far. Written by one thread, read by others."""
+
+    num_steps: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    """Generated tokens."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each update, in order."""
+    logs: dict[str, float] = field(default_factory=dict)
+    """The last value of each logged name."""
+    example: tuple[str, str] = ("", "")
+    """A recent prompt and its response."""
