@@ -141,11 +141,13 @@ class ReplayBackend(Backend):
         return value
 
     def log(self, step: int, values: Mapping[str, LogSource]) -> None:
-        for name, source in values.items():
-            if self._num_logs_left:
-                self._num_logs_left -= 1
-            elif self._is_live or self._num_logs_left is not None:
-                self._live.log(step, {name: self._log_source(source)})
+        if self._num_logs_left is None:
+            due = list(values) if self._is_live else []
+        else:
+            due = list(values)[self._num_logs_left :]
+            self._num_logs_left -= len(values) - len(due)
+        if due:
+            self._live.log(step, {name: self._log_source(values[name]) for name in due})
 
     def release(self, ordinal: int) -> None:
         if ordinal in self._known_live:
@@ -206,7 +208,9 @@ class ReplayBackend(Backend):
         except KeyError:
             value = None
         is_function = call.engine == "function" and not call.writes and not call.is_gated
-        if isinstance(value, Batch) and carries(call.options) and self._left is not None:
+        if call.engine == "source":
+            self._to_live(call)
+        elif isinstance(value, Batch) and carries(call.options) and self._left is not None:
             self._recall(call, self._left, value)
         elif isinstance(value, Batch):
             self._to_live(_given(call, value))

@@ -219,10 +219,8 @@ class Run:
 
     def _planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None
-        outcomes, keeper = Outcomes(), self._keeper()
-        restored, parts, attempt = self._restored
-        launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts)
-        self._controller = Controller(plan, self.spec, self.settings, launcher, self._journal, outcomes, keeper, restored)
+        keeper = self._keeper()
+        outcomes, self._controller = self._assembled(plan, self._journal, keeper)
         self._lowering = Lowering(plan, self.spec)
         ahead = RunAhead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
         backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal, ahead)
@@ -234,6 +232,12 @@ class Run:
             return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
         finally:
             self._controller.close()
+
+    def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[Outcomes, Controller]:
+        restored, parts, attempt = self._restored
+        launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts)
+        outcomes = Outcomes()
+        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored)
 
     def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None

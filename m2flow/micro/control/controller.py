@@ -190,6 +190,10 @@ class Controller:
 
     def _turn(self) -> None:
         wait([self._listener, self._inbox], 0.25)
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """All that has come by now."""
         while not self._posts.empty():
             self._posted(self._posts.get())
         self._handle_gathered()

@@ -76,8 +76,9 @@ class LocalLauncher:
         for worker in self._plan.workers:
             self._processes[worker.name] = self._spawn(worker, controller)
 
-    def _spawn(self, worker: WorkerPlan, controller: str) -> subprocess.Popen[bytes]:
-        settings = WorkerSettings(
+    def settings_for(self, worker: WorkerPlan, controller: str) -> WorkerSettings:
+        """All that a worker must know to start."""
+        return WorkerSettings(
             name=worker.name,
             controller=controller,
             inbox=self.place,
@@ -102,6 +103,9 @@ class LocalLauncher:
             attempt=self._attempt,
             restore={slot.role: self._restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in self._restore},
         )
+
+    def _spawn(self, worker: WorkerPlan, controller: str) -> subprocess.Popen[bytes]:
+        settings = self.settings_for(worker, controller)
         environment = {
             **engine_environment(worker.threads, deterministic=self._settings.deterministic),
             **os.environ,

@@ -66,7 +66,8 @@ class Journal:
 
     def call_added(self, call: Call) -> None:
         self._ledger.commit_if_due()
-        self._ledger.call_added(call)
+        if not self._is_known(call):
+            self._ledger.call_added(call)
 
     def samples_done(
         self,
@@ -128,7 +129,7 @@ class Journal:
 
     def call_done(self, call: Call, value: object) -> None:
         """A call ended well. An update's numbers become metrics: of the policy by their own names, of others under theirs."""
-        if self._past is not None and call.ordinal in self._past.done:
+        if self._is_known(call):
             if call.method == "update":
                 self._ledger.reapplied(self._attempt)
             return
@@ -143,6 +144,10 @@ class Journal:
             self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()})
             if call.step >= 0 and "reward" in value:
                 self.tally.rewards.append(value["reward"])
+
+    def _is_known(self, call: Call) -> bool:
+        """Whether an earlier attempt at the run has brought the call to its end; it is made again, or stands for its rows."""
+        return self._past is not None and call.ordinal in self._past.done
 
     def call_failed(self, call: Call, error: M2FlowError) -> None:
         self._ledger.call_ended(call.ordinal, "failed", str(error))

@@ -99,11 +99,10 @@ class Ledger:
             self.commit()
 
     def call_added(self, call: Call) -> None:
-        """A call that is known already, since an earlier attempt at the run made it, stays as it was."""
-        self._run("INSERT OR IGNORE INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
+        self._run("INSERT INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
         rows = call.options.get("rows")
         if isinstance(rows, Batch):
-            self._run("INSERT OR IGNORE INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
+            self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
 
     def call_ended(self, ordinal: int, state: str, error: str | None = None) -> None:
         self._run("UPDATE calls SET state=?, error=? WHERE ordinal=?", (state, error, ordinal))

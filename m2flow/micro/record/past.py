@@ -69,8 +69,6 @@ class Past:
 
     def redo(self, call: Call) -> bool:
         """Whether a recorded call is made again."""
-        if call.engine == "source":
-            return False
         if call.ordinal not in self.done:
             return True
         if call.engine == "train":
@@ -147,6 +145,6 @@ def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int]) -> Tally:
                 tally.rewards.append(value["reward"])
     open_steps = [recorded.step for recorded in record.calls if recorded.ordinal not in done and recorded.step >= 0]
     last = max((recorded.step for recorded in record.calls), default=-1)
-    tally.num_steps = max(min([*open_steps, last]), 0)
+    tally.num_steps = min(open_steps, default=last + 1)
     tally.logs = dict(db.execute("SELECT name, value FROM logs ORDER BY rowid"))
     return tally
