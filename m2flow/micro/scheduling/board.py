@@ -23,7 +23,6 @@ from m2flow.micro.scheduling.open_calls import OpenCalls
 from m2flow.micro.scheduling.queue import StartQueue
 from m2flow.micro.scheduling.refills import Refills
 from m2flow.micro.scheduling.roster import TaskState, WorkerState
-from m2flow.micro.scheduling.saves import Saves
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
 from m2flow.micro.scheduling.updating import Group, UpdateProgress
@@ -59,7 +58,6 @@ class Board:
         self.waking = Waking(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions(restored)
-        self.saves = Saves()
         self._rows = Whereabouts()
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""

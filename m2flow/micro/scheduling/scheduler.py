@@ -50,9 +50,9 @@ class Scheduler:
         """`restored` are the versions that the trainers begin with, by role; 0 where none is given."""
         self._board = Board(plan, deterministic=deterministic, restored=restored or {})
         self._rollout = RolloutDesk(self._board)
-        train = TrainDesk(self._board, self._rollout)
+        self._train = TrainDesk(self._board, self._rollout)
         self._functions = FunctionDesk(self._board)
-        self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": train, "function": self._functions}
+        self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
         self._desks_of = [[(kind, desk) for kind, desk in self._desks.items() if w.roles[kind]] for w in self._board.workers.values()]
 
     def handle(self, *events: Event) -> list[Command]:
@@ -181,7 +181,7 @@ class Scheduler:
                 if not worker.lease.is_moving:
                     board.waking.wake_all(board.workers[name] for name in worker.lease.workers)
             case m.Save():
-                saved = board.saves.done(task.number)
+                saved = self._train.saves.done(task.number)
                 if saved is not None:
                     board.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
             case _:
@@ -190,7 +190,7 @@ class Scheduler:
     def _save(self, event: CheckpointDue) -> None:
         versions = self._board.versions.known()
         changed = {role: version for role, version in versions.items() if event.known.get(role) != version}
-        self._board.saves.add(event.step, event.directory, changed)
+        self._train.saves.add(event.step, event.directory, changed)
         self._board.commands.append(CheckpointBegun(event.step, versions))
         self._board.waking.wake_trainers()
 

@@ -14,6 +14,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.scheduling.board import Board
 from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.scheduling.roster import WorkerState
+from m2flow.micro.scheduling.saves import Saves
 from m2flow.micro.scheduling.tracking import CallState
 from m2flow.micro.scheduling.updating import MicroBatch, MinibatchEnd
 from m2flow.micro.work.training import UpdateTally
@@ -28,6 +29,7 @@ class TrainDesk:
     def __init__(self, board: Board, rollout: RolloutDesk) -> None:
         self._board = board
         self._rollout = rollout
+        self.saves = Saves()
 
     def offer(self, worker: WorkerState) -> Offer | None:
         """The next thing that this worker's train engines could do."""
@@ -48,13 +50,13 @@ class TrainDesk:
     def _save_offer(self, worker: WorkerState) -> Offer | None:
         """What this worker has to save for a checkpoint, and holds."""
         for role in worker.roles["train"]:
-            due = self._board.saves.first(role)
+            due = self.saves.first(role)
             if due is not None and self._board.versions.trained(role) == due.version:
                 return lambda role=role: self._save(worker, role)  # type: ignore[misc]
         return None
 
     def _save(self, worker: WorkerState, role: str) -> None:
-        self._board.start(worker, "train", self._board.saves.begin(role, self._board.next_task()))
+        self._board.start(worker, "train", self.saves.begin(role, self._board.next_task()))
 
     def _started(self, worker: WorkerState) -> Iterable[CallState]:
         """The calls of this worker's roles that wait for nothing, in program order."""
@@ -65,7 +67,7 @@ class TrainDesk:
         if state.update is not None:
             return self._update_offer(worker, state)
         if state.call.method == "copy_of":
-            return None if state.tasks_at or self._board.saves.holds(state.call) else lambda: self._copy(worker, state)
+            return None if state.tasks_at or self.saves.holds(state.call) else lambda: self._copy(worker, state)
         return (lambda: self._logprobs(worker, state)) if state.ready else None
 
     def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
@@ -80,7 +82,7 @@ class TrainDesk:
 
     def _may_replace(self, state: CallState) -> bool:
         """Whether every earlier reader of the weights that the update replaces has had them, and a checkpoint that is due too."""
-        if self._board.saves.holds(state.call):
+        if self.saves.holds(state.call):
             return False
         for reader in self._board.versions.reads_before(state.call):
             if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
