@@ -81,6 +81,21 @@ class ChannelSpec(_Strict):
     full, they do too, and are counted."""
 
 
+class WeightsSpec(_Strict):
+    """How new weights reach the engines that sample."""
+
+    transport: Literal["auto", "shared memory", "broadcast", "file"] = "auto"
+    """Between processes; inside one it is a copy. `auto`: what the plan finds cheapest."""
+    directory: str = ""
+    """Of `file`: one that all workers reach; by default in the run's directory."""
+    host: str = "127.0.0.1"
+    """Of `broadcast`: the IPv4 address that trainers listen at. What passes is neither encrypted nor authenticated."""
+    changes: Literal["auto", "never", "always"] = "auto"
+    """Send only values that changed, over `broadcast` and `file`: where it is measured to take less time, never, or always."""
+    bucket_mib: int = Field(16, ge=1, le=1024)
+    """Of `broadcast` and `file`: each side has two buffers of this size."""
+
+
 class PoolSpec(_Strict):
     """Devices of one kind."""
 
@@ -151,6 +166,7 @@ class ClusterSpec(_Strict):
     train: TrainSpec = TrainSpec()
     functions: FunctionSpec = FunctionSpec()
     channels: ChannelSpec = ChannelSpec()
+    weights: WeightsSpec = WeightsSpec()
     run_ahead_bytes: int = Field(2**30, ge=1)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
 

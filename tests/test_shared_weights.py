@@ -19,9 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from m2flow.channels import weights
 from m2flow.channels.codec import DTYPES
-from m2flow.channels.weights import Manifest, RawBits, SharedWeights, SharedWeightsReader, TensorEntry, Weight, digest, remove_segments
+from m2flow.channels.weights import (
+    Manifest,
+    RawBits,
+    SharedWeights,
+    SharedWeightsReader,
+    TensorEntry,
+    Weight,
+    checksum,
+    digest,
+    remove_segments,
+)
+from m2flow.channels.weights import shared as shared_memory
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, SpecError
 
 _PEER = str(Path(__file__).with_name("weights_peer.py"))
@@ -64,7 +74,7 @@ def model(seed: int, size: int = 64) -> list[tuple[str, Weight]]:
 
 
 def segment_path(manifest: Manifest) -> str:
-    return weights._path(manifest.segment)
+    return shared_memory._path(manifest.segment)
 
 
 def assert_same(read: Iterator[tuple[str, Weight]], written: list[tuple[str, Weight]]) -> None:
@@ -160,7 +170,7 @@ def test_a_manifest_that_was_written_over_is_found(shared: SharedWeights, reader
 
 
 def test_swapped_equal_sized_tensors_and_swapped_blocks_are_found(shared: SharedWeights, reader: SharedWeightsReader) -> None:
-    words = np.arange(weights._BLOCK_BYTES // 2, dtype=np.float32)
+    words = np.arange(checksum.ROW_BYTES * 64 // 2, dtype=np.float32)
     manifest = shared.write([("w", words)])
     half = words.nbytes // 2
     with open(segment_path(manifest), "r+b") as file, mmap.mmap(file.fileno(), 0) as segment:

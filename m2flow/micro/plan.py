@@ -16,6 +16,8 @@ from m2flow.errors import PlanError
 from m2flow.micro.columns import in_columns
 from m2flow.micro.search.choice import Choice
 
+SyncTransport = Literal["same process", "shared memory", "broadcast", "file"]
+
 
 class EngineSlot(msgspec.Struct, frozen=True):
     """An engine that a worker hosts."""
@@ -79,7 +81,8 @@ class WeightSync(msgspec.Struct, frozen=True):
     role: str
     source: str
     target: str
-    transport: Literal["same process", "shared memory"]
+    transport: SyncTransport
+    why: str = ""
 
 
 class SwitchPlan(msgspec.Struct, frozen=True):
@@ -156,7 +159,8 @@ class Plan(msgspec.Struct, frozen=True):
         if self.syncs:
             lines += ["weights"]
             lines += _table(
-                (s.role, f"{s.source} -> {s.target}", s.transport, "checksum of each tensor after each sync") for s in self.syncs
+                (s.role, f"{s.source} -> {s.target}", s.transport, "; ".join(filter(None, (s.why, "each tensor's checksum is compared"))))
+                for s in self.syncs
             )
         if self.switches:
             lines += ["switches"]

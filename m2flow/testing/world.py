@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from m2flow.channels.contract import Parcel
@@ -54,6 +55,7 @@ from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work import performing
 from m2flow.micro.work.inprocess import InProcess
 from m2flow.micro.work.store import RowStore
+from m2flow.micro.work.weight_syncing import weight_settings
 from m2flow.micro.work.worker import Worker, WorkerSettings
 from m2flow.recipe import Model
 from m2flow.samples import Batch, SampleId
@@ -340,6 +342,8 @@ def run_planned(
         workers = {}
         for planned in plan.workers:
             settings = _worker_settings(planned, models, spec, seed, directory, deterministic=deterministic)
+            weights = weight_settings(planned.name, plan.syncs, spec.weights, f"{directory}/weights")
+            settings = msgspec.structs.replace(settings, weights=weights)
             link = _Link()
             workers[planned.name] = (Worker(settings, link, MemoryInbox(), MemoryOutbox()), link)
         world = World(flow.name, Lowering(plan, spec), Scheduler(plan, deterministic=deterministic), workers, order_seed)

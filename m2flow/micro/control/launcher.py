@@ -20,9 +20,11 @@ import msgspec
 from m2flow.channels.arena import remove_arenas
 from m2flow.channels.keys import read_keys, write_keys
 from m2flow.channels.weights import remove_segments
+from m2flow.channels.weights.files import remove_files
 from m2flow.errors import InternalError
 from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.work.process import TOKEN_VARIABLE
+from m2flow.micro.work.weight_syncing import weight_settings
 from m2flow.micro.work.worker import WorkerSettings
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
@@ -71,6 +73,10 @@ class LocalLauncher:
         channels = self._spec.channels
         return f"ipc:{self.socket_dir}" if channels.transport == "ipc" else f"tcp:{channels.host}"
 
+    @property
+    def _weights_directory(self) -> str:
+        return self._spec.weights.directory or str(self._run_dir.resolve() / "weights")
+
     def start(self, controller: str) -> None:
         """Start every worker; they connect to the controller's address by themselves."""
         for worker in self._plan.workers:
@@ -102,6 +108,7 @@ class LocalLauncher:
             shared_bytes=self._spec.channels.shared_bytes,
             attempt=self._attempt,
             restore={slot.role: self._restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in self._restore},
+            weights=weight_settings(worker.name, self._plan.syncs, self._spec.weights, self._weights_directory),
         )
 
     def _spawn(self, worker: WorkerPlan, controller: str) -> subprocess.Popen[bytes]:
@@ -159,6 +166,7 @@ class LocalLauncher:
                 process.wait()
         remove_segments(self._prefix)
         remove_arenas(self._prefix)
+        remove_files(self._weights_directory, self._prefix)
         self._sockets.cleanup()
 
 

@@ -22,6 +22,7 @@ from m2flow.errors import SpecError
 from m2flow.micro.costs.fitting import Quality
 from m2flow.micro.costs.terms import Constant, EngineKind
 from m2flow.micro.lowering.placement import device_of
+from m2flow.micro.plan import SyncTransport
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.rollouts.measured import Measured
 from m2flow.recipe import Model
@@ -105,7 +106,7 @@ class MeasuredSync(msgspec.Struct, frozen=True):
     """New weights from a trainer to a rollout engine, checksums included."""
 
     role: str
-    transport: Literal["same process", "shared memory"]
+    transport: SyncTransport
     num_bytes: int
     publish_s: float
     """On the trainer."""

@@ -82,7 +82,7 @@ def lower(
         workers=workers,
         stages=stages,
         routes=tuple(msgspec.structs.replace(route, capacity=route.capacity * (1 + graph.staleness)) for route in routes),
-        syncs=plan_syncs(workers),
+        syncs=plan_syncs(workers, spec.weights),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
         notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers),

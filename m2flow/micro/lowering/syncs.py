@@ -2,26 +2,58 @@
 
     workers --syncs--> WeightSyncs, SwitchPlans
 
-The cheapest transport by rule: within a process a copy, between processes of a host shared memory. NCCL, CUDA IPC and disk are
-other engines' to offer.
+The cheapest transport by what moves how often, unless the spec names one: within a process one copy; between processes of a host a copy in
+and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share what the trainer's link can
+carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so.
+
+Limit: the local launcher has one host, so between processes the rule always finds shared memory.
 """
 
 from __future__ import annotations
 
-from m2flow.micro.plan import SwitchPlan, WeightSync, WorkerPlan
+from collections import Counter
+
+from m2flow.micro.plan import SwitchPlan, SyncTransport, WeightSync, WorkerPlan
+from m2flow.spec import WeightsSpec
 
 
-def plan_syncs(workers: tuple[WorkerPlan, ...]) -> tuple[WeightSync, ...]:
+def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec) -> tuple[WeightSync, ...]:
     """One sync for each pair of a role's trainer and one of its rollout engines."""
-    return tuple(
-        WeightSync(slot.role, trainer.name, worker.name, "same process" if trainer.name == worker.name else "shared memory")
+    pairs = [
+        (slot.role, trainer.name, worker.name)
         for worker in workers
         for slot in worker.engines
         if slot.kind == "rollout"
         for trainer in workers
         if any(other.kind == "train" and other.role == slot.role for other in trainer.engines)
+    ]
+    others = Counter((role, source) for role, source, target in pairs if source != target)
+    return tuple(
+        WeightSync(role, source, target, *choose_transport(spec, is_same_process=source == target, num_receivers=others[role, source]))
+        for role, source, target in pairs
     )
+
+
+def choose_transport(
+    spec: WeightsSpec, *, is_same_process: bool, is_same_host: bool = True, num_receivers: int = 1
+) -> tuple[SyncTransport, str]:
+    """The transport of one sync, and why.
+
+    >>> choose_transport(WeightsSpec(), is_same_process=False, is_same_host=False, num_receivers=2)
+    ('broadcast', 'another host: one stream for 2 receivers')
+    """
+    if is_same_process:
+        return "same process", "one copy"
+    if spec.transport != "auto":
+        return spec.transport, "as the cluster spec says"
+    if is_same_host:
+        return "shared memory", f"same host: one copy in, one out for {_receivers(num_receivers)}"
+    return "broadcast", f"another host: one stream for {_receivers(num_receivers)}"
 
 
 def plan_switches(workers: tuple[WorkerPlan, ...]) -> tuple[SwitchPlan, ...]:
     return tuple(SwitchPlan(worker.lease, worker.name) for worker in workers if worker.lease)
+
+
+def _receivers(number: int) -> str:
+    return "its receiver" if number == 1 else f"{number} receivers"

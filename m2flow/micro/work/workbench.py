@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
-from m2flow.channels.weights import Manifest, RawBits, SharedWeights, SharedWeightsReader, Weight, digest
+from m2flow.channels.weights import Manifest, RawBits, Tied, Weight, digest
+from m2flow.channels.weights.torch_tensors import travelling
 from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, Request, RolloutEngine, Tensor, TrainEngine
 from m2flow.engines.registry import make_function, make_rollout, make_train
-from m2flow.errors import EngineError, InternalError, M2FlowError, OpError, PromptTooLong
+from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.macro.graph import Call
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
@@ -27,6 +26,7 @@ from m2flow.micro.scheduling.staleness import check_admission, check_given
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.arguments import Arguments
 from m2flow.micro.work.instances import Instances
+from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
 from m2flow.recipe import Model
@@ -51,7 +51,7 @@ class _Growing:
 
 
 class Workbench:
-    """Engines by role and kind. Spans go to the recorder, weights for other processes to shared memory under `shared_prefix`.
+    """Engines by role and kind. Spans go to the recorder; what weights for other processes lie in is named by `shared_prefix`.
 
     Finished samples gather up to `gather_s` before they leave together: with a small model, making a batch of each one, writing it
     down and sending it on would cost as much as decoding.
@@ -68,13 +68,14 @@ class Workbench:
         shared_prefix: str,
         gather_s: float = 0.0,
         restore: Mapping[str, str] | None = None,
+        worker: str = "",
+        weights: WeightSettings = WeightSettings(),  # noqa: B008
     ) -> None:
         self._slots = tuple(slots)
         self._models = models
         self._settings = settings
         self._run_seed = run_seed
         self._recorder = recorder
-        self._shared_prefix = shared_prefix
         self._gather_ns = gather_s * 1e9
         self._restore = restore or {}
         """Role -> the part of a checkpoint that its trainer begins with."""
@@ -87,8 +88,7 @@ class Workbench:
         """Samples that wait to leave, and when they finished."""
         self._left_ns = 0
         self._tallies: dict[int, training.UpdateTally] = {}
-        self._shared: dict[str, SharedWeights] = {}
-        self._readers: dict[str, SharedWeightsReader] = {}
+        self._syncing = WeightSyncing(worker, shared_prefix, models, weights, recorder)
 
     def open(self) -> None:
         """Load every engine."""
@@ -109,10 +109,7 @@ class Workbench:
         """Free every engine and every shared segment."""
         for engine in self._engines():
             engine.stop()
-        for shared in self._shared.values():
-            shared.close()
-        for reader in self._readers.values():
-            reader.close()
+        self._syncing.close()
 
     # Generation
 
@@ -309,47 +306,32 @@ class Workbench:
                 target[name][...] = tensor
 
     def publish(self, role: str, version: int) -> Manifest:
-        """Lay a role's trained weights into shared memory."""
-        with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role) as span:
-            shared = self._shared.get(role)
-            if shared is None:
-                shared = self._shared[role] = SharedWeights(f"{self._shared_prefix}-{role}")
-            manifest = shared.write(_plain(self._engine(self._train, role).weights()))
-            span.set(num_bytes=manifest.num_bytes)
-            return manifest
+        """Hand out a role's trained weights."""
+        return self._syncing.publish(role, version, self._engine(self._train, role))
 
     def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
         """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor.
 
         Args:
+            manifest: of those that were published; None: from the trainer of this process.
             under_requests: what runs goes on with them, if its call may use them.
         """
         engine = self._engine(self._rollout, role)
         for call in {growing.call.ordinal: growing.call for growing in self._growing.values() if growing.call.role == role}.values():
             check_admission(call, version)
-        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
-            if manifest is None:
-                trained = list(self._engine(self._train, role).weights())
-                engine.load_weights(trained, version, under_requests=under_requests)
-                self._compare(role, digest(_plain(trained)), digest(_plain(engine.weights())))
-                span.set(num_bytes=sum(int(tensor.nbytes) for _, tensor in trained))
-            else:
-                span.set(num_bytes=manifest.num_bytes)
-                reader = self._readers.setdefault(role, SharedWeightsReader())
-                engine.load_weights(_tensors(reader.read(manifest)), version, under_requests=under_requests)
+        if manifest is None:
+            self._syncing.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
+        else:
+            self._syncing.load(role, version, manifest, engine, under_requests=under_requests)
 
     def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
-        """A copy of a role's trained weights as they are now."""
-        return [(name, _copied(weight)) for name, weight in _plain(self._engine(self._train, role).weights())]
+        """A copy of a role's trained weights as they are now, in the type that its rollout engines hold."""
+        kept = self._syncing.travelling(role, self._engine(self._train, role))
+        return [(name, _copied(weight)) for name, weight in kept if not isinstance(weight, Tied)]
 
     def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]], *, under_requests: bool = False) -> None:
         """Take weights that `keep_weights` gave into the role's rollout engine."""
-        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role):
-            self._engine(self._rollout, role).load_weights(_tensors(kept), version, under_requests=under_requests)
-
-    def _compare(self, role: str, sent: str, received: str) -> None:
-        if sent != received:
-            raise EngineError(f"the weights of {role} differ between trainer and rollout after a sync", now="Please report this run.")
+        self._syncing.take(role, version, kept, self._engine(self._rollout, role), under_requests=under_requests)
 
     def switch(self, to: str) -> None:
         """Hand the device to the engines of the other kind."""
@@ -367,8 +349,8 @@ class Workbench:
                 self._train[role].save(path)
                 if seals:
                     seal(path)
-            return digest(_plain(self._train[role].weights()))
-        return digest(_plain(self._engine(self._rollout, role).weights()))
+            return _digest(self._train[role].weights())
+        return _digest(self._engine(self._rollout, role).weights())
 
     def _engines(self) -> Iterator[Engine]:
         yield from self._rollout.values()
@@ -382,33 +364,12 @@ class Workbench:
         return engines[role]
 
 
-def _plain(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Weight]]:
-    """Tensors as what travels: NumPy arrays, or raw bits of a type that NumPy lacks. Without a copy where they are on a CPU."""
-    for name, tensor in tensors:
-        if isinstance(tensor, np.ndarray):
-            yield name, tensor
-        elif str(tensor.dtype) == "torch.bfloat16":
-            import torch
-
-            yield name, RawBits(tensor.detach().cpu().view(torch.uint16).numpy(), "bfloat16")
-        else:
-            yield name, tensor.detach().cpu().numpy()
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    return digest((name, weight) for name, weight in travelling(tensors) if not isinstance(weight, Tied))
 
 
 def _copied(weight: Weight) -> Weight:
     return RawBits(weight.bits.copy(), weight.dtype) if isinstance(weight, RawBits) else weight.copy()
-
-
-def _tensors(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Tensor]]:
-    """What travelled, as engines take it."""
-    for name, weight in weights:
-        if isinstance(weight, RawBits):
-            import torch
-
-            # A copy, one tensor at a time: torch has no tensors that can't be written, and what is read here can't.
-            yield name, torch.from_numpy(weight.bits.copy()).view(getattr(torch, weight.dtype))
-        else:
-            yield name, weight
 
 
 def _add(engine: RolloutEngine, requests: Sequence[Request]) -> None:

@@ -31,6 +31,7 @@ from m2flow.micro.record.segments import SegmentWriter, segment_name
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.store import RowStore, stopped_at
+from m2flow.micro.work.weight_syncing import WeightSettings
 from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
@@ -75,6 +76,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """At the run: another one writes segments of its own, since a worker may outlive its controller for a moment."""
     restore: dict[str, str] = {}
     """Role -> the part of a checkpoint that its trainer begins with."""
+    weights: WeightSettings = WeightSettings()
 
     def engine_settings(self) -> dict[str, EngineSettings]:
         common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
@@ -109,6 +111,8 @@ class Worker:
             shared_prefix=settings.shared_prefix,
             gather_s=settings.gather_s,
             restore=settings.restore,
+            worker=settings.name,
+            weights=settings.weights,
         )
         self._link = link
         self._inbox = inbox

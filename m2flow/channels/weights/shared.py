@@ -1,10 +1,10 @@
-"""Model weights from one process to another of the same host, through a file in shared memory that is kept.
+"""A segment of shared memory that holds a model's weights, written over by each new version.
 
-    trainer   SharedWeights.write(tensors) -> Manifest --control link--> SharedWeightsReader.read(manifest)   rollout
+    SharedWeights.write(tensors) -> Manifest --control link--> SharedWeightsReader.read(manifest)
 
-The file lies in /dev/shm (elsewhere, where there is none, in the temporary directory) and is written over by the next `write`:
+The segment is a file in /dev/shm (elsewhere, where there is none, in the temporary directory) and stays from one `write` to the next:
 fresh pages cost several times what the copy costs. So a writer must not write while a reader still reads; the controller sees
-to that, and a CRC-32 of every tensor would show it. It is a plain file, mapped, and not `multiprocessing.shared_memory`,
+to that, and a checksum of every tensor would show it. It is a plain file, mapped, and not `multiprocessing.shared_memory`,
 whose resource tracker (before Python 3.13) takes every process that attaches for an owner and unlinks under the others.
 
 Who owns a file removes it in `close`. An owner that is killed can't: its launcher calls `remove_segments` with the prefix that it gave.
@@ -14,71 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
-import math
 import mmap
 import os
 import re
 import stat
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.codec import DTYPES
+from m2flow.channels.weights.checksum import checksum, copy_with_checksum
+from m2flow.channels.weights.delta import Changes
+from m2flow.channels.weights.manifest import Manifest, TensorEntry, listed, named, padded, part_of
+from m2flow.channels.weights.tensors import Tied, Weight, bytes_of
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, SpecError
 
-RAW_DTYPES: dict[str, np.dtype[np.generic]] = {
-    "bfloat16": np.dtype(np.uint16),
-    "float8_e4m3fn": np.dtype(np.uint8),
-    "float8_e5m2": np.dtype(np.uint8),
-}
-"""Types that NumPy lacks, and what their bits travel as."""
-
-_ALIGNMENT = 64
-_BLOCK_BYTES = 1 << 20
-"""Checksum and copy go block by block, so that the second finds the block in the processor's cache."""
 _SUFFIX = ".weights"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,180}")
-
-
-@dataclass(frozen=True, eq=False)
-class RawBits:
-    """A tensor of a type that NumPy lacks: its bits, and the type's name in `RAW_DTYPES`.
-
-    With torch: `RawBits(tensor.view(torch.uint16).numpy(), "bfloat16")`, and back by `torch.from_numpy(raw.bits).view(torch.bfloat16)`.
-    """
-
-    bits: npt.NDArray[np.generic]
-    dtype: str
-
-
-Weight = npt.NDArray[np.generic] | RawBits
-
-
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where one tensor lies."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    """Bytes from the start of the file."""
-    checksum: int
-    """CRC-32 of its bytes."""
-
-
-class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one `write` left in a segment. Travels on the control link."""
-
-    segment: str
-    num_bytes: int
-    tensors: tuple[TensorEntry, ...]
 
 
 class SharedWeights:
@@ -90,25 +43,52 @@ class SharedWeights:
         self._file: int | None = None
         self._map: mmap.mmap | None = None
         self._is_closed = False
+        self._held: dict[str, TensorEntry] = {}
+        """What the segment holds: the whole of the last write, or nothing after one that failed."""
 
-    def write(self, tensors: Iterable[tuple[str, Weight]]) -> Manifest:
+    def write(self, tensors: Iterable[tuple[str, Weight | Tied]], *, version: int = -1, changes: Changes | None = None) -> Manifest:
         """Copy these tensors in, over the last ones. Takes them one by one, so they need not all be in memory at once.
 
+        Args:
+            changes: is told what is new of each tensor, as long as all lie where they lay.
         Raises:
             ChannelError: a type that does not travel, a name that comes twice, or no room in shared memory.
         """
         if self._is_closed:
             raise ChannelClosed(f"the shared weights {self._name} are closed")
+        before, self._held = self._held, {}
         entries: dict[str, TensorEntry] = {}
+        tied: dict[str, str] = {}
         offset = 0
         for name, weight in tensors:
-            if name in entries:
+            if name in entries or name in tied:
                 raise ChannelError(f"tensor {name!r} comes twice")
-            dtype, shape, source = _bytes_of(name, weight)
+            if isinstance(weight, Tied):
+                tied[name] = weight.to
+                continue
+            dtype, shape, source = bytes_of(name, weight)
             target = np.frombuffer(self._at_least(offset + len(source)), np.uint8, len(source), offset) if len(source) else source
-            entries[name] = TensorEntry(name, dtype, shape, offset, _copy(source, target))
-            offset += len(source) + -len(source) % _ALIGNMENT
-        return Manifest(self._name, offset, tuple(entries.values()))
+            if changes is not None:
+                old = before.get(name)
+                if old is not None and (old.dtype, old.shape, old.offset) == (dtype, shape, offset):
+                    changes.add(name, dtype, target, source)
+                else:
+                    changes.give_up()
+            entries[name] = TensorEntry(name, dtype, shape, offset, copy_with_checksum(source, target))
+            offset += padded(len(source))
+        if changes is not None and len(entries) != len(before):
+            changes.give_up()
+        self._held = entries
+        return Manifest(self._name, offset, tuple(entries.values()), version, tuple(tied.items()))
+
+    def body(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """The first bytes of the segment, as they are now; read-only."""
+        if not num_bytes:
+            return np.zeros(0, np.uint8)
+        assert self._map is not None
+        body = np.frombuffer(self._map, np.uint8, num_bytes)
+        body.flags.writeable = False
+        return body
 
     def close(self) -> None:
         """Remove the segment. Readers keep what they have mapped. May be called twice."""
@@ -157,31 +137,28 @@ class SharedWeightsReader:
     def __init__(self) -> None:
         self._maps: dict[str, tuple[int, mmap.mmap]] = {}
 
-    def read(self, manifest: Manifest) -> Iterator[tuple[str, Weight]]:
+    def read(self, manifest: Manifest, *, verify: bool = True) -> Iterator[tuple[str, Weight]]:
         """The tensors, as read-only views that show the segment: valid until the owner's next `write`.
 
-        All are verified before the first is given, so that nobody loads half of something broken.
-
+        Args:
+            verify: all are verified before the first is given, so that nobody loads half of something broken. Without it the caller
+                compares what it has in the end with the manifest.
         Raises:
             ChannelError: the segment is gone, or tensors differ from what was written; they are named.
             DecodeError: a manifest that does not fit its segment.
         """
         segment = self._attach(manifest)
-        weights: list[tuple[str, Weight]] = []
-        differing = []
-        for entry in manifest.tensors:
-            raw = _view(segment, entry, manifest.num_bytes)
-            if zlib.crc32(raw.data) != entry.checksum:
-                differing.append(entry.name)
-            values = raw.view(_storage(entry.dtype)).reshape(entry.shape)
-            weights.append((entry.name, RawBits(values, entry.dtype) if entry.dtype in RAW_DTYPES else values))
-        if differing:
-            shown = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+        body = np.frombuffer(segment, np.uint8, manifest.num_bytes)
+        body = body.view()
+        body.flags.writeable = False
+        parts = [(entry, part_of(body, entry)) for entry in manifest.tensors]
+        wrong = [entry.name for entry, raw in parts if checksum(raw) != entry.checksum] if verify else []
+        if wrong:
             raise ChannelError(
-                f"{len(differing)} of {len(manifest.tensors)} tensors in {manifest.segment} are not what was written: {shown}",
+                f"{len(wrong)} of {len(parts)} tensors in {manifest.segment} are not what was written: {listed(wrong)}",
                 now="Either they were written over while they were read, or memory is faulty. Please report this run.",
             )
-        return iter(weights)
+        return named(manifest.whole(), parts)
 
     def close(self) -> None:
         """Let go of the mappings. Views given out keep theirs alive. May be called twice."""
@@ -207,7 +184,8 @@ class SharedWeightsReader:
                 raise DecodeError(f"a manifest of {manifest.num_bytes:,} bytes for a segment of {status.st_size:,}")
             inode, mapped = self._maps.get(manifest.segment, (-1, None))
             if mapped is None or inode != status.st_ino or len(mapped) < manifest.num_bytes:
-                mapped = mmap.mmap(file, status.st_size, prot=mmap.PROT_READ)
+                # Private, so that torch, which has no tensors that can't be written, may have it without a copy; nothing is written.
+                mapped = mmap.mmap(file, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
                 self._maps[manifest.segment] = (status.st_ino, mapped)
             return mapped
         finally:
@@ -221,58 +199,6 @@ def remove_segments(prefix: str) -> int:
     for name in found:
         _unlink(os.path.join(_directory(), name))
     return len(found)
-
-
-def digest(tensors: Iterable[tuple[str, Weight]]) -> str:
-    """SHA-256 over name, type, shape and bytes of each tensor, in the order of the names. In hexadecimal.
-
-    >>> a, b = ("a", np.zeros(2)), ("b", np.ones(1))
-    >>> digest([a, b]) == digest([b, a]), digest([a]) == digest([("a", np.zeros((2, 1)))])
-    (True, False)
-    """
-    total = hashlib.sha256()
-    for name, weight in sorted(tensors, key=lambda item: item[0]):
-        dtype, shape, source = _bytes_of(name, weight)
-        total.update(json.dumps([name, dtype, shape]).encode() + b"\n")
-        total.update(source.data)
-    return total.hexdigest()
-
-
-def _bytes_of(name: str, weight: Weight) -> tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]:
-    """Type, shape, and the bytes in C order, flat; a copy only of what is not contiguous."""
-    values = weight.bits if isinstance(weight, RawBits) else np.asarray(weight)
-    dtype = weight.dtype if isinstance(weight, RawBits) else values.dtype.name
-    if values.dtype != (RAW_DTYPES if isinstance(weight, RawBits) else DTYPES).get(dtype):
-        raise ChannelError(f"tensor {name!r} of type {dtype} (held as {values.dtype}) does not travel")
-    return dtype, values.shape, np.asarray(values, order="C").reshape(-1).view(np.uint8)
-
-
-def _copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> int:
-    checksum = 0
-    for start in range(0, len(source), _BLOCK_BYTES):
-        block = source[start : start + _BLOCK_BYTES]
-        checksum = zlib.crc32(block.data, checksum)
-        target[start : start + _BLOCK_BYTES] = block
-    return checksum
-
-
-def _view(segment: mmap.mmap | bytes, entry: TensorEntry, num_bytes: int) -> npt.NDArray[np.uint8]:
-    if min(entry.shape, default=0) < 0 or len(entry.shape) > 32 or entry.offset < 0 or entry.offset % _ALIGNMENT:
-        raise DecodeError(f"tensor {entry.name!r} of shape {entry.shape} at {entry.offset}")
-    # Zeros are left out of this product: numpy refuses a shape whose other dimensions overflow, even if it is empty.
-    if math.prod(size or 1 for size in entry.shape) * _storage(entry.dtype).itemsize > 1 << 62:
-        raise DecodeError(f"tensor {entry.name!r} of shape {entry.shape} is too large")
-    size = math.prod(entry.shape) * _storage(entry.dtype).itemsize
-    if entry.offset + size > num_bytes:
-        raise DecodeError(f"tensor {entry.name!r} ends at {entry.offset + size:,} of {num_bytes:,} bytes")
-    return np.frombuffer(segment if size else b"", np.uint8, size, entry.offset if size else 0)
-
-
-def _storage(dtype: str) -> np.dtype[np.generic]:
-    found = DTYPES.get(dtype) or RAW_DTYPES.get(dtype)
-    if found is None:
-        raise DecodeError(f"a tensor of type {dtype!r}, which does not travel")
-    return found
 
 
 def _directory() -> str:

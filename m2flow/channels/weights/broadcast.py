@@ -1,0 +1,270 @@
+"""Weights from one process to many over torch.distributed, when they ask for them.
+
+    receiver --ask: who I am, which version I want, which I hold--> store of the server
+    server   --answer: the group, your rank in it, what comes-----> receiver
+    server   ==buckets, broadcast to all who asked together======> receivers
+
+The server sends from what its trainer has staged, in a thread of its own, so training goes on. Those who ask within a moment of each other
+share a broadcast, and so a group. Its members are named by who they are and by a number drawn when they started: a group is used again as
+long as the same ask, and made anew after one has come, gone or been restarted. Who loses a broadcast in the middle asks again.
+
+Limits: torch's store and Gloo neither encrypt nor authenticate, so this is for a trusted network; only the checksums tell what came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving, pump
+from m2flow.channels.weights.groups import BroadcastGroup, open_store, own_address, split_address
+from m2flow.channels.weights.manifest import Content
+from m2flow.errors import BrokenChannel, ChannelError, DecodeError
+
+Bytes = npt.NDArray[np.uint8]
+_ATTEMPTS = 3
+_POLL_S = 0.005
+"""A look at the store takes some 30 microseconds."""
+
+
+class _Ask(msgspec.Struct, frozen=True, array_like=True):
+    member: str
+    version: int
+    base: int
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    group: str
+    rank: int
+    size: int
+    content: Content | None
+    """None: there is no such version."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version as it can be sent."""
+
+    whole: tuple[Content, Bytes]
+    changes: tuple[Content, Bytes] | None
+    """What changed since another version, for those who hold that."""
+
+
+@final
+class BroadcastServer:
+    """The owner's side. `offer` and `close` from one thread.
+
+    Args:
+        host: the IPv4 address to listen at.
+        num_expected: receivers that may ask together; until so many have asked, others get `gather_s` to do so.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        device: str = "cpu",
+        num_expected: int = 1,
+        gather_s: float = 0.1,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._num_expected = num_expected
+        self._gather_s = gather_s
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._store: Any = None
+        self._offer: Offer | None = None
+        self._lock = threading.Lock()
+        """Held while bytes are sent, and while others take their place."""
+        self._groups: dict[tuple[str, ...], tuple[str, BroadcastGroup]] = {}
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
+        self.num_rounds = 0
+        self.bytes_per_s = 0.0
+        """Of the last broadcast of a whole model."""
+
+    def open(self) -> str:
+        """Listen; the address for manifests."""
+        self._store = open_store(self._host, 0, is_server=True, timeout_s=self._timeout_s)
+        self._thread.start()
+        return f"{self._host}:{self._store.port}"
+
+    def withdraw(self) -> None:
+        """What was offered is about to be written over. Waits for a broadcast under way."""
+        with self._lock:
+            self._offer = None
+
+    def offer(self, offer: Offer) -> None:
+        """Send this from now on to those who ask."""
+        with self._lock:
+            self._offer = offer
+
+    def close(self) -> None:
+        """Answer nobody any more. May be called twice."""
+        self._is_closing.set()
+        if self._thread.is_alive():
+            self._thread.join(self._timeout_s)
+        self._groups.clear()
+        self._store = None
+
+    def _serve(self) -> None:
+        number = 0
+        while not self._is_closing.is_set():
+            asks, number = self._asked(number)
+            if asks:
+                with self._lock:
+                    self._answer(asks)
+
+    def _asked(self, number: int) -> tuple[dict[int, _Ask], int]:
+        """Those who ask now, by the number of their question; and the number of the next."""
+        found: dict[int, _Ask] = {}
+        silent_s = 0.0
+        while not self._is_closing.is_set() and len(found) < self._num_expected:
+            key = f"ask/{number}"
+            if self._store.check([key]):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    found[number] = msgspec.msgpack.decode(self._store.get(key), type=_Ask)
+                self._store.delete_key(key)
+                number, silent_s = number + 1, 0.0
+                continue
+            # Not `wait`, which would print a warning at each time-out.
+            self._is_closing.wait(_POLL_S)
+            silent_s += _POLL_S
+            if silent_s > self._gather_s:
+                if found:
+                    break
+                # Who drew a number and died before it asked must not keep the next from being heard.
+                number, silent_s = number + (int(self._store.add("num_asks", 0)) > number + 1), 0.0
+        return found, number
+
+    def _answer(self, asks: dict[int, _Ask]) -> None:
+        offer = self._offer
+        rounds: dict[bool, dict[int, _Ask]] = {}
+        for number, ask in asks.items():
+            if offer is None or ask.version != offer.whole[0].version:
+                self._reply(number, _Answer("", 0, 0, None))
+            else:
+                takes_changes = offer.changes is not None and ask.base == offer.changes[0].base
+                rounds.setdefault(takes_changes, {})[number] = ask
+        for takes_changes, together in rounds.items():
+            assert offer is not None
+            content, body = offer.changes if takes_changes and offer.changes is not None else offer.whole
+            self._round(together, content, body)
+
+    def _round(self, asks: dict[int, _Ask], content: Content, body: Bytes) -> None:
+        members = tuple(sorted(ask.member for ask in asks.values()))
+        known = self._groups.get(members)
+        name = known[0] if known else secrets.token_hex(8)
+        for number, ask in asks.items():
+            self._reply(number, _Answer(name, members.index(ask.member) + 1, len(members) + 1, content))
+        try:
+            if known is None:
+                store = open_store(self._host, self._store.port, is_server=False, timeout_s=self._timeout_s)
+                group = BroadcastGroup(store, name, 0, len(members) + 1, host=self._host, device=self._device, timeout_s=self._timeout_s)
+                # Groups with a member of these are over: it asks in this one now.
+                self._groups = {key: held for key, held in self._groups.items() if not set(key) & set(members)}
+                self._groups[members] = (name, group)
+            else:
+                group = known[1]
+            start = time.monotonic()
+            pump([body], group.broadcast, self._bucket_bytes)
+            if content.base < 0 and len(body):
+                self.bytes_per_s = len(body) / max(time.monotonic() - start, 1e-9)
+            self.num_rounds += 1
+        except BrokenChannel:
+            self._groups.pop(members, None)  # Those who are still there ask again.
+
+    def _reply(self, number: int, answer: _Answer) -> None:
+        self._store.set(f"answer/{number}", msgspec.msgpack.encode(answer))
+
+
+@final
+class BroadcastReceiver:
+    """The other side; keeps its groups from one version to the next. One thread.
+
+    Args:
+        name: of the worker.
+    """
+
+    def __init__(self, name: str, *, device: str = "cpu", bucket_bytes: int = BUCKET_BYTES, timeout_s: float = 60.0) -> None:
+        self._member = f"{name}/{secrets.token_hex(8)}"
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._stores: dict[str, Any] = {}
+        self._groups: dict[str, BroadcastGroup] = {}
+
+    def receive(self, address: str, version: int, base: int) -> tuple[Content, Iterator[Bytes]]:
+        """Ask for a version, holding another: what comes, and its buckets, each valid until the next is asked for.
+
+        Raises:
+            ChannelError: the version is not offered any more. BrokenChannel: the server is gone, now or while the buckets come.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._ask(address, version, base)
+            except BrokenChannel:
+                self._stores.pop(address, None)
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+        raise AssertionError
+
+    def close(self) -> None:
+        """Leave the groups. May be called twice."""
+        self._groups.clear()
+        self._stores.clear()
+
+    def _ask(self, address: str, version: int, base: int) -> tuple[Content, Iterator[Bytes]]:
+        host, port = split_address(address)
+        store = self._stores.get(address)
+        if store is None:
+            store = self._stores[address] = open_store(host, port, is_server=False, timeout_s=self._timeout_s)
+        try:
+            number = int(store.add("num_asks", 1)) - 1
+            store.set(f"ask/{number}", msgspec.msgpack.encode(_Ask(self._member, version, base)))
+            store.wait([f"answer/{number}"], datetime.timedelta(seconds=self._timeout_s))
+            raw = store.get(f"answer/{number}")
+            store.delete_key(f"answer/{number}")
+        except RuntimeError as error:
+            raise BrokenChannel(f"{address} gave no answer about weights: {str(error).splitlines()[0][:200]}") from None
+        try:
+            answer = msgspec.msgpack.decode(raw, type=_Answer)
+        except msgspec.MsgspecError as error:
+            raise DecodeError(f"{len(raw)} bytes from {address} are no answer about weights: {error}") from None
+        if answer.content is None:
+            raise ChannelError(f"version {version} of the weights is not offered at {address}", now="A newer one has taken its place.")
+        group = self._groups.get(answer.group)
+        if group is None:
+            group = BroadcastGroup(
+                store,
+                answer.group,
+                answer.rank,
+                answer.size,
+                host=own_address(host),
+                device=self._device,
+                timeout_s=self._timeout_s,
+            )
+            self._groups = {answer.group: group}
+        return answer.content, self._buckets(answer.group, group, answer.content.num_bytes)
+
+    def _buckets(self, name: str, group: BroadcastGroup, num_bytes: int) -> Iterator[Bytes]:
+        is_whole = False
+        try:
+            yield from arriving(group.broadcast, num_bytes, self._bucket_bytes)
+            is_whole = True
+        finally:
+            if not is_whole:
+                self._groups.pop(name, None)

@@ -1,0 +1,168 @@
+"""Weights as files in a directory that both sides can reach: shared storage, or a link that is too slow for anything else.
+
+    WeightFiles.write(content, body) -> name        open_file(directory, name) -> Content, and its body to read
+
+    file    "m2w1", header length u32 (little-endian), header (msgpack, `Content`), zeros up to a multiple of 64, body
+
+A file is written under another name and renamed, so nobody sees half of one. It is not forced to the disk: what a run publishes is of no
+use after it. A whole model is followed by files with what changed, as long as these are smaller together than the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.channels.weights.buckets import BUCKET_BYTES
+from m2flow.channels.weights.manifest import Content, padded
+from m2flow.errors import ChannelError, DecodeError, SpecError
+
+Bytes = npt.NDArray[np.uint8]
+_PREFIX = struct.Struct("<4sI")
+_MAGIC = b"m2w1"
+_MAX_HEADER_BYTES = 256 << 20
+_SUFFIX = ".m2weights"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,200}")
+
+
+@final
+class WeightFiles:
+    """The owner's side. Names start with `prefix`. One thread."""
+
+    def __init__(self, directory: str, prefix: str) -> None:
+        self._directory = Path(directory)
+        self._prefix = prefix
+        self._chain: list[tuple[str, int]] = []
+        self._num_written = 0
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """A whole model and what changed since, oldest first."""
+        return tuple(name for name, _ in self._chain)
+
+    def takes(self, num_bytes: int, whole_bytes: int) -> bool:
+        """Whether so much of what changed can follow what is there: who holds nothing reads all of it."""
+        return bool(self._chain) and sum(size for _, size in self._chain[1:]) + num_bytes <= whole_bytes
+
+    def write(self, content: Content, body: Bytes) -> str:
+        """Write a file. A whole model takes the place of all that was there.
+
+        Raises:
+            ChannelError: the directory refuses it.
+        """
+        kind = "whole" if content.base < 0 else "changes"
+        name = f"{self._prefix}-v{content.version}-{self._num_written}-{kind}{_SUFFIX}"
+        self._num_written += 1
+        header = msgspec.msgpack.encode(content)
+        start = _PREFIX.pack(_MAGIC, len(header)) + header
+        part = self._directory / f".{name}.part"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with open(part, "wb", buffering=0, opener=_private) as file:
+                _write_all(file, np.frombuffer(start + bytes(padded(len(start)) - len(start)), np.uint8))
+                _write_all(file, body)
+            part.rename(self._directory / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise ChannelError(f"weights can't be written to {self._directory}: {error.strerror or error}") from None
+        if content.base < 0:
+            self._remove(self.chain)
+            self._chain = []
+        self._chain.append((name, len(body)))
+        return name
+
+    def close(self) -> None:
+        """Remove all. May be called twice."""
+        self._remove(self.chain)
+        self._chain = []
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                (self._directory / name).unlink()
+
+
+@final
+class WeightFile:
+    """A file that is read; `read` fills what it is given with what comes next of the body."""
+
+    def __init__(self, file: BinaryIO, content: Content, name: str) -> None:
+        self._file = file
+        self.content = content
+        self._name = name
+
+    def read(self, into: Bytes) -> None:
+        """Raises `DecodeError` at the end of the file."""
+        done = 0
+        while done < len(into):
+            taken = self._file.readinto(into[done:].data)  # type: ignore[attr-defined]
+            if not taken:
+                raise DecodeError(f"{self._name} is shorter than its header says")
+            done += taken
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_file(directory: str, name: str) -> WeightFile:
+    """Open a file that `WeightFiles` wrote.
+
+    Raises:
+        ChannelError: it is not there. DecodeError: it is none of ours.
+    """
+    if not _NAME.fullmatch(name):
+        raise DecodeError(f"{name!r} names no file of weights")
+    try:
+        file = open(os.path.join(directory, name), "rb", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        raise ChannelError(
+            f"the weights {name} can't be read from {directory}: {error.strerror}", now="Do all workers reach that directory?"
+        ) from None
+    try:
+        size = os.fstat(file.fileno()).st_size
+        magic, num_header = _PREFIX.unpack(file.read(_PREFIX.size).ljust(_PREFIX.size))
+        if magic != _MAGIC or num_header > min(size, _MAX_HEADER_BYTES):
+            raise DecodeError(f"{name} is no file of weights")
+        try:
+            content = msgspec.msgpack.decode(file.read(num_header), type=Content)
+        except msgspec.MsgspecError as error:
+            raise DecodeError(f"{name} has no readable header: {error}") from None
+        start = padded(_PREFIX.size + num_header)
+        if not 0 <= content.num_bytes == size - start:
+            raise DecodeError(f"{name} has {size - start:,} bytes where its header says {content.num_bytes:,}")
+        file.seek(start)
+        return WeightFile(file, content, name)
+    except BaseException:
+        file.close()
+        raise
+
+
+def remove_files(directory: str, prefix: str) -> int:
+    """Remove every file of weights whose name starts so, for owners that were killed. Returns how many there were."""
+    if not _NAME.fullmatch(prefix):
+        raise SpecError(f"{prefix!r} can't name files of weights")
+    found = [p for p in Path(directory).glob("*") if p.name.lstrip(".").startswith(prefix) and _SUFFIX in p.name]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+def _write_all(file: BinaryIO | object, body: Bytes) -> None:
+    for start in range(0, len(body), BUCKET_BYTES):
+        block = body[start : start + BUCKET_BYTES].data
+        while len(block):
+            block = block[file.write(block) :]  # type: ignore[union-attr]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

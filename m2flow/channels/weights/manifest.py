@@ -1,0 +1,152 @@
+"""What a publication of weights consists of: every tensor's name, type, shape, place and checksum, and where it can be had.
+
+A manifest travels on the control link; the bytes never do. `differing` is the check that ends every sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.channels.weights.checksum import checksum
+from m2flow.channels.weights.tensors import Weight, bytes_of, num_bytes_of, weight_of
+from m2flow.errors import DecodeError
+
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of it."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where one tensor lies."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start."""
+    checksum: int
+    """Of its bytes (`m2flow.channels.weights.checksum`)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Checked against what can exist. Raises `DecodeError`."""
+        return num_bytes_of(self.name, self.dtype, self.shape)
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is new of one tensor; tensors without one are as they were."""
+
+    name: str
+    kind: str
+    """`offsets`, `mask` or `whole` (`m2flow.channels.weights.delta`)."""
+    num: int
+    """Values that changed."""
+    offset: int
+    """Of its part in the body."""
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A body of bytes that is a whole model, or what is new since another version."""
+
+    version: int
+    base: int
+    """The version that it changes; -1: it is whole."""
+    num_bytes: int
+    """Of the body."""
+    tensors: tuple[TensorEntry, ...]
+    """Of the whole model, with the checksums that it then has."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Further names: the name, and which tensor it names."""
+    changes: tuple[Change, ...] = ()
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A publication."""
+
+    segment: str
+    """The shared memory that it is staged in."""
+    num_bytes: int
+    tensors: tuple[TensorEntry, ...]
+    version: int = -1
+    tied: tuple[tuple[str, str], ...] = ()
+    files: tuple[str, ...] = ()
+    """A whole model and what changed since, oldest first; only the last ones are of interest to who holds an earlier version."""
+    address: str = ""
+    """Where a broadcast can be asked for."""
+
+    def whole(self) -> Content:
+        return Content(self.version, -1, self.num_bytes, self.tensors, self.tied)
+
+
+def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:
+    """Entries, checksums still 0, one after the other, for names, types and shapes."""
+    entries, offset = [], 0
+    for name, dtype, shape in tensors:
+        entries.append(TensorEntry(name, dtype, shape, offset, 0))
+        offset += padded(entries[-1].num_bytes)
+    return tuple(entries)
+
+
+def padded(num_bytes: int) -> int:
+    """The room that so many bytes take.
+
+    >>> padded(0), padded(1), padded(64)
+    (0, 64, 64)
+    """
+    return num_bytes + -num_bytes % ALIGNMENT
+
+
+def part_of(body: npt.NDArray[np.uint8], entry: TensorEntry) -> npt.NDArray[np.uint8]:
+    """A tensor's bytes in a body. Raises `DecodeError`: it lies outside, or crooked."""
+    if entry.offset < 0 or entry.offset % ALIGNMENT or entry.offset + entry.num_bytes > len(body):
+        raise DecodeError(f"tensor {entry.name!r} of shape {entry.shape} at {entry.offset:,} does not fit {len(body):,} bytes")
+    return body[entry.offset : entry.offset + entry.num_bytes]
+
+
+def named(content: Content, parts: Iterable[tuple[TensorEntry, npt.NDArray[np.uint8]]]) -> Iterator[tuple[str, Weight]]:
+    """The tensors of a content by all of their names, from their bytes."""
+    others: dict[str, list[str]] = {}
+    for name, to in content.tied:
+        others.setdefault(to, []).append(name)
+    for entry, raw in parts:
+        weight = weight_of(entry.dtype, entry.shape, raw)
+        for name in (entry.name, *others.get(entry.name, ())):
+            yield name, weight
+
+
+class Seen(NamedTuple):
+    """A tensor as one side has it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+
+def seen(tensors: Iterable[tuple[str, Weight]]) -> Iterator[Seen]:
+    """What tensors in this host's memory are. Those on a GPU: `m2flow.channels.weights.torch_tensors.seen`."""
+    for name, weight in tensors:
+        dtype, shape, raw = bytes_of(name, weight)
+        yield Seen(name, dtype, shape, checksum(raw))
+
+
+def differing(entries: Sequence[TensorEntry], held: Iterable[Seen]) -> tuple[list[str], set[str]]:
+    """The names of tensors that are not what the entries say; and of those that could not be compared: not held, or held otherwise."""
+    wanted = {entry.name: entry for entry in entries}
+    wrong, missing = [], set(wanted)
+    for name, dtype, shape, total in held:
+        entry = wanted.get(name)
+        if entry is not None and (dtype, shape) == (entry.dtype, entry.shape):
+            missing.discard(name)
+            if total != entry.checksum:
+                wrong.append(name)
+    return wrong, missing
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,41 @@
+"""A split run, two rollout workers, each in a process of its own: synced_run.py RUNS_DIR ENGINE TRANSPORT CHANGES."""
+
+import sys
+from pathlib import Path
+
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
+from m2flow.micro.run import Run
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
+
+DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
+
+
+def digits_seen(sample: Sample) -> float:
+    return len(set(str(sample.text))) / 8
+
+
+@flow
+def synced(model: str = "fake") -> None:
+    policy, verifier = Policy(model, init="random"), Reward(digits_seen)
+    prompts = Dataset([{"prompt": f"{i * 7919 % 10000}="} for i in range(8)], shuffle=False)
+    for _ in steps(3):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=6)
+        policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3))
+
+
+def main(runs_dir: str, engine: str, transport: str, changes: str) -> None:
+    spec = ClusterSpec(
+        placement="split",
+        device="cpu",
+        cores=2,
+        rollout=RolloutSpec(engine=engine, workers=2),
+        train=TrainSpec(engine=engine, token_budget=64),
+        weights=WeightsSpec.model_validate({"transport": transport, "changes": changes}),
+    )
+    run = Run(synced, {"model": "fake" if engine == "fake" else str(DIGITS)}, spec, RunSettings(runs_dir=runs_dir, deterministic=True))
+    print(f"weights {run.execute().weights_sha256}")
+    print(run.run_dir)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

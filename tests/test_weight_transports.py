@@ -1,0 +1,451 @@
+"""Weights arrive bit for bit over every transport: whole or as changes, in buckets of any size, and damage is found by name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from m2flow.channels.codec import DTYPES
+from m2flow.channels.weights import Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions
+from m2flow.channels.weights import checksum as sums
+from m2flow.channels.weights import shared as shared_memory
+from m2flow.channels.weights.broadcast import BroadcastReceiver
+from m2flow.channels.weights.buckets import arriving, pump, unpacked
+from m2flow.channels.weights.checksum import checksum, copy_with_checksum
+from m2flow.channels.weights.delta import Changes, applied
+from m2flow.channels.weights.files import open_file, remove_files
+from m2flow.channels.weights.manifest import Change, Content, TensorEntry, laid_out, padded
+from m2flow.channels.weights.tensors import bytes_of, once
+from m2flow.channels.weights.torch_tensors import checksum_on_device, travelling
+from m2flow.channels.weights.torch_tensors import given as as_engines_take
+from m2flow.errors import BrokenChannel, ChannelError, DecodeError
+
+TRANSPORTS = ("shared memory", "file", "broadcast")
+BF16 = np.dtype(np.uint16)
+
+shapes = npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=40)
+arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda dtype: npst.arrays(dtype, shapes))
+raw_bits = npst.arrays(np.uint16, shapes).map(lambda bits: RawBits(bits, "bfloat16"))
+models = st.dictionaries(st.text(max_size=8), arrays | raw_bits, min_size=1, max_size=6).map(lambda found: list(found.items()))
+
+Named = list[tuple[str, Weight | Tied]]
+
+
+def plain(named: Named) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """By every name: type, shape and bytes."""
+    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    for name, weight in named:
+        if isinstance(weight, Tied):
+            found[name] = found[weight.to]
+        else:
+            dtype, shape, raw = bytes_of(name, weight)
+            found[name] = (dtype, shape, raw.tobytes())
+    return found
+
+
+class Pair:
+    """A publisher, and subscribers by name, over one transport."""
+
+    def __init__(self, transport: str, directory: Path, **options: object) -> None:
+        self.transport, self.directory = transport, str(directory)
+        self.bucket_bytes = int(options.pop("bucket_bytes", 4096))  # type: ignore[call-overload]
+        chosen = WeightOptions(
+            transports=(transport,),
+            directory=self.directory,
+            bucket_bytes=self.bucket_bytes,
+            **options,  # type: ignore[arg-type]
+        )
+        self.name = f"m2flow-test-{secrets.token_hex(4)}"
+        self.publisher = Publisher(f"{self.name}-policy", chosen)
+        self.subscribers: dict[str, Subscriber] = {}
+
+    def subscriber(self, name: str = "rollout-0") -> Subscriber:
+        if name not in self.subscribers:
+            self.subscribers[name] = Subscriber(name, directory=self.directory, bucket_bytes=self.bucket_bytes)
+        return self.subscribers[name]
+
+    def received(self, manifest: Manifest, name: str = "rollout-0", **held: object) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+        arriving = self.subscriber(name).tensors(manifest, self.transport, **held)  # type: ignore[arg-type]
+        return {each: (dtype, shape, raw.tobytes()) for each, weight in arriving for dtype, shape, raw in [bytes_of(each, weight)]}
+
+    def close(self) -> None:
+        for subscriber in self.subscribers.values():
+            subscriber.close()
+        self.publisher.close()
+        assert shared_memory.remove_segments(self.name) == 0, "a segment was left behind"
+        assert not os.path.isdir(self.directory) or not list(Path(self.directory).iterdir()), "a file was left behind"
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(transport: str, **options: object) -> Pair:
+            pair = Pair(transport, tmp_path / secrets.token_hex(4), **options)
+            stack.callback(pair.close)
+            return pair
+
+        yield make
+
+
+def some_model(seed: int = 0, num: int = 5) -> Named:
+    rng = np.random.default_rng(seed)
+    model: Named = [(f"layers.{i}.weight", RawBits(rng.integers(0, 1 << 16, (7 * i + 1, 33), np.uint16), "bfloat16")) for i in range(num)]
+    return [*model, ("norm", rng.standard_normal(11).astype(np.float32)), ("empty", np.zeros((0, 4), np.float32))]
+
+
+def moved(model: Named, share: float, seed: int = 1) -> Named:
+    """The same model with a share of its values changed."""
+    rng = np.random.default_rng(seed)
+    found: Named = []
+    for name, weight in model:
+        assert not isinstance(weight, Tied)
+        bits = (weight.bits if isinstance(weight, RawBits) else weight).copy()
+        flat = bits.reshape(-1).view(f"u{bits.itemsize}")
+        at = rng.random(len(flat)) < share
+        flat[at] ^= 1
+        found.append((name, RawBits(bits, weight.dtype) if isinstance(weight, RawBits) else bits))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_model_arrives_bit_for_bit_in_buckets_of_any_size(transport: str, data: st.DataObject, tmp_path: Path) -> None:
+    model: Named = [*data.draw(models)]
+    names = [name for name, _ in model]
+    for number, to in enumerate(data.draw(st.lists(st.sampled_from(names), max_size=2))):
+        model.append((f"tied.{number}", Tied(to)))
+    pair = Pair(transport, tmp_path / secrets.token_hex(4), bucket_bytes=data.draw(st.sampled_from([64, 100, 1000, 1 << 16])))
+    with contextlib.closing(pair):
+        for version in (1, 2):
+            manifest = pair.publisher.publish(model, version)
+            again = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
+            assert pair.received(again) == plain(model)
+            if not data.draw(st.booleans()):
+                break
+            model = [*data.draw(models)]
+
+
+@pytest.mark.parametrize("transport", ["file", "broadcast"])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_changes_since_any_version_give_the_whole(transport: str, data: st.DataObject, tmp_path: Path) -> None:
+    """Receivers that hold the version before, an older one, or none: all end with the same."""
+    pair = Pair(transport, tmp_path / secrets.token_hex(4), changes="always", bucket_bytes=1000)
+    with contextlib.closing(pair):
+        model: Named = [*data.draw(models)]
+        versions: dict[int, Named] = {}
+        for version in range(data.draw(st.integers(2, 4))):
+            versions[version] = model
+            manifest = pair.publisher.publish(model, version)
+            base = data.draw(st.sampled_from([-1, *versions]))
+            held = versions.get(base, [])
+            got = pair.received(manifest, held_version=base, held=(lambda held=held: iter(held)) if base >= 0 else None)
+            assert got == plain(model)
+            model = moved(model, data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0])), seed=version)
+
+
+@pytest.mark.parametrize("transport", ["file", "broadcast"])
+def test_who_holds_the_version_before_gets_what_changed_and_others_the_whole(transport: str, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(transport, changes="always")
+    rng = np.random.default_rng(0)
+    before: Named = [("w", RawBits(rng.integers(0, 1 << 16, 500_000, np.uint16), "bfloat16"))]
+    now = moved(before, 0.01)
+    pair.publisher.publish(before, 1)
+    manifest = pair.publisher.publish(now, 2)
+    assert pair.publisher.last.share_changed == pytest.approx(0.01, rel=0.2)
+    assert pair.received(manifest, held_version=1, held=lambda: iter(before)) == plain(now)  # type: ignore[arg-type]
+    assert pair.subscriber().num_bytes < 50_000
+    assert pair.received(manifest, held_version=0, held=lambda: iter(before)) == plain(now)  # type: ignore[arg-type]
+    assert pair.subscriber().num_bytes >= 1_000_000
+    assert pair.received(manifest, "rollout-new") == plain(now)
+
+
+@pytest.mark.parametrize("transport", ["file", "broadcast"])
+def test_a_model_of_which_all_changed_comes_whole_and_says_so(transport: str, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(transport)
+    model: Named = [("w", np.random.default_rng(0).standard_normal(400_000).astype(np.float32))]
+    pair.publisher.publish(model, 1)
+    model = moved(model, 1.0)
+    assert pair.received(pair.publisher.publish(model, 2), held_version=1, held=lambda: iter([])) == plain(model)
+    assert pair.publisher.last.why.startswith("whole")
+
+
+def test_a_changed_layout_is_published_whole(pairs: Callable[..., Pair]) -> None:
+    pair = pairs("file", changes="always")
+    for model in ([("a", np.zeros(9)), ("b", np.ones(3))], [("a", np.zeros(9)), ("c", np.ones(3))], [("a", np.zeros(9))]):
+        assert pair.received(pair.publisher.publish(model, 1)) == plain(model)  # type: ignore[arg-type]
+        assert pair.publisher.last.share_changed < 0
+
+
+def test_several_receivers_share_a_broadcast_and_their_group(pairs: Callable[..., Pair]) -> None:
+    pair = pairs("broadcast", num_receivers=3)
+    model = some_model()
+    server = None
+    for version in (1, 2):
+        manifest = pair.publisher.publish(model, version)
+        names = ["rollout-0", "rollout-1", "rollout-2"]
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(functools.partial(pair.received, manifest), names)) == [plain(model)] * 3
+        server = pair.publisher._server
+        assert server is not None
+        assert server.num_rounds == version
+        assert len(server._groups) == 1
+        model = moved(model, 0.5)
+    # One of them is started anew: a group of its own, since its process knows nothing of the old one.
+    pair.subscribers.pop("rollout-1").close()
+    assert pair.received(manifest, "rollout-1") == plain(moved(some_model(), 0.5))
+    assert server is not None
+    assert server.num_rounds == 3
+
+
+def test_a_broadcast_of_a_version_that_is_gone_is_refused(pairs: Callable[..., Pair]) -> None:
+    pair = pairs("broadcast")
+    old = pair.publisher.publish(some_model(), 1)
+    pair.publisher.publish(some_model(), 2)
+    with pytest.raises(ChannelError, match="version 1 of the weights is not offered"):
+        pair.received(old)
+
+
+def test_who_asks_nobody_is_told_so() -> None:
+    receiver = BroadcastReceiver("rollout-0", timeout_s=0.5)
+    with pytest.raises(BrokenChannel, match="nobody hands out weights at"):
+        receiver.receive("127.0.0.1:9", 1, -1)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_damaged_byte_is_found_and_its_tensor_named(transport: str, pairs: Callable[..., Pair]) -> None:
+    pair = pairs(transport)
+    manifest = pair.publisher.publish(some_model(), 1)
+    entry = manifest.tensors[3]
+    if transport == "file":
+        path = Path(pair.directory) / manifest.files[-1]
+        place = path.stat().st_size - manifest.num_bytes
+    else:  # A broadcast sends from the segment.
+        path, place = Path(shared_memory._path(manifest.segment)), 0
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[place + entry.offset + 17] ^= 4
+    with pytest.raises(ChannelError, match=rf"1 of 7 tensors.* are not what was (written|published): {entry.name}(\n|$)"):
+        pair.received(manifest)
+
+
+def test_a_damaged_change_is_found_and_its_tensor_named(pairs: Callable[..., Pair]) -> None:
+    pair = pairs("file", changes="always")
+    model = some_model()
+    pair.publisher.publish(model, 1)
+    manifest = pair.publisher.publish(moved(model, 0.2), 2)
+    path = Path(pair.directory) / manifest.files[-1]
+    with contextlib.closing(open_file(pair.directory, manifest.files[-1])) as opened:
+        change = next(change for change in opened.content.changes if change.name == "layers.4.weight")
+        start = path.stat().st_size - opened.content.num_bytes
+    raw = bytearray(path.read_bytes())
+    raw[start + change.offset + padded((29 * 33 + 7) // 8) + 3] ^= 1  # A value, after the mask.
+    path.write_bytes(raw)
+    with pytest.raises(ChannelError, match=r"are not what was published: layers.4.weight"):
+        pair.received(manifest, held_version=1, held=lambda: iter(model))  # type: ignore[arg-type]
+
+
+def test_only_a_whole_file_is_ever_seen_and_short_or_foreign_ones_are_refused(pairs: Callable[..., Pair]) -> None:
+    pair = pairs("file")
+    manifest = pair.publisher.publish(some_model(), 1)
+    path = Path(pair.directory) / manifest.files[0]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o600
+    whole = path.read_bytes()
+    for wrong in (b"", b"m2w1", b"m2w1" + b"\xff" * 64, whole[:-1], whole + b"x", b"safetensors", whole[:9] + bytes(32) + whole[41:]):
+        path.write_bytes(wrong)
+        with pytest.raises(DecodeError):
+            pair.received(manifest)
+    path.unlink()
+    with pytest.raises(ChannelError, match="can't be read from"):
+        pair.received(manifest)
+    for name in ("../../etc/passwd", ".hidden-name", "a/bcdefgh"):
+        with pytest.raises(DecodeError, match="names no file"):
+            open_file(pair.directory, name)
+
+
+def test_what_a_killed_owner_left_is_removed_by_its_prefix(tmp_path: Path) -> None:
+    pair = Pair("file", tmp_path / "weights")
+    pair.publisher.publish(some_model(), 1)
+    (tmp_path / "weights" / "other.txt").write_text("")
+    assert remove_files(pair.directory, f"{pair.name}-policy") == 1
+    assert [each.name for each in (tmp_path / "weights").iterdir()] == ["other.txt"]
+    (tmp_path / "weights" / "other.txt").unlink()
+    pair.close()
+
+
+def test_a_directory_that_can_not_be_written_is_an_error(pairs: Callable[..., Pair], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    publisher = Publisher(f"m2flow-test-{secrets.token_hex(4)}", WeightOptions(transports=("file",), directory=str(tmp_path / "file")))
+    with contextlib.closing(publisher), pytest.raises(ChannelError, match="weights can't be written to"):
+        publisher.publish(some_model(), 1)
+
+
+def test_tied_weights_are_sent_once_and_named_twice(pairs: Callable[..., Pair]) -> None:
+    embedding, other = torch.randn(50, 8), torch.randn(50, 8)
+    transposed = embedding.t()
+    model = [("embed", embedding), ("head", embedding), ("other", other), ("transposed", transposed), ("view", embedding.view(50, 8))]
+    found = list(once(model))
+    assert [name for name, weight in found if isinstance(weight, Tied)] == ["head", "view"]
+    pair = pairs("file")
+    manifest = pair.publisher.publish(travelling(once(model), "bfloat16"), 1)
+    assert manifest.num_bytes == 3 * padded(50 * 8 * 2)
+    got = pair.received(manifest)
+    assert got["head"] == got["embed"] == ("bfloat16", (50, 8), embedding.bfloat16().view(torch.uint16).numpy().tobytes())
+    assert got["transposed"][2] == embedding.bfloat16().t().contiguous().view(torch.uint16).numpy().tobytes()
+
+
+def test_memory_that_is_freed_and_taken_again_ties_nothing() -> None:
+    def temporaries() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(50):
+            yield f"w{i}", torch.full((1000,), float(i))
+
+    assert not [name for name, weight in once(temporaries()) if isinstance(weight, Tied)]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16", "float32"])
+def test_types_are_converted_on_the_way_as_torch_rounds(dtype: str | None) -> None:
+    tensors = [
+        ("a", torch.randn(100, 3)),
+        ("b", torch.randn(7).bfloat16()),
+        ("steps", torch.arange(4)),
+        ("n", np.random.default_rng(0).standard_normal(9)),
+        ("scalar", torch.tensor(0.1)),
+    ]
+    like = tensors[0][1]
+    for (name, tensor), (_, sent) in zip(tensors, as_engines_take(travelling(tensors, dtype), like), strict=True):  # type: ignore[arg-type]
+        expected = torch.as_tensor(tensor)
+        expected = expected.to(getattr(torch, dtype)) if dtype and expected.is_floating_point() else expected
+        assert sent.dtype == expected.dtype, name
+        assert torch.equal(sent, expected), name
+
+
+def test_the_checksum_sees_each_bit_each_place_and_the_order() -> None:
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, 5 * sums.ROW_BYTES + 123, np.uint8)
+    known = {checksum(raw)}
+    for _ in range(200):
+        changed = raw.copy()
+        changed[rng.integers(len(raw))] ^= 1 << rng.integers(8)
+        known.add(checksum(changed))
+    swapped = raw.reshape(-1).copy()
+    swapped[: sums.ROW_BYTES], swapped[sums.ROW_BYTES : 2 * sums.ROW_BYTES] = (
+        raw[sums.ROW_BYTES : 2 * sums.ROW_BYTES],
+        raw[: sums.ROW_BYTES],
+    )
+    known |= {checksum(swapped), checksum(raw[:-1]), checksum(np.append(raw, np.uint8(0))), checksum(np.zeros(64, np.uint8))}
+    assert len(known) == 205
+
+
+def test_the_checksum_sees_two_flipped_signs_in_a_row() -> None:
+    """Modulo 2^64 two changes of a word's highest bit cancel in a sum with odd keys; so do rows with such words exchanged."""
+    values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    known = {checksum(values.view(np.uint8))}
+    for i in range(1, 400, 2):  # Signs of a word's upper half, two at a time.
+        flipped = values.copy()
+        flipped[i] *= -1
+        flipped[i + 2] *= -1
+        known.add(checksum(flipped.view(np.uint8)))
+    assert len(known) == 201
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, sums.ROW_BYTES - 1, sums.ROW_BYTES, 40 * sums.ROW_BYTES + 5, 1100 * sums.ROW_BYTES + 64])
+def test_copying_and_torch_give_the_same_checksum(size: int) -> None:
+    raw = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    target = np.zeros(size, np.uint8)
+    assert checksum(raw) == copy_with_checksum(raw, target) == checksum_on_device(torch.from_numpy(raw.copy()))
+    assert np.array_equal(raw, target)
+    assert checksum_on_device(torch.from_numpy(np.append(np.uint8(0), raw))[1:]) == checksum(raw)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_checksum() -> None:
+    raw = torch.randint(0, 256, (9_000 * sums.ROW_BYTES + 77,), dtype=torch.uint8)
+    assert checksum_on_device(raw.cuda()) == checksum(raw.numpy())
+
+
+@given(
+    st.lists(npst.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=50), min_size=1, max_size=6), st.integers(1, 4000), st.data()
+)
+@settings(max_examples=60, deadline=None)
+def test_a_stream_of_buckets_gives_the_tensors_again(sizes: list[tuple[int, ...]], bucket_bytes: int, data: st.DataObject) -> None:
+    entries = laid_out((f"w{i}", "float32", shape) for i, shape in enumerate(sizes))
+    num_bytes = entries[-1].offset + padded(entries[-1].num_bytes)
+    body = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+    sent: list[bytes] = []
+    cut = sorted(data.draw(st.lists(st.integers(0, num_bytes), max_size=4)))
+    blocks = [body[a:b] for a, b in zip([0, *cut], [*cut, num_bytes], strict=True)]
+    pump(blocks, lambda bucket: sent.append(bucket.tobytes()), bucket_bytes)
+    assert all(len(bucket) == bucket_bytes for bucket in sent[:-1])
+    stream = iter(b"".join(sent))
+
+    def receive(into: np.ndarray) -> None:
+        into[:] = np.frombuffer(bytes(next(stream) for _ in range(len(into))), np.uint8)
+
+    got = {entry.name: raw.tobytes() for entry, raw in unpacked(arriving(receive, num_bytes, bucket_bytes), entries, num_bytes)}
+    assert got == {entry.name: body[entry.offset :][: entry.num_bytes].tobytes() for entry in entries}
+
+
+def test_errors_on_either_side_of_a_stream_are_raised_and_leave_no_thread() -> None:
+    def refuse(bucket: np.ndarray) -> None:
+        raise BrokenChannel("gone")
+
+    with pytest.raises(BrokenChannel, match="gone"):
+        pump([np.zeros(10_000, np.uint8)], refuse, 100)
+    with pytest.raises(BrokenChannel, match="gone"):
+        list(arriving(refuse, 1000, 100))
+    left = arriving(lambda into: None, 1000, 100)
+    next(left)
+    left.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("m2flow-bucket"):
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_is_no_change_of_a_tensor_is_refused(data: st.DataObject) -> None:
+    """Whatever a change says, it is refused or gives as many bytes as the tensor has."""
+    body = np.frombuffer(data.draw(st.binary(min_size=0, max_size=400)), np.uint8)
+    entry = TensorEntry("w", "float32", (data.draw(st.integers(0, 40)),), 0, 0)
+    kind = data.draw(st.sampled_from(["mask", "offsets", "whole", "other"]))
+    change = Change("w", kind, data.draw(st.integers(-2, 50)), data.draw(st.sampled_from([-64, 0, 3, 64, 1 << 40])))
+    with contextlib.suppress(DecodeError):
+        assert len(applied(entry, change, body, np.zeros(entry.num_bytes, np.uint8))) == entry.num_bytes
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.001, "offsets"), (0.3, "mask"), (1.0, "whole")])
+def test_changes_take_the_smallest_form_and_more_than_one_block(share: float, kind: str) -> None:
+    before = np.random.default_rng(0).integers(0, 1 << 16, 200_000, np.uint16)
+    now = before ^ (np.random.default_rng(1).random(len(before)) < share)
+    changes = Changes(float("inf"), hopeless=1.0)
+    changes.add("same", "bfloat16", before.view(np.uint8), before.view(np.uint8))
+    changes.add("w", "bfloat16", before.view(np.uint8), now.astype(np.uint16).view(np.uint8))
+    result = changes.result()
+    assert result is not None
+    found, body = result
+    assert [(change.name, change.kind, change.num) for change in found] == [("w", kind, int((before != now).sum()))]
+    entry = TensorEntry("w", "bfloat16", (200_000,), 0, 0)
+    assert np.array_equal(applied(entry, found[0], body, before.view(np.uint8)).view(np.uint16), now)
+
+
+def test_content_survives_the_wire() -> None:
+    content = Content(3, 2, 10, (TensorEntry("w", "float32", (1,), 0, 1 << 63),), (("a", "w"),), (Change("w", "mask", 1, 0),))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(content), type=Content) == content
