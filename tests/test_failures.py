@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, plain, ran, stale, zero
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
-from m2flow.errors import OptionError, WorkerError
+from m2flow.errors import OptionError, StateLost, WorkerError
 from m2flow.micro.costs.terms import DecodeCost, FunctionCost, PassCost, TrainCost
 from m2flow.micro.rollouts.lengths import parse_lengths
 from m2flow.micro.scheduling import losing
@@ -47,11 +47,16 @@ def chained(num_steps: int = 2, batch: int = 4, n: int = 2) -> None:
 @some
 @given(
     st.integers(0, 1000),
-    st.lists(st.tuples(st.floats(0, 400), st.sampled_from(["rollout-0", "rollout-1", "functions-0", "functions-1"])), max_size=2),
+    st.lists(
+        st.tuples(
+            st.floats(0, 400), st.sampled_from(["rollout-0", "rollout-1", "functions-0", "functions-1"]), st.none() | st.floats(0, 100)
+        ),
+        max_size=2,
+    ),
     st.sampled_from([1, 3, 64]),
 )
 def test_all_is_trained_on_whoever_is_lost_and_whenever(seed, lost, chunk):
-    failures = [Failure(at_s, (name,)) for at_s, name in lost]
+    failures = [Failure(at_s, (name,), None if away_s is None else at_s + away_s) for at_s, name, away_s in lost]
     spec = cluster(instances=3, functions=3, chunk=chunk, max_running=4)
     lengths = parse_lengths("lognormal:median=40,sigma=0.8,prompt=4")
     result = ran(chained, COSTS, lengths, spec, num_steps=2, seed=seed, failures=failures)
@@ -86,6 +91,35 @@ def test_a_lost_trainer_ends_the_run_and_the_error_says_what_is_gone():
         ran(plain, COSTS, Given([[10]]), cluster(), failures=[Failure(3.0, ("train-0",))])
 
 
+@some
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.floats(0, 300), st.sampled_from(["rollout-0", "functions-0"]), st.floats(0, 100)), min_size=1, max_size=4),
+    st.integers(0, 2),
+)
+def test_what_only_a_lost_worker_can_do_waits_until_it_is_back(seed, lost, lag):
+    failures = [Failure(at_s, (name,), at_s + away_s) for at_s, name, away_s in lost]
+    lengths = parse_lengths("lognormal:median=40,sigma=0.8,prompt=4")
+    options = {"batch": 4, "n": 2, "lag": lag, "num_steps": 3}
+    cluster_of_one = cluster(max_running=4)
+    try:
+        result = ran(stale, COSTS, lengths, cluster_of_one, options=options, num_steps=3, seed=seed, failures=failures)
+    except WorkerError as error:
+        assume(not isinstance(error, StateLost) and "3 workers in turn" not in error.what)
+        raise
+    assert [sum(step.staleness.values()) for step in result.report.steps] == [8, 8, 8]
+
+
+def test_a_worker_that_is_back_works_on_and_its_devices_count_again():
+    lengths = Given([[100, 100]])
+    options = {"batch": 2, "n": 2}
+    failures = [Failure(50.0, ("rollout-1",), 60.0)]
+    result = ran(plain, COSTS, lengths, cluster(instances=2, max_running=2), options=options, failures=failures)
+    (step,) = result.report.steps
+    assert step.idle_s["failed"] == pytest.approx(10.0)
+    assert {life.id for life in result.history.lives["rollout-1"] if not life.is_wasted}
+
+
 def test_the_last_instance_can_not_be_replaced():
     with pytest.raises(WorkerError, match=r"no other can run policy\.generate"):
         ran(plain, COSTS, Given([[10]]), cluster(), failures=[Failure(3.0, ("rollout-0",))])
@@ -104,9 +138,13 @@ def test_a_node_takes_all_workers_with_it_that_have_a_device_there():
     assert failure_of("1@20", MACHINES, THREE) == Failure(20.0, ("rollout-1", "train-0"))
     assert failure_of("main:2@20", MACHINES, THREE) == Failure(20.0, ("train-0",))
     assert failure_of("functions-0@1.5", MACHINES, THREE) == Failure(1.5, ("functions-0",))
+    assert failure_of("functions-0@1.5-4", MACHINES, THREE) == Failure(1.5, ("functions-0",), 4.0)
 
 
-@pytest.mark.parametrize(("text", "said"), [("3@20", "no node or worker"), ("1", "when"), ("1@soon", "when"), ("other:0@1", "no node")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("3@20", "no node or worker"), ("1", "when"), ("1@soon", "when"), ("1@9-3", "when"), ("1@9-", "when"), ("other:0@1", "no node")],
+)
 def test_what_can_not_fail_is_refused(text, said):
     with pytest.raises(OptionError, match=said):
         failure_of(text, MACHINES, THREE)

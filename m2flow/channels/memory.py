@@ -56,6 +56,20 @@ class MemoryInbox(Inbox):
             self._counted(parcel.sender).add(len(parcel.batch), parcel.batch.num_bytes)
         return parcels
 
+    def drop(self, sender: str, num_left: int) -> None:
+        """A sender died: of what it sent and nobody has taken, only the first parcels arrive."""
+        with self._changed:
+            of_it = [parcel for parcel in self._parcels if parcel.sender == sender]
+            gone = {id(parcel) for parcel in of_it[num_left:]}
+            kept = [parcel for parcel in self._parcels if id(parcel) not in gone]
+            self._parcels.clear()
+            self._parcels.extend(kept)
+
+    def num_from(self, sender: str) -> int:
+        """Parcels of a sender that nobody has taken."""
+        with self._changed:
+            return sum(parcel.sender == sender for parcel in self._parcels)
+
     def close(self) -> None:
         if _open_inboxes.get(self._address) is self:
             del _open_inboxes[self._address]

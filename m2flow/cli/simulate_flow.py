@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     metavar="[NAME=]NUMBER",
     help="What a number is that Python waits for; of a filter or refill (keep=0.6) the share that it keeps. May be repeated.",
 )
-@click.option("--fail", multiple=True, metavar="NODE@SECONDS", help="A node (or a worker, by its name) fails then. May be repeated.")
+@click.option(
+    "--fail",
+    multiple=True,
+    metavar="NODE@SECONDS[-SECONDS]",
+    help="A node (or a worker, by its name) fails then; and is back. May be repeated.",
+)
 @click.option("--compare", is_flag=True, help="Time-shared, split, hybrid and as planned, each with staleness 0, 1 and 2.")
 @click.option("--ladder", is_flag=True, help="What each mechanism costs: runs again with one after the other taken away.")
 @click.option("--sweep", metavar="gpus=8..4096", help="On more and more devices of the cluster's kind: the numbers, and a picture.")

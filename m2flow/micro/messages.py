@@ -146,6 +146,21 @@ class Adopt(Message, frozen=True):
     forward_to: list[str]
 
 
+class Withdraw(Message, frozen=True):
+    """Do not begin with this task: rows of it will not come. Nothing is answered."""
+
+    task: int
+
+
+class Severed(Message, frozen=True):
+    """A peer is dead: nothing that it sent counts but these rows, by call, and nothing of it that is still on its way."""
+
+    peer: str
+    """Its process (`m2flow.micro.scheduling.roster.tag_of`)."""
+    rows: dict[int, list[int]]
+    """What is known to have been sent here."""
+
+
 class Forget(Message, frozen=True):
     """Nobody needs this call's rows any more."""
 
@@ -188,6 +203,13 @@ class Finished(Message, frozen=True):
     """Of each sample, where it depends on time which weights generated it; else empty."""
     ends: bool = False
     """The task is done with these: no `TaskDone` follows."""
+
+
+class Missing(Message, frozen=True):
+    """The answer to `Severed`: rows that the dead peer sent here, and that have not come. They will not be taken in any more."""
+
+    peer: str
+    rows: dict[int, list[int]]
 
 
 class Aborted(Message, frozen=True):
@@ -250,10 +272,12 @@ ToWorker = (
     | Push
     | Abort
     | Adopt
+    | Withdraw
+    | Severed
     | Forget
     | Stop
 )
-ToController = Ready | Finished | Aborted | TaskDone | TaskFailed | Spans | Fatal | Goodbye
+ToController = Ready | Finished | Missing | Aborted | TaskDone | TaskFailed | Spans | Fatal | Goodbye
 
 
 def calls_of(task: Task) -> tuple[int, ...]:

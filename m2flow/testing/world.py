@@ -8,19 +8,16 @@ order, as the real ones do. So every interleaving that processes could show can 
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from m2flow.channels.contract import Parcel
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
-from m2flow.errors import InternalError, M2FlowError, error_from_record
+from m2flow.errors import InternalError, M2FlowError, WorkerError, error_from_record
 from m2flow.macro.eager import EagerBackend, number_of
 from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.macro.graph import Call, MacroGraph, Observation
@@ -29,6 +26,7 @@ from m2flow.macro.sites import user_site
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro.bodies import call_body
+from m2flow.micro.control.census import Census
 from m2flow.micro.control.settling import Settling
 from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.plan import Plan, WorkerPlan
@@ -50,17 +48,20 @@ from m2flow.micro.scheduling.events import (
     Send,
     Sourced,
     Wanted,
+    WorkerJoined,
+    WorkerLost,
 )
+from m2flow.micro.scheduling.roster import worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work import performing
 from m2flow.micro.work.inprocess import InProcess
 from m2flow.micro.work.store import RowStore
-from m2flow.micro.work.weight_syncing import weight_settings
-from m2flow.micro.work.worker import Worker, WorkerSettings
-from m2flow.recipe import Model
+from m2flow.micro.work.worker import Worker
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.answers import Answer, Notes, samples_of
+from m2flow.testing.made_workers import Link, made_worker
+from m2flow.testing.mortality import Mortality
 
 MAX_TURNS = 2_000_000
 """Turns without an end that count as a deadlock, though somebody still moves."""
@@ -68,33 +69,31 @@ _LOOKS_AFTER = 200
 """Turns after which it is asked whether anybody still has something to do."""
 
 
-class _Link:
-    """Both directions between the controller and one worker."""
-
-    def __init__(self) -> None:
-        self.to_worker: deque[bytes] = deque()
-        self.to_controller: deque[bytes] = deque()
-
-    def receive(self, timeout_s: float) -> list[bytes]:
-        received = list(self.to_worker)
-        self.to_worker.clear()
-        return received
-
-    def send(self, message: bytes) -> None:
-        self.to_controller.append(message)
-
-
 class World(Backend):
     """A backend that turns the wheels itself whenever the flow waits."""
 
     def __init__(
-        self, flow: str, lowering: Lowering, scheduler: Scheduler, workers: Mapping[str, tuple[Worker, _Link]], order_seed: int
+        self,
+        flow: str,
+        lowering: Lowering,
+        scheduler: Scheduler,
+        plan: Plan,
+        make: Callable[[WorkerPlan, int], tuple[Worker, Link, MemoryInbox]],
+        order_seed: int,
+        num_losses: int,
     ) -> None:
         self.answer = Answer()
         self._flow = flow
         self._lowering = lowering
         self._scheduler = scheduler
-        self._workers = workers
+        self._plan = plan
+        self._make = make
+        self._workers = {worker.name: make(worker, 0) for worker in plan.workers}
+        self._mortality = Mortality(order_seed, num_losses)
+        self._census = Census()
+        self._buried: list[Worker] = []
+        self._dead: set[str] = set()
+        self._end: WorkerError | None = None
         self._order = random.Random(order_seed)
         self._outbox = MemoryOutbox()
         self._inbox = MemoryInbox()
@@ -102,11 +101,11 @@ class World(Backend):
         self._rows = RowStore()
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
-        self._defined: dict[str, set[int]] = {name: set() for name in workers}
+        self._defined: dict[str, set[int]] = {name: set() for name in self._workers}
         self._segment: list[Call] = []
         self._values: dict[int, object] = {}
         self._settling = Settling()
-        self._collected: dict[int, list[Batch]] = {}
+        self._collected = RowStore()
         self._consuming: dict[int, m.Accumulate] = {}
         self._logbook = Logbook(self, lambda step, name, number: self.answer.logs.append((step, name, number)))
         self._logged: list[tuple[int, int]] = []
@@ -117,16 +116,23 @@ class World(Backend):
 
     def open(self) -> None:
         self._addresses[CONTROLLER] = self._inbox.open()
-        for name, (worker, link) in self._workers.items():
-            worker.open()
-            ready = m.decode_to_controller(link.to_controller.popleft())
-            assert isinstance(ready, m.Ready)
-            self._addresses[name] = ready.address
-        for _, link in self._workers.values():
+        for name in self._workers:
+            self._open(name)
+        self._announce()
+
+    def _open(self, name: str) -> None:
+        worker, link, _ = self._workers[name]
+        worker.open()
+        ready = m.decode_to_controller(link.to_controller.popleft())
+        assert isinstance(ready, m.Ready)
+        self._addresses[worker.settings.tag] = ready.address
+
+    def _announce(self) -> None:
+        for _, link, _ in self._workers.values():
             link.to_worker.append(m.encode(m.Peers(self._addresses)))
 
     def close(self) -> None:
-        for worker, _ in self._workers.values():
+        for worker in [*self._buried, *(worker for worker, _, _ in self._workers.values())]:
             worker.close()
         self._outbox.close()
         self._inbox.close()
@@ -148,8 +154,8 @@ class World(Backend):
             return self._values[ordinal]
         self._handle(Wanted(ordinal))
         num_rows = self._scheduler.num_rows(ordinal)
-        self._turn_until(lambda: sum(map(len, self._collected.get(ordinal, []))) >= num_rows)
-        return Batch.concat(self._collected.get(ordinal, [])).in_order()
+        self._turn_until(lambda: len(self._collected.ids(ordinal)) >= num_rows)
+        return self._collected.get(ordinal, self._collected.ids(ordinal))
 
     def observed(self, observation: Observation) -> None:
         pass
@@ -230,6 +236,8 @@ class World(Backend):
     def _turn_until(self, is_met) -> None:  # type: ignore[no-untyped-def]
         with randomness_kept():
             for number in range(MAX_TURNS):
+                if self._end is not None:
+                    raise self._end
                 if is_met():
                     return
                 if number % _LOOKS_AFTER == _LOOKS_AFTER - 1 and self._is_stuck():
@@ -239,24 +247,78 @@ class World(Backend):
 
     def _is_stuck(self) -> bool:
         """Whether nobody has anything to do, nor ever will."""
-        if any(link.to_worker or link.to_controller for _, link in self._workers.values()):
+        if (
+            self._mortality.is_at_work
+            or self._census.is_open
+            or any(link.to_worker or link.to_controller for _, link, _ in self._workers.values())
+        ):
             return False
-        for worker, _ in self._workers.values():
+        for worker, _, _ in self._workers.values():
             worker.turn()  # It takes in the rows that have come.
-        return not any(worker.has_work or link.to_worker or link.to_controller for worker, link in self._workers.values())
+        return not any(worker.has_work or link.to_worker or link.to_controller for worker, link, _ in self._workers.values())
 
     def _turn(self) -> None:
         """One thing happens somewhere."""
         name = self._order.choice(list(self._workers))
-        worker, link = self._workers[name]
+        worker, link, _ = self._workers[name]
+        is_alive = worker.settings.tag in self._addresses and name not in self._mortality.dying
         if self._order.random() < 0.5:
-            worker.turn()
+            if is_alive:
+                worker.turn()
         elif link.to_controller:
             self._received(name, m.decode_to_controller(link.to_controller.popleft()))
         for parcel in self._inbox.take():
-            self._collected.setdefault(parcel.call, []).append(parcel.batch)
+            if parcel.sender not in self._dead:
+                self._collected.put(parcel.call, parcel.batch, parcel.sender)
+        self._live_and_die()
+
+    def _live_and_die(self) -> None:
+        """Somebody dies, is missed, or is back."""
+        mortality = self._mortality
+        alive = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses and n not in mortality.dying]
+        if (dies := mortality.dies([n for n in alive if not self._scheduler.is_vital(n)])) is not None:
+            worker, link, _ = self._workers[dies]
+            for inbox in [self._inbox, *(inbox for _, _, inbox in self._workers.values())]:
+                inbox.drop(worker.settings.tag, mortality.part_of(inbox.num_from(worker.settings.tag)))
+            for message in list(link.to_controller)[mortality.part_of(len(link.to_controller)) :]:
+                link.to_controller.remove(message)
+        if (missed := mortality.is_missed()) is not None:
+            self._sever(missed)
+        for name, missing in self._census.done():
+            mortality.away.append(name)
+            try:
+                self._handle(WorkerLost(name, returns=True, missing=missing))
+            except WorkerError as error:
+                self._end = error
+                raise
+        if (back := mortality.returns()) is not None:
+            self._come_back(back)
+
+    def _sever(self, name: str) -> None:
+        worker, link, _ = self._workers[name]
+        link.to_controller.clear()
+        tag, sent = worker.settings.tag, self._scheduler.sent_by(name)
+        self._dead.add(tag)
+        del self._addresses[tag]
+        missing = self._collected.sever(tag, sent.get(CONTROLLER, {}))
+        others = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses]
+        for other, message in self._census.begin(name, tag, sent, others).items():
+            self._workers[other][1].to_worker.append(m.encode(message))
+        for call, rows in missing.items():
+            self._census.not_sent(name, CONTROLLER, call, rows)
+
+    def _come_back(self, name: str) -> None:
+        worker = self._workers[name][0]
+        self._buried.append(worker)
+        self._workers[name] = self._make(self._plan.worker(name), worker.settings.incarnation + 1)
+        self._defined[name] = set()
+        self._open(name)
+        self._announce()
+        self._handle(WorkerJoined(name))
 
     def _received(self, worker: str, message: m.ToController) -> None:
+        if isinstance(message, m.Missing):
+            self._census.answered(worker, message)
         if isinstance(message, m.Fatal):
             raise error_from_record(message.error)
         if isinstance(message, m.Finished):
@@ -279,9 +341,12 @@ class World(Backend):
         for command in self._scheduler.handle(event):
             match command:
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                    self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
+                    if to in self._addresses:
+                        self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
                 case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                     self._rows.forget(call)
+                case Send(worker, m.Push(call=call, ids=ids, to=to)) if self._census.is_dead(worker):
+                    self._census.not_sent(worker, worker_of(to), call, ids)
                 case Send(worker, message):
                     self._tell(worker, message)
                 case Discarded(call, last):
@@ -332,21 +397,21 @@ def run_planned(
     save_to: Path | None = None,
     around: Callable[[Backend], Backend] = _itself,
     seated: Callable[[Plan], Plan] = _as_it_is,
+    num_losses: int = 0,
 ) -> Answer:
     """Run a flow by the plan of a spec, with the interleaving of `order_seed`. Trained models are kept under `save_to`; the flow's
-    calls go to what `around` makes of the backend: a recorder, a replay. `seated` may change who runs where.
+    calls go to what `around` makes of the backend: a recorder, a replay. `seated` may change who runs where. `num_losses` workers are lost
+    on the way, and come back.
     """
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = seated(lower(graph, models, spec, deterministic=deterministic))
     with tempfile.TemporaryDirectory() as directory:
-        workers = {}
-        for planned in plan.workers:
-            settings = _worker_settings(planned, models, spec, seed, directory, deterministic=deterministic)
-            weights = weight_settings(planned.name, plan.syncs, spec.weights, f"{directory}/weights")
-            settings = msgspec.structs.replace(settings, weights=weights)
-            link = _Link()
-            workers[planned.name] = (Worker(settings, link, MemoryInbox(), MemoryOutbox()), link)
-        world = World(flow.name, Lowering(plan, spec), Scheduler(plan, deterministic=deterministic), workers, order_seed)
+
+        def make(planned: WorkerPlan, incarnation: int) -> tuple[Worker, Link, MemoryInbox]:
+            return made_worker(plan, planned, models, spec, seed, directory, incarnation, deterministic=deterministic)
+
+        scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=num_losses + 1)
+        world = World(flow.name, Lowering(plan, spec), scheduler, plan, make, order_seed, num_losses)
         world._run_dir = Path(directory)
         try:
             world.open()
@@ -358,7 +423,7 @@ def run_planned(
             for planned in plan.workers:
                 trained = [slot.role for slot in planned.engines if slot.kind == "train"]
                 world.answer.weights |= {
-                    role: workers[planned.name][0].bench.save(role, f"{save_to or directory}/{role}") for role in trained
+                    role: world._workers[planned.name][0].bench.save(role, f"{save_to or directory}/{role}") for role in trained
                 }
         finally:
             world.close()
@@ -398,29 +463,3 @@ def run_eager(
         performer.close()
     notes.answer.consumed.sort()
     return notes.answer
-
-
-def _worker_settings(
-    worker: WorkerPlan, models: Mapping[str, Model], spec: ClusterSpec, seed: int, directory: str, *, deterministic: bool
-) -> WorkerSettings:
-    return WorkerSettings(
-        name=worker.name,
-        controller="",
-        keys=None,
-        inbox="",
-        engines=worker.engines,
-        models=dict(models),
-        device="cpu",
-        threads=1,
-        deterministic=deterministic,
-        run_seed=seed,
-        run_dir=directory,
-        shared_prefix=f"m2flow-world-{os.getpid()}-{worker.name}",
-        rollout_options=spec.rollout.options,
-        train_options=spec.train.options,
-        function_concurrency=spec.functions.concurrency,
-        max_running=spec.rollout.max_running,
-        gather_s=0.0,
-        heartbeat_s=1.0,
-        parent=0,
-    )

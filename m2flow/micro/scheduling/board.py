@@ -18,11 +18,12 @@ from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.scheduling.carrying import Lines
 from m2flow.micro.scheduling.events import CONTROLLER, Command, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.scheduling.leases import Lease
-from m2flow.micro.scheduling.losing import without
+from m2flow.micro.scheduling.losing import strike
+from m2flow.micro.scheduling.missing import Missed
 from m2flow.micro.scheduling.open_calls import OpenCalls
 from m2flow.micro.scheduling.queue import StartQueue
 from m2flow.micro.scheduling.refills import Refills
-from m2flow.micro.scheduling.roster import TaskState, WorkerState
+from m2flow.micro.scheduling.roster import TaskState, WorkerState, worker_of
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
 from m2flow.micro.scheduling.updating import Group, UpdateProgress
@@ -36,8 +37,10 @@ from m2flow.samples import SampleId, by_group, make_ids
 class Board:
     """The state, and the commands that the event in hand has led to so far."""
 
-    def __init__(self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int]) -> None:
+    def __init__(self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int], max_attempts: int = 3) -> None:
         self.deterministic = deterministic
+        self.max_attempts = max_attempts
+        """Workers that may be lost with a row before that is taken for its fault."""
         self.calls: dict[int, CallState] = {}
         self.active: dict[int, CallState] = {}
         """Calls that are not over, in program order."""
@@ -51,14 +54,13 @@ class Board:
             if w.lease:
                 self.leases[w.lease].join(w.name, frozenset(slot.kind for slot in w.engines))
         self.tasks = Tasks(self.workers)
-        self.has_lost = False
-        """Some worker is gone."""
         self.may_keep = False
         """Some generation lets weights change under its samples."""
         self.waking = Waking(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions(restored)
         self._rows = Whereabouts()
+        self.missed = Missed(self, self._rows)
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
         self._wanted: set[int] = set()
@@ -76,8 +78,6 @@ class Board:
 
     def add_call(self, call: Call, stage: Stage) -> CallState:
         """Take a call in: find what it waits for, and count what is there already."""
-        if self.has_lost:
-            stage = without(stage, {worker.name for worker in self.workers.values() if worker.is_lost})
         calls = self.calls
         inputs = list(dict.fromkeys([ref.call for _, ref in call.inputs]))
         needed_writers, newer_writers = self.versions.written_for(call) if call.reads else ([], [])
@@ -89,6 +89,8 @@ class Board:
         aligned = tuple([c for c in inputs if calls[c].call.is_aligned])
         waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
         state = CallState(call, stage, [], waits_for, aligned, frozenset(others))
+        if self.missed.has_any:
+            strike(self, state)
         calls[call.ordinal] = state
         self.active[call.ordinal] = state
         self.open.add(state)
@@ -181,10 +183,18 @@ class Board:
             by_identity=self.deterministic,
         )
 
-    def rows_done(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], dropped: Iterable[int] = ()) -> int:
-        """These rows of a call's result are done; they are at `worker` and wherever it forwarded them. Answers how many are new."""
+    def rows_done(
+        self,
+        state: CallState,
+        worker: str,
+        ids: Iterable[int],
+        num_tokens: Iterable[int],
+        dropped: Iterable[int] = (),
+        sent_to: Iterable[str] = (),
+    ) -> int:
+        """These rows of a call's result are done; they are at `worker` and at those that it sent them to. Answers how many are new."""
         if state.carry is not None and state.is_done:
-            return self.lines.finished_late(state, worker, ids, num_tokens)
+            return self.lines.finished_late(state, worker, ids, num_tokens, sent_to)
         if state.is_over:
             return 0
         fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done}
@@ -194,7 +204,9 @@ class Board:
         rows = list(fresh)
         state.turned_out(rows, gone)
         state.num_tokens.update(fresh)
-        self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
+        self._rows.made(state.call.ordinal, rows, worker, sent_to)
+        if self.missed.has_debts:
+            self.missed.settle(state.call.ordinal, rows)
         for user in list(state.users.values()):
             if user.arrived(state.call.ordinal, rows, state.num_tokens):
                 self._rows_came(user)
@@ -439,23 +451,11 @@ class Board:
             self.open.reopen(state)
             self._may_go(state)
 
-    def consumers(self, ordinal: int) -> list[CallState]:
-        """The calls, not over, that take a call's result."""
-        return list(self.calls[ordinal].users.values()) if ordinal in self.calls else []
-
-    def rows_lost(self, worker: str) -> dict[int, list[int]]:
-        """By call, the rows that only this worker had."""
-        return self._rows.lost(worker)
-
-    def has_tasks(self, state: CallState) -> bool:
-        """Whether a worker still has something of a call."""
-        return bool(state.tasks_at)
-
     # Samples that go on in another call than they began in (`m2flow.micro.scheduling.carrying`)
 
-    def rows_made(self, state: CallState, worker: str, rows: list[int]) -> None:
-        """A worker has rows of a call's, and has forwarded them, which are not in its result."""
-        self._rows.made(state.call.ordinal, rows, worker, () if worker == CONTROLLER else state.stage.forward_to)
+    def rows_made(self, state: CallState, worker: str, rows: list[int], sent_to: Iterable[str]) -> None:
+        """A worker has rows of a call's, and has sent them to others, which are not in its result."""
+        self._rows.made(state.call.ordinal, rows, worker, sent_to)
 
     def rows_stopped(self, state: CallState, worker: str, rows: list[int]) -> None:
         """A worker has the tokens so far of samples that a call left."""
@@ -473,7 +473,7 @@ class Board:
         state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
         for owner, rows in self._rows.owners(before.call.ordinal, finished).items():
             self.send(owner, m.Adopt(state.call.ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
-            self.rows_made(state, owner, rows)
+            self.rows_made(state, owner, rows, map(worker_of, state.stage.forward_to))
 
     def perhaps_unreachable(self, calls: Iterable[int]) -> None:
         """Something that kept these calls from being forgotten is over."""
@@ -486,7 +486,7 @@ class Board:
     def bring(self, call: int, ids: Iterable[int], to: str) -> None:
         """See to it that these rows of a call's result come to a worker."""
         for owner, rows in self._rows.send(call, ids, to).items():
-            self.send(owner, m.Push(call, rows, to))
+            self.send(owner, m.Push(call, rows, self.workers[to].tag if to in self.workers else to))
 
     def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:
         """The same for every aligned input of a call on these rows."""

@@ -115,7 +115,7 @@ class Lines:
         state.done.update(recalled.ids)
         state.num_tokens.update(zip(recalled.ids, recalled.num_tokens, strict=True))
         state.result, state.carry.late = list(recalled.ids), tuple(recalled.left)
-        self._board.rows_made(state, CONTROLLER, list(recalled.ids))
+        self._board.rows_made(state, CONTROLLER, list(recalled.ids), ())
         self._board.complete(state, None)
 
     def handed_out(self, state: CallState, rows: Iterable[int], version: int) -> None:
@@ -130,14 +130,14 @@ class Lines:
         for row, stretches in zip(message.ids, message.stretches, strict=True):
             state.carry.oldest[row] = min(stretch.version for stretch in stretches)
 
-    def finished_late(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int]) -> int:
+    def finished_late(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], sent_to: Iterable[str]) -> int:
         """Samples have finished after the call ended without them; how many that were not known to."""
         assert state.carry is not None
         late = set(state.carry.late)
         fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row in late and row not in state.done}
         state.done.update(fresh)
         state.num_tokens.update(fresh)
-        self._board.rows_made(state, worker, list(fresh))
+        self._board.rows_made(state, worker, list(fresh), sent_to)
         return len(fresh)
 
     def stopped(self, state: CallState, worker: str, message: m.Aborted) -> None:
@@ -233,7 +233,7 @@ class Lines:
             carry.previous = None  # It left nothing, and is forgotten.
             return
         left = before.carry
-        if not before.is_done or (left.late and self._board.has_tasks(before)):
+        if not before.is_done or (left.late and before.tasks_at):
             return
         late, left.late, carry.previous = left.late, (), None
         self._next.pop(before.call.ordinal)

@@ -74,9 +74,23 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """A worker is gone, with all that it had. What it says from now on does not count."""
 
     worker: str
+    returns: bool = False
+    """It will be started again: what only it can do waits for that."""
+    missing: dict[str, dict[int, list[int]]] = {}
+    """Place -> call -> rows that it had sent there, as far as was known, and that have never come."""
+    how: str = ""
+    """What is known of its end."""
+    last_words: str = ""
+    """What it printed last."""
 
 
-Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | WorkerLost
+class WorkerJoined(msgspec.Struct, frozen=True):
+    """A worker that was lost is here again: a new process, as all were when the run began, that has nothing of what it had."""
+
+    worker: str
+
+
+Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | WorkerLost | WorkerJoined
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -158,4 +172,11 @@ class CheckpointSaved(msgspec.Struct, frozen=True):
     digest: str
 
 
-Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired | CheckpointBegun | CheckpointSaved
+class Undone(msgspec.Struct, frozen=True):
+    """These rows of a call's result were lost with the only worker that had them, and are made again: what is known of them is void."""
+
+    call: int
+    ids: tuple[int, ...]
+
+
+Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired | CheckpointBegun | CheckpointSaved | Undone

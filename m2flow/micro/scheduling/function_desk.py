@@ -31,6 +31,8 @@ class FunctionDesk:
             self._start(*found)
 
     def _start(self, worker: WorkerState, state: CallState) -> None:
+        if state.stage.state and state.call.writes:
+            worker.states.add(state.stage.state)
         rows = self._board.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state))
         self._board.bring_inputs(state, rows, worker.name)
         values, parts = self._board.values_for(state), {}
@@ -42,6 +44,8 @@ class FunctionDesk:
     def _num_next(self, state: CallState) -> int:
         """Up to a chunk of ready rows, and the rest of the last one's unit."""
         chunk = 1 if state.refill is not None else state.stage.chunk  # Of a refill one group at a time, which may turn out not to count.
+        if state.suspects and state.ready[0] in state.suspects:
+            chunk = 1  # By itself, so that if it is at fault it is known.
         if state.stage.unit == "sample" or chunk >= len(state.ready):
             return min(chunk, len(state.ready))
         rows = itertools.islice(state.ready, chunk - 1, None)

@@ -68,6 +68,10 @@ class Lease:
         """The kind that is about to have the devices; empty if they stay."""
         return self._moving_to
 
+    def is_asked(self, worker: str) -> bool:
+        """Whether it has yet to answer that it has switched."""
+        return worker in self._asked
+
     def left(self, worker: str) -> Sequence[str]:
         """A worker is gone; the workers to tell now."""
         self._kinds.pop(worker, None)

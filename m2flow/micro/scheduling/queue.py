@@ -66,7 +66,7 @@ class StartQueue:
         self._has_changed = True
         if ordinal not in self._queued:
             self._queued.add(ordinal)
-            heapq.heappush(self._pool(state.stage.workers).calls, (ordinal, state))
+            heapq.heappush(self._pool(state.planned.workers).calls, (ordinal, state))
 
     def note(self, worker: WorkerState) -> None:
         """A worker has more tasks than before, or fewer."""

@@ -93,6 +93,24 @@ class RolloutDesk:
             self._loading.discard((worker.name, role))
             self._board.waking.wake_trainers(role)
 
+    def joined(self, worker: WorkerState) -> None:
+        """A worker is here again, with the weights that it began the run with."""
+        for role in worker.roles["rollout"]:
+            held = self._held(role)
+            held[ANY_VERSION] -= 1
+            held[0] += 1
+            worker.held[role] = 0
+
+    def has_version_for(self, state: CallState) -> bool:
+        """Whether some engine holds, could take, or will be able to take a version that a generation may use."""
+        role = state.call.role
+        hosts = self._board.waking.hosts("rollout", role)
+        there = {worker.held.get(role, 0) for worker in hosts if not worker.is_lost} | {0 for worker in hosts if worker.returns}
+        there |= {self._published[role][0]} if role in self._published else set()
+        trained = self._board.versions.trained(role)
+        next_trained = self._board.versions.newest(role) + 1 if trained is None else trained
+        return next_trained <= window(state.call)[1] or any(_may_use(state, version) for version in there)
+
     def unloaded(self, message: m.LoadWeights) -> None:
         """A load will not happen."""
         if message.manifest is not None:

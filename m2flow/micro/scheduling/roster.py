@@ -46,3 +46,32 @@ class WorkerState:
     sated_of: list[CallState] = field(default_factory=list)
     """Generations of which it wants no more rows, as it is now (`m2flow.micro.scheduling.waking`)."""
     is_lost: bool = False
+    returns: bool = False
+    """It is lost, and will be started again."""
+    incarnation: int = 0
+    """How often it was started again."""
+    states: set[str] = field(default_factory=set)
+    """Roles of the user's whose state calls have made here."""
+
+    @property
+    def tag(self) -> str:
+        """The name of its process, as other workers know it."""
+        return tag_of(self.name, self.incarnation)
+
+
+def tag_of(worker: str, incarnation: int) -> str:
+    """The name of one of the processes that a worker is in its turn, so that what was meant for or comes from an earlier one is told apart.
+
+    >>> tag_of("rollout-0", 0), tag_of("rollout-0", 2)
+    ('rollout-0', 'rollout-0~2')
+    """
+    return f"{worker}~{incarnation}" if incarnation else worker
+
+
+def worker_of(tag: str) -> str:
+    """Whose process it is.
+
+    >>> worker_of("rollout-0~2")
+    'rollout-0'
+    """
+    return tag.partition("~")[0]

@@ -28,10 +28,11 @@ from m2flow.micro.scheduling.events import (
     Released,
     Sourced,
     Wanted,
+    WorkerLost,
 )
 from m2flow.micro.scheduling.function_desk import FunctionDesk
 from m2flow.micro.scheduling.leases import Lease
-from m2flow.micro.scheduling.losing import lose
+from m2flow.micro.scheduling.losing import join, lose
 from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.scheduling.roster import TaskState, WorkerState
 from m2flow.micro.scheduling.train_desk import TrainDesk
@@ -46,9 +47,11 @@ class Desk(Protocol):
 class Scheduler:
     """Decides what each worker does next."""
 
-    def __init__(self, plan: Plan, *, deterministic: bool = False, restored: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, deterministic: bool = False, restored: Mapping[str, int] | None = None, max_attempts: int = 3
+    ) -> None:
         """`restored` are the versions that the trainers begin with, by role; 0 where none is given."""
-        self._board = Board(plan, deterministic=deterministic, restored=restored or {})
+        self._board = Board(plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts)
         self._rollout = RolloutDesk(self._board)
         self._train = TrainDesk(self._board, self._rollout)
         self._functions = FunctionDesk(self._board)
@@ -59,7 +62,8 @@ class Scheduler:
         """Take an event, or several that came together; answer what to do now.
 
         Raises:
-            M2FlowError: a worker failed at what belongs to no call (weights, a lease, a save), so the run can't go on.
+            M2FlowError: a worker failed at what belongs to no call (weights, a lease, a save), so the run can't go on; or one is lost
+                that nobody can stand in for (`m2flow.micro.scheduling.losing`).
         """
         board = self._board
         board.commands = []
@@ -88,8 +92,10 @@ class Scheduler:
             board.want(board.calls[event.call])
         elif isinstance(event, CheckpointDue):
             self._save(event)
+        elif isinstance(event, WorkerLost):
+            self._lost(event)
         else:
-            self._lost(board.workers[event.worker])
+            self._joined(board.workers[event.worker])
 
     @property
     def is_idle(self) -> bool:
@@ -103,6 +109,15 @@ class Scheduler:
     def num_rows(self, ordinal: int) -> int:
         """Rows of the result of a call that is done."""
         return len(self._board.calls[ordinal].result or ())
+
+    def sent_by(self, worker: str) -> dict[str, dict[int, list[int]]]:
+        """The rows that a worker made which others have, as far as is known: by place and call."""
+        return self._board.missed.sent_by(worker)
+
+    def is_vital(self, worker: str) -> bool:
+        """Whether a worker has what no other has: weights that it trains, a role's state."""
+        state = self._board.workers[worker]
+        return bool(state.roles["train"] or state.states)
 
     def running(self) -> dict[str, str]:
         """What each worker does now, in words."""
@@ -125,7 +140,10 @@ class Scheduler:
             if state is not None:
                 if state.carry is not None:
                     board.lines.finished(state, message)
-                board.generated(message.task, board.rows_done(state, name, message.ids, message.num_tokens, message.dropped))
+                board.generated(
+                    message.task,
+                    board.rows_done(state, name, message.ids, message.num_tokens, message.dropped, board.missed.sent_to(message.task)),
+                )
             if message.ends:
                 self._end_task(message.task)
             return
@@ -177,7 +195,8 @@ class Scheduler:
                 self._rollout.loaded(worker, task)
             case m.Switch(to=owner):
                 assert worker.lease is not None
-                self._tell_to_switch(worker.lease.answered(worker.name), owner)
+                if worker.lease.is_asked(worker.name):
+                    self._tell_to_switch(worker.lease.answered(worker.name), owner)
                 if not worker.lease.is_moving:
                     board.waking.wake_all(board.workers[name] for name in worker.lease.workers)
             case m.Save():
@@ -194,15 +213,26 @@ class Scheduler:
         self._board.commands.append(CheckpointBegun(event.step, versions))
         self._board.waking.wake_trainers()
 
-    def _lost(self, worker: WorkerState) -> None:
+    def _lost(self, event: WorkerLost) -> None:
         """A worker is gone; a lease that it was about to hand over does not wait for it."""
-        lose(self._board, self._rollout, worker.name)
+        lose(self._board, self._rollout, event)
+        worker = self._board.workers[event.worker]
         lease = worker.lease
         if lease is not None:
             to = lease.moving_to
             self._tell_to_switch(lease.left(worker.name), to)
             if to and not lease.is_moving:
                 self._board.waking.wake_all(self._board.workers[name] for name in lease.workers)
+
+    def _joined(self, worker: WorkerState) -> None:
+        """A worker is here again, its devices as rollout left them at the beginning; if training has them now, it makes room."""
+        join(self._board, self._rollout, worker.name)
+        lease = worker.lease
+        if lease is not None and worker.name not in lease.workers:
+            lease.join(worker.name, frozenset(kind for kind, roles in worker.roles.items() if roles))
+            to = lease.moving_to or lease.owner
+            if to != "rollout":
+                self._tell_to_switch((worker.name,), to)
 
     def _give_work(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""

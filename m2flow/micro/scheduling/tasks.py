@@ -43,6 +43,11 @@ class Tasks:
             if rows:
                 state.out_at[worker.name] = state.out_at.get(worker.name, 0) + rows
 
+    def message(self, number: int) -> m.Task | None:
+        """What a worker was told; None if the task has ended."""
+        task = self._tasks.get(number)
+        return task.message if task is not None else None
+
     def of(self, worker: str) -> list[tuple[int, TaskState]]:
         """What a worker has, the oldest first."""
         return [(number, task) for number, task in self._tasks.items() if task.worker == worker]

@@ -29,6 +29,7 @@ class CallState:
 
     call: Call
     stage: Stage
+    """Without the workers that are lost."""
     ids: list[int]
     """Every row that it works on, in the order of identity. Empty until they are known."""
     waits_for: set[int]
@@ -88,6 +89,11 @@ class CallState:
     """If it is cut: groups of which all samples are done."""
 
     def __post_init__(self) -> None:
+        self.planned = self.stage
+        """With the workers that are lost."""
+        self._has_departed = False
+        self.suspects: set[int] = set()
+        """Rows that were with a worker when it was lost: they are handed out by themselves."""
         self.is_generation = self.call.engine == "rollout"
         self.is_update = self.call.engine == "train" and self.call.method == "update"
         self.is_union = self.call.options.get("gives") == "concat"
@@ -153,7 +159,7 @@ class CallState:
     def share(self) -> int:
         """Samples of a generation that a worker has at most: its even part of those that are not done."""
         allowed = len(self.ids) if self.refill is None else self.refill.num_allowed * self.num_per_prompt
-        return math.ceil((allowed - len(self.done)) / len(self.stage.workers))
+        return math.ceil((allowed - len(self.done)) / max(len(self.stage.workers), 1))
 
     @property
     def has_rows_to_begin(self) -> bool:
@@ -214,6 +220,8 @@ class CallState:
             self._offer(rows)
 
     def _offer(self, rows: Iterable[int]) -> None:
+        if self._has_departed:  # Some come in for the second time: what was made of them before is not made again.
+            rows = [row for row in rows if row not in self.done and row not in self.dropped]
         self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
 
     def _unit_of(self, row: int) -> int:
@@ -298,9 +306,10 @@ class CallState:
         return row in self._unit_by_row and row not in self.done and row not in self.dropped
 
     def departed(self, rows: Iterable[int]) -> None:
-        """Rows of an input that had come in, and that no task of this call has, are gone, and will come in again."""
+        """Rows of an input that had come in are gone, and will come in again. Of this call's tasks only an update's may have them."""
         if not self.is_prepared:
             return
+        self._has_departed = True
         gone: set[int] = set()
         for row in rows:
             if self.is_generation:
@@ -308,7 +317,10 @@ class CallState:
             elif not self.missing:
                 gone.add(row)
             elif (unit := self._unit_by_row.get(row)) is not None:
-                gone.update(self.units[unit] if not self.missing[unit] else ())
+                if not self.missing[unit]:
+                    gone.update(self.units[unit])
+                    if self.update is not None:
+                        self.update.remove(unit)
                 self.missing[unit] += 1
         self.ready = deque(row for row in self.ready if row not in gone)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from m2flow.errors import WorkerError
+from m2flow.errors import StateLost
 from m2flow.micro.scheduling.events import CONTROLLER
 from m2flow.samples import SampleId
 
@@ -44,7 +44,7 @@ class Whereabouts:
         by_owner: dict[str, list[int]] = {}
         for row in missing:
             if row not in owners:
-                raise WorkerError(f"sample {SampleId.unpack(row)} was on a worker that is lost, and nowhere else", now=_AGAIN)
+                raise StateLost(f"sample {SampleId.unpack(row)} was on a worker that is lost, and nowhere else", now=_AGAIN)
             by_owner.setdefault(owners[row], []).append(row)
         for sent in by_owner.values():
             there.update(sent)
@@ -72,6 +72,20 @@ class Whereabouts:
         for known in self._places.values():
             known.pop(place, None)
         return alone
+
+    def never_came(self, call: int, rows: Iterable[int], to: str) -> None:
+        """These rows are not at a place to which they were sent."""
+        self._places.get(call, {}).get(to, set()).difference_update(rows)
+
+    def sent_by(self, place: str) -> dict[str, dict[int, list[int]]]:
+        """The rows that a place made which others have, as far as is known: by place and call."""
+        found: dict[str, dict[int, list[int]]] = {}
+        for call, owners in self._owners.items():
+            made = {row for row, owner in owners.items() if owner == place}
+            for other, rows in self._places.get(call, {}).items() if made else ():
+                if other != place and (sent := made & rows):
+                    found.setdefault(other, {})[call] = sorted(sent)
+        return found
 
     def forget(self, call: int) -> list[str]:
         """Drop a call; the places that know of it."""

@@ -35,8 +35,11 @@ from m2flow.micro.scheduling.events import (
     Reject,
     Resolve,
     Send,
+    Undone,
+    WorkerJoined,
     WorkerLost,
 )
+from m2flow.micro.scheduling.roster import tag_of, worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.staleness import window
 from m2flow.micro.simulation.clock import Clock
@@ -56,10 +59,11 @@ from m2flow.spec import ClusterSpec
 
 @dataclass(frozen=True)
 class Failure:
-    """Machines fail: these workers are gone from then on."""
+    """Machines fail: these workers are gone from then on, or until they are back."""
 
     at_s: float
     workers: tuple[str, ...]
+    back_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ class Simulation:
         for failure in failures:
             self.clock.at(failure.at_s, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
         self._message_s = message_s
+        self._incarnations: Counter[str] = Counter()
         self._paces = Paces(undisturbed if spec.pools else slowdown, machines)
         self._said: deque[FromWorker] = deque()
         self._calls: dict[int, Call] = {}
@@ -216,12 +221,17 @@ class Simulation:
     def stopped(self, packed: int) -> tuple[Stretch, ...]:
         return self._kept[packed]
 
+    def is_lost(self, process: str) -> bool:
+        worker = worker_of(process)
+        return self._workers[worker].is_lost or tag_of(worker, self._incarnations[worker]) != process
+
     def keep(self, ids: Iterable[int], stretches: Iterable[tuple[Stretch, ...]]) -> None:
         self._kept.update(zip(ids, stretches, strict=True))
 
     def say(self, worker: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
         if self._message_s:
-            self.clock.at(self.clock.now_s + self._message_s, lambda: self._said.append(FromWorker(worker, message)))
+            count = self._incarnations[worker]
+            self.clock.at(self.clock.now_s + self._message_s, lambda: self._heard(worker, count, message))
         else:
             self._said.append(FromWorker(worker, message))
 
@@ -299,14 +309,15 @@ class Simulation:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                self.rows.send(call, ids, CONTROLLER, to, self.clock.now_s, self.num_tokens)
+                self.rows.send(call, ids, CONTROLLER, worker_of(to), self.clock.now_s, self.num_tokens)
             case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                 self.rows.forget(call, CONTROLLER)
             case Send(worker, message):
                 if isinstance(message, m.Generate):
                     self._began(worker, message)
                 if self._message_s:
-                    self.clock.at(self.clock.now_s + self._message_s, lambda: self._workers[worker].told(message))
+                    count = self._incarnations[worker]
+                    self.clock.at(self.clock.now_s + self._message_s, lambda: self._told(worker, count, message))
                 else:
                     self._workers[worker].told(message)
             case Resolve(ordinal, _):
@@ -324,7 +335,7 @@ class Simulation:
             case Expired(_, ids):
                 for life in [life for w in self._workers.values() for life in w.lives if life.id in ids]:
                     life.is_wasted = True
-            case Forgotten():
+            case Forgotten() | Undone():
                 pass
 
     def _began(self, worker: str, task: m.Generate) -> None:
@@ -373,7 +384,29 @@ class Simulation:
                 self.rows.lost(name)
                 self._usage.lost(name)
         for name in failure.workers:
-            self._handle(WorkerLost(name))
+            self._handle(WorkerLost(name, returns=failure.back_s is not None))
+        if failure.back_s is not None:
+            self.clock.at(max(failure.back_s, self.clock.now_s), lambda: self._come_back(failure.workers))
+
+    def _come_back(self, workers: Iterable[str]) -> None:
+        """New processes on the same devices; the scheduler is told."""
+        for name in workers:
+            if self._workers[name].is_lost:
+                self._incarnations[name] += 1
+                for role in [role for worker, role in self._held if worker == name]:
+                    del self._held[name, role]
+                self._workers[name].come_back()
+                self._usage.came_back(name)
+                self._handle(WorkerJoined(name))
+
+    def _told(self, worker: str, incarnation: int, message: m.ToWorker) -> None:
+        if incarnation == self._incarnations[worker]:
+            self._workers[worker].told(message)
+
+    def _heard(self, worker: str, incarnation: int, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
+        """A message has come; what a process that is gone has said does not count."""
+        if incarnation == self._incarnations[worker]:
+            self._said.append(FromWorker(worker, message))
 
     # Why devices are idle
 

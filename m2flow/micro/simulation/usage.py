@@ -89,6 +89,12 @@ class Usage:
             self._close(cell)
             cell.is_lost = True
 
+    def came_back(self, worker: str) -> None:
+        """The devices of a worker are there again."""
+        for cell in self._of_worker[worker]:
+            self._close(cell)
+            cell.is_lost, cell.sums = False, dict(self._sums[cell.kind])
+
     def owned(self, worker: str, kind: str) -> None:
         """The devices of a worker belong to this kind of engine now."""
         for cell in self._of_worker[worker]:

@@ -16,6 +16,7 @@ from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.costs.terms import FunctionCost, TrainCost
 from m2flow.micro.record.decisions import Stretch
+from m2flow.micro.scheduling.roster import worker_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.simulation.clock import Clock
 from m2flow.micro.simulation.decoding import Decoding, Life
@@ -52,6 +53,9 @@ class Surroundings(Protocol):
 
     def stopped(self, packed: int) -> tuple[Stretch, ...]:
         """The tokens of a sample that was stopped, when it was."""
+
+    def is_lost(self, process: str) -> bool:
+        """Whether this process of a worker is gone; another one may have taken its place."""
 
     def keep(self, ids: Iterable[int], stretches: Iterable[tuple[Stretch, ...]]) -> None:
         """Samples were stopped and may go on."""
@@ -106,7 +110,7 @@ class VirtualWorker:
         around = self._around
         match message:
             case m.Push(call=call, ids=ids, to=to):
-                around.rows.send(call, ids, self.name, to, around.clock.now_s, around.num_tokens)
+                around.rows.send(call, ids, self.name, worker_of(to), around.clock.now_s, around.num_tokens)
             case m.Abort(call=call, keeps=keeps):
                 if keeps:
                     self._stop(call)
@@ -114,10 +118,12 @@ class VirtualWorker:
             case m.Adopt(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
                 around.rows.adopted(call, drawn, ids, self.name)
                 for place in forward_to:
-                    around.rows.send(call, ids, self.name, place, around.clock.now_s, around.num_tokens)
+                    around.rows.send(call, ids, self.name, worker_of(place), around.clock.now_s, around.num_tokens)
             case m.Forget(call=call):
                 around.rows.forget(call, self.name)
                 around.rows.forget(stopped_at(call), self.name)
+            case m.Withdraw(task=number):
+                self._queue = deque(task for task in self._queue if task.number != number)
             case m.Task():
                 self._queue.append(message)
                 self._wake()
@@ -136,6 +142,12 @@ class VirtualWorker:
         if self._current is not None:
             task, self._current = self._current, None
             self._around.ended(self.name, task)
+
+    def come_back(self) -> None:
+        """A new process, which has nothing."""
+        self.is_lost = False
+        self._held.clear()
+        self._finished.clear()
 
     # Tasks
 
@@ -282,7 +294,8 @@ class VirtualWorker:
         around.rows.made(call, ids, self.name, now_s)
         has_tokens = dict(zip(ids, num_tokens, strict=True))
         for place in forward_to:
-            around.rows.send(call, ids, self.name, place, now_s, lambda row: has_tokens[row])
+            if not around.is_lost(place):
+                around.rows.send(call, ids, self.name, worker_of(place), now_s, lambda row: has_tokens[row])
         blank = [0] * len(ids)
         around.say(self.name, m.Finished(number, call, ids, num_tokens, blank, [], blank, [], None, list(dropped), list(stretches)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,17 +20,24 @@ class RowStore:
     def __init__(self) -> None:
         self._parts: dict[int, list[Batch]] = {}
         self._places: dict[int, dict[int, tuple[int, int]]] = {}
+        self._senders: dict[int, list[str]] = {}
+        """Of each part."""
 
-    def put(self, call: int, batch: Batch) -> None:
-        """Keep these rows. A row that is here already is replaced."""
+    def put(self, call: int, batch: Batch, sender: str = "") -> None:
+        """Keep these rows, which a peer has sent, or which are from here. A row that is here already is replaced."""
         parts = self._parts.setdefault(call, [])
         places = self._places.setdefault(call, {})
         places.update((packed, (len(parts), row)) for row, packed in enumerate(batch.ids.tolist()))
         parts.append(batch)
+        self._senders.setdefault(call, []).append(sender)
 
     def has(self, call: int, ids: Iterable[int]) -> bool:
         places = self._places.get(call, {})
         return all(packed in places for packed in ids)
+
+    def ids(self, call: int) -> list[int]:
+        """The rows of a call that are here, in the order of identity."""
+        return sorted(self._places.get(call, {}))
 
     def get(self, call: int, ids: Sequence[int]) -> Batch:
         """These rows, in this order. All must be here."""
@@ -46,6 +53,17 @@ class RowStore:
         order = np.argsort(np.argsort([part for part, _ in where], kind="stable"), kind="stable")
         return joined.take(order)
 
+    def sever(self, sender: str, but: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
+        """Drop what a peer has sent but these rows, by call; those of these that are not here."""
+        for call, senders in self._senders.items():
+            if sender in senders:
+                kept, places = set(but.get(call, ())), self._places[call]
+                for packed in [p for p, (part, _) in places.items() if senders[part] == sender and p not in kept]:
+                    del places[packed]
+        missing = {call: [packed for packed in ids if packed not in self._places.get(call, {})] for call, ids in but.items()}
+        return {call: ids for call, ids in missing.items() if ids}
+
     def forget(self, call: int) -> None:
         self._parts.pop(call, None)
+        self._senders.pop(call, None)
         self._places.pop(call, None)

@@ -28,8 +28,10 @@ from m2flow.micro.bodies import call_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.record.segments import SegmentWriter, segment_name
+from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
+from m2flow.micro.work.peers import Peers
 from m2flow.micro.work.store import RowStore, stopped_at
 from m2flow.micro.work.weight_syncing import WeightSettings
 from m2flow.micro.work.workbench import Workbench
@@ -77,6 +79,13 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     restore: dict[str, str] = {}
     """Role -> the part of a checkpoint that its trainer begins with."""
     weights: WeightSettings = WeightSettings()
+    incarnation: int = 0
+    """How many processes this worker was before."""
+
+    @property
+    def tag(self) -> str:
+        """What this process goes by among the others."""
+        return tag_of(self.name, self.incarnation)
 
     def engine_settings(self) -> dict[str, EngineSettings]:
         common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
@@ -116,11 +125,15 @@ class Worker:
         )
         self._link = link
         self._inbox = inbox
-        self._outbox = outbox
-        self._segments = SegmentWriter(f"{settings.run_dir}/segments", segment_name(settings.name, settings.attempt))
+        self._segments = SegmentWriter(f"{settings.run_dir}/segments", segment_name(settings.tag, settings.attempt))
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
-        self._peers: dict[str, str] = {}
+        self._peers = Peers(outbox, self._hear)
+        self._heard: deque[m.ToWorker] = deque()
+        """What the controller has said and is not done yet."""
+        self.num_turns = 0
+        self.is_in_users_code = False
+        """A user's function has been called, and takes as long as it takes."""
         self._queue: deque[m.Task] = deque()
         self._generations: dict[int, _Generation] = {}
         self._task_of: dict[int, int] = {}
@@ -138,10 +151,13 @@ class Worker:
 
     def turn(self) -> None:
         """Read what has come, decode one token of everything that generates, do one task."""
+        self.num_turns += 1
         for parcel in self._inbox.take():
-            self._store.put(parcel.call, parcel.batch)
-        for message in self._link.receive(0.0):
-            self._take(m.decode_to_worker(message))
+            if self._peers.counts(parcel):
+                self._store.put(parcel.call, parcel.batch, parcel.sender)
+        self._heard += map(m.decode_to_worker, self._link.receive(0.0))
+        while self._heard:
+            self._take(self._heard.popleft())
         for call, rows in self.bench.step():
             self._generated(call, rows)
         if self._next_is_ready():
@@ -159,14 +175,25 @@ class Worker:
         """Tell the controller that this worker can't go on."""
         self._send(m.Fatal(error.to_record()))
 
+    def _hear(self) -> None:
+        """A peer takes nothing: perhaps because it is dead."""
+        for message in map(m.decode_to_worker, self._link.receive(0.05)):
+            if isinstance(message, m.Peers | m.Severed):
+                self._take(message)
+            else:
+                self._heard.append(message)
+
     def _take(self, message: m.ToWorker) -> None:
         match message:
             case m.Define(call=ordinal, body=body):
                 self._calls[ordinal] = call_of(body)
             case m.Peers(addresses=addresses):
-                self._peers = addresses
-                for peer in addresses.keys() & self.settings.transports.keys():
-                    self._outbox.prefer(addresses[peer], self.settings.transports[peer])
+                self._peers.announce(addresses, self.settings.transports)
+            case m.Severed(peer=peer, rows=sent):
+                self._peers.sever(peer)
+                self._send(m.Missing(peer, self._store.sever(peer, sent)))
+            case m.Withdraw(task=number):
+                self._queue = deque(task for task in self._queue if task.number != number)
             case m.Push(call=ordinal, ids=ids, to=to):
                 self._forward(ordinal, self._store.get(ordinal, ids), [to])
             case m.Abort(call=ordinal, keeps=keeps):
@@ -210,6 +237,7 @@ class Worker:
         return ref.call
 
     def _do(self, task: m.Task) -> None:
+        self.is_in_users_code = isinstance(task, m.Perform) and self._calls[task.call].engine == "function"
         try:
             done = self._perform(task)
         except M2FlowError as error:
@@ -219,6 +247,8 @@ class Worker:
         else:
             if done is not None:
                 self._send(done)
+        finally:
+            self.is_in_users_code = False
 
     def _failed(self, task: m.Task, error: M2FlowError) -> None:
         where = f" (worker {self.settings.name}, pid {os.getpid()})"
@@ -326,9 +356,8 @@ class Worker:
 
     def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
         for peer in to:
-            if peer != self.settings.name:
-                start = now_ns()
-                self._outbox.send(self._peers[peer], Parcel(call, rows, self.settings.name))
+            start = now_ns()
+            if peer != self.settings.tag and self._peers.send(peer, Parcel(call, rows, self.settings.tag)):
                 self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
 
     def _stop(self, ordinal: int) -> None:
