@@ -364,6 +364,8 @@ class Board:
             self.waking.wake_role(state.call.role)
         if state.call.reads:
             self.waking.wake_trainers()
+        if self.may_keep and state.is_generation:
+            self.waking.wake_all(self.workers[name] for name in state.tasks_at)  # What else runs there may take newer weights now.
         for follower in self._followers.pop(state.call.ordinal, []):
             follower.follows -= {state.call.ordinal}
             self._may_go(follower)

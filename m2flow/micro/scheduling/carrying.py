@@ -187,6 +187,8 @@ class Lines:
         assert state.carry is not None
         if not state.carry.late:
             self._close(state)
+        else:
+            self._board.perhaps_unreachable(self._involved(state, state.ids))  # What drew those that it has given is needed no more.
         self.task_ended(state.call.ordinal)
 
     def needed(self) -> set[int]:

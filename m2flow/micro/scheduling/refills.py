@@ -51,11 +51,12 @@ class Refills:
             self._end(self._members.pop(state.refill), end, state)
 
     def not_generated(self, state: CallState, task: m.Generate, row: int, error: M2FlowError) -> None:
-        """A candidate can't be generated, which counts if it is needed. Of its task nothing was begun: the others can still be."""
+        """A candidate can't be generated, which counts if it is needed. Of its task nothing was begun: those of other groups, and those
+        before it, can still be."""
         if state.is_over:
             return
         row = row if row in task.ids else min(task.ids)
-        state.give_back([other for other in task.ids if group_key(other) != group_key(row)])
+        state.give_back([other for other in task.ids if group_key(other) != group_key(row) or other < row])
         self._failed.setdefault(state.call.ordinal, {})[row] = error
         self._judge_failed(state)
 

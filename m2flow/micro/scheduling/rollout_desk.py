@@ -236,6 +236,8 @@ class RolloutDesk:
         board.introduce(drawn, worker.name)
         task = m.Generate(board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to), drawn, stopped_by)
         board.start(worker, "rollout", task, rows=len(rows))
+        if keeps_cache(state.call.options):
+            board.waking.wake_trainers(state.call.role)  # What runs now may take newer weights.
 
 
 def _takes_under(state: CallState, version: int) -> bool:

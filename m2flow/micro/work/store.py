@@ -8,6 +8,9 @@ import numpy as np
 
 from m2flow.samples import Batch
 
+_MOST_FORGOTTEN = 10_000
+"""Calls that are remembered as forgotten: many times more than can have rows on their way."""
+
 
 def stopped_at(call: int) -> int:
     """What the rows go by that a generation left unfinished at its end: beside its result, which goes by its ordinal."""
@@ -22,9 +25,16 @@ class RowStore:
         self._places: dict[int, dict[int, tuple[int, int]]] = {}
         self._senders: dict[int, list[str]] = {}
         """Of each part."""
+        self._forgotten: dict[int, None] = {}
+        """The latest of them, in order."""
 
     def put(self, call: int, batch: Batch, sender: str = "") -> None:
-        """Keep these rows, which a peer has sent, or which are from here. A row that is here already is replaced."""
+        """Keep these rows, which a peer has sent, or which are from here. A row that is here already is replaced.
+
+        What a peer was told to send may come when its call is forgotten: nobody would forget it again, so it is not kept.
+        """
+        if call in self._forgotten:
+            return
         parts = self._parts.setdefault(call, [])
         places = self._places.setdefault(call, {})
         places.update((packed, (len(parts), row)) for row, packed in enumerate(batch.ids.tolist()))
@@ -67,3 +77,6 @@ class RowStore:
         self._parts.pop(call, None)
         self._senders.pop(call, None)
         self._places.pop(call, None)
+        self._forgotten[call] = None
+        if len(self._forgotten) > _MOST_FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
