@@ -206,7 +206,18 @@ def rows_are_taken_to_be_where_they_are_not(patch: Patch) -> None:
 
 
 def late_samples_go_on_before_they_have_stopped(patch: Patch) -> None:
-    patch.setattr(Board, "has_tasks", lambda self, state: False)
+    take_over = Lines._take_over
+
+    def hasty(self: Lines, state: CallState) -> None:
+        before = self._board.calls.get(state.carry.previous) if state.carry and state.carry.previous is not None else None
+        tasks_at: dict[str, int] = {}
+        if before is not None:
+            tasks_at, before.tasks_at = before.tasks_at, {}
+        take_over(self, state)
+        if before is not None:
+            before.tasks_at = tasks_at
+
+    patch.setattr(Lines, "_take_over", hasty)
 
 
 def whole_groups_are_miscounted(patch: Patch) -> None:
@@ -249,14 +260,11 @@ def what_drew_carried_samples_is_kept_for_ever(patch: Patch) -> None:
 
 
 def new_weights_wait_until_something_else_happens(patch: Patch) -> None:
-    leave = Board._leave
+    def quietly(self: Board, state: CallState, *, keeps: bool = False) -> None:
+        for worker in state.tasks_at:
+            self.send(worker, m.Abort(state.call.ordinal, keeps))
 
-    def quietly(self: Board, state: CallState) -> None:
-        may_keep, self.may_keep = self.may_keep, False
-        leave(self, state)
-        self.may_keep = may_keep
-
-    patch.setattr(Board, "_leave", quietly)
+    patch.setattr(Board, "abandon", quietly)
 
 
 def a_lost_message_stops_everything(patch: Patch) -> None:

@@ -166,6 +166,7 @@ class Board:
         """Tell workers to give up what they have of a call, or to keep what can go on."""
         for worker in state.tasks_at:
             self.send(worker, m.Abort(state.call.ordinal, keeps))
+            self.waking.wake(self.workers[worker])  # What else runs there may take newer weights now.
 
     def _prepare_consumers(self, state: CallState) -> None:
         for user in list(state.users.values()):
@@ -173,7 +174,7 @@ class Board:
 
     def _progress(self, call: Call, stage: Stage, ids: Iterable[int]) -> UpdateProgress:
         size, epochs = call.options["minibatch_size"], call.options["epochs"]
-        assert size is None or isinstance(size, int)
+        assert isinstance(size, int | None)
         assert isinstance(epochs, int)
         return UpdateProgress(
             [Group(key, tuple(rows)) for key, rows in by_group(ids).items()],
@@ -364,8 +365,6 @@ class Board:
             self.waking.wake_role(state.call.role)
         if state.call.reads:
             self.waking.wake_trainers()
-        if self.may_keep and state.is_generation:
-            self.waking.wake_all(self.workers[name] for name in state.tasks_at)  # What else runs there may take newer weights now.
         for follower in self._followers.pop(state.call.ordinal, []):
             follower.follows -= {state.call.ordinal}
             self._may_go(follower)
