@@ -294,8 +294,7 @@ class Board:
         `root` is the call that failed by itself. What has failed already fails anew if this root is earlier than the one known.
         """
         ordinal = state.call.ordinal
-        root = ordinal if root is None else root
-        known = self._errors.get(ordinal)
+        root, known = ordinal if root is None else root, self._errors.get(ordinal)
         if state.is_done or (known is not None and known[0] <= root):
             return
         self._errors[ordinal] = (root, error)
