@@ -1,6 +1,7 @@
 """What a decision of the scheduler costs: one step of many samples over many workers, on virtual time.
 
     python benchmarks/scheduler.py [--workers 1 8 128 2048] [--samples 1024 16384 102400] [--running 64]
+        [--policy first-come-first-served longest-first]
 
 One step of five calls (a generation of 8 samples a prompt, a reward, an op on samples, an op on groups, an update) and its dataset.
 The workers are a heap of events: a generation takes a time drawn from the sample's identity, and every other task one that goes with
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import heapq
+import itertools
 import json
 import os
 import platform
@@ -122,7 +124,9 @@ class Workers:
 
 
 def _finished(task: m.Generate | m.Perform, ids: list[int], *, ends: bool = False) -> m.Finished:
-    return m.Finished(task.number, task.call, ids, [TOKENS] * len(ids), [0] * len(ids), [], [0] * len(ids), [], None, ends=ends)
+    return m.Finished(
+        task.number, task.call, ids, [TOKENS] * len(ids), [1 + row % TOKENS for row in ids], [], [0] * len(ids), [], None, ends=ends
+    )
 
 
 class Repeating:
@@ -135,7 +139,7 @@ class Repeating:
         return next(self._said)
 
 
-def measure(num_workers: int, num_samples: int, running: int) -> dict[str, object]:
+def measure(num_workers: int, num_samples: int, running: int, policy: str) -> dict[str, object]:
     num_prompts = num_samples // GROUP
     cluster = ClusterSpec(
         placement="split",
@@ -144,7 +148,7 @@ def measure(num_workers: int, num_samples: int, running: int) -> dict[str, objec
         rollout=RolloutSpec(engine="fake", workers=num_workers, max_running=running),
         train=TrainSpec(engine="fake", token_budget=32 * TOKENS),
         functions=FunctionSpec(workers=min(max(num_workers // 8, 2), 64)),
-    )
+    ).with_policy(policy)
     graph, models, _ = trace(five_calls, {"num_prompts": num_prompts})
     plan = lower(graph, models, cluster)
     stages = Lowering(plan, cluster).stages(graph)
@@ -164,6 +168,7 @@ def measure(num_workers: int, num_samples: int, running: int) -> dict[str, objec
     heap_ns = run(Repeating(said), added, calls)[0]
     single_us = np.array(took_ns) / 1000
     return {
+        "policy": policy or "first-come-first-served",
         "workers": num_workers,
         "samples": num_prompts * GROUP,
         "in_flight": workers.most_running,
@@ -215,13 +220,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 128, 2048])
     parser.add_argument("--samples", type=int, nargs="+", default=[1024, 16384, 102400])
     parser.add_argument("--running", type=int, default=0, help="samples that decode together in a worker; 0: all")
+    parser.add_argument("--policy", nargs="+", default=[""], help="rollout policies, each measured; several together as a+b")
     options = parser.parse_args()
     load = [round(os.getloadavg()[0], 2)]
     runs = []
-    for num_samples in options.samples:
-        for num_workers in options.workers:
-            runs.append(measure(num_workers, num_samples, options.running or max(num_samples // num_workers, 1)))
-            print(json.dumps(runs[-1]), flush=True)
+    for num_samples, num_workers, policy in itertools.product(options.samples, options.workers, options.policy):
+        runs.append(measure(num_workers, num_samples, options.running or max(num_samples // num_workers, 1), policy))
+        print(json.dumps(runs[-1]), flush=True)
     load.append(round(os.getloadavg()[0], 2))
     hardware = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), "load": load}
     print(json.dumps({"hardware": hardware, "runs": runs}))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from m2flow.errors import SpecError
 
@@ -33,8 +33,19 @@ class RolloutSpec(_Strict):
     """Most samples that decode together in an instance."""
     chunk: int | None = Field(None, ge=1)
     """Most samples in one task; by default as many as fit `max_running`."""
+    policy: tuple[str, ...] = ()
+    """What goes first, where, and how much at once: names of docs/rollout-scheduling.md, or FILE.py:CLASS of your own. Several go
+    together. By default first come, first served, whole groups side by side."""
+    predictor: str = "siblings"
+    """What policies take lengths to be: `siblings`, `earlier-steps` or `prompt-buckets`."""
     options: dict[str, str | int | float | bool] = {}
     """The engine's own."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _as_several(cls, given: object) -> object:
+        """One name may stand without a list."""
+        return (given,) if isinstance(given, str) else given
 
 
 class TrainSpec(_Strict):
@@ -169,6 +180,11 @@ class ClusterSpec(_Strict):
     weights: WeightsSpec = WeightsSpec()
     run_ahead_bytes: int = Field(2**30, ge=1)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
+
+    def with_policy(self, names: str) -> ClusterSpec:
+        """The same with these rollout policies, with plus signs between them; with its own if none are named."""
+        policies = tuple(name.strip() for name in names.split("+") if name.strip())
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"policy": policies})}) if policies else self
 
     @property
     def planned_pools(self) -> dict[str, PoolSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from m2flow.errors import InternalError, SpecError
 from m2flow.micro.rollouts.bounds import rollout_bounds
-from m2flow.micro.rollouts.cluster import Move, MoveCost, Policy, Seen, play
+from m2flow.micro.rollouts.cluster import play
+from m2flow.micro.rollouts.composing import composed
 from m2flow.micro.rollouts.decode import DecodeModel, run_queue
 from m2flow.micro.rollouts.lengths import StepLengths, parse_lengths
 from m2flow.micro.rollouts.normal import fit_cut_normal, hazard, log_tail
@@ -24,6 +26,7 @@ from m2flow.micro.rollouts.policies.longest_first import LongestFirst
 from m2flow.micro.rollouts.policies.probe import Probe
 from m2flow.micro.rollouts.policies.round_robin import RoundRobin
 from m2flow.micro.rollouts.policies.split import Split
+from m2flow.micro.rollouts.policy import Move, MoveCost, Policy, Seen
 from m2flow.micro.rollouts.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets
 from m2flow.micro.rollouts.siblings import Siblings
 from m2flow.micro.rollouts.splitting import split
@@ -39,14 +42,14 @@ class Restless(Policy):
     name = "restless"
 
     def begin(self, seen: Seen) -> None:
-        self._seen = seen
+        super().begin(seen)
         self._turn = itertools.count()
 
     def next_sample(self, instance: int) -> int | None:
-        return next(iter(self._seen.waiting), None)
+        return next(iter(self.seen.waiting), None)
 
     def moves(self) -> Sequence[Move]:
-        return [Move(sample, next(self._turn) % self._seen.num_instances) for sample in sorted(self._seen.place)]
+        return [Move(sample, next(self._turn) % self.seen.num_instances) for sample in sorted(self.seen.place)]
 
 
 def _groups(rows: Sequence[Sequence[int]]) -> StepLengths:
@@ -55,7 +58,7 @@ def _groups(rows: Sequence[Sequence[int]]) -> StepLengths:
 
 rows = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=8)
 models = st.builds(DecodeModel, st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([0.0, 0.01, 0.25, 1.0]), st.integers(1, 4))
-makers = st.sampled_from([*POLICIES.values(), lambda predictor: Restless()])
+makers = st.sampled_from([*(lambda predictor, name=name: make_policy(name, predictor) for name in POLICIES), lambda predictor: Restless()])
 
 
 @given(rows, models, st.integers(1, 4), makers, st.booleans())
@@ -89,10 +92,10 @@ def test_round_robin_is_a_queue_on_each_instance(lengths: list[int], model: Deco
 def test_a_move_costs_the_prefix_and_stalls_who_is_there() -> None:
     class Once(LeastLoaded):
         def moves(self) -> Sequence[Move]:
-            return [Move(1, 1)] if set(self._seen.finished) == {2} else []
+            return [Move(1, 1)] if set(self.seen.finished) == {2} else []
 
         def next_sample(self, instance: int) -> int | None:
-            return next((s for s in self._seen.waiting if (s == 3) == (instance == 1)), None)
+            return next((s for s in self.seen.waiting if (s == 3) == (instance == 1)), None)
 
     model = DecodeModel(1.0, 0.0, 8)
     played = play(StepLengths.of([5], [[50, 20, 8, 30]]), Once(), model, 2, cost=MoveCost(2.5, 0.1))
@@ -107,9 +110,9 @@ def test_a_move_costs_the_prefix_and_stalls_who_is_there() -> None:
 def test_a_policy_never_sees_a_length_before_its_sample_ended() -> None:
     class Spy(LeastLoaded):
         def moves(self) -> Sequence[Move]:
-            assert not set(self._seen.finished) & set(self._seen.place)
-            for sample in self._seen.place:
-                assert 0 <= self._seen.tokens_so_far(sample) < lengths[sample]
+            assert not set(self.seen.finished) & set(self.seen.place)
+            for sample in self.seen.place:
+                assert 0 <= self.seen.tokens_so_far(sample) < lengths[sample]
             return ()
 
     step = _groups([[9, 3, 7], [2, 12, 5]])
@@ -141,7 +144,7 @@ def test_a_study_gives_the_same_numbers_again(name: str) -> None:
     lengths = parse_lengths("lognormal:median=400,sigma=1,cap=4000,icc=0.8")
     steps = list(steps_of(lengths, 2, num_groups=24, n=4, seed=1, num_earlier=4))
     known = study_known(steps, DecodeModel(), 3)
-    first, second = (study_policy(POLICIES[name](Siblings()), steps, known, DecodeModel(), num_instances=3, cap=4000) for _ in range(2))
+    first, second = (study_policy(make_policy(name, Siblings()), steps, known, DecodeModel(), num_instances=3, cap=4000) for _ in range(2))
     assert first == second
     assert all(result.makespan_s >= result.bound_s or result.num_moves for result in first)
 
@@ -172,14 +175,23 @@ def test_where_nothing_can_be_told_adaptive_keeps_to_least_loaded() -> None:
     policy = Adaptive(Siblings())
     policy.begin(_seen(_groups([[5, 6, 7]] * 9)))
     assert [part.num_instances for part in policy.classes] == [2]
-    assert [policy.next_sample(0) for _ in range(4)] == [0, 1, 2, 3]
+    assert _started(policy, 4) == [0, 1, 2, 3]
+
+
+def _started(policy: Policy, number: int) -> list[int | None]:
+    """What a policy hands out to the first instance, one after the other."""
+    found = []
+    for _ in range(number):
+        found.append(policy.next_sample(0))
+        del policy.seen.waiting[found[-1]]
+    return found
 
 
 def _seen(step: StepLengths, earlier: Sequence[Sequence[int]] = ()) -> Seen:
     members = [np.flatnonzero(step.groups == group).tolist() for group in range(len(step.prompts))]
     before = earlier or [()] * len(members)
     seen = Seen(MODEL, 2, step.prompts.tolist(), step.groups.tolist(), members, None, before, MoveCost())
-    seen.waiting = dict.fromkeys(range(len(step)))
+    seen.waiting = OrderedDict.fromkeys(range(len(step)))
     return seen
 
 
@@ -194,27 +206,23 @@ def test_probing_begins_only_when_the_correlation_that_was_measured_justifies_it
 
 
 def test_a_probe_of_each_group_goes_first_and_the_longest_group_next() -> None:
-    policy = Probe()
+    probe = Probe()
+    policy = composed([probe])
     play(_groups([[10 * g + 1, 10 * g + 2] for g in range(1, 9)]), policy, MODEL, 2)
-    assert policy.is_open
+    assert probe.is_open
     policy.begin(_seen(_groups([[1, 1], [1, 1], [1, 1]])))
-    assert [policy.next_sample(0) for _ in range(3)] == [0, 2, 4]
+    assert _started(policy, 3) == [0, 2, 4]
     for sample, length in ((0, 5), (2, 9)):
         policy.ended(sample, length)
-    assert [policy.next_sample(0) for _ in range(3)] == [5, 3, 1]
+    assert _started(policy, 3) == [5, 3, 1]
 
 
 def test_longest_first_starts_what_the_oracle_says() -> None:
     oracle = Oracle()
     oracle.know([3, 9, 1, 7])
-    policy = LongestFirst(oracle)
-    seen = _seen(_groups([[3, 9], [1, 7]]))
-    policy.begin(seen)
-    order = []
-    while seen.waiting:
-        order.append(policy.next_sample(0))
-        del seen.waiting[order[-1]]
-    assert order == [1, 3, 0, 2]
+    policy = composed([LongestFirst(oracle)])
+    policy.begin(_seen(_groups([[3, 9], [1, 7]])))
+    assert _started(policy, 4) == [1, 3, 0, 2]
 
 
 def test_siblings_learn_the_correlation_and_expect_what_the_group_says() -> None:
@@ -244,7 +252,7 @@ class _Watch(LeastLoaded):
         self.said.append(float(self._predictor.expected()[self._sample]))
 
     def moves(self) -> Sequence[Move]:
-        if self._sample in self._seen.place:
+        if self._sample in self.seen.place:
             self.said.append(float(self._predictor.expected()[self._sample]))
         return ()
 
@@ -290,7 +298,7 @@ def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> No
     file = f"{tmp_path}/own.py"
     with open(file, "w") as out:
         out.write(
-            "from m2flow.micro.rollouts.cluster import Policy\n\n\nclass Last(Policy):\n    name = 'last'\n\n"
+            "from m2flow.micro.rollouts.policy import Policy\n\n\nclass Last(Policy):\n    name = 'last'\n\n"
             "    def begin(self, seen):\n        self.seen = seen\n\n"
             "    def next_sample(self, instance):\n        return max(self.seen.waiting, default=None)\n"
         )

@@ -36,6 +36,7 @@ _RESTARTED = "M2FLOW_RESTARTED"
 @click.option("--pin-plan", is_flag=True, help="Stop at a step whose calls are not those of the first one.")
 @click.option("--pin-to", type=click.Path(path_type=Path), metavar="PLAN.json", help="The same, with the step of `m2flow plan --json`.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="PLAN.json", help="The processes and sizes of this plan.")
+@click.option("--policy", default="", metavar="NAME+...", help="Rollout policies, instead of the cluster's: longest-first+admission.")
 @click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="What `placement: auto` goes by, of m2flow profile.")
 @click.option(
     "--decisions",
@@ -59,6 +60,7 @@ def command(
     pin_plan: bool,
     pin_to: Path | None,
     plan_file: Path | None,
+    policy: str,
     profile: Path | None,
     decisions: Path | None,
     runs_dir: Path,
@@ -73,7 +75,7 @@ def command(
       m2flow run flows/grpo.py --num-steps 20 --seed 1 --runs-dir /tmp/runs
       m2flow run flows/grpo.py --help       also lists the flow's own options
     """
-    spec = load_cluster(cluster) if cluster else LAPTOP
+    spec = (load_cluster(cluster) if cluster else LAPTOP).with_policy(policy)
     settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     metavar="[NAME=]NUMBER",
     help="What a number is that Python waits for; of a filter or refill (keep=0.6) the share that it keeps. May be repeated.",
 )
+@click.option("--policy", default="", metavar="NAME+...", help="Rollout policies, instead of the cluster's: longest-first+repack.")
 @click.option(
     "--fail",
     multiple=True,
@@ -70,6 +71,7 @@ def command(
     profile: Path | None,
     shapes: tuple[str, ...],
     assume: tuple[str, ...],
+    policy: str,
     fail: tuple[str, ...],
     compare: bool,
     ladder: bool,
@@ -103,7 +105,7 @@ def command(
     from m2flow.micro.planning import with_shapes
     from m2flow.micro.simulation.scenario import prepare
 
-    spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes)
+    spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes).with_policy(policy)
     known = Known(tuple(Assumption.parse(text) for text in assume))
     for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -152,6 +152,18 @@ class Generated:
     """The generated tokens as text, without special tokens."""
 
 
+class Occupancy(NamedTuple):
+    """How full a rollout engine is."""
+
+    num_running: int
+    num_queued: int = 0
+    """Requests that it has no room for yet."""
+    kv_used: int = 0
+    """Tokens that its key/value cache holds, or has reserved."""
+    kv_capacity: int = 0
+    """Tokens that the cache can hold; 0: not known."""
+
+
 class RolloutEngine(Engine):
     """Generates, with continuous batching: requests come and go between any two steps."""
 
@@ -170,6 +182,10 @@ class RolloutEngine(Engine):
     @abstractmethod
     def progress(self) -> Mapping[int, int]:
         """Tokens so far of each request that is here, its prefix included."""
+
+    def occupancy(self) -> Occupancy:
+        """How full it is. An engine that does not know its cache says only how many requests it has."""
+        return Occupancy(self.num_unfinished)
 
     @property
     @abstractmethod

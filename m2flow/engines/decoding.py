@@ -62,6 +62,11 @@ class Decoder(Protocol):
     @property
     def num_running(self) -> int: ...
 
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens of cache that what runs takes, and that there may be; 0: not limited."""
+        ...
+
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         """Take jobs from the queue's front while there is room, add a token to each that runs, and return what finished."""
         ...
@@ -122,6 +127,12 @@ class ContinuousDecoder:
 
     def running_ids(self) -> list[int]:
         return [job.id for job in self._jobs]
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        num_rows = len(self._jobs)
+        longest = int(self._rows["length"][:num_rows].max()) + 1 if num_rows else 0
+        return longest * num_rows, self._budget_tokens
 
     def progress(self) -> dict[int, int]:
         return dict(zip(self.running_ids(), self._rows["count"][: len(self._jobs)].tolist(), strict=True))

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Request, RolloutEngine
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occupancy, Request, RolloutEngine
 from m2flow.engines.decoding import ContinuousDecoder, Decoder, Job
 from m2flow.engines.fixed_rows import FixedRowsDecoder
 from m2flow.engines.hf_model import TextCodec, load_tokenizer, use_threads
@@ -135,6 +135,10 @@ class EmbeddedRollout(RolloutEngine):
     def progress(self) -> dict[int, int]:
         waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
         return waiting | self._started()[2].progress()
+
+    def occupancy(self) -> Occupancy:
+        decoder = self._started()[2]
+        return Occupancy(decoder.num_running, len(self._queue), *decoder.kv_tokens)
 
     @property
     def num_unfinished(self) -> int:

@@ -49,6 +49,10 @@ class FixedRowsDecoder:
     def running_ids(self) -> list[int]:
         return [job.id for batch in self._batches for job in batch.jobs.values()]
 
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        return 0, 0
+
     def progress(self) -> dict[int, int]:
         return {job.id: batch.count_of(job) for batch in self._batches for job in batch.jobs.values()}
 

@@ -223,6 +223,20 @@ class Aborted(Message, frozen=True):
     segment: tuple[str, int, int, int]
 
 
+class Load(Message, frozen=True):
+    """How full a rollout engine is, after so many turns in which it has decoded (`m2flow.micro.rollouts.policy.Load`)."""
+
+    role: str
+    num_running: int
+    num_queued: int
+    kv_used: int
+    kv_capacity: int
+    ids: list[int]
+    """Samples that it has."""
+    num_tokens: list[int]
+    """Of each, generated so far."""
+
+
 class TaskDone(Message, frozen=True):
     """A task is done. Its samples were reported before; a `Finished` that ends the task says this too."""
 
@@ -277,7 +291,7 @@ ToWorker = (
     | Forget
     | Stop
 )
-ToController = Ready | Finished | Missing | Aborted | TaskDone | TaskFailed | Spans | Fatal | Goodbye
+ToController = Ready | Finished | Missing | Aborted | Load | TaskDone | TaskFailed | Spans | Fatal | Goodbye
 
 
 def calls_of(task: Task) -> tuple[int, ...]:

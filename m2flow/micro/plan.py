@@ -117,6 +117,10 @@ class Plan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     choice: Choice | None = None
     """What the placement comes from, where it was searched for."""
+    policies: tuple[str, ...] = ()
+    """What goes first, and where, in a rollout (`m2flow.micro.rollouts.policies`); none: first come, first served."""
+    predictor: str = "siblings"
+    """What policies take lengths to be."""
 
     def worker(self, name: str) -> WorkerPlan:
         return next(worker for worker in self.workers if worker.name == name)
@@ -156,6 +160,8 @@ class Plan(msgspec.Struct, frozen=True):
             (f"{r.producer} -> {r.consumer}", f"{r.source} -> {r.target}", r.transport, f"{r.capacity} samples", r.reason)
             for r in self.routes
         )
+        if self.policies:
+            lines += [f"rollout policy: {', '.join(self.policies)}; lengths by {self.predictor}"]
         if self.syncs:
             lines += ["weights"]
             lines += _table(

@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Request, RolloutEngine
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occupancy, Request, RolloutEngine
 from m2flow.errors import EngineError, PromptTooLong
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
@@ -160,6 +160,11 @@ class FakeRollout(RolloutEngine):
 
     def progress(self) -> dict[int, int]:
         return {sequence.request.id: len(sequence.tokens) for sequence in self._queue + self._running}
+
+    def occupancy(self) -> Occupancy:
+        """The cache is as large as `options["kv_capacity"]` says."""
+        used = sum(len(sequence.prompt) + len(sequence.tokens) for sequence in self._running)
+        return Occupancy(len(self._running), len(self._queue), used, int(str(self._settings.options.get("kv_capacity", 0))))
 
     @property
     def num_unfinished(self) -> int:

@@ -10,6 +10,7 @@ import msgspec
 
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.micro.plan import Plan, WorkerPlan
+from m2flow.micro.rollouts.policies import report_every
 from m2flow.micro.work.weight_syncing import weight_settings
 from m2flow.micro.work.worker import Worker, WorkerSettings
 from m2flow.recipe import Model
@@ -71,6 +72,7 @@ def _settings(
         train_options=spec.train.options,
         function_concurrency=spec.functions.concurrency,
         max_running=spec.rollout.max_running,
+        report_every=report_every(spec.rollout.policy, spec.rollout.predictor, turns=3),
         gather_s=0.0,
         heartbeat_s=1.0,
         parent=0,

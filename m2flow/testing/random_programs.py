@@ -8,6 +8,7 @@ def test_my_scheduler(program, spec, order_seed):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -155,6 +156,35 @@ def timed_programs() -> st.SearchStrategy[p.Program]:
         after=_block(_leaf, 1),
         staleness=st.sampled_from([1, 1, 2, 3, 0]),
     )
+
+
+_ADVERSARIES = Path(__file__).with_name("adversary.py")
+_own_queues = ("round-robin", "group-round-robin", "least-loaded", "lpt", "split", "adaptive")
+_others = (
+    "longest-first",
+    "shortest-first",
+    "group-completing",
+    "oldest-first",
+    "probe",
+    "balanced",
+    "adaptive-concurrency:start=2",
+    "admission:target=0.5",
+    "repack",
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> tuple[str, ...]:
+    """Rollout policies that go together, and some that nobody should want."""
+    seed = draw(st.integers(0, 1000))
+    hands_out = draw(st.sampled_from(["", f"{_ADVERSARIES}:Adversary:seed={seed}", *_own_queues]))
+    also = draw(st.lists(st.sampled_from([*_others, f"{_ADVERSARIES}:Shuffled:seed={seed}"]), max_size=3, unique=True))
+    return (*([hands_out] if hands_out else []), *also)
+
+
+def scheduled(spec: ClusterSpec, names: tuple[str, ...], predictor: str = "siblings") -> ClusterSpec:
+    """A cluster whose rollouts go by these policies."""
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"policy": names, "predictor": predictor})})
 
 
 @st.composite

@@ -326,7 +326,7 @@ class World(Backend):
         if isinstance(message, m.TaskDone):
             task = self._consuming.pop(message.task, None)
             self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
-        if isinstance(message, m.Finished | m.Aborted | m.TaskDone | m.TaskFailed):
+        if isinstance(message, m.Finished | m.Aborted | m.Load | m.TaskDone | m.TaskFailed):
             self._handle(FromWorker(worker, message))
 
     def _note(self, message: m.Finished) -> None:

@@ -315,6 +315,8 @@ class Controller:
                 place = message.segment
                 self._journal.samples_stopped(self._calls[ordinal], message.ids, message.num_tokens, message.num_generated, place)
                 self._handle(FromWorker(worker, message))
+            case m.Load():
+                self._handle(FromWorker(worker, message))
             case m.TaskDone() if message.task in self._saving:
                 self._saved[self._saving.pop(message.task)] = str(message.result)
                 if not self._saving:

@@ -23,6 +23,7 @@ from m2flow.channels.weights import remove_segments
 from m2flow.channels.weights.files import remove_files
 from m2flow.errors import InternalError
 from m2flow.micro.plan import Plan, WorkerPlan
+from m2flow.micro.rollouts.policies import report_every
 from m2flow.micro.work.process import TOKEN_VARIABLE
 from m2flow.micro.work.weight_syncing import weight_settings
 from m2flow.micro.work.worker import WorkerSettings
@@ -101,6 +102,7 @@ class LocalLauncher:
             train_options=self._spec.train.options,
             function_concurrency=self._spec.functions.concurrency,
             max_running=self._spec.rollout.max_running,
+            report_every=report_every(self._spec.rollout.policy, self._spec.rollout.predictor),
             gather_s=GATHER_S,
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),

@@ -27,6 +27,7 @@ from m2flow.micro.lowering.routing import route
 from m2flow.micro.lowering.seating import seat_sizes, seat_workers
 from m2flow.micro.lowering.syncs import plan_switches, plan_syncs
 from m2flow.micro.plan import Plan, Route, Stage, WorkerPlan
+from m2flow.micro.rollouts.policies import make_policies
 from m2flow.micro.search.choice import Choice, Mode
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
@@ -53,8 +54,9 @@ def lower(
     rule of the spec's `placement`.
 
     Raises:
-        PlanError: some call has no legal place.
+        PlanError: some call has no legal place. SpecError: there is no such rollout policy.
     """
+    make_policies(spec.rollout.policy, spec.rollout.predictor)
     first = graph.first_steps(1)
     sizes: Mapping[str, Sizes] = {}
     mode: Mode = "split" if spec.placement == "split" else "time-shared"
@@ -87,6 +89,8 @@ def lower(
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
         notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers),
         choice=choice,
+        policies=spec.rollout.policy,
+        predictor=spec.rollout.predictor,
     ).verify()
 
 

@@ -10,100 +10,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from m2flow.errors import InternalError
+from m2flow.micro.rollouts.composing import composed
 from m2flow.micro.rollouts.decode import DecodeModel, FloatArray
 from m2flow.micro.rollouts.lengths import StepLengths
+from m2flow.micro.rollouts.policy import Move, MoveCost, Policy, Seen
 
 _EPSILON = 1e-9
-
-
-class Move(NamedTuple):
-    """A running sample goes on elsewhere."""
-
-    sample: int
-    to: int
-
-
-@dataclass(frozen=True)
-class MoveCost:
-    """What it takes to go on elsewhere: nothing is copied, the prefix is computed again there, and stalls whatever else runs there.
-
-    Source: 2 x 7e9 FLOP a token at 40% of an H100's 989 TFLOP/s (bf16) is 35 microseconds a token.
-    """
-
-    fixed_s: float = 0.05
-    """Abort here, submit there; only the sample waits."""
-    token_s: float = 35e-6
-    """For each token of the prompt and of what was generated; the instance that takes it in does nothing else."""
-
-
-class Policy(ABC):
-    """Decides what runs where. A subclass needs `next_sample` only.
-
-    It is given a `Seen` once and may look at it whenever it is asked. It has no lengths of samples that have not ended.
-    """
-
-    name: str
-
-    def begin(self, seen: Seen) -> None:
-        """Before the first sample. State of an earlier rollout is forgotten here, what was learned from it may be kept."""
-
-    @abstractmethod
-    def next_sample(self, instance: int) -> int | None:
-        """Which waiting sample takes a free slot of this instance; None: none, until something changes."""
-
-    def ended(self, sample: int, length: int) -> None:
-        """A sample is done."""
-
-    def moves(self) -> Sequence[Move]:
-        """After samples have ended and slots are filled: which running samples go on elsewhere."""
-        return ()
-
-    def end(self) -> None:
-        """After the last sample: all lengths are known."""
-
-
-@dataclass
-class Seen:
-    """What a policy may know. Nothing here is to be changed by it."""
-
-    model: DecodeModel
-    num_instances: int
-    prompts: Sequence[int]
-    """[P], tokens."""
-    groups: Sequence[int]
-    """[N], the position of each sample's prompt."""
-    members: Sequence[Sequence[int]]
-    """[P], the samples of each prompt."""
-    cap: int | None
-    """Tokens at which an answer is cut."""
-    earlier: Sequence[Sequence[int]]
-    """[P], lengths of answers that the same prompts had in earlier epochs; empty where there were none."""
-    move_cost: MoveCost
-    now_s: float = 0.0
-    waiting: dict[int, None] = field(default_factory=dict)
-    """Samples that never ran, in the order in which they were asked for."""
-    finished: dict[int, int] = field(default_factory=dict)
-    """Sample -> its length."""
-    loads: list[int] = field(default_factory=list)
-    """[n], samples on each instance, on their way to it included."""
-    place: dict[int, int] = field(default_factory=dict)
-    """Sample -> the instance where it runs."""
-    _instances: list[_Instance] = field(default_factory=list)
-
-    def tokens_so_far(self, sample: int) -> int:
-        """Of a running sample."""
-        return self._instances[self.place[sample]].tokens_so_far(sample, self.now_s)
-
-    def running(self, instance: int) -> list[int]:
-        return list(self._instances[instance].samples)
 
 
 @dataclass(frozen=True)
@@ -145,7 +64,7 @@ def play(
         members[group].append(sample)
     before = earlier if earlier is not None else [()] * len(members)
     seen = Seen(model, num_instances, step.prompts.tolist(), groups, members, cap, before, cost or MoveCost())
-    return _Play(seen, step.responses.tolist(), policy).run()
+    return _Play(seen, step.responses.tolist(), composed([policy])).run()
 
 
 class _Instance:
@@ -232,9 +151,11 @@ class _Play:
         self._lengths = lengths
         self._instances = [_Instance(seen.model, lengths) for _ in range(seen.num_instances)]
         self._seen = seen
-        seen.waiting = dict.fromkeys(range(len(lengths)))
+        self._now_s = 0.0
+        seen.waiting = OrderedDict.fromkeys(range(len(lengths)))
         seen.loads = [0] * seen.num_instances
-        seen._instances = self._instances
+        seen.num_wanted = len(seen.members)
+        seen.tokens_so_far = lambda sample: self._instances[seen.place[sample]].tokens_so_far(sample, self._now_s)
         self._finish_s = np.zeros(len(lengths))
         self._heap: list[tuple[float, int, int]] = []
         self._to: dict[int, int] = {}
@@ -246,11 +167,11 @@ class _Play:
         self._policy.begin(seen)
         self._start(range(seen.num_instances))
         while self._heap:
-            seen.now_s, j, version = heapq.heappop(self._heap)
+            self._now_s, j, version = heapq.heappop(self._heap)
             instance = self._instances[j]
             if version != instance.version:
                 continue
-            ended, left = instance.advance(seen.now_s)
+            ended, left = instance.advance(self._now_s)
             for sample in ended:
                 self._end(sample, j)
             for sample, tokens in left:
@@ -281,7 +202,8 @@ class _Play:
             del seen.waiting[sample]
             seen.place[sample] = j
             seen.loads[j] += 1
-            self._instances[j].arrive(seen.now_s, sample, 0, 0.0)
+            self._instances[j].arrive(self._now_s, sample, 0, 0.0)
+            self._policy.started(sample, j)
             started.add(j)
             heapq.heappush(asked, (load + 1, j))
         for j in started:
@@ -289,7 +211,7 @@ class _Play:
 
     def _end(self, sample: int, j: int) -> None:
         seen = self._seen
-        self._finish_s[sample] = seen.now_s
+        self._finish_s[sample] = self._now_s
         seen.finished[sample] = self._lengths[sample]
         seen.loads[j] -= 1
         del seen.place[sample]
@@ -316,12 +238,12 @@ class _Play:
         again = tokens + seen.prompts[seen.groups[sample]]
         self._num_moves += 1
         self._moved_tokens += again
-        self._instances[to].arrive(seen.now_s + cost.fixed_s, sample, tokens, again * cost.token_s)
+        self._instances[to].arrive(self._now_s + cost.fixed_s, sample, tokens, again * cost.token_s)
         self._schedule(to)
 
     def _schedule(self, j: int) -> None:
         instance = self._instances[j]
         instance.version += 1
-        at_s = instance.next_s(self._seen.now_s)
+        at_s = instance.next_s(self._now_s)
         if at_s < math.inf:
             heapq.heappush(self._heap, (at_s, j, instance.version))

@@ -8,12 +8,13 @@ A predictor is worth what a policy makes of it: it is judged by regret (`study`)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.micro.rollouts.cluster import Seen
 from m2flow.micro.rollouts.decode import FloatArray
+from m2flow.micro.rollouts.policy import Seen
 from m2flow.micro.rollouts.survival import SurvivalCurve, kaplan_meier
 
 NUM_STEPS_KEPT = 4
@@ -22,26 +23,61 @@ NUM_STEPS_KEPT = 4
 _NUM_BUCKETS = 8
 
 
+class Past(NamedTuple):
+    """The samples of a step that is over, as far as they came."""
+
+    lengths: FloatArray
+    """[M]."""
+    prompts: FloatArray
+    """[M], tokens of their prompts."""
+    groups: npt.NDArray[np.int64]
+    """[M]."""
+    is_cut: npt.NDArray[np.bool_]
+    """[M]: longer than that, by an unknown amount."""
+
+    def cut_at(self, cap: int | None) -> npt.NDArray[np.bool_]:
+        """[M], those at the cap too."""
+        return np.asarray(self.is_cut | (self.lengths >= (cap if cap is not None else np.inf)), np.bool_)
+
+
+def past_of(seen: Seen) -> Past:
+    """What is known of a step's samples now."""
+    lengths, is_cut = np.zeros(len(seen.groups)), np.zeros(len(seen.groups), bool)
+    for sample in seen.place:
+        lengths[sample], is_cut[sample] = seen.tokens_so_far(sample), True
+    for sample, length in seen.finished.items():
+        lengths[sample], is_cut[sample] = length, False
+    known = np.flatnonzero(lengths > 0)
+    groups = np.asarray(seen.groups, np.int64)[known]
+    return Past(lengths[known], np.asarray(seen.prompts, np.float64)[groups], groups, is_cut[known])
+
+
 class Predictor(ABC):
     """Learns from steps that are over; within a step it sees what ends and how far the others are."""
 
     name: str
 
     def __init__(self) -> None:
-        self.earlier_steps: list[tuple[FloatArray, FloatArray]] = []
-        """Of each: lengths [N] and prompt lengths [N], the last one last."""
+        self.earlier_steps: list[Past] = []
+        """The last one last."""
         self.cap: int | None = None
 
     def begin(self, seen: Seen) -> None:
         self.seen = seen
         self.cap = seen.cap
+        self._is_over = False
 
     def end(self) -> None:
-        """A step is over: every length is known."""
-        seen = self.seen
-        lengths = np.array([seen.finished[sample] for sample in range(len(seen.groups))], np.float64)
-        prompts = np.asarray(seen.prompts, np.float64)[np.asarray(seen.groups, np.int64)]
-        self.earlier_steps = [*self.earlier_steps, (lengths, prompts)][-NUM_STEPS_KEPT:]
+        """A step is over. Samples that were given up count as longer than they are, if they have tokens; told twice, it is told once."""
+        if not self._is_over:
+            self._is_over = True
+            past = past_of(self.seen)
+            if len(past.lengths):
+                self.learn(past)
+
+    def learn(self, past: Past) -> None:
+        """From a step that is over."""
+        self.earlier_steps = [*self.earlier_steps, past][-NUM_STEPS_KEPT:]
 
     @property
     @abstractmethod
@@ -78,14 +114,14 @@ class EarlierSteps(Predictor):
     def scenarios(self, num: int) -> FloatArray:
         if not self.earlier_steps:
             return np.ones((num, len(self.seen.groups)))
-        pool = np.concatenate([lengths for lengths, _ in self.earlier_steps])
+        pool = np.concatenate([past.lengths for past in self.earlier_steps])
         return np.asarray(np.random.default_rng(0).choice(pool, (num, len(self.seen.groups))), np.float64)
 
     def _curve(self) -> SurvivalCurve | None:
         if not self.earlier_steps:
             return None
-        pool = np.concatenate([lengths for lengths, _ in self.earlier_steps])
-        return kaplan_meier(pool, pool >= (self.cap if self.cap is not None else np.inf))
+        pool = np.concatenate([past.lengths for past in self.earlier_steps])
+        return kaplan_meier(pool, np.concatenate([past.cut_at(self.cap) for past in self.earlier_steps]))
 
 
 class PromptBuckets(EarlierSteps):
@@ -98,7 +134,8 @@ class PromptBuckets(EarlierSteps):
         self._pools: list[FloatArray] = []
         """Lengths of answers to prompts of each bucket, from the shortest prompts on."""
         if self.earlier_steps:
-            lengths, prompts = (np.concatenate(columns) for columns in zip(*self.earlier_steps, strict=True))
+            lengths = np.concatenate([past.lengths for past in self.earlier_steps])
+            prompts = np.concatenate([past.prompts for past in self.earlier_steps])
             edges = np.unique(np.quantile(prompts, np.linspace(0, 1, _NUM_BUCKETS + 1)[1:-1]))
             of = np.searchsorted(edges, prompts)
             self._pools = [lengths[of == bucket] if (of == bucket).any() else lengths for bucket in range(len(edges) + 1)]

@@ -6,8 +6,8 @@ its longest to where that ends earliest with it, the prefix computed again.
 
 from __future__ import annotations
 
-from m2flow.micro.rollouts.cluster import Move, Seen
 from m2flow.micro.rollouts.decode import FloatArray
+from m2flow.micro.rollouts.policy import Move, Seen
 
 _TIMES_COST = 2.0
 """How many times its cost a move must gain: expectations are wrong, costs are not."""

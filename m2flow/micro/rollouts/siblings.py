@@ -14,10 +14,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.micro.rollouts.cluster import Seen
 from m2flow.micro.rollouts.decode import FloatArray
 from m2flow.micro.rollouts.normal import fit_cut_normal, log_density, log_tail
-from m2flow.micro.rollouts.predictors import NUM_STEPS_KEPT, Predictor
+from m2flow.micro.rollouts.policy import Seen
+from m2flow.micro.rollouts.predictors import NUM_STEPS_KEPT, Past, Predictor
 
 _ICCS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(25)
@@ -68,10 +68,9 @@ class Siblings(Predictor):
         self._earlier = self._answers(np.array(lengths, np.float64), np.array(owners, np.int64), np.zeros(len(lengths), bool))
         self._fit([*self._steps, self._earlier])
 
-    def end(self) -> None:
-        super().end()
-        lengths, _ = self.earlier_steps[-1]
-        self._steps = [*self._steps, self._answers(lengths, self._groups, np.zeros(len(lengths), bool))][-NUM_STEPS_KEPT:]
+    def learn(self, past: Past) -> None:
+        super().learn(past)
+        self._steps = [*self._steps, self._answers(past.lengths, past.groups, past.is_cut)][-NUM_STEPS_KEPT:]
 
     def expected(self) -> FloatArray:
         if not self._is_fitted:

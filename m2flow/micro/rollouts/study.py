@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from m2flow.errors import InternalError, SpecError
 from m2flow.micro.rollouts.assignment import assign
 from m2flow.micro.rollouts.bounds import rollout_bounds
-from m2flow.micro.rollouts.cluster import Policy, play
+from m2flow.micro.rollouts.cluster import play
 from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.lengths import Lengths, StepLengths
+from m2flow.micro.rollouts.policy import Policy
 from m2flow.micro.rollouts.predictors import Oracle
 
 

@@ -21,12 +21,13 @@ from m2flow.micro.scheduling.leases import Lease
 from m2flow.micro.scheduling.losing import strike
 from m2flow.micro.scheduling.missing import Missed
 from m2flow.micro.scheduling.open_calls import OpenCalls
+from m2flow.micro.scheduling.placings import Placings
 from m2flow.micro.scheduling.queue import StartQueue
 from m2flow.micro.scheduling.refills import Refills
 from m2flow.micro.scheduling.roster import TaskState, WorkerState, worker_of
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
-from m2flow.micro.scheduling.updating import Group, UpdateProgress
+from m2flow.micro.scheduling.updating import progress_of
 from m2flow.micro.scheduling.versions import Versions
 from m2flow.micro.scheduling.waking import Waking
 from m2flow.micro.scheduling.whereabouts import Whereabouts
@@ -72,6 +73,7 @@ class Board:
         self._perhaps_unreachable: set[int] = set()
         self.lines = Lines(self)
         self.refills = Refills(self)
+        self.placings = Placings(self, plan.policies, plan.predictor)
         self.functions = StartQueue(self._has_function_work, self.workers)
 
     # Calls
@@ -142,8 +144,10 @@ class Board:
             state.refill = self.refills.join(state, len(rows_of))
         is_rollout = state.call.engine == "rollout"
         state.prepare(make_ids(state.call.ordinal, len(rows_of), state.num_per_prompt).tolist() if is_rollout else rows_of, rows_of)
+        if is_rollout:
+            self.placings.begin(state)
         if state.is_update:
-            state.update = self._progress(state.call, state.stage, state.ids)
+            state.update = progress_of(state.call, state.stage, state.ids, by_identity=self.deterministic)
         for needed in state.aligned_inputs:
             source = self.calls[needed]
             if source.done:
@@ -171,18 +175,6 @@ class Board:
     def _prepare_consumers(self, state: CallState) -> None:
         for user in list(state.users.values()):
             self._prepare(user)
-
-    def _progress(self, call: Call, stage: Stage, ids: Iterable[int]) -> UpdateProgress:
-        size, epochs = call.options["minibatch_size"], call.options["epochs"]
-        assert isinstance(size, int | None)
-        assert isinstance(epochs, int)
-        return UpdateProgress(
-            [Group(key, tuple(rows)) for key, rows in by_group(ids).items()],
-            minibatch_size=size,
-            epochs=epochs,
-            token_budget=stage.token_budget,
-            by_identity=self.deterministic,
-        )
 
     def rows_done(
         self,
@@ -360,6 +352,8 @@ class Board:
     def _leave(self, state: CallState) -> None:
         del self.active[state.call.ordinal]
         self.versions.over(state)
+        if state.placing is not None:
+            self.placings.over(state)
         if self.open.close(state):
             self.waking.wake_role(state.call.role)
         if state.call.reads:
@@ -397,9 +391,13 @@ class Board:
     def hand_out(self, state: CallState, count: int) -> list[int]:
         """The next rows of a call, for a task."""
         rows = state.take(count)
+        self.handed_out(state)
+        return rows
+
+    def handed_out(self, state: CallState) -> None:
+        """Rows of a call are about to go to a worker: perhaps the last ones."""
         if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
             self.waking.wake_role(state.call.role)
-        return rows
 
     def _has_function_work(self, state: CallState) -> bool:
         if state.waits_for or state.follows:

@@ -67,7 +67,7 @@ class FromWorker(msgspec.Struct, frozen=True):
     """A worker said something about a task."""
 
     worker: str
-    message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed
+    message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Load
 
 
 class WorkerLost(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ class FunctionDesk:
     def _num_next(self, state: CallState) -> int:
         """Up to a chunk of ready rows, and the rest of the last one's unit."""
         chunk = 1 if state.refill is not None else state.stage.chunk  # Of a refill one group at a time, which may turn out not to count.
-        if state.suspects and state.ready[0] in state.suspects:
+        if state.suspects and next(iter(state.ready)) in state.suspects:
             chunk = 1  # By itself, so that if it is at fault it is known.
         if state.stage.unit == "sample" or chunk >= len(state.ready):
             return min(chunk, len(state.ready))

@@ -48,6 +48,7 @@ def lose(board: Board, rollout: RolloutDesk, event: WorkerLost) -> None:
             strike(board, state)
     if was_lost:
         return
+    board.placings.lost(name)
     for place, rows in event.missing.items():
         _withdraw(board, rollout, place, rows)
     for task in _blamed(board, name):
@@ -81,6 +82,7 @@ def join(board: Board, rollout: RolloutDesk, name: str) -> None:
     worker.is_lost = worker.returns = False
     worker.incarnation += 1
     rollout.joined(worker)
+    board.placings.joined(name)
     for state in board.calls.values():
         if name in state.planned.workers or name in state.planned.forward_to:
             state.stage = _live(board, state.planned)

@@ -47,6 +47,16 @@ class Refill:
         """How many prompts, from the source's first, may be started by now."""
         return self._num_allowed
 
+    @property
+    def count(self) -> int:
+        """Groups that it is to give."""
+        return self._count
+
+    @property
+    def num_rejected(self) -> int:
+        """Groups that were judged, and are not kept."""
+        return sum(verdict is not True for verdict in self._verdicts.values())
+
     def judge(self, position: int, verdict: bool | M2FlowError) -> None:
         """A group was kept or not, or judging it failed. What is told twice stays as it was."""
         self._verdicts.setdefault(position, verdict)

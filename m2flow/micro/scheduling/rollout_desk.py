@@ -3,8 +3,8 @@
 An engine has one set of weights. A generate call runs only where a version of its window is held (`m2flow.micro.scheduling.staleness`: one
 version alone, unless the flow allows older ones). An engine takes the newest version that the trainer has, when nothing runs on it and
 the earliest call with samples left may use that one; under running samples if all of their calls may use it, and allow that
-(`kv="keep"`), and the engine can. Samples of a call are shared out evenly over its workers, whole groups
-together where there is room, so that a prompt is prefilled once.
+(`kv="keep"`), and the engine can. Samples of a call go where its policy says (`m2flow.micro.scheduling.placing`); without
+one they are shared out evenly over its workers, whole groups together where there is room, so that a prompt is prefilled once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from m2flow.channels.weights import Manifest
 from m2flow.macro.late import keeps_cache
 from m2flow.micro import messages as m
 from m2flow.micro.scheduling.board import Board
+from m2flow.micro.scheduling.placing import Placing
 from m2flow.micro.scheduling.roster import WorkerState
 from m2flow.micro.scheduling.staleness import ANY_VERSION, window
 from m2flow.micro.scheduling.tracking import CallState
@@ -129,7 +130,13 @@ class RolloutDesk:
             is_sure = first.is_prepared and not first.waits_for
             return self._load_offer(worker, role, newest) if newest > held and is_sure else None
         for state in self._board.open.started("rollout", role):
-            if state.ready and _may_use(state, held):
+            if not state.ready or not _may_use(state, held):
+                continue
+            if state.placing is not None:
+                room = min(state.stage.chunk - worker.num_running, state.num_may_begin)
+                if room > 0 and self._has_hand(worker, state.placing):
+                    return lambda state=state, room=room: self._deal_out(worker, state, room)  # type: ignore[misc]
+            else:
                 quota = self._quota(worker, state)
                 if quota > 0:
                     return lambda state=state, quota=quota: self._hand_out(worker, state, quota)  # type: ignore[misc]
@@ -216,11 +223,26 @@ class RolloutDesk:
         room = state.stage.chunk - worker.num_running
         return min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
 
+    def _has_hand(self, worker: WorkerState, placing: Placing) -> bool:
+        """Whether a call's policy has something for this worker. What it has for others, they are asked to take."""
+        found = placing.has_hand(worker)
+        self._board.waking.wake_all(other for other in placing.dealt_to() if other is not worker)
+        return found
+
+    def _deal_out(self, worker: WorkerState, state: CallState, room: int) -> None:
+        assert state.placing is not None
+        rows = state.placing.take(worker, room)
+        state.num_begun += len(rows)
+        self._board.handed_out(state)
+        self._begin(worker, state, rows)
+
     def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
         ready = itertools.islice(state.ready, quota - 1, None)
         group = group_key(next(ready))
         more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
-        rows = self._board.hand_out(state, min(quota + more, max(quota, state.stage.chunk)))
+        self._begin(worker, state, self._board.hand_out(state, min(quota + more, max(quota, state.stage.chunk))))
+
+    def _begin(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
         self._board.lines.handed_out(state, rows, worker.held.get(state.call.role, 0))
         for drawn, stopped_by, together in self._board.lines.batches(state, rows):
             self._start(worker, state, together, drawn, stopped_by)

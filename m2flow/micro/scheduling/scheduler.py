@@ -132,14 +132,21 @@ class Scheduler:
             lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
         return lines
 
-    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
+    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Load) -> None:
         """What comes twice or late changes nothing."""
         board = self._board
+        if isinstance(message, m.Load):
+            board.placings.reported(name, message)
+            board.waking.wake(board.workers[name])
+            return
         state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):
             if state is not None:
                 if state.carry is not None:
                     board.lines.finished(state, message)
+                if state.placing is not None:
+                    for row, length in zip(message.ids, message.num_generated, strict=True):
+                        state.placing.ended(row, length)
                 board.generated(
                     message.task,
                     board.rows_done(state, name, message.ids, message.num_tokens, message.dropped, board.missed.sent_to(message.task)),
@@ -235,6 +242,12 @@ class Scheduler:
                 self._tell_to_switch((worker.name,), to)
 
     def _give_work(self) -> None:
+        """Hand out what can be done now. If nothing is under way, and a policy holds samples back, it is overruled."""
+        self._ask()
+        if not self._board.tasks and self._board.active and self._board.placings.force():
+            self._ask()
+
+    def _ask(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""
         waking = self._board.waking
         if waking.has_any:

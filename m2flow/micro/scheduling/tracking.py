@@ -10,15 +10,20 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
 from m2flow.micro.plan import Stage
 from m2flow.micro.scheduling.carrying import Carry
+from m2flow.micro.scheduling.ready import Ready
 from m2flow.micro.scheduling.refilling import Refill
 from m2flow.micro.scheduling.updating import UpdateProgress
 from m2flow.samples import by_group, group_key
+
+if TYPE_CHECKING:
+    from m2flow.micro.scheduling.placing import Placing
 
 _EVERYTHING = -1
 
@@ -43,7 +48,7 @@ class CallState:
     """Shared by the calls of a refill; they work on all candidates, and give what it keeps."""
     part_of: dict[int, int] = field(default_factory=dict)
     """Of a union: by row, the input that gives it. Another one may have it too: a late sample that it left to the next of its line."""
-    ready: deque[int] = field(default_factory=deque)
+    ready: deque[int] | Ready = field(default_factory=deque)
     """Rows of complete units that no task has yet, in the order in which they came."""
     num_begun: int = 0
     """Rows that a task has or had."""
@@ -70,6 +75,8 @@ class CallState:
     is_over: bool = False
     """Done or failed."""
     is_released: bool = False
+    placing: Placing | None = None
+    """Of a generation that goes by a policy."""
     carry: Carry | None = None
     """Of a generation whose late samples go on in the next call of its line."""
     _unsettled: set[int] | None = None
@@ -114,7 +121,7 @@ class CallState:
         self.passed = self.passed.union(passed)
         if self.failure is None or row < self.failure[0]:
             self.failure = (row, error)
-            self.ready = deque(ready for ready in self.ready if ready < row)
+            self._keep([ready for ready in self.ready if ready < row])
             self._unsettled = {before for before in self.ids if before < row} - self.done - self.dropped
         if self._unsettled is not None:
             self._unsettled -= self.passed
@@ -322,7 +329,23 @@ class CallState:
                     if self.update is not None:
                         self.update.remove(unit)
                 self.missing[unit] += 1
-        self.ready = deque(row for row in self.ready if row not in gone)
+        self._keep([row for row in self.ready if row not in gone])
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        """Of the rows that are ready, these."""
+        if isinstance(self.ready, Ready):
+            self.ready.keep(rows)
+        else:
+            self.ready = deque(rows)
+
+    @property
+    def prompt_rows(self) -> Iterable[int]:
+        """Of a generation's own samples."""
+        return self._by_prompt
+
+    def prompt_of(self, row: int) -> int:
+        """The row of the prompts that a sample answers; -1 for one that an earlier call drew."""
+        return self._prompt_of.get(row, -1)
 
     def prompts_of(self, rows: Iterable[int]) -> list[int]:
         return [self._prompt_of[row] for row in rows]

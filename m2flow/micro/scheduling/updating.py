@@ -8,8 +8,12 @@ order, cut by the same rule as `m2flow.micro.lowering.packing.cut`. Pure: it is 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from m2flow.macro.graph import Call
+from m2flow.micro.plan import Stage
+from m2flow.samples import by_group
 
 
 @dataclass(frozen=True)
@@ -153,3 +157,12 @@ def _find(groups: Sequence[Group], group: Group, place: Mapping[int, tuple[int, 
     """Where a group is in a list that is in order of place."""
     found = bisect.bisect_left(groups, place[group.key], key=lambda group: place[group.key])
     return found if found < len(groups) and groups[found] is group else None
+
+
+def progress_of(call: Call, stage: Stage, ids: Iterable[int], *, by_identity: bool) -> UpdateProgress:
+    """That of an update on these samples."""
+    size, epochs = call.options["minibatch_size"], call.options["epochs"]
+    assert size is None or isinstance(size, int)
+    assert isinstance(epochs, int)
+    groups = [Group(key, tuple(rows)) for key, rows in by_group(ids).items()]
+    return UpdateProgress(groups, minibatch_size=size, epochs=epochs, token_budget=stage.token_budget, by_identity=by_identity)

@@ -72,6 +72,10 @@ class Versions:
         """The role's newest version that is there."""
         return self._trained.get(role, 0)
 
+    def behind(self, call: Call) -> int:
+        """How many versions a generation's newest one is ahead of those that are there."""
+        return max(call.reads[0].version - self.newest(call.role), 0) if call.reads else 0
+
     def trained(self, role: str) -> int | None:
         """The version that the role's trainer holds; None between the first optimiser step of an update and its last."""
         return None if role in self._replacing else self.newest(role)

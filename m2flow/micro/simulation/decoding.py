@@ -85,6 +85,11 @@ class Decoding:
         return sum(self._num_running.values())
 
     @property
+    def turn_s(self) -> float:
+        """A turn lasts so long now; 0 if nobody decodes."""
+        return self._turn_s
+
+    @property
     def is_empty(self) -> bool:
         """Nobody decodes or waits to."""
         return not self.num_running and not any(self._waiting.values())

@@ -55,6 +55,12 @@ class Drawn:
         who = SampleId.unpack(packed)
         return int(self._by_call[who.call][0][who.prompt])
 
+    @property
+    def mean_tokens(self) -> float:
+        """Of a sample, its prompt included, over the generate calls so far."""
+        means = [float(prompts.mean() + responses.mean()) for prompts, responses in self._by_call.values() if responses.size]
+        return sum(means) / max(len(means), 1)
+
     def is_drawn(self, packed: int) -> bool:
         """Whether this is a sample, and no row of a dataset."""
         return SampleId.unpack(packed).call in self._by_call

@@ -21,6 +21,7 @@ from m2flow.micro.costs.terms import FunctionCost
 from m2flow.micro.lowering.lower import Lowering
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.decisions import Stretch
+from m2flow.micro.rollouts.policies import report_every
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
     Command,
@@ -144,7 +145,8 @@ class Simulation:
         self._machines = machines
         self._function_cost = function_cost
         self._scheduler = Scheduler(plan)
-        self._workers = {name: VirtualWorker(machine, self) for name, machine in machines.items()}
+        every = report_every(plan.policies, plan.predictor)
+        self._workers = {name: VirtualWorker(machine, self, report_every=every) for name, machine in machines.items()}
         ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
         self._driver = Driver(program, Lowering(plan, spec), ahead, self._handle, self._made)
         self._usage = Usage(machines, {name: pool.num_devices for name, pool in spec.pools.items()})
@@ -228,7 +230,7 @@ class Simulation:
     def keep(self, ids: Iterable[int], stretches: Iterable[tuple[Stretch, ...]]) -> None:
         self._kept.update(zip(ids, stretches, strict=True))
 
-    def say(self, worker: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
+    def say(self, worker: str, message: m.Finished | m.Aborted | m.Load | m.TaskDone | m.TaskFailed) -> None:
         if self._message_s:
             count = self._incarnations[worker]
             self.clock.at(self.clock.now_s + self._message_s, lambda: self._heard(worker, count, message))
@@ -403,7 +405,7 @@ class Simulation:
         if incarnation == self._incarnations[worker]:
             self._workers[worker].told(message)
 
-    def _heard(self, worker: str, incarnation: int, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
+    def _heard(self, worker: str, incarnation: int, message: m.Finished | m.Aborted | m.Load | m.TaskDone | m.TaskFailed) -> None:
         """A message has come; what a process that is gone has said does not count."""
         if incarnation == self._incarnations[worker]:
             self._said.append(FromWorker(worker, message))

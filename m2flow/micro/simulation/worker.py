@@ -43,7 +43,7 @@ class Surroundings(Protocol):
     def function_cost(self, call: Call) -> FunctionCost | None:
         """None: it takes no time that counts."""
 
-    def say(self, worker: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed) -> None:
+    def say(self, worker: str, message: m.Finished | m.Aborted | m.Load | m.TaskDone | m.TaskFailed) -> None:
         """The controller hears it when the worker has done what it does now."""
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:
@@ -71,8 +71,14 @@ class Surroundings(Protocol):
 class VirtualWorker:
     """One of the plan's."""
 
-    def __init__(self, machine: Machine, around: Surroundings) -> None:
+    def __init__(self, machine: Machine, around: Surroundings, *, report_every: int = 0) -> None:
+        """
+        Args:
+            report_every: turns of decoding after which it says how full its engines are; 0: never.
+        """
         self.machine = machine
+        self._report_every = report_every
+        self._is_reporting = False
         self.name = machine.worker
         self.decoding = Decoding(machine.decode)
         self.lives: list[Life] = []
@@ -288,6 +294,7 @@ class VirtualWorker:
         num_tokens: list[int],
         dropped: Sequence[int] = (),
         stretches: Sequence[tuple[Stretch, ...]] = (),
+        num_generated: Sequence[int] = (),
     ) -> None:
         around = self._around
         now_s = around.clock.now_s
@@ -297,7 +304,8 @@ class VirtualWorker:
             if not around.is_lost(place):
                 around.rows.send(call, ids, self.name, worker_of(place), now_s, lambda row: has_tokens[row])
         blank = [0] * len(ids)
-        around.say(self.name, m.Finished(number, call, ids, num_tokens, blank, [], blank, [], None, list(dropped), list(stretches)))
+        generated = list(num_generated) or blank
+        around.say(self.name, m.Finished(number, call, ids, num_tokens, generated, [], blank, [], None, list(dropped), list(stretches)))
 
     # Generation
 
@@ -316,10 +324,35 @@ class VirtualWorker:
             life.version, life.before = self._held.get(role, 0), before
             lives[row] = life
         self.lives += lives.values()
+        self._report_later()
         self._generations[task.number] = (task, lives)
         around.generating(self.name, len(lives))
         self.decoding.add(lives.values(), around.clock.now_s)
         self._set_alarm()
+
+    def _report_later(self) -> None:
+        """Say how full the engines are after so many turns, as they are now."""
+        turn_s = sum(cost.seconds(1) for cost in self.machine.decode.values())
+        if self._report_every and not self._is_reporting and self._generations and turn_s:
+            self._is_reporting = True
+            clock = self._around.clock
+            clock.at(clock.now_s + self._report_every * max(self.decoding.turn_s, turn_s), self._report_load)
+
+    def _report_load(self) -> None:
+        self._is_reporting = False
+        if self.is_lost:
+            return
+        turns = self.decoding.turns_at(self._around.clock.now_s)
+        for role, cost in self.machine.decode.items():
+            lives = [life for _, left in self._generations.values() for life in left.values() if life.role == role]
+            tokens = [int(life.tokens_until(turns)) + sum(stretch.num_tokens for stretch in life.before) for life in lives]
+            running = [life.begun >= 0 for life in lives]
+            held = sum(life.prefill_tokens + count for life, count, runs in zip(lives, tokens, running, strict=True) if runs)
+            if lives:
+                capacity = int(cost.max_running * self._around.drawn.mean_tokens)
+                said = m.Load(role, sum(running), len(lives) - sum(running), held, capacity, [life.id for life in lives], tokens)
+                self._around.say(self.name, said)
+        self._report_later()
 
     def _set_alarm(self) -> None:
         """Be woken when the next sample ends, unless something changes before."""
@@ -369,7 +402,8 @@ class VirtualWorker:
                 del left[row]
             around.generating(self.name, -len(ids))
             stretches = [life.stretches(life.num_tokens) for life in lives] if is_time_dependent(around.call(task.call)) else []
-            self._report(number, task.call, ids, task.forward_to, [around.num_tokens(row) for row in ids], stretches=stretches)
+            num_tokens, generated = [around.num_tokens(row) for row in ids], [around.drawn.response_tokens(row) for row in ids]
+            self._report(number, task.call, ids, task.forward_to, num_tokens, stretches=stretches, num_generated=generated)
             if not left:
                 del self._generations[number]
                 around.say(self.name, m.TaskDone(number))

@@ -13,7 +13,17 @@ from typing import TypeVar
 
 from m2flow.channels.weights import Manifest, RawBits, Tied, Weight, digest
 from m2flow.channels.weights.torch_tensors import travelling
-from m2flow.engines.contract import Engine, EngineSettings, FunctionEngine, Generated, Request, RolloutEngine, Tensor, TrainEngine
+from m2flow.engines.contract import (
+    Engine,
+    EngineSettings,
+    FunctionEngine,
+    Generated,
+    Occupancy,
+    Request,
+    RolloutEngine,
+    Tensor,
+    TrainEngine,
+)
 from m2flow.engines.registry import make_function, make_rollout, make_train
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.macro.graph import Call
@@ -190,6 +200,10 @@ class Workbench:
     def progress(self) -> dict[int, int]:
         """Tokens so far of each sample that generates."""
         return {packed: count for engine in self._rollout.values() for packed, count in engine.progress().items()}
+
+    def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
+        """Of each role that generates: how full its engine is, and tokens so far of each sample there."""
+        return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._rollout.items() if engine.num_unfinished}
 
     def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
         generated = [g for g, _ in finished]

@@ -65,6 +65,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     train_options: dict[str, str | int | float | bool]
     function_concurrency: int
     max_running: int
+    report_every: int
+    """Turns of decoding after which it says how full its engines are; 0: never."""
     gather_s: float
     """Seconds that finished samples may wait for others, to leave together."""
     heartbeat_s: float
@@ -138,6 +140,7 @@ class Worker:
         self._generations: dict[int, _Generation] = {}
         self._task_of: dict[int, int] = {}
         self._flushed_ns = 0
+        self._num_turns = 0
 
     def open(self) -> None:
         """Load the engines, then say that we are here."""
@@ -160,9 +163,19 @@ class Worker:
             self._take(self._heard.popleft())
         for call, rows in self.bench.step():
             self._generated(call, rows)
+        self._report_load()
         if self._next_is_ready():
             self._do(self._queue.popleft())
         self.flush_spans(force=False)
+
+    def _report_load(self) -> None:
+        """Say how full the engines are, every so many turns of decoding."""
+        if not self.settings.report_every or not self.bench.num_unfinished:
+            return
+        self._num_turns += 1
+        if self._num_turns % self.settings.report_every == 0:
+            for role, (load, tokens) in self.bench.occupancy().items():
+                self._send(m.Load(role, *load, list(tokens), list(tokens.values())))
 
     def close(self) -> None:
         """Free the engines; send the last spans and goodbye."""

@@ -1,43 +1,65 @@
 """Ways to schedule a rollout whose lengths are not known, one a file, by name.
 
-A user's own is a subclass of `m2flow.micro.rollouts.cluster.Policy`, given to `m2flow simulate rollout --policy FILE.py:CLASS`.
+    rollout: {policy: [group-completing, longest-first, "adaptive-concurrency:high=0.85"]}       in a cluster spec
+
+A user's own is a subclass of `m2flow.micro.rollouts.policy.Policy`, named FILE.py:CLASS wherever a name is asked for.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from m2flow.errors import SpecError
-from m2flow.micro.rollouts.cluster import Policy
+from m2flow.micro.rollouts.composing import composed
 from m2flow.micro.rollouts.policies.adaptive import Adaptive
+from m2flow.micro.rollouts.policies.adaptive_concurrency import AdaptiveConcurrency
+from m2flow.micro.rollouts.policies.admission import Admission
+from m2flow.micro.rollouts.policies.balanced import Balanced
+from m2flow.micro.rollouts.policies.first_come import FirstCome
+from m2flow.micro.rollouts.policies.group_completing import GroupCompleting
 from m2flow.micro.rollouts.policies.group_round_robin import GroupRoundRobin
 from m2flow.micro.rollouts.policies.least_loaded import LeastLoaded
 from m2flow.micro.rollouts.policies.longest_first import LongestFirst
 from m2flow.micro.rollouts.policies.lpt import LongestProcessingTime
+from m2flow.micro.rollouts.policies.oldest_first import OldestFirst
 from m2flow.micro.rollouts.policies.probe import Probe
 from m2flow.micro.rollouts.policies.repack import Repack
 from m2flow.micro.rollouts.policies.round_robin import RoundRobin
 from m2flow.micro.rollouts.policies.shortest_first import ShortestFirst
 from m2flow.micro.rollouts.policies.split import Split
+from m2flow.micro.rollouts.policy import Policy
 from m2flow.micro.rollouts.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets
 from m2flow.micro.rollouts.siblings import Siblings
 
-POLICIES: Mapping[str, Callable[[Predictor], Policy]] = {
-    "round-robin": lambda predictor: RoundRobin(),
-    "group-round-robin": lambda predictor: GroupRoundRobin(),
-    "least-loaded": lambda predictor: LeastLoaded(),
-    "lpt": LongestProcessingTime,
-    "longest-first": LongestFirst,
-    "shortest-first": ShortestFirst,
-    "probe": lambda predictor: Probe(),
-    "repack": Repack,
-    "split": Split,
-    "adaptive": Adaptive,
+FIRST_COME = FirstCome.name
+"""What is done without a policy."""
+
+POLICIES: Mapping[str, type[Policy]] = {
+    of.name: of
+    for of in (
+        FirstCome,
+        RoundRobin,
+        GroupRoundRobin,
+        LeastLoaded,
+        LongestProcessingTime,
+        LongestFirst,
+        ShortestFirst,
+        GroupCompleting,
+        OldestFirst,
+        Probe,
+        Balanced,
+        AdaptiveConcurrency,
+        Admission,
+        Repack,
+        Split,
+        Adaptive,
+    )
 }
-"""Name -> how to make it with a predictor; a policy lasts for all steps of a study, and its predictor learns."""
+"""By name."""
 
 PREDICTORS: Mapping[str, Callable[[], Predictor]] = {
     "siblings": Siblings,
@@ -59,14 +81,65 @@ def make_predictor(name: str) -> Predictor:
     return PREDICTORS[name]()
 
 
-def make_policy(name: str, predictor: Predictor) -> Policy:
-    """By name, or the user's own class from `FILE.py:CLASS`, made without arguments.
+def make_policy(text: str, predictor: Predictor) -> Policy:
+    """By name, with numbers after a colon (`admission:target=0.5`); or the user's own class, FILE.py:CLASS.
 
     Raises:
-        SpecError: there is none, or the file can't be used.
+        SpecError: there is none, it takes no such number, or the file can't be used.
     """
-    if name in POLICIES:
-        return POLICIES[name](predictor)
+    name, numbers = _parsed(text)
+    made = POLICIES[name] if name in POLICIES else _own(name)
+    takes = inspect.signature(made).parameters
+    for number in numbers:
+        if number not in takes or number == "predictor":
+            known = [known for known in takes if known != "predictor"]
+            raise SpecError(f"the policy {name} has no {number!r}", now=f"It has {', '.join(known)}." if known else "It takes no numbers.")
+    return made(predictor, **numbers) if "predictor" in takes else made(**numbers)  # type: ignore[call-arg]
+
+
+def make_policies(names: Sequence[str], predictor: str) -> Policy:
+    """One policy of several, which share a predictor.
+
+    Raises:
+        SpecError: there is no such policy or predictor, or two of them hand out samples by themselves.
+    """
+    learned = make_predictor(predictor)
+    made = [make_policy(name, learned) for name in names]
+    own = [policy.name for policy in made if type(policy).next_sample is not Policy.next_sample]
+    if len(own) > 1:
+        raise SpecError(
+            f"the policies {' and '.join(own)} each hand out samples by themselves, so they can't go together",
+            now="Take one of them, with policies that rank, hold back or move.",
+        )
+    return composed(made)
+
+
+REPORT_EVERY = 32
+"""Turns of decoding: a fraction of a second with most models."""
+
+
+def report_every(names: Sequence[str], predictor: str, *, turns: int = REPORT_EVERY) -> int:
+    """After how many turns of decoding engines have to say how full they are; 0: no policy asks."""
+    return turns if names and make_policies(names, predictor).needs_reports else 0
+
+
+def _parsed(text: str) -> tuple[str, dict[str, float]]:
+    """A name, and the numbers behind it."""
+    name, colon, rest = text.rpartition(":")
+    if not colon or "=" not in rest:
+        return text, {}
+    numbers = {}
+    for part in rest.split(","):
+        key, _, value = part.partition("=")
+        try:
+            numbers[key.strip()] = float(value)
+        except ValueError:
+            raise SpecError(f"{text!r}: {part.strip()!r} is no number with a name", now="Example: admission:target=0.5") from None
+    return name, numbers
+
+
+def _own(name: str) -> type[Policy]:
+    """The class of a user's file."""
     file, colon, wanted = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         close = difflib.get_close_matches(name, POLICIES, 1)
@@ -76,8 +149,15 @@ def make_policy(name: str, predictor: Predictor) -> Policy:
     if spec is None or spec.loader is None or not Path(file).is_file():
         raise SpecError(f"can't read {file}", now="Give the file that defines the policy.")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SpecError(
+            f"{file} can't be imported: {type(error).__name__}: {error}", now="Give the file that defines the policy."
+        ) from error
     found = getattr(module, wanted, None)
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise SpecError(f"{wanted} in {file} is not a Policy", now="Give a subclass of m2flow.micro.rollouts.cluster.Policy.")
-    return found()
+        raise SpecError(f"{wanted} in {file} is not a Policy", now="Give a subclass of m2flow.micro.rollouts.policy.Policy.")
+    if not hasattr(found, "name"):
+        found.name = wanted
+    return found

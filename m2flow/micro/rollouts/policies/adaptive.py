@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from m2flow.micro.rollouts.cluster import Move
 from m2flow.micro.rollouts.policies.split import Split
+from m2flow.micro.rollouts.policy import Move
 from m2flow.micro.rollouts.relieving import relieving_moves
 
 
 class Adaptive(Split):
     name = "adaptive"
+    needs_reports = True
 
     def next_sample(self, instance: int) -> int | None:
         if self._predictor.is_informed:
@@ -25,7 +26,7 @@ class Adaptive(Split):
         return super().next_sample(instance)
 
     def moves(self) -> Sequence[Move]:
-        if self._seen.waiting or not self._predictor.earlier_steps:
+        if self.seen.waiting or not self._predictor.earlier_steps:
             return ()
         expected, is_new = self.expected()
-        return relieving_moves(self._seen, expected) if is_new else ()
+        return relieving_moves(self.seen, expected) if is_new else ()

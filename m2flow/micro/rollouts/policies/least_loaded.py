@@ -1,15 +1,12 @@
-"""One queue, first come first served: a slot that is free takes the next sample, on the instance with the fewest first."""
+"""One queue, first come first served, whatever other policies rank: the instance with the fewest samples is asked first."""
 
 from __future__ import annotations
 
-from m2flow.micro.rollouts.cluster import Policy, Seen
+from m2flow.micro.rollouts.policy import Policy
 
 
 class LeastLoaded(Policy):
     name = "least-loaded"
 
-    def begin(self, seen: Seen) -> None:
-        self._seen = seen
-
     def next_sample(self, instance: int) -> int | None:
-        return next(iter(self._seen.waiting), None)
+        return next(iter(self.seen.waiting), None)

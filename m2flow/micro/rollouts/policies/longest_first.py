@@ -1,29 +1,20 @@
-"""One queue, the longest expected first, by what is known when a slot is free."""
+"""The longest expected first, by what is known when a slot is free.
+
+Source: Graham 1969 for machines whose speed does not go by their load; RhymeRL (survey notes) and Seer (arXiv 2511.14617) for rollouts.
+"""
 
 from __future__ import annotations
 
-from m2flow.micro.rollouts.cluster import Seen
+from collections.abc import Iterable
+
 from m2flow.micro.rollouts.policies.predicted import Predicted
 
 
 class LongestFirst(Predicted):
     name = "longest-first"
 
-    def begin(self, seen: Seen) -> None:
-        super().begin(seen)
-        self._order()
+    def rank(self, sample: int) -> tuple[float, ...]:
+        return -round(float(self._expected[sample]), 6), self._turn[sample]
 
-    def next_sample(self, instance: int) -> int | None:
-        if self.expected()[1]:
-            self._order()
-        while self._queue and self._queue[-1] not in self._seen.waiting:
-            self._queue.pop()
-        return self._queue[-1] if self._queue else None
-
-    def _order(self) -> None:
-        """The last is the next."""
-        self._queue = sorted(self._seen.waiting, key=lambda sample: (self._rank(float(self._expected[sample])), -self._turn[sample]))
-
-    def _rank(self, expected: float) -> float:
-        """What is started last ranks first."""
-        return round(expected, 6)
+    def reranked(self) -> Iterable[int]:
+        return self.waiting_if_new()

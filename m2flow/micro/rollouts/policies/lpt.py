@@ -6,25 +6,25 @@ Source: Graham 1969. Decode speed depends on the batch, so this is no good aim e
 from __future__ import annotations
 
 import heapq
-from collections import deque
 
 import numpy as np
 
-from m2flow.micro.rollouts.cluster import Seen
 from m2flow.micro.rollouts.policies.predicted import Predicted
+from m2flow.micro.rollouts.policies.queues import Queued
+from m2flow.micro.rollouts.policy import Seen
 
 
-class LongestProcessingTime(Predicted):
+class LongestProcessingTime(Predicted, Queued):
     name = "lpt"
 
     def begin(self, seen: Seen) -> None:
         super().begin(seen)
-        self._queues: list[deque[int]] = [deque() for _ in range(seen.num_instances)]
+        self._queues = [[] for _ in range(seen.num_instances)]
         work = [(0.0, j) for j in range(seen.num_instances)]
         for sample in np.argsort(-self._expected, kind="stable").tolist():
-            taken, j = heapq.heappop(work)
-            self._queues[j].append(sample)
-            heapq.heappush(work, (taken + float(self._expected[sample]), j))
-
-    def next_sample(self, instance: int) -> int | None:
-        return self._queues[instance].popleft() if self._queues[instance] else None
+            if sample in seen.waiting:
+                taken, j = heapq.heappop(work)
+                self._queues[j].append(sample)
+                heapq.heappush(work, (taken + float(self._expected[sample]), j))
+        for queue in self._queues:
+            queue.reverse()

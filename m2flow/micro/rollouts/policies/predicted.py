@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from m2flow.micro.rollouts.cluster import Policy, Seen
+from collections.abc import Iterable
+
 from m2flow.micro.rollouts.decode import FloatArray
+from m2flow.micro.rollouts.policy import Policy, Seen
 from m2flow.micro.rollouts.predictors import Predictor
 
 _SHARE = 0.05
 
 
 class Predicted(Policy):
+    """Ranks nothing by itself."""
+
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
 
     def begin(self, seen: Seen) -> None:
-        self._seen = seen
+        self.seen = seen
         self._predictor.begin(seen)
         self._asked_at = 0
         self._expected = self._predictor.expected()
@@ -25,13 +29,17 @@ class Predicted(Policy):
 
     def expected(self) -> tuple[FloatArray, bool]:
         """E[length] of each sample, and whether it is new: after each twentieth of the samples, and of those left."""
-        seen = self._seen
+        seen = self.seen
         passed, left = len(seen.finished) - self._asked_at, len(seen.groups) - len(seen.finished)
         if passed <= _SHARE * min(len(seen.groups), 2 * left):
             return self._expected, False
         self._asked_at = len(seen.finished)
         self._expected = self._predictor.expected()
         return self._expected, True
+
+    def waiting_if_new(self) -> Iterable[int]:
+        """All that wait, if expectations are new; for `reranked`."""
+        return self.seen.waiting if self.expected()[1] else ()
 
 
 def _turns(seen: Seen) -> list[int]:

@@ -9,9 +9,10 @@ Source: Seer (arXiv 2511.14617), context-aware scheduling; the gate is ours.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from m2flow.micro.rollouts.cluster import Policy, Seen
 from m2flow.micro.rollouts.correlation import log_length_icc
+from m2flow.micro.rollouts.policy import Policy, Seen
 
 GATE = 0.3
 """The least correlation of log length in a group, by the lower end of its 95% interval."""
@@ -29,23 +30,30 @@ class Probe(Policy):
         return self._correlation_low >= GATE
 
     def begin(self, seen: Seen) -> None:
-        self._seen = seen
+        self.seen = seen
+        self._probes = {members[0] for members in seen.members if members}
         self._longest = [0] * len(seen.members)
-        self._left = [list(members) for members in seen.members]
-        self._probes = list(range(len(seen.members)))[::-1]
+        for sample, length in seen.finished.items():
+            self._longest[seen.groups[sample]] = max(self._longest[seen.groups[sample]], length)
+        self._reranked: set[int] = set()
+
+    def rank(self, sample: int) -> tuple[float, ...]:
+        if not self.is_open:
+            return (0.0,)
+        return (0.0,) if sample in self._probes else (1.0, -(self._longest[self.seen.groups[sample]] or math.inf))
+
+    def reranked(self) -> Iterable[int]:
+        found, self._reranked = self._reranked, set()
+        return found
 
     def ended(self, sample: int, length: int) -> None:
-        group = self._seen.groups[sample]
-        self._longest[group] = max(self._longest[group], length)
-
-    def next_sample(self, instance: int) -> int | None:
-        if not self.is_open:
-            return next(iter(self._seen.waiting), None)
-        if self._probes:
-            return self._left[self._probes.pop()].pop(0)
-        group = max((g for g, left in enumerate(self._left) if left), key=lambda g: self._longest[g] or math.inf, default=None)
-        return self._left[group].pop(0) if group is not None else None
+        group = self.seen.groups[sample]
+        if length > self._longest[group]:
+            self._longest[group] = length
+            if self.is_open:
+                self._reranked.update(other for other in self.seen.members[group] if other in self.seen.waiting)
 
     def end(self) -> None:
-        seen = self._seen
-        self._correlation_low = log_length_icc([[seen.finished[sample] for sample in members] for members in seen.members]).low
+        finished = self.seen.finished
+        groups = [[finished[sample] for sample in members if sample in finished] for members in self.seen.members]
+        self._correlation_low = log_length_icc(groups).low

@@ -1,4 +1,4 @@
-"""Least-loaded, and once nothing waits, running samples move where that makes the end come earlier.
+"""Once nothing waits, running samples move where that makes the end come earlier. Hands out nothing by itself.
 
 Without earlier steps a sample is expected to grow as far again as it has.
 
@@ -11,23 +11,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from m2flow.micro.rollouts.cluster import Move
 from m2flow.micro.rollouts.policies.predicted import Predicted
+from m2flow.micro.rollouts.policy import Move
 from m2flow.micro.rollouts.relieving import relieving_moves
 
 
 class Repack(Predicted):
     name = "repack"
-
-    def next_sample(self, instance: int) -> int | None:
-        return next(iter(self._seen.waiting), None)
+    needs_reports = True
 
     def moves(self) -> Sequence[Move]:
-        if self._seen.waiting:
+        if self.seen.waiting:
             return ()
         expected, is_new = self.expected()
         if not is_new:
             return ()
         if not self._predictor.earlier_steps:
-            expected = np.array([2.0 * self._seen.tokens_so_far(i) if i in self._seen.place else 0.0 for i in range(len(expected))])
-        return relieving_moves(self._seen, expected)
+            expected = np.array([2.0 * self.seen.tokens_so_far(i) if i in self.seen.place else 0.0 for i in range(len(expected))])
+        return relieving_moves(self.seen, expected)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
+from m2flow.micro.rollouts.policies.queues import Queued
+from m2flow.micro.rollouts.policy import Seen
 
-from m2flow.micro.rollouts.cluster import Policy, Seen
 
-
-class RoundRobin(Policy):
+class RoundRobin(Queued):
     name = "round-robin"
 
     def begin(self, seen: Seen) -> None:
-        self._queues: list[deque[int]] = [deque() for _ in range(seen.num_instances)]
-        for sample in seen.waiting:
-            self._queues[sample % seen.num_instances].append(sample)
+        self.seen = seen
+        self._queues = [[] for _ in range(seen.num_instances)]
+        for sample in reversed(seen.waiting):
+            self._queues[self._turn(sample) % seen.num_instances].append(sample)
 
-    def next_sample(self, instance: int) -> int | None:
-        return self._queues[instance].popleft() if self._queues[instance] else None
+    def _turn(self, sample: int) -> int:
+        return sample

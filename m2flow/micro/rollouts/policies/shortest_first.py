@@ -1,4 +1,7 @@
-"""One queue, the shortest expected first: the mean wait is least, and the makespan about the worst."""
+"""The shortest expected first: the mean wait is least, and the makespan about the worst. For early training.
+
+Source: SortedRL (abstract) trains on short answers first.
+"""
 
 from __future__ import annotations
 
@@ -8,5 +11,6 @@ from m2flow.micro.rollouts.policies.longest_first import LongestFirst
 class ShortestFirst(LongestFirst):
     name = "shortest-first"
 
-    def _rank(self, expected: float) -> float:
-        return -super()._rank(expected)
+    def rank(self, sample: int) -> tuple[float, ...]:
+        longest, turn = super().rank(sample)
+        return -longest, turn

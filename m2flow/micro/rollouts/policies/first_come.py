@@ -1,0 +1,11 @@
+"""First come, first served: a slot that is free takes the next sample, on the instance with the fewest first."""
+
+from __future__ import annotations
+
+from m2flow.micro.rollouts.policy import Policy
+
+
+class FirstCome(Policy):
+    """Has no opinion, and so leaves everything to the order in which samples were asked for."""
+
+    name = "first-come-first-served"

@@ -1,0 +1,306 @@
+"""A generation's samples, handed out as a policy says (`m2flow.micro.rollouts.policy`): the live side of its interface.
+
+    rows that are ready --Placing--> policy --> hands: what each worker gets next, when it can take it
+
+The policy is asked as in the study: the instance with the fewest samples first, one sample at a time, so that what starts together is
+dealt out evenly, whichever worker can begin first. What is dealt to a worker lies in its hand until the worker holds the right weights
+and has room. Nothing else depends on the policy: who may run what is the desk's, and rows that are gone from `ready` (the call is cut,
+fails, has lost a worker) are gone from every hand. A policy that holds back what nobody else works on is overruled (`force`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import final
+
+from m2flow.errors import SpecError
+from m2flow.macro.late import is_cut, num_wanted
+from m2flow.micro.rollouts.decode import DecodeModel
+from m2flow.micro.rollouts.policy import Load, Move, MoveCost, Policy, Seen
+from m2flow.micro.scheduling.ready import Ready
+from m2flow.micro.scheduling.roster import WorkerState
+from m2flow.micro.scheduling.tracking import CallState
+from m2flow.recipe import Sampling
+from m2flow.samples import SampleId, group_key
+
+
+@final
+class Placing:
+    """One call under one policy."""
+
+    def __init__(
+        self,
+        state: CallState,
+        policy: Policy,
+        workers: Sequence[WorkerState],
+        prompt_tokens: Mapping[int, int],
+        earlier: Mapping[int, Sequence[int]],
+        behind: Callable[[], int],
+    ) -> None:
+        """
+        Args:
+            prompt_tokens: of each row of the prompts, as far as it is known.
+            earlier: row of the prompts -> lengths of answers to the same prompt in earlier epochs.
+            behind: how many versions the trainer is behind the one of sequential execution.
+        """
+        assert isinstance(state.ready, Ready)
+        self.state = state
+        self.policy = policy
+        self._ready = state.ready
+        self._workers = workers
+        self._instances = {worker.name: j for j, worker in enumerate(workers)}
+        self._prompt_tokens = prompt_tokens
+        self._earlier = earlier
+        self._behind = behind
+        self._dealt: set[int] = set()
+        self.lengths: dict[int, int] = {}
+        """Row -> tokens generated, of those that are done."""
+        self._tokens: dict[int, int] = {}
+        """Row -> tokens so far, as its engine said last."""
+        self._reports: dict[int, Load] = {}
+        self._at: dict[int, int] = {}
+        """Row that a worker has -> which."""
+        self._lost = {j for j, worker in enumerate(workers) if worker.is_lost}
+        self.num_forced = 0
+        """Samples that began against the policy, since nothing else was under way."""
+        self._is_forced = False
+        self._is_begun = False
+
+    # What the desk asks
+
+    def has_hand(self, worker: WorkerState) -> bool:
+        """Whether this worker, which may have room now, is to get something; what others are to get lies ready for them."""
+        self._refresh()
+        j = self._instances[worker.name]
+        self._list(j)
+        self._deal()
+        return bool(self._hands[j])
+
+    def take(self, worker: WorkerState, most: int) -> list[int]:
+        """The next rows for a worker, siblings of the last one too; they are its own from now on."""
+        hand = self._hands[self._instances[worker.name]]
+        rows: list[int] = []
+        group = -1
+        while hand and (len(rows) < most or self.seen.groups[hand[0]] == group):
+            group = self.seen.groups[hand[0]]
+            row = self._rows[hand.popleft()]
+            self._ready.take(row)
+            self._at[row] = self._instances[worker.name]
+            rows.append(row)
+        return rows
+
+    def dealt_to(self) -> list[WorkerState]:
+        """Workers whose hands have got something since this was last asked."""
+        found, self._dealt = self._dealt, set()
+        return [self._workers[j] for j in sorted(found)]
+
+    def force(self) -> bool:
+        """Let one sample begin whatever the policy says; whether there is one."""
+        self._refresh()
+        self._is_forced = bool(self.seen.waiting)
+        if self._is_forced:
+            self._list_all()
+        return self._is_forced
+
+    # What has happened
+
+    def ended(self, row: int, length: int) -> None:
+        """A sample is done; told twice, it is told once."""
+        self.lengths[row] = length
+        self._at.pop(row, None)
+        if self._is_begun and row in self._index and self._index[row] not in self.seen.finished:
+            sample = self._index[row]
+            self.seen.finished[sample] = length
+            here = self.seen.place.pop(sample, None)
+            if here is not None:
+                self.seen.loads[here] -= 1
+            self.policy.ended(sample, length)
+
+    def reported(self, worker: str, load: Load, tokens: Iterable[tuple[int, int]]) -> None:
+        """An engine says how full it is, and how far its samples are."""
+        j = self._instances.get(worker)
+        if j is None:
+            return
+        self._tokens.update(tokens)
+        self._reports[j] = load
+        if self._is_begun:
+            self.policy.reported(j)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone. What it had comes back into `ready`."""
+        j = self._instances.get(worker)
+        if j is not None:
+            self._lost.add(j)
+            self._at = {row: there for row, there in self._at.items() if there != j}
+            self._ready.is_disturbed = True
+
+    def joined(self, worker: str) -> None:
+        """A worker is here again, with nothing."""
+        j = self._instances.get(worker)
+        if j is not None:
+            self._lost.discard(j)
+            self._ready.is_disturbed = True
+
+    def moves(self) -> Sequence[Move]:
+        """What the policy wants to go on elsewhere."""
+        return self.policy.moves() if self._is_begun else ()
+
+    def row_of(self, sample: int) -> int:
+        return self._rows[sample]
+
+    def worker_of(self, instance: int) -> WorkerState:
+        return self._workers[instance]
+
+    def over(self) -> None:
+        """The call has ended."""
+        if self._is_begun:
+            self.policy.end()
+
+    # The policy's view
+
+    def _refresh(self) -> None:
+        """Tell the policy what has changed."""
+        ready, state = self._ready, self.state
+        if not self._is_begun or ready.is_disturbed or len(self._rows) != len(state.ids):
+            self._begin()
+            return
+        came = ready.arrived()
+        if came or self._held_back:
+            self._show([*self._held_back, *came])
+        behind, rejected = self._behind(), self._num_rejected()
+        if behind != self.seen.behind or rejected != self.seen.num_rejected:
+            self.seen.behind, self.seen.num_rejected = behind, rejected
+            self._list_all()
+
+    def _begin(self) -> None:
+        """Make the policy's view from what is known now."""
+        state, ready = self.state, self._ready
+        self._rows = list(state.ids)
+        self._index = {row: sample for sample, row in enumerate(self._rows)}
+        ready.arrived()
+        ready.is_disturbed = False
+        numbers: dict[int, int] = {}
+        groups = [numbers.setdefault(group_key(row), len(numbers)) for row in self._rows]
+        members: list[list[int]] = [[] for _ in numbers]
+        for sample, group in enumerate(groups):
+            members[group].append(sample)
+        prompts = [state.prompt_of(self._rows[of[0]]) for of in members]
+        options = state.call.options
+        sampling = options.get("sampling")
+        seen = Seen(
+            DecodeModel(max_batch=max(state.stage.chunk, 1)),
+            len(self._workers),
+            [self._prompt_tokens.get(prompt, 1) for prompt in prompts],
+            groups,
+            members,
+            sampling.max_new_tokens if isinstance(sampling, Sampling) else None,
+            [self._earlier.get(prompt, ()) for prompt in prompts],
+            MoveCost(),
+        )
+        for row in state.done:
+            if row in self._index:
+                seen.finished[self._index[row]] = self.lengths.setdefault(row, state.num_tokens.get(row, 1))
+        seen.loads = [0] * len(self._workers)
+        for row, j in self._at.items():
+            if row in self._index and row not in ready and row not in state.done:
+                seen.place[self._index[row]] = j
+                seen.loads[j] += 1
+        if state.carry is not None:
+            seen.oldest = {self._index[row]: version for row, version in state.carry.oldest.items() if row in self._index}
+        seen.lost, seen.reports = self._lost, self._reports
+        seen.tokens_so_far = lambda sample: self._tokens.get(self._rows[sample], 0)
+        wanted = state.refill.count if state.refill is not None else len(members)
+        seen.num_wanted = num_wanted(options, len(members)) if is_cut(options) else wanted
+        seen.behind, seen.num_rejected = self._behind(), self._num_rejected()
+        self.seen, self._is_begun = seen, True
+        self._hands: list[deque[int]] = [deque() for _ in self._workers]
+        self._open: list[tuple[int, int]] = []
+        self._is_open = [False] * len(self._workers)
+        self._held_back: list[int] = []
+        shown = self._allowed(list(ready))
+        seen.waiting = OrderedDict.fromkeys(self._index[row] for row in shown)
+        self.policy.begin(seen)
+        self._list_all()
+
+    def _show(self, rows: Sequence[int]) -> None:
+        shown = [self._index[row] for row in self._allowed(rows) if row in self._ready]
+        if shown:
+            self.seen.waiting.update(dict.fromkeys(shown))
+            self.policy.added(shown)
+            self._list_all()
+
+    def _allowed(self, rows: Sequence[int]) -> Sequence[int]:
+        """Of a refill, those of prompts that may be started by now; the others are kept for later."""
+        refill = self.state.refill
+        self._held_back = []
+        if refill is None:
+            return rows
+        self._held_back = [row for row in rows if SampleId.unpack(row).prompt >= refill.num_allowed]
+        return [row for row in rows if SampleId.unpack(row).prompt < refill.num_allowed]
+
+    def _num_rejected(self) -> int:
+        return self.state.refill.num_rejected if self.state.refill is not None else 0
+
+    # Dealing
+
+    def _room(self, j: int) -> int:
+        return self.state.stage.chunk - self._workers[j].num_running - len(self._hands[j])
+
+    def _list(self, j: int) -> None:
+        """An instance may take more."""
+        if not self._is_open[j] and j not in self._lost and self._room(j) > 0:
+            self._is_open[j] = True
+            heapq.heappush(self._open, (self.seen.loads[j], j))
+
+    def _list_all(self) -> None:
+        for j in range(len(self._workers)):
+            self._list(j)
+
+    def _give(self, sample: int, j: int) -> None:
+        seen = self.seen
+        del seen.waiting[sample]
+        self._hands[j].append(sample)
+        seen.place[sample] = j
+        seen.loads[j] += 1
+        self.policy.started(sample, j)
+
+    def _keeps_together(self, sample: int) -> bool:
+        """Whether a group that the policy hands out in one go stays on one instance, where its prompt is prefilled once.
+
+        Only if there are groups for all.
+        """
+        seen = self.seen
+        return len(seen.groups) >= seen.num_alive * len(seen.members[seen.groups[sample]])
+
+    def _deal(self) -> None:
+        seen = self.seen
+        dealt: set[int] = set()
+        while self._open and seen.waiting:
+            load, j = heapq.heappop(self._open)
+            if j in self._lost or self._room(j) <= 0:
+                self._is_open[j] = False
+                continue
+            if load != seen.loads[j]:
+                heapq.heappush(self._open, (seen.loads[j], j))
+                continue
+            sample = self.policy.next_sample(j)
+            if sample is None and self._is_forced:
+                sample = next(iter(seen.waiting))
+                self.num_forced += 1
+            if sample is None:
+                self._is_open[j] = False
+                continue
+            if sample not in seen.waiting:
+                raise SpecError(f"the policy {self.policy.name} starts sample {sample}, which does not wait")
+            self._is_forced = False
+            self._give(sample, j)
+            dealt.add(j)
+            while self._keeps_together(sample):  # Even beyond its room, where they wait in the engine.
+                following = self.policy.next_sample(j)
+                if following is None or following not in seen.waiting or seen.groups[following] != seen.groups[sample]:
+                    break
+                self._give(following, j)
+            heapq.heappush(self._open, (seen.loads[j], j))
+        self._dealt |= dealt

@@ -1,0 +1,139 @@
+"""Rollout policies in the live scheduler: they choose order, place and time, so every answer is the eager one.
+
+Real scheduler, real workers, fake engines in exact integers; programs, clusters, policies and orders of events are drawn.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow.errors import SpecError
+from m2flow.macro.tracing import trace
+from m2flow.micro.lowering.lower import lower
+from m2flow.micro.rollouts.policies import POLICIES
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing import world
+from m2flow.testing.random_programs import clusters, difference, policies, programs, scheduled, timed_programs
+from m2flow.testing.world import run_eager, run_planned
+
+ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(5)]
+NUM_CASES = 12
+TIMES_LONG = 20
+predictors = st.sampled_from(["siblings", "earlier-steps", "prompt-buckets"])
+
+
+def num_digits(sample: Sample) -> float:
+    return float(sum(c.isdigit() for c in str(sample.text)))
+
+
+def many(config: pytest.Config) -> settings:
+    """How many cases a property is tried on."""
+    num_cases = NUM_CASES * (TIMES_LONG if config.getoption("--long") else 1)
+    return settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A deadlock is one after seconds, files of small runs need no disk, and a dozen numbers no threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(world, "MAX_TURNS", 50_000)
+    if Path("/dev/shm").is_dir():
+        monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@flow
+def several_epochs(num_steps: int = 3, batch: int = 4, n: int = 3) -> None:
+    """Prompts come again: policies learn from their earlier answers."""
+    policy, verifier = Policy("fake"), Reward(num_digits)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=16)
+        policy.update(responses, verifier.score(responses))
+
+
+@pytest.mark.timeout(0)
+def test_a_run_under_any_policies_equals_the_eager_one(request):
+    @many(request.config)
+    @given(clusters(), policies(), predictors, st.integers(0, 2**30))
+    def holds(spec, names, predictor, order_seed):
+        eager = run_eager(several_epochs, {}, spec)
+        assert eager.error == ""
+        assert run_planned(several_epochs, {}, scheduled(spec, names, predictor), order_seed=order_seed) == eager
+
+    holds()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_policy_alone_gives_the_eager_answer(name):
+    spec = ClusterSpec(
+        placement="split",
+        cores=2,
+        device="cpu",
+        rollout=RolloutSpec(engine="fake", workers=3, max_running=2),
+        train=TrainSpec(engine="fake"),
+    )
+    eager = run_eager(several_epochs, {}, spec)
+    assert run_planned(several_epochs, {}, scheduled(spec, (name,)), order_seed=1) == eager
+
+
+@pytest.mark.timeout(0)
+def test_any_program_under_any_policies_equals_eager(request):
+    @many(request.config)
+    @given(programs(), clusters(), policies(), st.integers(0, 2**30))
+    def holds(program, spec, names, order_seed):
+        assert difference(program, scheduled(spec, names), order_seed=order_seed) is None
+
+    holds()
+
+
+@pytest.mark.timeout(0)
+def test_with_older_weights_and_late_samples_too_and_versions_stay_within_their_bound(request):
+    @many(request.config)
+    @given(timed_programs(), clusters(), policies(), st.integers(0, 2**30))
+    def holds(program, spec, names, order_seed):
+        assert difference(program, scheduled(spec, names), order_seed=order_seed) is None
+
+    holds()
+
+
+@pytest.mark.timeout(0)
+def test_a_program_that_fails_does_so_as_eager_does(request):
+    @many(request.config)
+    @given(programs(fails=True), clusters(), policies(), st.integers(0, 2**30))
+    def holds(program, spec, names, order_seed):
+        assert difference(program, scheduled(spec, names), order_seed=order_seed) is None
+
+    holds()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("longest-frist",), "Did you mean 'longest-first'"),
+        (("split", "lpt"), "split and lpt each hand out"),
+        (("admission:goal=1",), "It has target"),
+        (("admission:target=much",), "no number"),
+    ],
+)
+def test_policies_that_do_not_exist_or_do_not_go_together_are_refused_before_the_run(names, said):
+    graph, models, _ = trace(several_epochs, {}, seed=0, assume=0.0)
+    with pytest.raises(SpecError) as caught:
+        lower(graph, models, ClusterSpec(rollout=RolloutSpec(engine="fake", policy=names), train=TrainSpec(engine="fake")))
+    assert said in str(caught.value)
+
+
+def test_the_plan_says_which_policies_a_rollout_goes_by():
+    graph, models, _ = trace(several_epochs, {}, seed=0, assume=0.0)
+    spec = ClusterSpec(rollout=RolloutSpec(engine="fake", policy=("group-completing", "longest-first")), train=TrainSpec(engine="fake"))
+    assert "rollout policy: group-completing, longest-first; lengths by siblings" in str(lower(graph, models, spec))
