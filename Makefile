@@ -1,6 +1,7 @@
 # make run    sets up .venv and trains the model of flows/grpo.py
 # make test   sets up .venv and passes the core checks
 # make smollm sets up .venv-smollm over .venv and trains the pretrained model of flows/grpo_smollm.py
+# make sglang-cpu sets up .venv-sglang: a real SGLang for machines without a GPU
 #
 # Torch is installed first. Without a GPU a build whose version ends in +cpu is taken if pip is offered one; plain `torch` brings
 # gigabytes of CUDA libraries on Linux. Who offers CPU builds is pip's business: give pip the PyTorch project's CPU index, by its
@@ -13,10 +14,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 SMOLLM := $(VENV)-smollm
+SGLANG := $(VENV)-sglang
 SKIPPED := build/tests
 
 .NOTPARALLEL:
-.PHONY: help run smollm test lint types core rest test-all not-run bench lock clean distclean
+.PHONY: help run smollm sglang-cpu test lint types core rest test-all not-run bench lock clean distclean
 
 help: ## Say what there is to make.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
@@ -26,6 +28,8 @@ run: $(VENV)/.installed ## Train the model of flows/grpo.py. Options: make run A
 
 smollm: $(SMOLLM)/.installed ## Train a pretrained model with flows/grpo_smollm.py. Options as with `make run`.
 	@$(SMOLLM)/bin/python -m m2flow run flows/grpo_smollm.py $(ARGS)
+
+sglang-cpu: $(SGLANG)/.installed ## An interpreter with SGLang on a CPU, for tests and demos (2.8 GB). m2flow talks to it over HTTP alone.
 
 test: lint types core ## The core checks: format, lint, types, tests, doctests. Under ten minutes on two cores.
 
@@ -44,6 +48,7 @@ core: $(VENV)/.installed
 rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.
 	@mkdir -p $(SKIPPED)
 	@$(MAKE) --no-print-directory $(SMOLLM)/.installed || echo "going on without the extra smollm" >&2
+	@$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2
 	@python=$(BIN)/python; [ ! -e $(SMOLLM)/.installed ] || python=$(SMOLLM)/bin/python; \
 	$$python -m pytest -q --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv || [ $$? -eq 5 ]  # 5: there was nothing to run
 
@@ -65,8 +70,8 @@ clean: ## Remove caches and build output. Runs and environments stay.
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv and .venv-smollm too.
-	@rm -rf $(VENV) $(SMOLLM)
+distclean: clean ## Remove .venv, .venv-smollm and .venv-sglang too.
+	@rm -rf $(VENV) $(SMOLLM) $(SGLANG)
 
 # The stamps make the second time fast: they are older than what they were made from only if that has changed.
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -93,4 +98,12 @@ $(SMOLLM)/.installed: requirements-smollm.lock $(VENV)/.installed
 	@$(SMOLLM)/bin/python -c 'import pathlib, site, sys; \
 		pathlib.Path(site.getsitepackages()[0], "base.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
 		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	@touch $@
+
+# Its versions contradict those of .venv (torch, transformers), so nothing is shared but pip. All of it is locked; nothing is resolved.
+$(SGLANG)/.installed: requirements-sglang-cpu.lock $(VENV)/.installed
+	@echo "setting up $(SGLANG) (once; about two minutes, 2.8 GB)"
+	@rm -rf $(SGLANG) && $(PYTHON) -m venv $(SGLANG)
+	@$(PIP:$(BIN)/%=$(SGLANG)/bin/%) --no-deps -r requirements-sglang-cpu.lock || { \
+		echo "the packages of requirements-sglang-cpu.lock can't be installed; what pip said is above." >&2; exit 1; }
 	@touch $@

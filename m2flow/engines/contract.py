@@ -68,6 +68,8 @@ class Capabilities:
     """The random number of a token is a function of the sample's seed and the token's position."""
     resume_with_prefix: bool = True
     """A request may bring tokens that were generated elsewhere."""
+    self_paced: bool = False
+    """Rollout: it decodes by itself, in processes of its own; `step` takes what has come since, and waits a moment if nothing has."""
     weights_under_requests: bool = False
     """Rollout: weights may change under running requests, which go on with the keys and values that they have."""
     deterministic: bool = True

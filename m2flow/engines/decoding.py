@@ -10,50 +10,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from m2flow.engines.jobs import Job
 from m2flow.engines.kv_slots import SlotCache
 from m2flow.engines.sampling import SamplingColumns, draw, uniforms
 from m2flow.engines.slot_model import SlotModel
-from m2flow.recipe import Sampling
 from m2flow.samples import Finish
 
 _LENGTH_STEP = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A request as a decoder sees it: its prompt in tokens, and what has been generated."""
-
-    id: int
-    seed: int
-    sampling: Sampling
-    prompt: npt.NDArray[np.int32]
-    stop_ids: npt.NDArray[np.int64]
-    """End-of-sequence tokens included."""
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int32]
-    kv_stale: npt.NDArray[np.bool_]
-    has_old_cache: bool = False
-    """Weights have changed since its tokens were read: those that come now see older keys."""
-
-    @property
-    def reserved_length(self) -> int:
-        return len(self.prompt) + self.sampling.max_new_tokens
-
-    def grown(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
-        """The same with all its tokens, of which those beyond the ones it had are of this version."""
-        versions = np.full(len(tokens), version, np.int32)
-        versions[: len(self.versions)] = self.versions
-        stale = np.full(len(tokens), self.has_old_cache)
-        stale[: len(self.kv_stale)] = self.kv_stale
-        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale)
 
 
 class Decoder(Protocol):

@@ -20,11 +20,12 @@ import psutil
 import torch
 
 from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occupancy, Request, RolloutEngine
-from m2flow.engines.decoding import ContinuousDecoder, Decoder, Job
+from m2flow.engines.decoding import ContinuousDecoder, Decoder
 from m2flow.engines.fixed_rows import FixedRowsDecoder
 from m2flow.engines.hf_model import TextCodec, load_tokenizer, use_threads
+from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
 from m2flow.engines.slot_model import SlotModel
-from m2flow.errors import EngineError, PromptTooLong
+from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
 
@@ -99,13 +100,13 @@ class EmbeddedRollout(RolloutEngine):
         encoded: dict[str, np.ndarray] = {}
         jobs = []
         for request in requests:
-            job = _job(request, codec, model, encoded)
+            job = job_of(request, codec, encoded, vocab_size=model.vocab_size, max_context=model.max_context)
             if job.id in known:
                 raise EngineError(f"sample {SampleId.unpack(job.id)} is already being generated")
             known.add(job.id)
             jobs.append(job)
         for job in jobs:
-            finish = _finish_of_prefix(job)
+            finish = finish_of_prefix(job)
             if finish is None:
                 self._queue.append(job)
             else:
@@ -121,7 +122,7 @@ class EmbeddedRollout(RolloutEngine):
         if self._queue or decoder.num_running:
             self._use_threads(is_small=not self._queue and decoder.num_running * model.num_weights < _SMALL_STEP)
             finished += decoder.step(self._queue, self._version)
-        return [_generated(job, finish, codec) for job, finish in finished]
+        return [generated_of(job, finish, codec) for job, finish in finished]
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         _, codec, decoder = self._started()
@@ -130,7 +131,7 @@ class EmbeddedRollout(RolloutEngine):
         self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
         self._queue = deque(job for job in self._queue if job.id not in wanted)
         taken += decoder.take(wanted, self._version)
-        return [_generated(job, Finish.ABORT, codec) for job in taken]
+        return [generated_of(job, Finish.ABORT, codec) for job in taken]
 
     def progress(self) -> dict[int, int]:
         waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
@@ -186,66 +187,6 @@ class _Options:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and default):
             raise EngineError(f"option {name} of the embedded rollout engine is {value!r}; it must be a positive number")
         return value
-
-
-def _job(request: Request, codec: TextCodec, model: SlotModel, encoded: dict[str, np.ndarray]) -> Job:
-    who = SampleId.unpack(request.id)
-    if isinstance(request.prompt, str):
-        if request.prompt not in encoded:
-            encoded[request.prompt] = np.array(codec.encode_prompt(request.prompt), np.int32)
-        prompt = encoded[request.prompt]
-    else:
-        prompt = np.array(request.prompt, np.int32)
-    prefix = np.array(request.prefix, np.int32)
-    if not len(prompt):
-        raise EngineError(f"sample {who}: the prompt has no tokens", now="Give it a text, or the tokenizer's first token.")
-    for ids in (prompt, prefix):
-        if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
-            raise EngineError(
-                f"sample {who} has token ids outside of 0..{model.vocab_size - 1}", now="Do tokenizer and model belong together?"
-            )
-    num_new = request.sampling.max_new_tokens
-    if len(prompt) + num_new > model.max_context:
-        raise PromptTooLong(
-            f"sample {who}: a prompt of {len(prompt)} tokens and max_new_tokens={num_new} do not fit the context of {model.max_context}",
-            now="Shorten the prompt or lower max_new_tokens.",
-        )
-    if not len(prefix) == len(request.prefix_logprobs) == len(request.prefix_versions) or len(prefix) > num_new:
-        raise EngineError(
-            f"sample {who}: a prefix of {len(prefix)} tokens with {len(request.prefix_logprobs)} log-probabilities and "
-            f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
-        )
-    stops = sorted(codec.eos_ids | set(request.sampling.stop_token_ids))
-    return Job(
-        id=request.id,
-        seed=request.seed,
-        sampling=request.sampling,
-        prompt=prompt,
-        stop_ids=np.array([token for token in stops if token < model.vocab_size], np.int64),
-        tokens=prefix,
-        logprobs=np.array(request.prefix_logprobs, np.float32),
-        versions=np.array(request.prefix_versions, np.int32),
-        kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
-    )
-
-
-def _finish_of_prefix(job: Job) -> Finish | None:
-    if len(job.tokens) and bool((job.stop_ids == job.tokens[-1]).any()):
-        return Finish.STOP
-    return Finish.LENGTH if len(job.tokens) == job.sampling.max_new_tokens else None
-
-
-def _generated(job: Job, finish: Finish, codec: TextCodec) -> Generated:
-    return Generated(
-        id=job.id,
-        prompt_tokens=job.prompt,
-        tokens=job.tokens,
-        logprobs=job.logprobs,
-        versions=job.versions,
-        kv_stale=job.kv_stale,
-        finish=finish,
-        text=codec.decode(job.tokens.tolist()),
-    )
 
 
 def _free_bytes(device: str) -> int:

@@ -19,7 +19,8 @@ from typing import final
 import numpy as np
 import torch
 
-from m2flow.engines.decoding import Job, forbidden_stops
+from m2flow.engines.decoding import forbidden_stops
+from m2flow.engines.jobs import Job
 from m2flow.engines.kv_slots import SlotCache
 from m2flow.engines.sampling import SamplingColumns, draw, uniforms
 from m2flow.engines.slot_model import SlotModel

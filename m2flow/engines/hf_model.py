@@ -80,7 +80,7 @@ class TextCodec:
 def load_tokenizer(model: Model) -> TextCodec:
     """The tokenizer of the model's directory. Raises `ModelError`."""
     _silence_transformers()
-    directory = _model_directory(model)
+    directory = model_directory(model)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"{directory} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}",
@@ -112,7 +112,7 @@ def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
     """
     _silence_transformers()
     _check_device(device)
-    directory = _model_directory(model)
+    directory = model_directory(model)
     config = _read_config(directory)
     dtype = getattr(torch, model.dtype)
     kind = getattr(transformers, scalar_head.HEADS[model.head])
@@ -176,7 +176,8 @@ def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: 
     return loaded
 
 
-def _model_directory(model: Model) -> Path:
+def model_directory(model: Model) -> Path:
+    """Where its files are: the directory that was given, or what a .gguf file was turned into. Raises `ModelError`."""
     path = Path(model.path).expanduser()
     if not path.exists():
         raise ModelError(f"there is no model at {model.path}", now="Give the directory of a Hugging Face model, or a .gguf file.")

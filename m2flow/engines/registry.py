@@ -62,6 +62,21 @@ _BUILT_IN = (
         ("torch", "transformers"),
     ),
     EngineInfo(
+        "sglang",
+        "m2flow.engines.sglang:SglangRollout",
+        Capabilities(
+            "rollout",
+            keyed_seeds=False,
+            self_paced=True,
+            weights_under_requests=True,
+            deterministic=False,
+            devices=("cuda", "cpu"),
+            parallel_layouts=ParallelLayouts(tp=None, dp=None),
+        ),
+        "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
+        ("torch", "transformers", "httpx2"),
+    ),
+    EngineInfo(
         "fsdp",
         "m2flow.engines.fsdp:FsdpTrain",
         Capabilities("train", heads=_HEADS, devices=_DEVICES, parallel_layouts=ParallelLayouts(dp=None, zero=(3,))),

@@ -30,7 +30,7 @@ from m2flow.testing.rollout_cases import (
 def check_abort_returns_the_tokens_so_far(factory: Factory) -> None:
     requests = group_requests(GREEDY, num_per_prompt=2)
     with started(factory) as engine:
-        if not engine.capabilities.abort:
+        if engine.capabilities.self_paced or not engine.capabilities.abort:
             return
         whole = generate(engine, requests)
         engine.add(requests)
@@ -50,7 +50,7 @@ def check_abort_returns_the_tokens_so_far(factory: Factory) -> None:
 
 def check_a_queued_request_can_be_aborted(factory: Factory) -> None:
     with started(factory) as engine:
-        if not engine.capabilities.abort:
+        if engine.capabilities.self_paced or not engine.capabilities.abort:
             return
         request = make_request(0, 0, GREEDY)
         engine.add([request])
@@ -90,13 +90,14 @@ def check_weights_travel_and_stamp_their_version(factory: Factory) -> None:
         assert all((sample.versions == 7).all() for sample in after.values())
         assert any(not np.array_equal(after[i].logprobs, before[i].logprobs) for i in before)
         second.load_weights(first.weights(), 7)
-        assert_same_samples(after, generate(second, requests), is_bitwise=True)
+        # Which requests share a pass of an engine that paces itself is a matter of time.
+        assert_same_samples(after, generate(second, requests), is_bitwise=not first.capabilities.self_paced)
 
 
 def check_a_resumed_sample_has_the_versions_that_made_it(factory: Factory) -> None:
     request = make_request(0, 0, GREEDY)
     with started(factory) as engine:
-        if not (engine.capabilities.abort and engine.capabilities.resume_with_prefix):
+        if engine.capabilities.self_paced or not (engine.capabilities.abort and engine.capabilities.resume_with_prefix):
             return
         engine.add([request])
         for _ in range(4):
@@ -150,6 +151,8 @@ def check_what_a_prefix_was_made_with_is_remembered(factory: Factory) -> None:
 def check_progress_counts_the_tokens_of_each_request(factory: Factory) -> None:
     requests = group_requests(GREEDY, num_per_prompt=2)
     with started(factory, EngineSettings(max_running=2)) as engine:
+        if engine.capabilities.self_paced:
+            return
         assert engine.progress() == {}
         engine.add(requests)
         assert engine.progress() == {request.id: 0 for request in requests}
@@ -181,6 +184,8 @@ def check_weights_that_do_not_fit_are_refused(factory: Factory) -> None:
 
 def check_weights_do_not_change_under_a_running_request(factory: Factory) -> None:
     with started(factory) as engine:
+        if engine.capabilities.self_paced:
+            return
         engine.add([make_request(0, 0, GREEDY)])
         engine.step()
         with raises(EngineError):
@@ -193,7 +198,7 @@ def check_weights_may_change_under_running_requests_that_allow_it(factory: Facto
     """What runs goes on; what had not begun is wholly of the new weights; nothing is read again unless the engine says so."""
     requests = group_requests(GREEDY)
     with started(factory) as engine:
-        if not engine.capabilities.weights_under_requests:
+        if engine.capabilities.self_paced or not engine.capabilities.weights_under_requests:
             return
         whole = generate(engine, requests)
     with started(factory) as engine:
@@ -222,7 +227,7 @@ def check_what_goes_on_from_a_stale_cache_reads_it_again(factory: Factory) -> No
     request = make_request(0, 0, GREEDY)
     with started(factory) as engine:
         can = engine.capabilities
-        if not (can.weights_under_requests and can.abort and can.resume_with_prefix):
+        if can.self_paced or not (can.weights_under_requests and can.abort and can.resume_with_prefix):
             return
         changed = [(name, tensor * 2) for name, tensor in engine.weights()]
         engine.add([request])

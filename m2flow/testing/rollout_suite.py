@@ -33,6 +33,7 @@ from m2flow.testing.rollout_cases import (
     started,
 )
 from m2flow.testing.rollout_going_on import GOING_ON_CHECKS
+from m2flow.testing.rollout_self_paced import SELF_PACED_CHECKS
 
 
 def check_every_request_comes_back_whole(factory: Factory) -> None:
@@ -60,7 +61,7 @@ def check_a_step_with_nothing_to_do_returns_nothing(factory: Factory) -> None:
 
 def check_short_requests_leave_before_long_ones(factory: Factory) -> None:
     with started(factory) as engine:
-        if not engine.capabilities.streaming:
+        if engine.capabilities.self_paced or not engine.capabilities.streaming:
             return
         short, long = Sampling(2, min_new_tokens=2), Sampling(12, min_new_tokens=12)
         engine.add([make_request(0, 0, long), make_request(1, 0, short), make_request(2, 0, long)])
@@ -178,5 +179,6 @@ def check_deterministic_samples_are_bitwise_a_function_of_identity(factory: Fact
 ROLLOUT_CHECKS: tuple[Callable[[Factory], None], ...] = (
     *(function for name, function in list(globals().items()) if name.startswith("check_")),
     *GOING_ON_CHECKS,
+    *SELF_PACED_CHECKS,
 )
-"""Every check: those of this file in their order, then those of samples that stop and go on."""
+"""Every check: those of this file in their order, then those of samples that stop and go on, and those of engines that pace themselves."""

@@ -1,0 +1,379 @@
+"""SGLang as a rollout engine: a server of its own, spoken to over HTTP by its public endpoints.
+
+    add -> POST /generate with token ids --tokens stream in--> step -> Generated
+    load_weights -> files in memory -> pause, POST /update_weights_from_disk, continue
+
+Which weights made which token is what the server says (`weight_versions`). A change of weights under requests takes them out of the
+running batch (`retract`): their caches are computed anew, so no token sees an older one.
+
+Options: `python` (an interpreter that has SGLang), `args` and `env` of the server, `start_timeout_s`; or `url` of one that runs already.
+`deterministic_inference`: random numbers belong to the sample (the server's `sampling_seed`), at a cost in speed. `stream_interval`
+(tokens between two pieces of news of a sample, default 8), `weights_dir` (where weights are handed over, default /dev/shm).
+
+Limits: random numbers are the server's own functions of seed and position. One weight set; the server must see this host's files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, ParallelLayouts, Request, RolloutEngine
+from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_tensors
+from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
+from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
+from m2flow.engines.sglang_client import Heard, SglangClient, Span
+from m2flow.engines.sglang_server import ServerOptions, SglangServer
+from m2flow.errors import EngineError
+from m2flow.recipe import Model
+from m2flow.samples import Finish, SampleId
+
+_NEWS_WAIT_S = 0.02
+_ABORT_WAIT_S = 30.0
+_HUNG_AFTER_S = 120.0
+_SERVER_RESERVE = 2
+"""Tokens of the context that the server keeps for itself."""
+_OPTIONS = ("python", "args", "env", "start_timeout_s", "url", "deterministic_inference", "stream_interval", "weights_dir")
+
+
+@dataclass
+class _Running:
+    """A request that the server has."""
+
+    job: Job
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@final
+class SglangRollout(RolloutEngine):
+    """Requests go to the server at once, which decides what runs; its tokens stream in."""
+
+    name = "sglang"
+    capabilities = Capabilities(
+        kind="rollout",
+        keyed_seeds=False,
+        self_paced=True,
+        weights_under_requests=True,
+        deterministic=False,
+        devices=("cuda", "cpu"),
+        parallel_layouts=ParallelLayouts(tp=None, dp=None),
+    )
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._source = model
+        self._settings = settings
+        self._queue: deque[Job] = deque()
+        self._running: dict[str, _Running] = {}
+        self._ended: list[tuple[Job, Finish]] = []
+        self._version = 0
+        self._names = itertools.count()
+        self._prefix = secrets.token_hex(8)
+        self._aborting: set[str] = set()
+        self._is_onloaded = False
+        self._server: SglangServer | None = None
+        self._client: SglangClient | None = None
+        self._place: Path | None = None
+        if settings.options.get("deterministic_inference"):
+            self.capabilities = replace(SglangRollout.capabilities, keyed_seeds=True)
+
+    def start(self) -> None:
+        options = self._settings.options
+        if unknown := sorted(set(options) - set(_OPTIONS)):
+            raise EngineError(f"the rollout engine sglang has no option {', '.join(unknown)}", now=f"It has {', '.join(_OPTIONS)}.")
+        self._codec = load_tokenizer(self._source)
+        self._place = Path(tempfile.mkdtemp(prefix="m2flow-sglang-", dir=_weights_place(str(options.get("weights_dir", "")))))
+        self._held = self._directory()
+        self._shapes: Shapes = shapes_in(self._held)
+        url = str(options.get("url", ""))
+        if not url:
+            self._server = SglangServer(self._held, self._arguments(), _server_options(options), self._place / "server.log")
+            self._server.start()
+            url = self._server.url
+        self._client = SglangClient(url)
+        self._client.open()
+        if not self._server:
+            self._read_weights(self._held, 0)  # Whatever it has held so far.
+        info = self._client.call("/server_info")
+        model = load_config(self._held)
+        room = int(info.get("max_total_num_tokens") or 1 << 62)
+        self._max_context = min(int(model.max_position_embeddings), room) - _SERVER_RESERVE
+        self._vocab_size = int(model.vocab_size)
+        self._heard_s = time.monotonic()
+        self._is_onloaded = True
+
+    def stop(self) -> None:
+        self._queue.clear()
+        self._running.clear()
+        self._aborting.clear()
+        self._ended.clear()
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.stop()
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
+        self._client = self._server = self._place = None
+
+    def offload(self) -> None:
+        """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        self._queue.extendleft(reversed(self._take(list(self._running))))
+        if self._settings.device != "cpu":
+            self._call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        self._is_onloaded = False
+
+    def onload(self) -> None:
+        if not self._is_onloaded and self._settings.device != "cpu":
+            self._call("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
+            self._read_weights(self._held, self._version)
+        self._is_onloaded = True
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._started()
+        known = {job.id for job in self._queue} | {one.job.id for one in self._running.values()}
+        encoded: dict[str, np.ndarray] = {}
+        jobs = []
+        for request in requests:
+            job = job_of(request, self._codec, encoded, vocab_size=self._vocab_size, max_context=self._max_context)
+            if job.id in known:
+                raise EngineError(f"sample {SampleId.unpack(job.id)} is already being generated")
+            known.add(job.id)
+            jobs.append(job)
+        for job in jobs:
+            finish = finish_of_prefix(job)
+            if finish is None:
+                self._queue.append(job)
+            else:
+                self._ended.append((job, finish))
+
+    def step(self) -> list[Generated]:
+        self._started()
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
+        self._send_queued()
+        if self._running:
+            self._hear(0.0 if self._ended else _NEWS_WAIT_S)
+        finished, self._ended = self._ended, []
+        return [generated_of(job, finish, self._codec) for job, finish in finished]
+
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        self._started()
+        wanted = set(ids)
+        taken = [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
+        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
+        self._queue = deque(job for job in self._queue if job.id not in wanted)
+        taken += self._take([rid for rid, one in self._running.items() if one.job.id in wanted])
+        return [generated_of(job, Finish.ABORT, self._codec) for job in taken]
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._started().url
+
+    def progress(self) -> dict[int, int]:
+        waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
+        return waiting | {one.job.id: len(one.job.tokens) + len(one.tokens) for one in self._running.values()}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue) + len(self._running) + len(self._ended)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
+        self._started()
+        if self._running and not under_requests:
+            raise EngineError(f"{len(self._running)} requests are running; weights can't change under them", now="Abort them first.")
+        assert self._place is not None
+        fresh = self._place / f"weights-{next(self._names)}"
+        write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.dtype))
+        if self._running:
+            self._call("/pause_generation", {"mode": "retract"})
+        try:
+            if self._is_onloaded:
+                self._read_weights(fresh, version)
+        except EngineError:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        finally:
+            if self._running:
+                self._call("/continue_generation", {})
+        before, self._held, self._version = self._held, fresh, version
+        if before.parent == self._place:
+            shutil.rmtree(before, ignore_errors=True)
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        self._started()
+        return read_tensors(self._held)
+
+    # The server
+
+    def _arguments(self) -> list[str]:
+        settings, interval = self._settings, self._settings.options.get("stream_interval", 8)
+        device = settings.device.partition(":")[0]
+        given = ["--device", device, "--dtype", self._source.dtype, "--weight-version", "0", "--incremental-streaming-output"]
+        given += ["--max-running-requests", str(settings.max_running), "--stream-interval", str(interval), "--skip-server-warmup"]
+        if settings.options.get("deterministic_inference"):
+            given.append("--enable-deterministic-inference")
+        return given if device == "cpu" else [*given, "--enable-memory-saver"]
+
+    def _directory(self) -> Path:
+        """A directory with the model's weights: its own, or one that is written from what the recipe draws."""
+        if self._source.init == "pretrained":
+            return model_directory(self._source)
+        assert self._place is not None
+        directory = self._place / f"weights-{next(self._names)}"
+        load_model(self._source, device="cpu", attention="eager").save_pretrained(str(directory))
+        self._codec.save(str(directory))
+        return directory
+
+    def _read_weights(self, directory: Path, version: int) -> None:
+        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+        answer = self._call("/update_weights_from_disk", body, timeout_s=600.0)
+        if not answer.get("success"):
+            raise EngineError(f"the SGLang server did not take the weights of version {version}: {answer.get('message')}")
+
+    def _send_queued(self) -> None:
+        client = self._started()
+        while self._queue:
+            job = self._queue.popleft()
+            # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
+            rid = f"{self._prefix}-{next(self._names)}"
+            self._running[rid] = _Running(job)
+            client.generate(rid, _body(job))
+            self._heard_s = time.monotonic()
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take what the server has said."""
+        news = self._started().heard(timeout_s)
+        for heard in news:
+            self._take_in(heard)
+        now = time.monotonic()
+        if news:
+            self._heard_s = now
+        elif self._server is not None:
+            self._server.check()
+        if now - self._heard_s > _HUNG_AFTER_S:
+            self._call("/health_generate", timeout_s=_HUNG_AFTER_S)
+            self._heard_s = time.monotonic()
+
+    def _take_in(self, heard: Heard) -> None:
+        one = self._running.get(heard.rid)
+        if one is None:
+            return
+        if heard.error:
+            if self._server is not None:
+                time.sleep(_NEWS_WAIT_S)  # A server that dies breaks its connections first.
+                self._server.check()
+            raise EngineError(f"the SGLang server gave up sample {SampleId.unpack(one.job.id)}: {heard.error}")
+        one.tokens += heard.tokens
+        one.logprobs += heard.logprobs
+        if heard.finish is None:
+            return
+        del self._running[heard.rid]
+        finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
+        if finish is None or (finish is Finish.ABORT and heard.rid not in self._aborting):
+            raise EngineError(
+                f"the SGLang server gave up sample {SampleId.unpack(one.job.id)}: {heard.finish.message or heard.finish.type}"
+            )
+        self._aborting.discard(heard.rid)
+        self._ended.append((_grown(one, heard.spans), finish))
+
+    def _take(self, rids: list[str]) -> list[Job]:
+        """Take these from the server, with their tokens so far."""
+        if not rids:
+            return []
+        wanted = {self._running[rid].job.id for rid in rids}
+        self._aborting.update(rids)
+        self._started().abort(rids)
+        deadline = time.monotonic() + _ABORT_WAIT_S
+        while any(rid in self._running for rid in rids):
+            self._hear(_NEWS_WAIT_S)
+            if time.monotonic() > deadline:
+                raise EngineError(f"the SGLang server did not abort {len(rids)} requests in {_ABORT_WAIT_S:g} s")
+        taken = [job for job, _ in self._ended if job.id in wanted]
+        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
+        return taken
+
+    def _call(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 60.0) -> Any:
+        try:
+            return self._started().call(path, body, timeout_s=timeout_s)
+        except EngineError:
+            if self._server is not None:
+                self._server.check()
+            raise
+
+    def _started(self) -> SglangClient:
+        if self._client is None:
+            raise EngineError("the engine is not started", now="Call `start` first.")
+        return self._client
+
+
+def load_config(directory: Path) -> Any:
+    """The language model's part of a directory's config.json."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).get_text_config()
+
+
+def _body(job: Job) -> dict[str, object]:
+    """What /generate is told. Log-probabilities are the server's: of softmax(logits / temperature), before top-p and top-k."""
+    sampling = job.sampling
+    parameters = {
+        "max_new_tokens": sampling.max_new_tokens - len(job.tokens),
+        "min_new_tokens": max(0, sampling.min_new_tokens - len(job.tokens)),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": job.stop_ids.tolist(),
+        "skip_special_tokens": False,
+        "sampling_seed": job.seed % (1 << 63),
+    }
+    return {"input_ids": [*job.prompt.tolist(), *job.tokens.tolist()], "sampling_params": parameters, "return_logprob": True}
+
+
+def _grown(one: _Running, spans: Sequence[Span]) -> Job:
+    """A job with all its tokens, each with the version of the weights that made it."""
+    job, count = one.job, len(one.tokens)
+    if len(one.logprobs) != count or (count and (not spans or spans[-1].end != count)):
+        raise EngineError(
+            f"the SGLang server said {len(one.logprobs)} log-probabilities and versions {spans} of {count} tokens "
+            f"of sample {SampleId.unpack(job.id)}"
+        )
+    versions = np.zeros(count, np.int32)
+    for span in spans:
+        versions[span.start : span.end] = int(span.version)
+    return replace(
+        job,
+        tokens=np.concatenate([job.tokens, np.array(one.tokens, np.int32)]),
+        logprobs=np.concatenate([job.logprobs, np.array(one.logprobs, np.float32)]),
+        versions=np.concatenate([job.versions, versions]),
+        kv_stale=np.concatenate([job.kv_stale, np.zeros(count, np.bool_)]),
+    )
+
+
+def _server_options(options: Mapping[str, object]) -> ServerOptions:
+    timeout = options.get("start_timeout_s", ServerOptions.start_timeout_s)
+    if not isinstance(timeout, int | float):
+        raise EngineError(f"option start_timeout_s is {timeout!r}; it must be seconds")
+    python, args, env = (str(options.get(name, "")) for name in ("python", "args", "env"))
+    return ServerOptions(str(Path(python).expanduser()) if python else "", args, env, float(timeout))
+
+
+def _weights_place(given: str) -> str | None:
+    if given:
+        return given
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

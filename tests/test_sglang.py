@@ -1,0 +1,135 @@
+"""The rollout engine sglang against a real server. Needs an interpreter that has SGLang: `make sglang-cpu` builds one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import transformers
+import yaml
+from test_train_engines import SMALL, write_model
+
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.embedded_rollout import EmbeddedRollout
+from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.sglang import SglangRollout
+from m2flow.errors import EngineError
+from m2flow.micro.record.ledger import read_samples
+from m2flow.recipe import Model, Sampling
+from m2flow.samples import Batch, Ragged
+from m2flow.testing.rollout_cases import Factory, drain, generate, make_request, started
+from m2flow.testing.rollout_self_paced import LONG, run_until
+from m2flow.testing.rollout_suite import ROLLOUT_CHECKS
+
+ROOT = Path(__file__).parent.parent
+PYTHON = os.environ.get("M2FLOW_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
+OPTIONS = {
+    "python": PYTHON,
+    "args": "--attention-backend torch_native --sampling-backend pytorch --max-total-tokens 20000 --sleep-on-idle"
+    " --mem-fraction-static 0.1",
+    "env": f"PYTHONPATH={ROOT / 'tests' / 'sglang_cpu'} SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1",
+    "deterministic_inference": True,
+    "stream_interval": 1,
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(PYTHON).exists(), reason="sglang: no interpreter has it; `make sglang-cpu` builds one"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    sizes = {**SMALL, "hidden_size": 64, "max_position_embeddings": 2048}
+    return write_model(tmp_path_factory.mktemp("qwen2"), transformers.Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def urls(model: Model) -> Iterator[list[str]]:
+    """Two servers, since a check may have two engines at a time; a server takes half a minute to come up."""
+    engines = [SglangRollout(model, EngineSettings(options=OPTIONS)) for _ in range(2)]
+    try:
+        for engine in engines:
+            engine.start()
+        yield [engine.url for engine in engines]
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
+def test_the_conformance_suite(check: Callable[[Factory], None], model: Model, urls: list[str]) -> None:
+    turn = itertools.cycle(urls)
+    options = {"url": "", "deterministic_inference": True}
+    check(lambda settings: SglangRollout(model, replace(settings, options={**options, "url": next(turn)})))
+
+
+def test_samples_and_logprobs_are_those_of_the_embedded_engines(model: Model, urls: list[str]) -> None:
+    """Greedy samples part only where two tokens are nearly as likely; log-probabilities are the trainer's, at every temperature."""
+    requests = [make_request(prompt, index, Sampling(40, temperature=t)) for prompt in range(4) for index, t in enumerate((0.0, 1.0, 0.7))]
+    options = {"url": urls[0], "deterministic_inference": True}
+    with started(lambda settings: SglangRollout(model, replace(settings, options=options))) as engine:
+        done = generate(engine, requests)
+    with started(lambda settings: EmbeddedRollout(model, settings)) as engine:
+        expected = generate(engine, requests)
+    samples = [done[request.id] for request in requests]
+    tokens = Ragged.of([np.concatenate([s.prompt_tokens, s.tokens]) for s in samples], np.int32)
+    mask = Ragged.of([np.arange(len(s.prompt_tokens) + len(s.tokens)) >= len(s.prompt_tokens) for s in samples], bool)
+    temperature = np.array([request.sampling.temperature for request in requests], np.float32)
+    ids = np.array([request.id for request in requests])
+    trainer = EmbeddedTrain(model, EngineSettings())
+    trainer.start()
+    try:
+        found = trainer.logprobs(Batch(ids, {"tokens": tokens, "loss_mask": mask, "temperature": temperature}))
+    finally:
+        trainer.stop()
+    for row, sample in enumerate(samples):
+        theirs = found.ragged("reference_logprobs").item(row)[len(sample.prompt_tokens) :]
+        np.testing.assert_allclose(sample.logprobs, theirs, atol=1e-4)
+        other = expected[sample.id]
+        if requests[row].sampling.temperature == 0:
+            parted = np.flatnonzero(sample.tokens[: len(other.tokens)] != other.tokens[: len(sample.tokens)])
+            if len(parted):
+                assert abs(sample.logprobs[parted[0]] - other.logprobs[parted[0]]) < 1e-4
+
+
+def servers() -> set[psutil.Process]:
+    return {child for child in psutil.Process().children() if "sglang.launch_server" in " ".join(child.cmdline())}
+
+
+def test_a_server_that_dies_is_an_error_with_its_last_words(model: Model) -> None:
+    others = servers()
+    with started(lambda settings: SglangRollout(model, replace(settings, options=OPTIONS))) as engine:
+        engine.add([make_request(0, 0, LONG)])
+        run_until(engine, [make_request(0, 0, LONG).id], 1)
+        (server,) = servers() - others
+        children = server.children(recursive=True)
+        server.kill()
+        with pytest.raises(EngineError, match=r"the SGLang server ended with status -9"):
+            drain(engine)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+@pytest.mark.timeout(900)
+def test_the_main_job_learns_with_sglang(tmp_path: Path) -> None:
+    spec = yaml.safe_load((ROOT / "clusters" / "sglang-cpu.yaml").read_text())
+    spec["rollout"]["options"] |= {"python": PYTHON, "env": OPTIONS["env"]}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    command = [sys.executable, "-m", "m2flow", "run", "flows/grpo.py", "--cluster", str(tmp_path / "spec.yaml"), "--num-steps", "15"]
+    done = subprocess.run([*command, "--runs-dir", str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=850)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = tmp_path.glob("grpo-*")
+    logged = [json.loads(line)["values"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [values["accuracy"] for values in logged if "accuracy" in values][-1] > 0.9
+    for sample, _ in read_samples(run_dir):
+        assert len(set(sample.ragged("versions").values[sample.ragged("loss_mask").values.astype(bool)].tolist())) == 1
