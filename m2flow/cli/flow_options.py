@@ -65,13 +65,27 @@ class FlowCommand(click.Command):
         options = (FlowOption.of(parameter, notes.get(parameter.name, "")) for parameter in flow.parameters)
         return [option for option in options if option is not None and not taken & set(option.opts)]
 
+    def flow_of(self, ctx: click.Context) -> Flow:
+        """The flow that the command line names."""
+        flow: Flow = ctx.meta[_FLOW]
+        return flow
+
     def _collect(self, ctx: click.Context) -> dict[str, object]:
-        """The flow's options that were given, by `--name` or `--set`.
+        """The flow's options.
 
         Raises:
             OptionError: one is given twice, is missing, does not exist, or can't have its value.
         """
-        flow: Flow = ctx.meta[_FLOW]
+        flow, given = self.flow_of(ctx), self._given(ctx)
+        missing = [parameter.name for parameter in flow.parameters if parameter.is_required and parameter.name not in given]
+        if missing:
+            dashed = [f"--{name.replace('_', '-')} ..." for name in missing]
+            raise OptionError(f"the flow {flow.name} needs {', '.join(missing)}", now=f"Add {' '.join(dashed)}")
+        return given
+
+    def _given(self, ctx: click.Context) -> dict[str, object]:
+        """Those that were given, by `--name` or `--set`."""
+        flow = self.flow_of(ctx)
         given: dict[str, object] = {}
         for name in [name for name in ctx.params if name.startswith(_PREFIX)]:
             value = ctx.params.pop(name)
@@ -82,10 +96,6 @@ class FlowCommand(click.Command):
             if name in given:
                 raise OptionError(f"{name} is given twice: as an option, and by --set {text}")
             given[name] = value
-        missing = [parameter.name for parameter in flow.parameters if parameter.is_required and parameter.name not in given]
-        if missing:
-            dashed = [f"--{name.replace('_', '-')} ..." for name in missing]
-            raise OptionError(f"the flow {flow.name} needs {', '.join(missing)}", now=f"Add {' '.join(dashed)}")
         return given
 
     def _unknown(self, ctx: click.Context, name: str, target: str | None) -> OptionError:
@@ -129,7 +139,7 @@ class FlowCommand(click.Command):
             formatter.write_text(f"A flow's parameters are options too: `{ctx.command_path} FLOW --help` lists them.")
 
 
-def flow_command(name: str) -> Callable[[Callable[..., object]], FlowCommand]:
+def flow_command(name: str, cls: type[FlowCommand] = FlowCommand) -> Callable[[Callable[..., object]], FlowCommand]:
     """A `FlowCommand` with what all of them have: the flow's file, and `--set`."""
 
     def decorate(function: Callable[..., object]) -> FlowCommand:
@@ -137,7 +147,7 @@ def flow_command(name: str) -> Callable[[Callable[..., object]], FlowCommand]:
             "--set", "assignments", multiple=True, metavar="NAME=VALUE", help="Give the flow's parameter NAME. May be repeated."
         )
         target = click.argument("target", metavar="FLOW")
-        return click.command(name, cls=FlowCommand, no_args_is_help=True)(target(assignments(function)))
+        return click.command(name, cls=cls, no_args_is_help=True)(target(assignments(function)))
 
     return decorate
 

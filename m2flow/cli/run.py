@@ -18,8 +18,10 @@ import click
 from rich.console import Console
 
 from m2flow.cli import display
+from m2flow.cli.cadence import Cadence, Every
 from m2flow.cli.failures import Failure, failure_of
 from m2flow.cli.flow_options import flow_command
+from m2flow.cli.resume import RunCommand, resumed
 from m2flow.errors import OptionError, RunInterrupted
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
@@ -28,7 +30,7 @@ from m2flow.spec import LAPTOP, RunSettings, load_cluster
 _RESTARTED = "M2FLOW_RESTARTED"
 
 
-@flow_command("run")
+@flow_command("run", RunCommand)
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Decides every random number of the run.")
 @click.option("--deterministic", is_flag=True, help="The same result bit by bit each time, on a CPU; slower.")
@@ -45,6 +47,13 @@ _RESTARTED = "M2FLOW_RESTARTED"
     help="With --eager: what time decided in that run (which weights generated each sample) is decided so again.",
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directory goes.")
+@click.option("--resume", metavar="RUN", help="Go on with a run that stopped: its directory, or its name in runs/. No FLOW is given then.")
+@click.option(
+    "--checkpoint-every",
+    type=Cadence(),
+    help="Steps (20), time (90s, 5m, 1h), both (20,5m: whichever comes first), or `never`.  [default: 10m]",
+)
+@click.option("--keep-checkpoints", type=click.IntRange(min=1), metavar="N", help="The newest ones stay.  [default: 2]")
 @click.option("--json", "as_json", is_flag=True, help="The last line of stdout is the summary as JSON; all else goes to stderr.")
 @click.option("--quiet", is_flag=True, help="Show no plan and no progress, only the summary.")
 @click.pass_context
@@ -64,6 +73,9 @@ def command(
     profile: Path | None,
     decisions: Path | None,
     runs_dir: Path,
+    resume: str | None,
+    checkpoint_every: Every | None,
+    keep_checkpoints: int | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -74,9 +86,20 @@ def command(
       m2flow run flows/grpo.py
       m2flow run flows/grpo.py --num-steps 20 --seed 1 --runs-dir /tmp/runs
       m2flow run flows/grpo.py --help       also lists the flow's own options
+      m2flow run --resume runs/grpo-20260101-120000
     """
-    spec = (load_cluster(cluster) if cluster else LAPTOP).with_policy(policy)
-    settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
+    before = resumed(ctx)
+    if before is None:
+        spec = load_cluster(cluster) if cluster else LAPTOP
+        settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
+    else:
+        _, spec, settings = before
+        eager, deterministic = settings.eager, settings.deterministic
+    spec = spec.with_policy(policy)
+    if checkpoint_every is not None:
+        settings = settings.model_copy(update={"checkpoint_steps": checkpoint_every.steps, "checkpoint_s": checkpoint_every.seconds})
+    if keep_checkpoints is not None:
+        settings = settings.model_copy(update={"checkpoints_kept": keep_checkpoints})
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
     from m2flow.micro.plan_file import read_plan
@@ -89,6 +112,8 @@ def command(
     structure = read_structure(pin_to) if pin_to else None
     record = read_decisions(decisions) if decisions else None
     pinned = read_plan(plan_file) if plan_file else None
+    if before is not None and not eager:
+        pinned = read_plan(before[0] / "plan.json")
     run = Run(
         flow,
         options,
@@ -100,6 +125,8 @@ def command(
         decisions=record,
         pinned=pinned,
         profile=profile,
+        resume=None if before is None else before[0],
+        warn=lambda said: console.print(f"warning: {said}"),
     )
     progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -175,7 +175,14 @@ class Run:
             self.run_dir = self._resume or create_run_dir(self.settings.runs_dir, self.flow.name)
             with only_writer(self.run_dir):
                 if self._resume is None:
-                    write_config(self.run_dir, flow_file=self._flow_file, options=self.options, settings=self.settings, spec=self.spec)
+                    write_config(
+                        self.run_dir,
+                        flow_file=self._flow_file,
+                        options=self.options,
+                        settings=self.settings,
+                        spec=self.spec,
+                        repeats_decisions=self._decisions is not None,
+                    )
                     write_plan(self.run_dir, plan)
                 else:
                     self._past = read_past(self.run_dir, self._warn)

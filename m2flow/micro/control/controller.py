@@ -22,7 +22,6 @@ from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import BrokenChannel, InternalError, M2FlowError, error_from_record
 from m2flow.macro.graph import Call
-from m2flow.macro.late import is_cut
 from m2flow.micro import messages as m
 from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import LocalLauncher
@@ -264,10 +263,10 @@ class Controller:
                 if isinstance(message, m.Accumulate):
                     self._consuming[message.number] = message
                 self._tell(worker, message)
-            case Resolve(ordinal, value):
+            case Resolve(ordinal, value, chosen):
                 done = self._calls[ordinal]
-                if done.is_gated or is_cut(done.options):
-                    self._journal.gave(done, self._scheduler.result(ordinal))
+                if chosen is not None:
+                    self._journal.gave(done, chosen)
                 self._journal.call_done(done, value)
                 self._outcomes.resolve(done, value)
                 self._logbook.call_ended(ordinal)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
+from m2flow.macro.late import is_cut
 from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.flow_record import LedgerWriter
 from m2flow.micro.record.ledger import Ledger
@@ -134,7 +135,7 @@ class Journal:
                 self._ledger.reapplied(self._attempt)
             return
         self._ledger.call_ended(call.ordinal, "done")
-        if isinstance(value, Batch) and (call.drops and call.is_gated):
+        if isinstance(value, Batch) and ((call.drops and call.is_gated) or is_cut(call.options)):
             self.gave(call, value.ids.tolist())
         if not call.is_aligned:
             self.record.came_to(call, value)

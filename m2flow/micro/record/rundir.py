@@ -5,6 +5,7 @@ runs/<flow>-<time>/
     ledger.db  segments/                  every sample
     metrics.jsonl  tensorboard/           numbers by step
     trace/  trace.json.gz  timeline.html  the schedule, for OpenTelemetry, Perfetto and a browser
+    checkpoints/step-000020/              what a run goes on from, with the state of optimisers
     checkpoints/final/<role>/             the trained models, in Hugging Face format
     logs/<worker>.log                     what each worker printed
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import enum
 import errno
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from m2flow.errors import EngineError, SpecError
@@ -63,15 +66,66 @@ def create_run_dir(runs_dir: str, flow: str) -> Path:
     raise SpecError(f"can't find a free name for a run of {flow} in {runs_dir}")
 
 
-def write_config(run_dir: Path, *, flow_file: str, options: Mapping[str, object], settings: RunSettings, spec: ClusterSpec) -> None:
+@dataclass(frozen=True)
+class Config:
+    """What a run was asked for."""
+
+    run_dir: Path
+    flow: str
+    """Its file, as it was given."""
+    directory: str
+    """Where that was said, and where relative paths are from."""
+    options: dict[str, object]
+    """Of the flow, as far as a file holds them: numbers, texts, names of choices, paths."""
+    settings: RunSettings
+    cluster: ClusterSpec
+    repeats_decisions: bool
+
+
+def read_config(run_dir: Path) -> Config:
+    """
+    Raises:
+        SpecError: it is not the directory of a run, or of one that an earlier m2flow made.
+    """
+    file = run_dir / "config.json"
+    try:
+        found = json.loads(file.read_text())
+        settings, cluster = RunSettings.model_validate(found["settings"]), ClusterSpec.model_validate(found["cluster"])
+        return Config(run_dir, found["flow"], found["directory"], found["options"], settings, cluster, found["repeats_decisions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            f"{file} does not say what the run was: {error}", now="Give a run's directory, as `m2flow run` prints it."
+        ) from None
+
+
+def write_config(
+    run_dir: Path,
+    *,
+    flow_file: str,
+    options: Mapping[str, object],
+    settings: RunSettings,
+    spec: ClusterSpec,
+    repeats_decisions: bool = False,
+) -> None:
     """What was asked for, resolved."""
     config = {
         "flow": flow_file,
-        "options": {name: value if isinstance(value, int | float | str | bool | None) else repr(value) for name, value in options.items()},
+        "directory": str(Path.cwd()),
+        "options": {name: _as_text(value) for name, value in options.items()},
+        "repeats_decisions": repeats_decisions,
         "settings": settings.model_dump(),
         "cluster": spec.model_dump(),
     }
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _as_text(value: object) -> object:
+    """A value as a configuration has it: as one would write it on the command line, where that can be."""
+    if isinstance(value, enum.Enum):
+        return value.value if isinstance(value.value, str) else value.name
+    if isinstance(value, Path):
+        return str(value)
+    return value if isinstance(value, int | float | str | bool | None) else repr(value)
 
 
 def write_plan(run_dir: Path, plan: Plan) -> None:

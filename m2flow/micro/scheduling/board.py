@@ -245,7 +245,7 @@ class Board:
         for other in self._waiting_for.pop(state.call.ordinal, []):
             other.waits_for.discard(state.call.ordinal)
             self._may_go(other)
-        self.commands.append(Resolve(state.call.ordinal, value))
+        self.commands.append(Resolve(state.call.ordinal, value, state.chosen))
         if state.carry is not None:
             self.lines.ended(state)
         self._prepare_consumers(state)

@@ -105,6 +105,8 @@ class Resolve(msgspec.Struct, frozen=True):
 
     call: int
     value: object
+    chosen: tuple[int, ...] | None = None
+    """The rows of its result, where they are not simply all that it was to make: of a cut generation, and of a refill."""
 
 
 class Reject(msgspec.Struct, frozen=True):

@@ -102,10 +102,6 @@ class Scheduler:
         """Whether nothing is under way."""
         return not self._board.active and not self._board.tasks
 
-    def result(self, ordinal: int) -> list[int]:
-        """The rows of the result of a call that is done, in the order of identity."""
-        return list(self._board.calls[ordinal].result or ())
-
     def num_rows(self, ordinal: int) -> int:
         """Rows of the result of a call that is done."""
         return len(self._board.calls[ordinal].result or ())

@@ -116,6 +116,11 @@ class CallState:
         """The inputs that say which rows it works on."""
         return self.aligned_inputs if self.is_union else self.aligned_inputs[:1]
 
+    @property
+    def chosen(self) -> tuple[int, ...] | None:
+        """The rows of its result, where time or a refill decided which of those that it was to make they are."""
+        return tuple(self.result or ()) if self.call.is_gated or (self.is_generation and is_cut(self.call.options)) else None
+
     def failed_at(self, row: int, error: M2FlowError, passed: Iterable[int]) -> None:
         """A task failed at this row, after others that were well. What comes after the row need not be tried any more."""
         self.passed = self.passed.union(passed)

@@ -1,0 +1,123 @@
+"""What `m2flow run --resume RUN` takes from the run's directory instead of the command line, and what it refuses.
+
+    m2flow run --resume runs/grpo-20260101-120000       flow, its options, seed, cluster: config.json; who runs where: plan.json
+
+A run that goes on is the run that it was. An option given beside `--resume` that says something else is refused by name; those
+that change neither the mathematics nor the placement (`--json`, `--quiet`, `--checkpoint-every`) may be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from m2flow.cli.flow_options import FlowCommand, find_target, option_type
+from m2flow.cli.rundirs import find_run
+from m2flow.errors import OptionError, SpecError
+from m2flow.macro.flow import Flow
+from m2flow.spec import ClusterSpec, RunSettings
+
+_OPTION = "--resume"
+_CONFIG = "m2flow.resumed"
+_ONLY_NEW = {
+    "pin_plan": "--pin-plan",
+    "pin_to": "--pin-to",
+    "plan_file": "--plan",
+    "profile": "--profile",
+    "decisions": "--decisions",
+    "runs_dir": "--runs-dir",
+}
+"""Of no use for a run that has begun."""
+
+
+class RunCommand(FlowCommand):
+    """`m2flow run`: the flow comes from the command line, or with `--resume` from a run's directory."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        run = _value(args)
+        if run is None:
+            return super().parse_args(ctx, args)
+        from m2flow.micro.record.rundir import read_config
+
+        config = ctx.meta[_CONFIG] = read_config(find_run(run, Path("runs")))
+        target = find_target(args, self.params)
+        if target is None:
+            args = [config.flow, *args]
+        elif target != config.flow:
+            raise OptionError(f"{target} is not the flow of {run}, which is {config.flow}", now=f"Say only: m2flow run {_OPTION} {run}")
+        if not Path(config.flow.partition(":")[0]).is_file():
+            raise SpecError(f"the flow of {run} is {config.flow}, and there is no such file here", now=f"Begin in {config.directory}.")
+        return super().parse_args(ctx, args)
+
+    def _given(self, ctx: click.Context) -> dict[str, object]:
+        given = super()._given(ctx)
+        if _CONFIG not in ctx.meta:
+            return given
+        recorded = recorded_options(self.flow_of(ctx), ctx.meta[_CONFIG].options)
+        for name, value in given.items():
+            if value != recorded.get(name, next(p.default for p in self.flow_of(ctx).parameters if p.name == name)):
+                raise _refused(f"--{name.replace('_', '-')} {value}", f"with {name}={recorded.get(name, 'its default')}")
+        return recorded
+
+
+def recorded_options(flow: Flow, written: dict[str, object]) -> dict[str, object]:
+    """The flow's options as values, from what a run's configuration has of them.
+
+    Raises:
+        OptionError: the flow has no such parameter any more, or one that a file can't hold.
+    """
+    found: dict[str, object] = {}
+    for name, value in written.items():
+        parameter = next((parameter for parameter in flow.parameters if parameter.name == name), None)
+        kind = None if parameter is None else option_type(parameter.type)
+        if kind is None:
+            what = "has no such parameter any more" if parameter is None else f"takes a {parameter.type}, which no file holds"
+            raise OptionError(f"the run was made with {name}={value}, and the flow {flow.name} {what}", now="Begin a new run.")
+        found[name] = kind.convert(value, None, None) if isinstance(value, str) else value
+    return found
+
+
+def resumed(ctx: click.Context) -> tuple[Path, ClusterSpec, RunSettings] | None:
+    """The run that goes on, on which cluster and how; None if a new one begins.
+
+    Raises:
+        OptionError: an option says something else than the run does.
+    """
+    if _CONFIG not in ctx.meta:
+        return None
+    config = ctx.meta[_CONFIG]
+    for name, option in _ONLY_NEW.items():
+        if _is_given(ctx, name):
+            raise OptionError(f"{option} is for a new run, and {_OPTION} goes on with one", now=f"Leave {option} out.")
+    for name in ("seed", "deterministic", "eager"):
+        before = getattr(config.settings, name)
+        if _is_given(ctx, name) and ctx.params[name] != before:
+            raise _refused(f"--{name} {ctx.params[name]}", f"with {name} {before}")
+    if _is_given(ctx, "cluster"):
+        from m2flow.spec import load_cluster
+
+        if load_cluster(ctx.params["cluster"]) != config.cluster:
+            raise _refused(f"--cluster {ctx.params['cluster']}", "on another one")
+    if config.repeats_decisions:
+        raise SpecError("an eager run that repeats the decisions of another one can't be resumed", now="Begin it anew.")
+    return config.run_dir, config.cluster, config.settings
+
+
+def _refused(given: str, recorded: str) -> OptionError:
+    return OptionError(f"{given}: the run was begun {recorded}, and goes on as it began", now="Leave it out, or begin a new run.")
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _value(args: Sequence[str]) -> str | None:
+    """What follows `--resume`."""
+    for position, arg in enumerate(args):
+        if arg.startswith(f"{_OPTION}="):
+            return arg.partition("=")[2]
+        if arg == _OPTION:
+            return args[position + 1] if position + 1 < len(args) else None
+    return None

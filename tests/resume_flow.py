@@ -1,0 +1,74 @@
+"""A flow that has its own run killed, once, at a moment that `killed_in` names; for `test_resume_processes`."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, loss, steps
+from m2flow.recipe import Counts
+
+
+def kill_run(here: str, now: str) -> None:
+    """SIGKILL to the controller, if this is the moment and it has not come before."""
+    file = Path(os.environ.get("M2FLOW_TEST_KILLS", "/nowhere"))
+    if here != now or not file.exists():
+        return
+    try:
+        pid = int(file.read_text())
+        file.unlink()
+    except (FileNotFoundError, ValueError):
+        return
+    os.kill(pid, signal.SIGKILL)
+
+
+def arm() -> None:
+    """Say whom to kill; only the first attempt at the run does."""
+    file = Path(os.environ.get("M2FLOW_TEST_KILLS", "/nowhere"))
+    if file.exists() and not file.read_text():
+        file.write_text(str(os.getpid()))
+
+
+def watch(pattern: str, now: str) -> None:
+    """Kill as soon as the run's directory has such a file."""
+
+    def look() -> None:
+        while Path(os.environ["M2FLOW_TEST_KILLS"]).exists():
+            if any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob(pattern)):
+                kill_run(now, now)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+@flow
+def dies(killed_in: str = "", num_steps: int = 4) -> None:
+    def judged(sample: Sample) -> float:
+        if sample.id.call > 12:
+            kill_run("generation", killed_in)
+        return len(str(sample.text)) % 7 / 7
+
+    def counted(counts: Counts) -> float:
+        if counts.num_tokens % 3 == 0 or counts.num_tokens > 20:
+            kill_run("apply", killed_in)
+        return float(counts.num_tokens)
+
+    @loss(needs=["logprobs", "behaviour_logprobs", "advantages"], denominator=counted)
+    def plain(logprobs, behaviour_logprobs, advantages):  # type: ignore[no-untyped-def]
+        return -(logprobs - behaviour_logprobs).exp() * advantages
+
+    policy, judge = Policy("fake"), Reward(judged)
+    prompts = Dataset([{"prompt": f"{i * i}="} for i in range(12)])
+    if killed_in == "checkpoint":
+        watch("*/checkpoints/.step-*", "checkpoint")
+    if killed_in == "final":
+        watch("*/checkpoints/final*", "final")
+    for step in steps(num_steps):
+        if step == 0:
+            arm()
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=6)
+        metrics = policy.update(responses, judge.score(responses), loss=plain, optimizer=AdamW(1e-3))
+        log(tokens=metrics["num_tokens"])
+        if step == 2 and killed_in == "after":
+            float(metrics["num_tokens"])
+            kill_run("after", killed_in)
+        print(f"step {step}")

@@ -1,0 +1,66 @@
+"""`m2flow run` with worker processes, killed with SIGKILL, and `m2flow run --resume`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FLOW = Path(__file__).with_name("resume_flow.py")
+ROOT = FLOW.parent.parent
+SPEC = """
+placement: split
+device: cpu
+cores: 2
+rollout: {engine: fake, max_running: 4}
+train: {engine: fake, token_budget: 60}
+"""
+
+
+def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"M2FLOW_TEST_KILLS": str(tmp_path / "kills"), "M2FLOW_TEST_RUNS": str(tmp_path / "runs")}
+    command = [sys.executable, "-m", "m2flow", "run", *arguments, "--json"]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def begun(tmp_path: Path, killed_in: str, *more: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "cluster.yaml").write_text(SPEC)
+    options = ["--cluster", str(tmp_path / "cluster.yaml"), "--checkpoint-every", "1", "--runs-dir", str(tmp_path / "runs")]
+    return m2flow(tmp_path, "tests/resume_flow.py", "--killed-in", killed_in, *options, *more)
+
+
+def check_killed_and_resumed(tmp_path: Path, killed_in: str, *more: str) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = json.loads(begun(tmp_path / "whole", killed_in, *more).stdout.splitlines()[-1])
+    (tmp_path / "kills").write_text("")
+    killed = begun(tmp_path, killed_in, *more)
+    assert killed.returncode == -9, killed.stderr
+    assert not (tmp_path / "kills").exists()
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    resumed = m2flow(tmp_path, "--resume", str(run_dir))
+    assert resumed.returncode == 0, resumed.stderr
+    summary = json.loads(resumed.stdout.splitlines()[-1])
+    assert list((tmp_path / "runs").iterdir()) == [run_dir]
+    same = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sha256", "weights_sha256")
+    assert {name: summary[name] for name in same} == {name: whole[name] for name in same}
+    assert "step 0\n" not in resumed.stderr
+    again = m2flow(tmp_path, "--resume", str(run_dir))
+    assert again.returncode == 2
+    assert "has come to its end: there is nothing to resume" in again.stderr
+
+
+@pytest.mark.timeout(240)
+def test_a_run_killed_between_a_gradient_and_its_step_is_resumed_from_the_command_line(tmp_path):
+    check_killed_and_resumed(tmp_path, "apply")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("killed_in", ["generation", "after", "checkpoint", "final"])
+def test_a_run_killed_at_other_moments_is_resumed_too(tmp_path, killed_in):
+    # A checkpoint of the fake engines is written in a moment: some of so many will be hit.
+    check_killed_and_resumed(tmp_path, killed_in, *(["--num-steps", "20"] if killed_in == "checkpoint" else []))
