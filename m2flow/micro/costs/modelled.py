@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar, cast, final
+from typing import ParamSpec, TypeVar, final
 
 from m2flow.errors import ModelError, SpecError
 from m2flow.micro.costs import footprints
@@ -40,11 +40,13 @@ def _once(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(method)
     def answer(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        known = cast(ModelledCosts, args[0])._answers
+        known = args[0]._answers  # type: ignore[attr-defined]  # `args[0]` is the costs
         key = (name, *args[1:])
-        if key not in known:
-            known[key] = method(*args, **kwargs)
-        return cast(_T, known[key])
+        try:
+            found: _T = known[key]
+        except KeyError:
+            found = known[key] = method(*args, **kwargs)
+        return found
 
     return answer
 
@@ -143,8 +145,11 @@ class ModelledCosts(Costs):
         shape, extent = self.shape(engine), self.extent(engine.role)
         return decode_cost(shape, self._pools[pool], layout, extent, self._num_running(engine, pool, layout))
 
-    @_once
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
+        return self._train(self._first_like(engine), pool, layout)
+
+    @_once
+    def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         return train_cost(
             self.shape(engine),
             self._pools[pool],
@@ -160,18 +165,35 @@ class ModelledCosts(Costs):
         quantiles = given if isinstance(given, tuple) else (given,)
         return FunctionCost(quantiles, self._spec.functions.concurrency)
 
-    @_once
     def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
-        shape, extent = self.shape(engine), self.extent(engine.role)
         if engine.kind == "rollout":
-            return footprints.rollout_footprint(shape, layout, extent, self._num_running(engine, pool, layout))
+            return self._rollout_footprint(engine, pool, layout)
+        return self._train_footprint(self._first_like(engine), layout)
+
+    @_once
+    def _rollout_footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
+        running = self._num_running(engine, pool, layout)
+        return footprints.rollout_footprint(self.shape(engine), layout, self.extent(engine.role), running)
+
+    @_once
+    def _train_footprint(self, engine: EngineId, layout: Layout) -> Footprint:
         return footprints.train_footprint(
-            shape,
+            self.shape(engine),
             layout,
             self._microbatch_tokens(engine.role),
             is_trained=self.is_trained(engine),
             recomputes=self._offers["train"].recomputes,
         )
+
+    @_once
+    def _first_like(self, engine: EngineId) -> EngineId:
+        """The first trainer that costs the same: a policy's critic has the policy's shape."""
+
+        def what(one: EngineId) -> tuple[ModelShape, float, bool]:
+            return self.shape(one), self._microbatch_tokens(one.role), self.is_trained(one)
+
+        mine = what(engine)
+        return next((one for one in self._workload.engines if one.kind == "train" and what(one) == mine), engine)
 
     def device_bytes(self, pool: str) -> int:
         return self._pools[pool].memory_bytes

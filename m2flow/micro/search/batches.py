@@ -13,8 +13,10 @@ promises it can keep, and for a convex release (a long tail, all samples running
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -69,6 +71,18 @@ class Draw:
     prompts: IntArray
     """[P]."""
 
+    _known: dict[int, tuple[Instances, FloatArray]] = field(default_factory=dict, repr=False)
+    """By the id of ways, which are held: `seconds`, which is asked for by itself and for the releases."""
+
+    @cached_property
+    def _ascending(self) -> IntArray:
+        return np.sort(self.responses.ravel())
+
+    @cached_property
+    def _longest_tokens(self) -> FloatArray:
+        """Of the longest sample, of the two longest, and so on."""
+        return np.cumsum(self._ascending[::-1], dtype=np.float64)
+
     def longest_alone_s(self, ways: Instances) -> FloatArray:
         """A token of a sample follows the one before it: (t0 + t1) L."""
         return (ways.step_s + ways.sample_s) * int(self.responses.max(initial=0))
@@ -78,9 +92,8 @@ class Draw:
 
         Source: as in `m2flow.micro.rollouts.bounds.k_longest_s`, at some of the k.
         """
-        longest_first = -np.sort(-self.responses.ravel())
-        k = _spread(len(longest_first))
-        tokens = np.cumsum(longest_first, dtype=np.float64)[k]
+        k = _spread(len(self._ascending))
+        tokens = self._longest_tokens[k]
         active = np.minimum(k[None, :] + 1.0, ways.slots[:, None])
         whole = np.floor(active / ways.num[:, None])
         rest = active - whole * ways.num[:, None]
@@ -90,12 +103,17 @@ class Draw:
 
     def seconds(self, ways: Instances) -> FloatArray:
         """The time of the rollout, each way."""
+        if id(ways) in self._known:
+            return self._known[id(ways)][1]
         tokens, longest = float(self.responses.sum()), float(self.responses.max(initial=0))
         even = ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num
         decode = np.maximum(even, self.k_longest_s(ways))
         each = self.responses.size / ways.num
         handovers = np.minimum(each, np.divide(decode, ways.gather_s, out=np.full_like(decode, np.inf), where=ways.gather_s > 0))
-        return decode + self.prefill_s(ways) + each * ways.enter_leave_s + handovers * ways.handover_s
+        seconds = np.asarray(decode + self.prefill_s(ways) + each * ways.enter_leave_s + handovers * ways.handover_s)
+        self._known.clear()
+        self._known[id(ways)] = ways, seconds
+        return seconds
 
     def prefill_s(self, ways: Instances) -> FloatArray:
         """A group's prompt is read once."""
@@ -103,7 +121,7 @@ class Draw:
 
     def releases_s(self, ways: Instances) -> FloatArray:
         """[ways, P]: when the first, second, ... group is done, ascending; the last at `seconds`."""
-        groups, lengths = self.responses.max(axis=1).astype(np.float64), np.sort(self.responses.ravel()).astype(np.float64)
+        groups, lengths = self.responses.max(axis=1).astype(np.float64), self._ascending.astype(np.float64)
         tokens, num = float(lengths.sum()), len(lengths)
         queued = np.maximum(0.0, np.arange(len(groups))[None, :] / len(groups) - ways.slots[:, None] / num)
         ends = queued * tokens / ways.slots[:, None] + groups[None, :]
@@ -173,6 +191,7 @@ def _chord(releases_s: FloatArray, step: int) -> FloatArray:
     return np.asarray(((early - last[:, None] * share[None, :-1]) / (1 - share[None, :-1])).max(axis=1).clip(early[:, 0], last))
 
 
+@functools.lru_cache(maxsize=256)
 def _spread(num: int) -> IntArray:
     """Indices from the first to the last, all of them or enough: dense where they are few."""
     if num <= _MOST_POINTS:

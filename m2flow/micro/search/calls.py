@@ -52,7 +52,13 @@ class CallGraph:
         return tuple(call for i, call in enumerate(self.device_calls) if calls >> i & 1)
 
     def engines(self, calls: int) -> frozenset[EngineId]:
-        return frozenset(call.engine for call in self.members(calls) if call.engine is not None)
+        if calls not in self._engines:
+            self._engines[calls] = frozenset(call.engine for call in self.members(calls) if call.engine is not None)
+        return self._engines[calls]
+
+    @cached_property
+    def _engines(self) -> dict[int, frozenset[EngineId]]:
+        return {}
 
     @cached_property
     def bits(self) -> dict[str, int]:

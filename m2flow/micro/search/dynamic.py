@@ -95,6 +95,9 @@ class Solver:
         self._fronts: dict[int, Front] = {}
         self._cuts: dict[int, tuple[Cut, ...]] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
+        self._over: dict[int, list[int]] = {}
+        self._sync_tables: dict[tuple[str, int], FloatArray] = {}
+        """(role, how) -> seconds of the sync between each two options of its ends, as far as they were asked for."""
 
     def solve(self) -> Tables:
         graph = self.problem.graph
@@ -180,7 +183,8 @@ class Solver:
         fits = self.memory.fits(bytes_)
         bytes_ = self.memory.settled(calls, bytes_)
         values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
-        origin = np.stack([np.full(len(ia), 2 * index + how), ia, ib], axis=1)
+        origin = np.empty((len(ia), 3), np.int64)
+        origin[:, 0], origin[:, 1], origin[:, 2] = 2 * index + how, ia, ib
         found = self._promising(calls, Front(values, ties, work, origin).take(fits))
         return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
 
@@ -240,11 +244,15 @@ class Solver:
         return ties
 
     def _closed(self, calls: int, ties: IntArray) -> IntArray:
-        problem = self.problem
-        is_open = [problem.is_open(engine, calls) for engine in problem.tied]
-        placed = {e for e in problem.placed if problem.calls_of(e) & ~calls}
-        is_open += [placed.issuperset(pair) for pair in problem.pairs]
-        return np.where(np.array(is_open, np.bool_), ties, UNKNOWN) if is_open else ties
+        """What no call outside of `calls` asks for is forgotten."""
+        if calls not in self._over:
+            problem = self.problem
+            is_open = [problem.is_open(engine, calls) for engine in problem.tied]
+            placed = {e for e in problem.placed if problem.calls_of(e) & ~calls}
+            is_open += [placed.issuperset(pair) for pair in problem.pairs]
+            self._over[calls] = [column for column, one in enumerate(is_open) if not one]
+        ties[:, self._over[calls]] = UNKNOWN
+        return ties
 
     def _pair_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray, how: int) -> FloatArray:
         of_a, of_b = self._read(a), self._read(b)
@@ -254,8 +262,10 @@ class Solver:
             found = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
         else:
             found = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits, slowdowns=self.problem.slowdowns(cut))
-        busy = found.busy if self.problem.workload.staleness else np.zeros_like(found.total)
-        return np.stack([found.first, found.total, found.last, busy], axis=1)
+        times = np.empty((len(ia), _NUM_TIMES))
+        times[:, 0], times[:, 1], times[:, 2] = found.first, found.total, found.last
+        times[:, 3] = found.busy if self.problem.workload.staleness else 0.0
+        return times
 
     def _read(self, front: Front) -> Times:
         first, total, last, busy = front.values[:, self._times].T
@@ -268,11 +278,13 @@ class Solver:
         for sync in problem.syncs:
             if not sync.meets(cut):
                 continue
-            columns = [problem.tied.index(sync.source), problem.tied.index(sync.target)]
-            chosen, where = np.unique(ties[:, columns], axis=0, return_inverse=True)
             sources, targets = problem.options.of[sync.source], problem.options.of[sync.target]
-            each = [problem.sync_s(sync, sources[s], targets[t], is_turns=how == TURNS) for s, t in chosen]
-            found += np.array(each)[where.reshape(-1)]
+            pairs = ties[:, problem.tied.index(sync.source)] * len(targets) + ties[:, problem.tied.index(sync.target)]
+            table = self._sync_tables.setdefault((sync.role, how), np.full(len(sources) * len(targets), np.nan))
+            for pair in np.flatnonzero(np.isnan(table) & (np.bincount(pairs, minlength=len(table)) > 0)).tolist():
+                source, target = divmod(pair, len(targets))
+                table[pair] = problem.sync_s(sync, sources[source], targets[target], is_turns=how == TURNS)
+            found += table[pairs]
         return found
 
     # ---- the step

@@ -76,8 +76,11 @@ def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Fron
     if len(front) <= most:
         return front
     order = np.lexsort((merit, groups))
-    _, start, size = np.unique(groups[order], return_index=True, return_counts=True)
-    rank = np.arange(len(order)) - np.repeat(start, size)
+    grouped = groups[order]
+    is_first = np.ones(len(order), np.bool_)
+    np.not_equal(grouped[1:], grouped[:-1], out=is_first[1:])
+    start = np.flatnonzero(is_first)
+    rank = np.arange(len(order)) - start[np.cumsum(is_first) - 1]
     return front.take(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
 
 

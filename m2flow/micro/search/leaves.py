@@ -11,8 +11,9 @@ the last sample is in. Legal chunks are the call's unit times powers of two, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from m2flow.micro.costs.terms import Costs, EngineId
 from m2flow.micro.search.batches import Batch, FloatArray, Instances
 from m2flow.micro.search.options import Option
 from m2flow.micro.search.workload import CallLoad
+
+T = TypeVar("T")
 
 TIMES = 3
 """Columns l, T, d."""
@@ -87,7 +90,7 @@ def call_times(
 
 
 def instances(engine: EngineId, options: Sequence[Option], costs: Costs) -> Instances:
-    decodes = [costs.decode(engine, option.pool, option.layout) for option in options]
+    decodes = _of_layouts(options, lambda option: costs.decode(engine, option.pool, option.layout))
     return Instances(
         step_s=np.array([d.step_s for d in decodes]),
         sample_s=np.array([d.sample_s for d in decodes]),
@@ -98,6 +101,17 @@ def instances(engine: EngineId, options: Sequence[Option], costs: Costs) -> Inst
         handover_s=np.array([d.handover_s for d in decodes]),
         gather_s=np.array([d.gather_s for d in decodes]),
     )
+
+
+def _of_layouts(options: Sequence[Option], cost: Callable[[Option], T]) -> list[T]:
+    """A cost of each option; whether it is swapped does not matter, and its like comes next."""
+    found: list[T] = []
+    before: Option | None = None
+    for option in options:
+        is_like = before is not None and option.layout is before.layout and option.pool == before.pool
+        found.append(found[-1] if is_like else cost(option))
+        before = option
+    return found
 
 
 def _generate(call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: Batch) -> FloatArray:
@@ -111,7 +125,7 @@ def _generate(call: CallLoad, engine: EngineId, options: Sequence[Option], chunk
 
 
 def _passes(call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: Batch) -> FloatArray:
-    trains = [costs.train(engine, option.pool, option.layout) for option in options]
+    trains = _of_layouts(options, lambda option: costs.train(engine, option.pool, option.layout))
     passes = [train.update if call.work == "update" else train.forward for train in trains]
     fixed = np.array([p.fixed_s for p in passes])[:, None]
     sample = np.array([p.sample_s + p.token_s * batch.mean_tokens + p.token2_s * batch.mean_square for p in passes])[:, None]

@@ -38,7 +38,7 @@ class Memory:
 
     problem: Problem
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
         return 3, len(self.problem.pools), 1 + len(self.problem.placed)
 
@@ -52,7 +52,7 @@ class Memory:
         found = np.zeros((len(options), *self.shape))
         for i, option in enumerate(options):
             pool = self.problem.pools.index(option.pool)
-            found[i, :, pool, place] = option.kept_bytes, option.footprint.device_bytes, option.host_bytes
+            found[i, :, pool, place] = option.kept_bytes, option.device_bytes, option.host_bytes
         return found.reshape(len(options), -1)
 
     def join(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray, *, is_turns: bool) -> FloatArray:
@@ -65,11 +65,13 @@ class Memory:
         """The same rows, with 0 for what nothing outside of `calls` can bring to its limit."""
         found = rows.reshape(-1, *self.shape)
         kept, most, host = (number[:, None] for number in self._outside(calls))
-        room = np.array([self.problem.costs.device_bytes(pool) for pool in self.problem.pools])[:, None]
-        host_room = np.array([self.problem.costs.host_bytes(pool) for pool in self.problem.pools])[:, None]
+        room, host_room = self.problem.room[:, :, None]
         is_safe = (found[:, KEPT] + kept + most <= room) & (found[:, MOST] + kept <= room)
-        left = np.stack([~is_safe, ~is_safe, found[:, HOST] + host > host_room], axis=1)
-        return np.asarray((found * left).reshape(len(rows), self.width))
+        settled = found.copy()
+        settled[:, KEPT][is_safe] = 0
+        settled[:, MOST][is_safe] = 0
+        settled[:, HOST][found[:, HOST] + host <= host_room] = 0
+        return settled.reshape(len(rows), self.width)
 
     def _outside(self, calls: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """By pool: the most that other engines may keep, that one of the other calls may need at work, and of the host."""
@@ -91,14 +93,13 @@ class Memory:
             most = np.zeros((3, len(problem.pools)))
             for option in options:
                 pool = problem.pools.index(option.pool)
-                most[:, pool] = np.maximum(most[:, pool], (option.kept_bytes, option.footprint.device_bytes, option.host_bytes))
+                most[:, pool] = np.maximum(most[:, pool], (option.kept_bytes, option.device_bytes, option.host_bytes))
             found.append((problem.calls_of(engine), most))
         return found
 
     def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
         found = rows.reshape(-1, *self.shape)
-        room = np.array([self.problem.costs.device_bytes(pool) for pool in self.problem.pools])
-        host = np.array([self.problem.costs.host_bytes(pool) for pool in self.problem.pools])
+        room, host = self.problem.room
         return np.asarray(((found[:, MOST] <= room[:, None]) & (found[:, HOST] <= host[:, None])).all(axis=(1, 2)))
 
     def _turns(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray) -> FloatArray:
@@ -117,12 +118,18 @@ class Memory:
 
     def _own(self, engine: EngineId, ties: IntArray) -> FloatArray:
         """[rows, 3, pools]: what both sides have counted."""
-        options = self.problem.options.of[engine]
-        table = np.zeros((len(options), 3, len(self.problem.pools)))
-        for i, option in enumerate(options):
-            pool = self.problem.pools.index(option.pool)
-            table[i, :, pool] = option.kept_bytes, option.kept_bytes, option.host_bytes
-        return table[ties[:, self.problem.tied.index(engine)]]
+        if engine not in self._kept:
+            options = self.problem.options.of[engine]
+            table = np.zeros((len(options), 3, len(self.problem.pools)))
+            for i, option in enumerate(options):
+                pool = self.problem.pools.index(option.pool)
+                table[i, :, pool] = option.kept_bytes, option.kept_bytes, option.host_bytes
+            self._kept[engine] = table
+        return self._kept[engine][ties[:, self.problem.tied.index(engine)]]
+
+    @cached_property
+    def _kept(self) -> dict[EngineId, FloatArray]:
+        return {}
 
     def _closed(self, calls: int, found: FloatArray) -> FloatArray:
         """Devices of an engine all of whose calls are inside are like any others."""
@@ -143,12 +150,13 @@ class Memory:
 
 def memory_slack(problem: Problem, slack_s: float) -> FloatArray:
     """[3, pools]: what memory may differ by where times may, too."""
-    room = np.array([problem.costs.device_bytes(pool) for pool in problem.pools], np.float64)
-    host = np.array([problem.costs.host_bytes(pool) for pool in problem.pools], np.float64)
+    room, host = problem.room
     return np.stack([room, room, host]) * _MEMORY_SLACK * (slack_s > 0)
 
 
 def _stacked(a: FloatArray, b: FloatArray) -> FloatArray:
     """[rows, 3, pools] of two parts whose fullest devices are the same."""
     most = np.maximum(a[:, MOST] + b[:, KEPT], b[:, MOST] + a[:, KEPT])
-    return np.stack([a[:, KEPT] + b[:, KEPT], most, a[:, HOST] + b[:, HOST]], axis=1)
+    found = a + b
+    found[:, MOST] = most
+    return found

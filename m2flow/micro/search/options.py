@@ -10,37 +10,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from m2flow.micro.costs.terms import Costs, EngineId, Footprint, Layout
+import msgspec
+
+from m2flow.micro.costs.terms import Costs, EngineId, Footprint, Layout, Switch
 from m2flow.spec import ClusterSpec, PinSpec
 
 _FREE_PIN = PinSpec()
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to place an engine."""
+class Option(msgspec.Struct, frozen=True):
+    """One way to place an engine. What the search asks of each again and again is worked out by `of`."""
 
     pool: str
     layout: Layout
     footprint: Footprint
+    num_devices: int
+    kept_bytes: int
+    """On the device while others work there."""
+    device_bytes: int
+    """While the engine works."""
+    host_bytes: int
+    """In the host's memory, for each device: room for what leaves is reserved for good."""
     is_swapped: bool = False
     """It comes to its devices before its calls and leaves them after, with all that it keeps; otherwise it stays."""
     leave_s: float = 0.0
     come_s: float = 0.0
 
-    @property
-    def num_devices(self) -> int:
-        return self.layout.num_devices
+    @classmethod
+    def of(cls, pool: str, layout: Layout, footprint: Footprint) -> Option:
+        """That stays on its devices."""
+        return cls(pool, layout, footprint, layout.num_devices, footprint.kept_bytes, footprint.device_bytes, footprint.host)
 
-    @property
-    def kept_bytes(self) -> int:
-        """On the device while others work there."""
-        return 0 if self.is_swapped else self.footprint.kept_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """In the host's memory, for each device: room for what leaves is reserved for good."""
-        return self.footprint.host + (self.footprint.kept_bytes if self.is_swapped else 0)
+    def swapped(self, switch: Switch) -> Option:
+        """The same one, if it leaves its devices between its calls."""
+        host = self.host_bytes + self.kept_bytes
+        pool, layout, footprint, num, device = self.pool, self.layout, self.footprint, self.num_devices, self.device_bytes
+        return Option(pool, layout, footprint, num, 0, device, host, True, switch.leave_s, switch.come_s)
 
 
 @dataclass
@@ -87,21 +92,20 @@ def _counts(unit: int, num_devices: int, wanted: Iterable[int] | None) -> list[i
 
 def _add(found: Options, engine: EngineId, pool: str, layout: Layout, costs: Costs, *, may_swap: bool) -> None:
     footprint = costs.footprint(engine, pool, layout)
-    stays = Option(pool, layout, footprint)
-    if footprint.device_bytes > costs.device_bytes(pool) or footprint.host > costs.host_bytes(pool):
+    stays = Option.of(pool, layout, footprint)
+    if stays.device_bytes > costs.device_bytes(pool) or stays.host_bytes > costs.host_bytes(pool):
         found.unfit[engine].append(stays)
         return
     found.of[engine].append(stays)
-    if may_swap and footprint.kept_bytes:
-        switch = costs.switch(engine, pool, footprint)
-        away = Option(pool, layout, footprint, is_swapped=True, leave_s=switch.leave_s, come_s=switch.come_s)
+    if may_swap and stays.kept_bytes:
+        away = stays.swapped(costs.switch(engine, pool, footprint))
         if away.host_bytes <= costs.host_bytes(pool):
             found.of[engine].append(away)
 
 
 def _add_unfit(found: Options, engine: EngineId, pool: str, num_devices: int, costs: Costs) -> None:
     found.unfit[engine] += [
-        Option(pool, layout, costs.footprint(engine, pool, layout)) for layout in costs.layouts(engine, pool, num_devices)
+        Option.of(pool, layout, costs.footprint(engine, pool, layout)) for layout in costs.layouts(engine, pool, num_devices)
     ]
 
 

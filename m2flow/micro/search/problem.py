@@ -14,11 +14,12 @@ from functools import cached_property
 from itertools import combinations, pairwise
 
 import msgspec
+import numpy as np
 
 from m2flow.errors import PlanError
 from m2flow.micro.costs.shortage import no_room
 from m2flow.micro.costs.terms import Costs, EngineId, Layout
-from m2flow.micro.search.batches import Batch, Draws
+from m2flow.micro.search.batches import Batch, Draws, FloatArray
 from m2flow.micro.search.calls import CallGraph, Cut
 from m2flow.micro.search.composing import FunctionTimes, function_times
 from m2flow.micro.search.leaves import LeafTimes, leaf_times
@@ -160,7 +161,20 @@ class Problem:
         return tuple(pool.num_devices for pool in self.spec.planned_pools.values())
 
     def calls_of(self, engine: EngineId) -> int:
-        return sum(1 << i for i, call in enumerate(self.graph.device_calls) if call.engine == engine)
+        return self._calls_of.get(engine, 0)
+
+    @cached_property
+    def _calls_of(self) -> dict[EngineId, int]:
+        found: dict[EngineId, int] = {}
+        for i, call in enumerate(self.graph.device_calls):
+            if call.engine is not None:
+                found[call.engine] = found.get(call.engine, 0) | 1 << i
+        return found
+
+    @cached_property
+    def room(self) -> FloatArray:
+        """[2, pools]: bytes of a device, and of a device's part of its host."""
+        return np.array([[of(pool) for pool in self.pools] for of in (self.costs.device_bytes, self.costs.host_bytes)], np.float64)
 
     @cached_property
     def placed(self) -> tuple[EngineId, ...]:
@@ -192,9 +206,16 @@ class Problem:
 
     def is_open(self, engine: EngineId, calls: int) -> bool:
         """Whether what `engine` has chosen in `calls` matters to calls outside."""
-        scopes = [self.calls_of(engine)] if engine in self.placed else []
-        scopes += [sync.calls for sync in self.syncs if engine in (sync.source, sync.target)]
-        return any(scope & ~calls for scope in scopes) and bool(self.calls_of(engine) & calls)
+        return bool(self._scopes.get(engine, 0) & ~calls) and bool(self.calls_of(engine) & calls)
+
+    @cached_property
+    def _scopes(self) -> dict[EngineId, int]:
+        """By engine: the calls that its choice matters to."""
+        found = {engine: self.calls_of(engine) for engine in self.placed}
+        for sync in self.syncs:
+            for engine in (sync.source, sync.target):
+                found[engine] = found.get(engine, 0) | sync.calls
+        return found
 
     def sync_s(self, sync: Sync, source: Option, target: Option, *, is_turns: bool) -> float:
         """Seconds a step. On the same devices if they take turns and have equally many of one pool."""

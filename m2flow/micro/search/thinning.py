@@ -41,16 +41,15 @@ def _needed(problem: Problem, engine: EngineId, options: list[Option], syncs: Fl
     calls = [problem.graph.bits[call.name] for call in problem.graph.members(problem.calls_of(engine))]
     times = [problem.leaf(call).times.reshape(len(options), -1) for call in calls]
     nums = np.array([[option.num_devices] for option in options], np.float64)
-    bytes_ = np.array([[o.kept_bytes, o.footprint.device_bytes, o.host_bytes] for o in options], np.float64)
+    bytes_ = np.array([[o.kept_bytes, o.device_bytes, o.host_bytes] for o in options], np.float64)
     values = np.concatenate([nums, bytes_, *times, syncs], axis=1)
     slack = np.full(values.shape[1], slack_s)
     slack[0] = 0
     slack[1:4] = memory_slack(problem, slack_s).max(axis=1)
     pools = np.array([problem.pools.index(option.pool) for option in options])
     codes = pools * (1 + int(nums.max())) + nums[:, 0].astype(np.int64)
-    rows = np.concatenate(
-        [np.flatnonzero(codes == code)[unbeaten(values[codes == code], codes[codes == code], slack)] for code in np.unique(codes)]
-    )
+    alike = [np.flatnonzero(codes == code) for code in np.unique(codes)]
+    rows = np.concatenate([same[unbeaten(values[same], codes[same], slack)] if len(same) > 1 else same for same in alike])
     if not syncs.size:
         rows = rows[unbeaten(values[rows], pools[rows], slack)]
     return [int(i) for i in rows]
@@ -66,10 +65,12 @@ def _syncs(problem: Problem, engine: EngineId) -> tuple[FloatArray, bool]:
     places = {(option.pool, msgspec.structs.astuple(option.layout)): option for option in others}
     is_all = len(options) * len(places) <= _MOST_PAIRS
     some = list(places.values()) if is_all else list(places.values())[:: -(-len(places) // _FEW)]
-    found = np.empty((len(options), 2 * len(some)))
-    for i, option in enumerate(options):
+    mine = {(option.pool, msgspec.structs.astuple(option.layout)): option for option in options}  # Swapped or not, it syncs alike.
+    rows = {place: row for row, place in enumerate(mine)}
+    found = np.empty((len(mine), 2 * len(some)))
+    for i, option in enumerate(mine.values()):
         for j, other in enumerate(some):
             ends = (option, other) if engine == sync.source else (other, option)
             for is_turns in (False, True):
                 found[i, 2 * j + is_turns] = problem.sync_s(sync, *ends, is_turns=is_turns)
-    return found, is_all
+    return found[[rows[option.pool, msgspec.structs.astuple(option.layout)] for option in options]], is_all
