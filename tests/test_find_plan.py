@@ -17,20 +17,22 @@ from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.rollouts.bounds import k_longest_s
 from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.parametric import lognormal
+from m2flow.micro.search import finding
 from m2flow.micro.search.advising import advice_of
 from m2flow.micro.search.batches import Draw, Instances
 from m2flow.micro.search.choice import Bound, Choice, Part
-from m2flow.micro.search.finding import best_plan, find_plan
+from m2flow.micro.search.finding import best_plan, find_plan, grid_of
 from m2flow.micro.search.problem import Problem
+from m2flow.micro.search.trees import leaves_of, step_s
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 
 POLICY, TRAINER, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")
 
 
-def grpo(staleness: int = 0) -> Workload:
+def grpo(staleness: int = 0, num_prompts: int = 64) -> Workload:
     def load(name: str, work: str, engine: EngineId | None, *after: str, **more: int) -> CallLoad:
-        return CallLoad(name, work, engine, 64, 8, "group", False, after, token_budget=16_384, **more)  # type: ignore[arg-type]
+        return CallLoad(name, work, engine, num_prompts, 8, "group", False, after, token_budget=16_384, **more)  # type: ignore[arg-type]
 
     return Workload(
         "grpo",
@@ -45,14 +47,21 @@ def grpo(staleness: int = 0) -> Workload:
 
 
 def modelled(
-    num_devices: int = 8, *, staleness: int = 0, median: int = 3000, device: str = "h100", model: str = "Qwen2.5-7B", **spec: object
+    num_devices: int = 8,
+    *,
+    staleness: int = 0,
+    num_prompts: int = 64,
+    median: int = 3000,
+    device: str = "h100",
+    model: str = "Qwen2.5-7B",
+    **spec: object,
 ) -> Problem:
     nodes = max(1, num_devices // 8)
     pools = {"main": PoolSpec(device=device, nodes=nodes, devices_per_node=num_devices // nodes)}
     engines = {"rollout": RolloutSpec(engine="sglang"), "train": TrainSpec(engine="deepspeed", token_budget=16_384)}
     cluster = ClusterSpec(name="cluster", pools=pools, **engines, **spec)  # type: ignore[arg-type]
     shapes = dict.fromkeys(("policy", "reference"), shape_named(model))
-    lengths, workload = lognormal(median=median, sigma=0.9, cap=16_384, prompt_tokens=300), grpo(staleness)
+    lengths, workload = lognormal(median=median, sigma=0.9, cap=16_384, prompt_tokens=300), grpo(staleness, num_prompts)
     return Problem(workload, lengths, ModelledCosts(cluster, workload, shapes, extents_of(workload, shapes, lengths)), cluster)
 
 
@@ -150,6 +159,26 @@ def test_what_does_not_fit_is_refused_with_what_is_short() -> None:
 
 def test_steps_that_overlap_take_no_longer() -> None:
     assert choice_of(modelled(16, staleness=1)).predicted_step_s <= at(16).predicted_step_s
+
+
+@pytest.mark.parametrize(("num_devices", "num_prompts", "staleness"), [(64, 512, 0), (64, 512, 1), (128, 1024, 1), (1024, 8192, 1)])
+def test_between_the_counts_of_the_grid_there_are_faster_plans(num_devices: int, num_prompts: int, staleness: int) -> None:
+    found = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finding, "_near", lambda tables, quick, slack_s, units: quick)
+        on_grid = best_plan(modelled(num_devices, staleness=staleness, num_prompts=num_prompts))
+    assert found.step_s <= on_grid.step_s
+    assert step_s(found.problem, found.node) == pytest.approx(found.step_s)
+    assert found.step_s >= max(bound.seconds for bound in found.bounds) * (1 - 1e-9)
+    if staleness:
+        assert found.step_s < 0.95 * on_grid.step_s
+        used = {leaf.option.num_devices for leaf in leaves_of(found.node)}
+        assert not used <= set(grid_of(found.problem)["main"])
+
+
+def test_what_is_pinned_stays_so_between_the_counts_of_the_grid() -> None:
+    found = choice_of(modelled(64, staleness=1, pin={"policy.train": PinSpec(num_devices=16)}))
+    assert [seat.num_devices for seat in found.seats if seat.engine == TRAINER] == [16]
 
 
 def test_the_k_longest_bound_is_that_of_the_rollout_study() -> None:

@@ -12,7 +12,7 @@ Exact for all that `Problem.options` offers. Sets that no two cuts enclose never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,7 @@ class Solver:
         most_rows: int = 0,
         most_pairs: float = np.inf,
         hows: Sequence[int] = (TURNS, SPLIT),
+        within: Mapping[int, tuple[Cut, int]] | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +72,7 @@ class Solver:
             most_rows: of a front, the most promising of each number of devices; 0: all.
             most_pairs: of rows that may be looked at before `TooLarge` is raised.
             hows: ways to put two parts together that may be used.
+            within: of a plan, by calls the cut and the way; only plans put together like this are looked at. None: all.
         """
         self.problem = problem
         self.limits = Limits(problem)
@@ -84,6 +86,7 @@ class Solver:
         self._has_ends = bool(problem.graph.leading_functions or problem.graph.trailing_functions)
         self._most_rows = most_rows
         self._hows = hows
+        self._within = within
         self._pairs_left = most_pairs
         self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
         self._slack[self._times] = slack_s
@@ -101,12 +104,26 @@ class Solver:
 
     def solve(self) -> Tables:
         graph = self.problem.graph
+        if self._within is not None:
+            return self._solve_within(self._within)
         for calls in graph.convex_sets:
             self._cuts[calls] = tuple(graph.cuts(calls))
             found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 else []
             for index, cut in enumerate(self._cuts[calls]):
                 found += [self._join(calls, cut, index, how) for how in self._hows if self._may(cut, how)]
             self._fronts[calls] = self._pruned(calls, gathered(found)) if found else self._nothing()
+        return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
+
+    def _solve_within(self, within: Mapping[int, tuple[Cut, int]]) -> Tables:
+        parts = {part for cut, _ in within.values() for part in (cut.first, cut.second)} | {self.problem.graph.everything}
+        for calls in sorted(parts, key=lambda part: part.bit_count()):
+            self._cuts[calls] = ()
+            found = self._leaf(calls) if calls not in within else None
+            if found is None:
+                cut, how = within[calls]
+                self._cuts[calls] = (cut,)
+                found = self._join(calls, cut, 0, how)
+            self._fronts[calls] = self._pruned(calls, found)
         return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
 
     def _may(self, cut: Cut, how: int) -> bool:

@@ -2,8 +2,8 @@
 
     Workload, lengths, Costs, ClusterSpec --find_plan--> Choice
 
-First a quick search: the most promising rows of each front, on a grid of device counts where there are many. Then, where devices and
-calls are few, an exact one (dynamic.py) that drops what can't be as fast as the plan found; it is given up when it grows too large, and
+First a quick search: the most promising rows of each front, on a grid of device counts where there are many; near the best plans of
+that, then, between the counts of the grid (refining.py). Where devices and calls are few, an exact one follows (dynamic.py) that drops what can't be as fast as the plan found; it is given up when it grows too large, and
 the choice then says by how much a better plan might be faster, reckoned from the lower bounds.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from m2flow.micro.search.choice import Bound, Choice, Loser, Mode
 from m2flow.micro.search.dynamic import SPLIT, TURNS, Solver, Tables, TooLarge
 from m2flow.micro.search.limits import Limits
 from m2flow.micro.search.problem import Problem
+from m2flow.micro.search.refining import candidates, refined
 from m2flow.micro.search.seats import Places, mode_of, places_of, seats_of
 from m2flow.micro.search.thinning import thin
 from m2flow.micro.search.trees import Node, parts_of, step_s, tree_of
@@ -36,6 +37,8 @@ _MOST_DEVICES = 512
 _MOST_CHUNKS = 4
 _ROWS, _MORE_ROWS = 16, 64
 """Of a front, in a quick search; where memory is short, fronts need more of them, and where devices are few there is time for it."""
+_FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
+"""Of a search between the counts of the grid: halvings of the step, and ways to put parts together."""
 _SLACK = 1e-3
 """Of the time of the step: what a quick search takes for equal."""
 _MOST_PAIRS = 1e6
@@ -112,7 +115,10 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
     quick = None
     for rows in (_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
         known_s = quick.step_s if quick else np.inf
-        more = _best_of(Solver(rough, known_s, slack_s=slack_s, most_rows=rows, hows=hows).solve(), bounds, is_exact=False)
+        tables = Solver(rough, known_s, slack_s=slack_s, most_rows=rows, hows=hows).solve()
+        more = _best_of(tables, bounds, is_exact=False)
+        if not is_small:
+            more = _near(tables, more, slack_s, units)
         quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
         if quick and (rows == _MORE_ROWS or units > _MOST_DEVICES):
             break
@@ -120,6 +126,22 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
     found = exact or quick
     if found is None:
         raise problem.no_room()
+    return found
+
+
+def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Found | None:
+    """The best plan between the counts of the grid, near the best ones on it."""
+    num_rounds, most = (_FEW_ROUNDS, 1) if units > _MOST_DEVICES else (_ROUNDS, _CANDIDATES)
+    for row in candidates(tables, most) if found else ():
+        best_s = found.step_s if found else np.inf
+        near = refined(tables.problem, tree_of(tables, row), float(tables.steps_s[row]), num_rounds=num_rounds, slack_s=slack_s)
+        for more in near:
+            if more.steps_s.min() < best_s:
+                one = _best_of(more, bounds_of(more.problem), is_exact=False)
+                if one and found and one.step_s < found.step_s:
+                    bounds = tuple(min(pair, key=lambda bound: bound.seconds) for pair in zip(found.bounds, one.bounds, strict=True))
+                    found = replace(one, bounds=bounds)
+                    best_s = found.step_s
     return found
 
 

@@ -7,7 +7,7 @@ What a pin forbids, and what does not fit the device alone, is not here. `unfit`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -81,6 +81,19 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
                             _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
             if not unit and not found.unfit[engine]:
                 _add_unfit(found, engine, pool, size.num_devices, costs)
+    return found
+
+
+def options_near(engines: Mapping[EngineId, tuple[str, Layout, Sequence[int]]], costs: Costs, spec: ClusterSpec) -> Options:
+    """Of each engine, the options in one pool on these numbers of devices whose replicas are as a layout has them."""
+    found = Options()
+    for engine, (pool, like, counts) in engines.items():
+        found.of[engine], found.unfit[engine] = [], []
+        for num in _counts(costs.unit(engine, pool), max(counts), counts):
+            for layout in costs.layouts(engine, pool, num):
+                is_like = (layout.tp, layout.pp, layout.sp, layout.ep) == (like.tp, like.pp, like.sp, like.ep)
+                if is_like and is_allowed(engine, pool, layout, spec):
+                    _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
     return found
 
 

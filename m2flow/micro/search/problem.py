@@ -8,6 +8,7 @@ that it matters to are inside.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -132,6 +133,12 @@ class Problem:
             self._leaves[calls] = LeafTimes(leaf.chunks, leaf.times[rows[engine]])
         kept = {engine: [options[i] for i in rows[engine]] for engine, options in self.options.of.items()}
         self.options = Options(kept, self.options.unfit)
+
+    def with_options(self, options: Options) -> Problem:
+        """The same question of these options, in all of their chunks."""
+        found = copy.copy(self)  # With all that does not depend on options and is worked out already.
+        found.options, found.most_chunks, found._leaves = options, 0, {}
+        return found
 
     def slowdowns(self, cut: Cut) -> tuple[float, float]:
         """How many times as long the two sides take while both work: on one host, engines of different kinds get into each other's way."""
