@@ -3,8 +3,9 @@
     Workload, lengths, Costs, ClusterSpec --find_plan--> Choice
 
 First a quick search: the most promising rows of each front, on a grid of device counts where there are many; near the best plans of
-that, then, between the counts of the grid (refining.py). Where devices and calls are few, an exact one follows (dynamic.py) that drops what can't be as fast as the plan found; it is given up when it grows too large, and
-the choice then says by how much a better plan might be faster, reckoned from the lower bounds.
+that, then, between the counts of the grid (refining.py). Where devices and calls are few, an exact one (dynamic.py) follows, that drops
+what can't be as fast as the plan found; it is given up when it grows too large, and the choice then says by how much a better plan might
+be faster, reckoned from the lower bounds.
 """
 
 from __future__ import annotations
