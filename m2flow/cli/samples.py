@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ import msgspec
 
 from m2flow.cli.rundirs import find_run
 from m2flow.errors import OptionError
+from m2flow.micro.record.length_bias import Class, bias_of_run
 from m2flow.micro.record.sample_book import COLUMNS, Entry, SampleBook, export
 
 
@@ -18,6 +20,7 @@ from m2flow.micro.record.sample_book import COLUMNS, Entry, SampleBook, export
 @click.option("--order", default="", metavar="EXPRESSION", help='In which order, like "response_tokens desc".  [default: as drawn]')
 @click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, help="How many to show; a file gets all.")
 @click.option("--life", "has_life", is_flag=True, help="Show what happened to each.")
+@click.option("--lengths", "has_lengths", is_flag=True, help="How what was trained on compares with all that was sampled.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write all of them to a .jsonl or .parquet file."
@@ -30,6 +33,7 @@ def command(
     order: str,
     limit: int,
     has_life: bool,
+    has_lengths: bool,
     as_json: bool,
     out: Path | None,
     lists_columns: bool,
@@ -43,6 +47,7 @@ def command(
     Examples:
       m2flow samples --where "reward < 0.5" --order "response_tokens desc"
       m2flow samples runs/grpo-20260102-030405 --where "sample = '3/17/2'" --life
+      m2flow samples --lengths              trained, carried, dropped, truncated and stale ones beside all that were sampled
       m2flow samples --where "ending = 'consumed'" --out trained.parquet
     """
     if lists_columns:
@@ -51,6 +56,9 @@ def command(
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise OptionError(f"--out {out}: the file's name must end in .jsonl or .parquet")
     run_dir = find_run(run, runs_dir)
+    if has_lengths:
+        click.echo("\n".join(_lengths(bias_of_run(run_dir), as_json=as_json)))
+        return
     with SampleBook(run_dir) as book:
         if out is not None:
             number = export(book.entries(where, order=order), out)
@@ -64,6 +72,22 @@ def command(
         for entry in book.entries(where, order=order, limit=limit):
             click.echo("\n".join(_shown(entry, has_life=has_life)) + "\n")
         click.echo(f"{min(found, limit):,} of {found:,} samples" + (f" where {where}" if where else "") + f" of {run_dir}")
+
+
+def _lengths(bias: Mapping[str, Class], *, as_json: bool) -> list[str]:
+    """A line for each class of samples."""
+    if as_json:
+        return [msgspec.json.encode({name: of._asdict() for name, of in bias.items()}).decode()]
+    if not bias:
+        return ["no update has trained on samples yet"]
+    whole = bias["sampled"].length
+    rows = [["", "samples", "mean tokens", "of all", "mean reward"]]
+    for name, of in bias.items():
+        length = "" if of.length is None else f"{of.length:,.1f}"
+        ratio = "" if of.length is None or not whole else f"{of.length / whole:.2f}x"
+        rows.append([name, f"{of.num:,}", length, ratio, "" if of.reward is None else f"{of.reward:.4f}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join([row[0].ljust(widths[0]), *[c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]]).rstrip() for row in rows]
 
 
 def _shown(entry: Entry, *, has_life: bool) -> list[str]:

@@ -12,6 +12,7 @@ from m2flow.macro.late import is_cut
 from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.flow_record import LedgerWriter
 from m2flow.micro.record.ledger import Ledger
+from m2flow.micro.record.length_bias import as_metrics
 from m2flow.micro.record.past import Past
 from m2flow.micro.record.segments import Place
 from m2flow.micro.record.tally import Tally
@@ -143,6 +144,9 @@ class Journal:
             prefix = "setup/" if call.step < 0 else ""
             prefix += "" if call.role == "policy" else f"{call.role}/"
             self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()})
+            if call.step >= 0:
+                bias = as_metrics(self._ledger.length_bias(call))
+                self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})
             if call.step >= 0 and "reward" in value:
                 self.tally.rewards.append(value["reward"])
 

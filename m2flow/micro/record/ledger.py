@@ -20,6 +20,7 @@ import numpy as np
 from m2flow.errors import EngineError, InternalError, SpecError
 from m2flow.macro.graph import Call
 from m2flow.micro.record.decisions import Decision, Decisions, Stretch
+from m2flow.micro.record.length_bias import Class, bias_of
 from m2flow.micro.record.segments import Place, read_segment
 from m2flow.samples import Batch, Finish, SampleId, Segment
 
@@ -208,6 +209,11 @@ class Ledger:
     def saw(self, call: int, kind: str, body: bytes) -> None:
         """The value of a call, as the program sees it."""
         self._run("INSERT OR IGNORE INTO seen VALUES (?,?,?)", (call, kind, body))
+
+    def length_bias(self, update: Call) -> dict[str, Class]:
+        """What an update trained on, beside all that was sampled for it."""
+        with self._lock:
+            return bias_of(self._db, update)
 
     def has_samples(self, ids: Sequence[int]) -> bool:
         """Whether the segments have the rows of all of these."""
