@@ -163,7 +163,9 @@ class Images:
         source = self.run.run_dir
         if not (source / "ledger.db").exists():
             return
-        state = sorted((str(path), path.stat().st_size) for path in source.rglob("*") if not path.name.endswith("-shm"))
+        state = sorted(
+            (str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.rglob("*") if not path.name.endswith("-shm")
+        )
         if state == self._last:
             return
         self._last = state

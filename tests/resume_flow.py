@@ -29,6 +29,15 @@ def arm() -> None:
         file.write_text(str(os.getpid()))
 
 
+def disarmed() -> bool:
+    """Whether this process is the first to say so."""
+    try:
+        Path(os.environ["M2FLOW_TEST_KILLS"]).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def watch(pattern: str, now: str) -> None:
     """Kill as soon as the run's directory has such a file."""
 
@@ -48,6 +57,8 @@ def dies(killed_in: str = "", num_steps: int = 4) -> None:
         return len(str(sample.text)) % 7 / 7
 
     def counted(counts: Counts) -> float:
+        if killed_in == "trainers" or (killed_in == "trainer" and counts.num_tokens > 20 and disarmed()):
+            os.kill(os.getpid(), signal.SIGKILL)
         if counts.num_tokens % 3 == 0 or counts.num_tokens > 20:
             kill_run("apply", killed_in)
         return float(counts.num_tokens)

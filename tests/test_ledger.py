@@ -116,7 +116,7 @@ def test_a_damaged_or_cut_segment_is_named_with_its_place(tmp_path):
     flipped[len(whole) - 3] ^= 1
     for damaged in (bytes(flipped), whole[:-1], b""):
         path.write_bytes(damaged)
-        with pytest.raises(EngineError, match=r"the segment a\.seg is damaged at byte"):
+        with pytest.raises(EngineError, match=r"the segment .*a\.seg is damaged at byte"):
             samples_digest(tmp_path)
 
 

@@ -58,6 +58,30 @@ def test_a_run_killed_between_a_gradient_and_its_step_is_resumed_from_the_comman
     check_killed_and_resumed(tmp_path, "apply")
 
 
+@pytest.mark.timeout(240)
+def test_a_run_whose_trainer_dies_goes_on_from_its_last_checkpoint_by_itself(tmp_path):
+    (tmp_path / "whole").mkdir()
+    whole = json.loads(begun(tmp_path / "whole", "trainer").stdout.splitlines()[-1])
+    (tmp_path / "kills").write_text("")
+    went_on = begun(tmp_path, "trainer")
+    assert went_on.returncode == 0, went_on.stderr
+    assert not (tmp_path / "kills").exists()
+    assert "the worker train-0" in went_on.stderr
+    assert "the run goes on from" in went_on.stderr
+    summary = json.loads(went_on.stdout.splitlines()[-1])
+    same = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sha256", "weights_sha256")
+    assert {name: summary[name] for name in same} == {name: whole[name] for name in same}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_trainer_that_dies_of_the_same_task_again_and_again_ends_the_run_with_the_reason(tmp_path):
+    ended = begun(tmp_path, "trainers")
+    assert ended.returncode == 1
+    assert "the run has come this far 3 times, and no further" in ended.stderr
+    assert "the worker train-0" in ended.stderr.splitlines()[-12:].__str__()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("killed_in", ["generation", "after", "checkpoint", "final"])

@@ -43,7 +43,7 @@ class RunCommand(FlowCommand):
 
         config = ctx.meta[_CONFIG] = read_config(find_run(run, Path("runs")))
         target = find_target(args, self.params)
-        if target is None:
+        if target is None or not target.partition(":")[0].endswith(".py"):  # What else stands alone is the value of a flow's option.
             args = [config.flow, *args]
         elif target != config.flow:
             raise OptionError(f"{target} is not the flow of {run}, which is {config.flow}", now=f"Say only: m2flow run {_OPTION} {run}")

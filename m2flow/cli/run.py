@@ -201,5 +201,5 @@ def _left_behind(run: display.Watched) -> str:
     done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
     return (
         f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"
-        f"  What was done when: m2flow view {run.run_dir}"
+        f"  What was done when: m2flow view {run.run_dir}; to go on: m2flow run --resume {run.run_dir}"
     )

@@ -146,6 +146,10 @@ class LocalLauncher:
         """Exit status of each worker that is not running any more."""
         return {name: code for name, process in self._processes.items() if (code := process.poll()) is not None}
 
+    def has_trainer(self, worker: str) -> bool:
+        """Whether weights are trained there."""
+        return any(slot.kind == "train" for planned in self._plan.workers if planned.name == worker for slot in planned.engines)
+
     def pid(self, worker: str) -> int:
         return self._processes[worker].pid
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
-from m2flow.errors import M2FlowError, WorkerError
+from m2flow.errors import M2FlowError, StateLost, WorkerError
 from m2flow.micro.control.launcher import LocalLauncher
 
 _SETTLES_S = 1.0
@@ -89,7 +89,7 @@ class Lives:
 
     def _lost(self, worker: str, what: str) -> WorkerError:
         doing, log = self._doing().get(worker), self._launcher.log_path(worker)
-        return WorkerError(
+        return (StateLost if self._launcher.has_trainer(worker) else WorkerError)(
             what + (f", in the middle of {doing}" if doing else ""),
             now=f"Samples and rewards up to here are in {log.parent.parent}. Its last words are in {log}.",
             remote=self._launcher.log_tail(worker),

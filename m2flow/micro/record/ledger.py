@@ -196,6 +196,7 @@ class Ledger:
             self._run("DROP TABLE again")
             for table in ("samples", "seen"):
                 self._run(f"DELETE FROM {table} WHERE call >= ?", (num_calls,))
+            self._run("DELETE FROM seen WHERE kind='error'")
             self._run("DELETE FROM record WHERE kind='call' AND position >= ?", (num_calls,))
 
     def forget_looks(self, first: int) -> None:

@@ -55,9 +55,13 @@ class SegmentWriter:
 def read_segment(directory: str | Path, place: Place) -> Batch:
     """The rows of one record, checked against its CRC-32."""
     name, offset, size, checksum = place
-    with (Path(directory) / name).open("rb") as file:
-        file.seek(offset)
-        record = file.read(size)
+    path = Path(directory) / name
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            record = file.read(size)
+    except OSError as error:
+        raise EngineError(f"the segment {path} can't be read: {error.strerror}", now="The run's other samples can still be read.") from None
     if len(record) != size or zlib.crc32(record) != checksum:
-        raise EngineError(f"the segment {name} is damaged at byte {offset}", now="The run's other samples can still be read.")
+        raise EngineError(f"the segment {path} is damaged at byte {offset}", now="The run's other samples can still be read.")
     return decode_batch(record)
