@@ -59,9 +59,10 @@ def receive(orders: Connection, wanted_bytes: int, num_bytes: int, directory: st
     group = BroadcastGroup(store, "flat", 1, 2, host="127.0.0.1", device="cpu", timeout_s=_TIMEOUT_S)
     flat = torch.zeros(num_bytes, dtype=torch.uint8).numpy()
     subscribers = {way: Subscriber(way, directory=directory) for way in _WAYS}
-    held: dict[torch.dtype, dict[str, torch.Tensor]] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        held[dtype] = {name: torch.zeros_like(tensor) for name, tensor in model(wanted_bytes, dtype)}
+    full = {name: torch.zeros_like(tensor) for name, tensor in model(wanted_bytes, torch.float32)}
+    half = model(wanted_bytes, torch.bfloat16)
+    # What changed is applied to what is held, so each way that sends it has an engine of its own.
+    held = {way: {name: torch.zeros_like(tensor) for name, tensor in half} if "changes" in way else full for way in _WAYS}
     versions: dict[str, int] = {}
     orders.send("ready")
     while (order := orders.recv()) is not None:
@@ -70,7 +71,7 @@ def receive(orders: Connection, wanted_bytes: int, num_bytes: int, directory: st
             orders.send(None)
             continue
         way, manifest = order
-        orders.send(take(subscribers[way], way, manifest, held[torch.bfloat16 if "changes" in way else torch.float32], versions))
+        orders.send(take(subscribers[way], way, manifest, held[way], versions))
     for subscriber in subscribers.values():
         subscriber.close()
 
@@ -113,6 +114,7 @@ def measure(wanted_bytes: int, num_rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         other = spawn.Process(target=receive, args=(theirs, wanted_bytes, num_bytes, directory, store.port), daemon=True)
         other.start()
+        theirs.close()
         group = BroadcastGroup(store, "flat", 0, 2, host="127.0.0.1", device="cpu", timeout_s=_TIMEOUT_S)
         ours.recv()
         publishers = {}

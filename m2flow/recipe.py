@@ -33,6 +33,8 @@ class Model:
     """What the model gives: the next token, a value of each token (a critic), or a score of the whole (a reward model)."""
     is_policy: bool = True
     """Whether the flow can generate from it. From a reference, a critic or a reward model it can't."""
+    rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What engines that sample hold the weights in, rounded from `dtype`; None: the same."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.channels.weights import Manifest
 from m2flow.engines.contract import Capabilities, EngineSettings, RolloutEngine
 from m2flow.errors import ChannelError, EngineError
@@ -28,6 +28,7 @@ from m2flow.testing.fake_train import FakeTrain
 from m2flow.testing.world import run_eager, run_planned
 
 SCRIPT = Path(__file__).with_name("synced_run.py")
+DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
 
 
 def num_nines(sample: Sample) -> float:
@@ -98,6 +99,27 @@ def test_real_processes_train_the_same_model_over_any_transport(engine: str, tra
 
 _FIRST: dict[str, str] = {}
 """What the first transport of an engine gave."""
+
+
+@flow
+def half(rollout_dtype: str = "") -> None:
+    policy = Policy(DIGITS, init="random", rollout_dtype=rollout_dtype or None)  # type: ignore[arg-type]
+    verifier = Reward(num_nines)
+    prompts = Dataset([{"prompt": f"{i * 7919 % 10000}="} for i in range(6)], shuffle=False)
+    for _ in steps(2):
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=6)
+        policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3))
+
+
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_engines_that_hold_another_type_than_the_trainer_hold_its_weights_rounded(placement: str) -> None:
+    spec = cluster("file", "always", placement).model_copy(
+        update={"rollout": RolloutSpec(workers=2, max_running=3), "train": TrainSpec(token_budget=30)}
+    )
+    planned = run_planned(half, {"rollout_dtype": "bfloat16"}, spec, deterministic=True)
+    assert planned.error == ""
+    assert planned == run_eager(half, {"rollout_dtype": "bfloat16"}, spec, deterministic=True)
+    assert planned != run_eager(half, {}, spec, deterministic=True)
 
 
 class Holding(RolloutEngine):

@@ -150,6 +150,17 @@ def use_threads(threads: int, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
+def hold_in(model: Any, dtype: str) -> None:
+    """Round the model's weights to another type, as a weight sync does. What is computed at loading (rotary tables) stays as it is.
+
+    So weights that are drawn at random are the same numbers as the trainer's, rounded, and not other draws.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+
+
 def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: torch.dtype, attention: str) -> Any:
     if not list(directory.glob("*.safetensors")):
         raise ModelError(

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from m2flow.engines.hf_model import load_model
+from m2flow.engines.hf_model import hold_in, load_model
 from m2flow.engines.kv_slots import ATTENTION_NAME, DecodePass, PrefillPass, SlotCache, SlotPass, slot_attention
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
@@ -46,7 +46,10 @@ class SlotModel:
     @classmethod
     def load(cls, model: Model, device: str, max_context: int | None) -> SlotModel:
         """Raises `ModelError` for what is wrong with the directory, `EngineError` for a model that slots can't serve."""
-        loaded = cls(load_model(model, device=device, attention="eager"), device, max_context)
+        module = load_model(model, device=device, attention="eager")
+        if model.rollout_dtype is not None:
+            hold_in(module, model.rollout_dtype)
+        loaded = cls(module, device, max_context)
         loaded._check()
         return loaded
 

@@ -38,6 +38,9 @@ class Policy(Role):
     Args:
         model: a Hugging Face model directory, or a .gguf file.
         init: `random` draws the weights instead of loading them; only the config and the tokenizer are read then.
+        dtype: of the weights that are trained.
+        rollout_dtype: what engines that sample hold them in, by default the same. `bfloat16` halves what they read for a token; each
+            sampled token's log-probability is then that of the rounded weights.
         chat: put prompts through the tokenizer's chat template.
         optimizer: for `update` calls that bring none.
     """
@@ -49,12 +52,13 @@ class Policy(Role):
         name: str = "policy",
         init: Literal["pretrained", "random"] = "pretrained",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         chat: bool = False,
         optimizer: AdamW | None = None,
     ) -> None:
         super().__init__(name, "Policy")
         self.optimizer = optimizer or AdamW()
-        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat))
+        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, rollout_dtype=rollout_dtype))
 
     def generate(
         self,

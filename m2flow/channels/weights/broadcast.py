@@ -180,12 +180,19 @@ class BroadcastServer:
             else:
                 group = known[1]
             start = time.monotonic()
-            pump([body], group.broadcast, self._bucket_bytes)
+            self._send(body, group)
             if content.base < 0 and len(body):
                 self.bytes_per_s = len(body) / max(time.monotonic() - start, 1e-9)
             self.num_rounds += 1
         except BrokenChannel:
             self._groups.pop(members, None)  # Those who are still there ask again.
+
+    def _send(self, body: Bytes, group: BroadcastGroup) -> None:
+        if self._device != "cpu":
+            pump([body], group.broadcast, self._bucket_bytes)
+            return
+        for start in range(0, len(body), self._bucket_bytes):
+            group.broadcast(body[start : start + self._bucket_bytes])
 
     def _reply(self, number: int, answer: _Answer) -> None:
         self._store.set(f"answer/{number}", msgspec.msgpack.encode(answer))

@@ -93,7 +93,6 @@ class Publisher:
         took_s = time.monotonic() - start
         self._version, self._num_bytes = version, manifest.num_bytes
         body = self._shared.body(manifest.num_bytes)
-        body.flags.writeable = False
         self.last = Published(manifest.num_bytes, {"shared memory": manifest.num_bytes})
         found = None
         if changes is not None:

@@ -82,13 +82,11 @@ class SharedWeights:
         return Manifest(self._name, offset, tuple(entries.values()), version, tuple(tied.items()))
 
     def body(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """The first bytes of the segment, as they are now; read-only."""
+        """The first bytes of the segment, as they are now; not to be written."""
         if not num_bytes:
             return np.zeros(0, np.uint8)
         assert self._map is not None
-        body = np.frombuffer(self._map, np.uint8, num_bytes)
-        body.flags.writeable = False
-        return body
+        return np.frombuffer(self._map, np.uint8, num_bytes)  # Not marked so: torch has no tensors that can't be written.
 
     def close(self) -> None:
         """Remove the segment. Readers keep what they have mapped. May be called twice."""

@@ -146,7 +146,11 @@ class WeightSyncing:
 
     def travelling(self, role: str, engine: TrainEngine) -> Iterator[tuple[str, Weight | Tied]]:
         """A trainer's weights in the type that the role's rollout engines hold, one at a time."""
-        return travelling(once(engine.weights()), _rollout_dtype(self._models.get(role)))
+        return travelling(once(engine.weights()), self._rollout_dtype(role))
+
+    def _rollout_dtype(self, role: str) -> str | None:
+        model = self._models.get(role)
+        return model.rollout_dtype if model is not None else None
 
     def close(self) -> None:
         """Take back what was published. May be called twice."""
@@ -203,10 +207,6 @@ def _plain(tensors: Iterable[tuple[str, Weight | Tied]]) -> Iterator[tuple[str, 
 def _first(engine: RolloutEngine) -> Any:
     """One of the engine's own tensors."""
     return next((tensor for _, tensor in engine.weights()), None)
-
-
-def _rollout_dtype(model: Model | None) -> str | None:
-    return None
 
 
 def _rate(num_bytes: int, start: float) -> float:
