@@ -7,6 +7,9 @@ import functools
 import mmap
 import os
 import secrets
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +27,7 @@ from m2flow.channels.codec import DTYPES
 from m2flow.channels.weights import Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions
 from m2flow.channels.weights import checksum as sums
 from m2flow.channels.weights import shared as shared_memory
-from m2flow.channels.weights.broadcast import BroadcastReceiver
+from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer, Offer
 from m2flow.channels.weights.buckets import arriving, pump, unpacked
 from m2flow.channels.weights.checksum import checksum, copy_with_checksum
 from m2flow.channels.weights.delta import Changes, applied
@@ -213,6 +216,42 @@ def test_several_receivers_share_a_broadcast_and_their_group(pairs: Callable[...
     assert pair.received(manifest, "rollout-1") == plain(moved(some_model(), 0.5))
     assert server is not None
     assert server.num_rounds == 3
+
+
+def test_who_loses_a_broadcast_because_another_receiver_was_killed_gets_it_all_the_same() -> None:
+    arrays = [(f"w{i}", np.random.default_rng(i).standard_normal(1000)) for i in range(200)]
+    entries = laid_out((name, "float64", array.shape) for name, array in arrays)
+    body = np.zeros(entries[-1].offset + padded(8000), np.uint8)
+    tensors = []
+    for entry, (_, array) in zip(entries, arrays, strict=True):
+        body[entry.offset : entry.offset + 8000] = array.view(np.uint8)
+        tensors.append(msgspec.structs.replace(entry, checksum=checksum(array.view(np.uint8))))
+    whole = Content(5, -1, len(body), tuple(tensors))
+    server = BroadcastServer(num_expected=2, gather_s=20.0, bucket_bytes=1000, timeout_s=30.0)
+    address = server.open()
+    server.offer(Offer((whole, body), None))
+    command = [sys.executable, str(Path(__file__).with_name("weights_peer.py")), "ask", address, "5"]
+    with contextlib.closing(Subscriber("alive", bucket_bytes=1000)) as subscriber, contextlib.closing(server):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as dying:
+            assert dying.stdin is not None
+            assert dying.stdout is not None
+            assert dying.stdout.readline() == "ready\n"
+            dying.stdin.write("go\n")
+            dying.stdin.flush()
+            arriving = subscriber.tensors(Manifest("", len(body), tuple(tensors), 5, (), (), address), "broadcast")
+
+            def hasten() -> None:
+                dying.wait()
+                server._gather_s = 0.1  # Who asks again is alone.
+
+            hastening = threading.Thread(target=hasten)
+            hastening.start()
+            got = [(name, np.array(weight)) for name, weight in arriving]
+            hastening.join()
+        assert dying.returncode == -signal.SIGKILL
+        assert [name for name, _ in got] == [name for name, _ in arrays]
+        assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(got, arrays, strict=True))
+        assert server.num_rounds == 1, "only the second broadcast came to its end"
 
 
 def test_a_broadcast_of_a_version_that_is_gone_is_refused(pairs: Callable[..., Pair]) -> None:

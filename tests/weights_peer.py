@@ -1,10 +1,11 @@
 """The other process of the shared-weights tests. It reads or writes manifests as hexadecimal msgpack, one a line.
 
-python weights_peer.py own NAME | read
+python weights_peer.py own NAME | read | ask ADDRESS VERSION
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 
 from m2flow.channels.weights import Manifest, SharedWeights, SharedWeightsReader, digest
+from m2flow.channels.weights.broadcast import BroadcastReceiver
 
 
 def own(name: str) -> None:
@@ -30,5 +32,14 @@ def read() -> None:
         print(digest(reader.read(manifest)), flush=True)
 
 
+def ask(address: str, version: str) -> None:
+    """Take part in a broadcast, and die after its first bucket."""
+    receiver = BroadcastReceiver("dying", bucket_bytes=1000)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    next(receiver.receive(address, int(version), -1)[1])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    {"own": own, "read": read}[sys.argv[1]](*sys.argv[2:])
+    {"own": own, "read": read, "ask": ask}[sys.argv[1]](*sys.argv[2:])
