@@ -204,6 +204,8 @@ class RolloutEngine(Engine):
         """Copy these weights in, by Hugging Face name. All must be there.
 
         Args:
+            tensors: each is valid until the next is taken, since it may lie in a buffer that is used again; in the type of
+                `Model.rollout_dtype`, if the recipe has one.
             under_requests: what runs goes on between two tokens, with the cache that it has; its tokens from here on are `kv_stale`. The
                 engine may compute a cache anew instead; then they are not. Without it no request may be running.
         Raises:
@@ -214,7 +216,8 @@ class RolloutEngine(Engine):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights held, by Hugging Face name, for checksums."""
+        """The weights held, by Hugging Face name, for checksums. What is held under another name, type or shape than it came in (fused,
+        say) is compared before it is loaded instead, so leave that out. Each tensor must be valid until the next is asked for."""
 
 
 Advantage = Callable[[npt.NDArray[np.float32], Batch], npt.NDArray[np.float32]]
@@ -285,7 +288,8 @@ class TrainEngine(Engine):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, by Hugging Face name, without a copy."""
+        """The weights, by Hugging Face name, without a copy where they lie here whole; else gathered one by one. Each must be valid until
+        the next is asked for."""
 
     @abstractmethod
     def save(self, path: str) -> None:

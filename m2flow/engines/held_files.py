@@ -54,7 +54,8 @@ def write_tensors(directory: Path, like: Path, shapes: Shapes, tensors: Iterable
                 expected = f"{list(shapes[name])}" if name in shapes else "no such tensor"
                 raise EngineError(f"weights that do not fit: {name} is {list(tensor.shape)}, expected {expected}")
             where[name] = ""
-            part[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+            # A copy: what is given may be gone when the next is taken.
+            part[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
             if sum(t.nbytes for t in part.values()) >= _FILE_BYTES:
                 _write(directory, part, where)
         if missing := sorted(set(shapes) - set(where)):

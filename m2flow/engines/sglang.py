@@ -199,7 +199,7 @@ class SglangRollout(RolloutEngine):
             raise EngineError(f"{len(self._running)} requests are running; weights can't change under them", now="Abort them first.")
         assert self._place is not None
         fresh = self._place / f"weights-{next(self._names)}"
-        write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.dtype))
+        write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.rollout_dtype or self._source.dtype))
         if self._running:
             self._call("/pause_generation", {"mode": "retract"})
         try:
@@ -224,7 +224,15 @@ class SglangRollout(RolloutEngine):
     def _arguments(self) -> list[str]:
         settings, interval = self._settings, self._settings.options.get("stream_interval", 8)
         device = settings.device.partition(":")[0]
-        given = ["--device", device, "--dtype", self._source.dtype, "--weight-version", "0", "--incremental-streaming-output"]
+        given = [
+            "--device",
+            device,
+            "--dtype",
+            self._source.rollout_dtype or self._source.dtype,
+            "--weight-version",
+            "0",
+            "--incremental-streaming-output",
+        ]
         given += ["--max-running-requests", str(settings.max_running), "--stream-interval", str(interval), "--skip-server-warmup"]
         if settings.options.get("deterministic_inference"):
             given.append("--enable-deterministic-inference")
