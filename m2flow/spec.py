@@ -70,6 +70,8 @@ class FunctionSpec(_Strict):
     """Most samples in one task."""
     concurrency: int = Field(1, ge=1)
     """Samples that a process judges at the same time; for functions that wait (for a service, say) rather than compute."""
+    patience_s: float = Field(1.0, gt=0)
+    """Seconds after which a sample that is still being judged does not keep others from being judged beside it."""
     latency_s: dict[str, float | tuple[float, ...]] = {}
     """What a plan without a profile takes a call to last, by its name (`reward.score`), for one unit: a number, or several at evenly
     spaced probabilities from 0 to 1, the shortest first and the longest last."""

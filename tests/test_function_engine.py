@@ -33,12 +33,18 @@ def batch(num_prompts: int = 3, n: int = 2) -> Batch:
 
 
 def call(
-    function: Callable[..., object], samples: Batch, granularity: str = "sample", timeout_s: float | None = None, concurrency: int = 1
+    function: Callable[..., object],
+    samples: Batch,
+    granularity: str = "sample",
+    timeout_s: float | None = None,
+    concurrency: int = 1,
+    patience_s: float = 60.0,
+    **more: object,
 ) -> list[object]:
-    engine = PythonFunctions(EngineSettings(options={"concurrency": concurrency}))
+    engine = PythonFunctions(EngineSettings(options={"concurrency": concurrency, "patience_s": patience_s}))
     engine.start()
     try:
-        return list(engine.call(function, samples, granularity=granularity, timeout_s=timeout_s))
+        return list(engine.call(function, samples, granularity=granularity, timeout_s=timeout_s, **more))
     finally:
         engine.stop()
 
@@ -131,6 +137,38 @@ def test_no_unit_starts_after_an_error() -> None:
 def test_a_function_that_hangs_is_abandoned_and_named(gate: threading.Event) -> None:
     with pytest.raises(OpError, match=r"longer than 0.05 s on sample p0/1"):
         call(lambda sample: sample.id.index and gate.wait(), batch(), timeout_s=SHORT_S)
+
+
+def test_a_slow_unit_keeps_no_other_from_beginning_beside_it(gate: threading.Event) -> None:
+    told: list[int] = []
+
+    def first_waits_for_last(sample: Sample) -> bool:
+        if sample.id.prompt == 2 and sample.id.index == 1:
+            gate.set()
+        return gate.wait(20) if sample.id.prompt == sample.id.index == 0 else False
+
+    # One after the other the first would never end.
+    found = call(first_waits_for_last, batch(), patience_s=SHORT_S, on_done=lambda position, result: told.append(position))
+    assert found == [True, False, False, False, False, False]
+    assert sorted(told) == list(range(6))
+    assert told[:4] == [1, 2, 3, 4]
+
+
+def test_units_that_go_in_turn_wait_for_the_slow_one(gate: threading.Event) -> None:
+    with pytest.raises(OpError, match=r"longer than 0.5 s on sample p0/0"):
+        call(lambda sample: gate.wait(20) if sample.id.index == 0 else gate.set(), batch(), patience_s=SHORT_S, timeout_s=0.5, in_turn=True)
+
+
+def test_no_more_than_some_units_are_slow_at_once(gate: threading.Event) -> None:
+    started: list[int] = []
+
+    def hang(sample: Sample) -> None:
+        started.append(sample.id.prompt)
+        gate.wait(20)
+
+    with pytest.raises(OpError, match="longer than"):
+        call(hang, batch(100, 1), patience_s=0.001, timeout_s=1.0)
+    assert sorted(started) == list(range(17))
 
 
 def test_an_async_function_that_hangs_is_abandoned_too(gate: threading.Event) -> None:

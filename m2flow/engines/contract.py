@@ -300,6 +300,10 @@ class TrainEngine(Engine):
         """Read back what `save` wrote."""
 
 
+OnDone = Callable[[int, object], None]
+"""Told the position of a unit and its result, as soon as it is there."""
+
+
 class FunctionEngine(Engine):
     """Runs users' Python functions on whole units of their granularity."""
 
@@ -313,12 +317,14 @@ class FunctionEngine(Engine):
         timeout_s: float | None,
         size: int | None = None,
         in_turn: bool = False,
+        on_done: OnDone | None = None,
     ) -> Sequence[object]:
         """One result a unit (sample, group, mini-batch or batch), in order of identity.
 
         Args:
             size: groups in a mini-batch.
             in_turn: one unit after the other, each seeing what the one before it left.
+            on_done: of a unit that turned out well, unless one has failed before.
         Raises:
             OpError: the function raises, or takes longer than `timeout_s` for one unit; the sample is named.
         """

@@ -5,6 +5,7 @@
 Units run on daemon threads, which take one after the other: a function that hangs is abandoned on its thread, and neither the next
 unit nor the end of the process waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limit: an abandoned thread lives on,
 and keeps what it holds; threads share the interpreter lock, so `concurrency` helps functions that wait, not functions that compute.
+A unit that takes longer than `patience_s` does not keep others from beginning beside it, unless they have to run in turn.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine, unit_bounds
+from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine, OnDone, unit_bounds
 from m2flow.errors import EngineError, M2FlowError, OpError
 from m2flow.samples import Batch, Sample, SampleId
 
+PATIENCE_S = 1.0
+"""Whoever takes longer waits for something, or hangs."""
+_MOST_SLOW = 16
+"""Slow units at once, each of which keeps a thread."""
 _MOST_OF_A_RECURSION = 12
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
@@ -49,7 +54,7 @@ class _Outcome:
 
 @final
 class PythonFunctions(FunctionEngine):
-    """Runs up to `options["concurrency"]` units at once (default 1)."""
+    """Runs up to `options["concurrency"]` units at once (default 1), and some that take longer than `options["patience_s"]` beside them."""
 
     name = "python"
     capabilities = Capabilities(kind="function")
@@ -62,6 +67,9 @@ class PythonFunctions(FunctionEngine):
         concurrency = self._settings.options.get("concurrency", 1)
         if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
             raise EngineError(f"concurrency is {concurrency!r}; it must be a positive integer")
+        patience_s = self._settings.options.get("patience_s", PATIENCE_S)
+        if not isinstance(patience_s, int | float) or not patience_s > 0:
+            raise EngineError(f"patience_s is {patience_s!r}; it must be a positive number of seconds")
 
     def stop(self) -> None:
         for hand in self._idle:
@@ -77,36 +85,47 @@ class PythonFunctions(FunctionEngine):
         timeout_s: float | None,
         size: int | None = None,
         in_turn: bool = False,
+        on_done: OnDone | None = None,
     ) -> Sequence[object]:
         units = _units(batch.in_order().frozen(), granularity, size)
         concurrency = 1 if in_turn else int(str(self._settings.options.get("concurrency", 1)))
+        patience_s = float("inf") if in_turn else float(str(self._settings.options.get("patience_s", PATIENCE_S)))
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         results: list[object] = [None] * len(units)
         deadlines: dict[int, float] = {}
+        patience: dict[int, float] = {}
+        """Unit that runs -> when it will have taken so long that the next may begin beside it."""
         hands: dict[int, _Hand] = {}
         num_started, num_done = 0, 0
         failures: dict[int, OpError] = {}
         while num_done < len(units):
             # After a failure only what already runs is waited for: the earliest sample's error is the one to report.
-            while num_started < len(units) and len(deadlines) < concurrency and not failures:
-                unit = units[num_started]
-                deadlines[unit.position] = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+            while num_started < len(units) and _has_room(patience, concurrency) and not failures:
+                unit, now = units[num_started], time.monotonic()
+                deadlines[unit.position] = now + timeout_s if timeout_s is not None else float("inf")
+                patience[unit.position] = now + patience_s
                 hands[unit.position] = self._idle.pop() if self._idle else _Hand()
                 hands[unit.position].run(function, unit, outcomes)
                 num_started += 1
             if not deadlines:
                 break
-            outcome = _next_outcome(outcomes, min(deadlines.values()))
+            deadline = min(deadlines.values())
+            losing = _next_slow(patience) if num_started < len(units) and not failures else float("inf")
+            outcome = _next_outcome(outcomes, min(deadline, losing))
+            if outcome is None and losing < deadline:
+                continue
             if outcome is None:
                 late = min(deadlines, key=lambda position: (deadlines[position], position))
-                del deadlines[late]
+                del deadlines[late], patience[late]
                 hands.pop(late).dismiss()
                 failures[late] = _too_slow(function, units[late], timeout_s)
             elif outcome.position in deadlines:
-                del deadlines[outcome.position]
+                del deadlines[outcome.position], patience[outcome.position]
                 self._idle.append(hands.pop(outcome.position))
                 if outcome.error is None:
                     results[outcome.position] = outcome.result
+                    if on_done is not None and not failures:
+                        on_done(outcome.position, outcome.result)
                 else:
                     failures[outcome.position] = _failure(function, units[outcome.position], outcome.error)
             else:
@@ -116,6 +135,19 @@ class PythonFunctions(FunctionEngine):
             first = min(failures)
             raise failures[first].about(units[first].row)
         return results
+
+
+def _has_room(patience: Mapping[int, float], concurrency: int) -> bool:
+    """Whether another unit may begin: slow ones do not count, up to a number."""
+    now = time.monotonic()
+    num_slow = sum(until <= now for until in patience.values())
+    return len(patience) - min(num_slow, _MOST_SLOW) < concurrency
+
+
+def _next_slow(patience: Mapping[int, float]) -> float:
+    """When the next of those that run will count as slow."""
+    now = time.monotonic()
+    return min((until for until in patience.values() if until > now), default=float("inf"))
 
 
 class _Hand:

@@ -71,6 +71,7 @@ def _settings(
         rollout_options=spec.rollout.options,
         train_options=spec.train.options,
         function_concurrency=spec.functions.concurrency,
+        function_patience_s=spec.functions.patience_s,
         max_running=spec.rollout.max_running,
         report_every=report_every(spec.rollout.policy, spec.rollout.predictor, turns=3),
         gather_s=0.0,

@@ -101,6 +101,7 @@ class LocalLauncher:
             rollout_options=self._spec.rollout.options,
             train_options=self._spec.train.options,
             function_concurrency=self._spec.functions.concurrency,
+            function_patience_s=self._spec.functions.patience_s,
             max_running=self._spec.rollout.max_running,
             report_every=report_every(self._spec.rollout.policy, self._spec.rollout.predictor),
             gather_s=GATHER_S,

@@ -112,7 +112,7 @@ class InProcess:
             {
                 "rollout": EngineSettings(**common, options=spec.rollout.options),  # type: ignore[arg-type]
                 "train": EngineSettings(**common, options=spec.train.options),  # type: ignore[arg-type]
-                "function": EngineSettings(options={"concurrency": spec.functions.concurrency}),
+                "function": EngineSettings(options={"concurrency": spec.functions.concurrency, "patience_s": spec.functions.patience_s}),
             },
             run_seed=settings.seed,
             recorder=self._recorder,

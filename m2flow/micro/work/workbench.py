@@ -26,7 +26,7 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.registry import make_function, make_rollout, make_train
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
-from m2flow.macro.graph import Call
+from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
 from m2flow.micro.plan import EngineSlot
@@ -36,6 +36,7 @@ from m2flow.micro.scheduling.staleness import check_admission, check_given
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.arguments import Arguments
 from m2flow.micro.work.instances import Instances
+from m2flow.micro.work.leaving import Leave, Leaving
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
@@ -220,12 +221,14 @@ class Workbench:
 
     # Functions
 
-    def perform(self, call: Call, inputs: Mapping[str, Batch], values: Mapping[str, object]) -> Batch | object:
+    def perform(self, call: Call, inputs: Mapping[str, Batch], values: Mapping[str, object], leave: Leave | None = None) -> Batch | object:
         """A function's rows, or its value if it gives one for all; a model's log-probabilities.
 
         Args:
             inputs: rows by the input's name, in the call's order.
             values: the inputs that are whole values.
+            leave: is given rows before the end, if that takes long: the samples that they came from, and they. They are not among
+                those that are returned.
         """
         if call.engine == "train":
             samples = inputs["samples"].in_order()
@@ -243,12 +246,18 @@ class Workbench:
             if call.options.get("style") == "columns":
                 return performing.columns_result(call, inputs, rows, performing.function_of(call)(rows, values))
             took_ns: list[int] = []
-            result = self._by_unit(call, rows, inputs, values, took_ns)
+            result = self._by_unit(call, rows, inputs, values, took_ns, leave)
             span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
             return result
 
     def _by_unit(
-        self, call: Call, rows: Batch, inputs: Mapping[str, Batch], values: Mapping[str, object], took_ns: list[int]
+        self,
+        call: Call,
+        rows: Batch,
+        inputs: Mapping[str, Batch],
+        values: Mapping[str, object],
+        took_ns: list[int],
+        leave: Leave | None,
     ) -> Batch | object:
         """The user's function on one sample, group, mini-batch or batch after the other; appends how long each took."""
         assert self._function is not None
@@ -259,6 +268,10 @@ class Workbench:
         if "arguments" in call.options:
             function = arguments = Arguments(call, function, inputs, values, self._run_seed)
             rows = arguments.rows
+        leaving = None
+        if leave is not None and call.is_aligned and call.granularity is Granularity.SAMPLE:
+            rows = rows.in_order()
+            leaving = Leaving(lambda part, results: performing.function_rows(call, part, results), rows, leave)
         try:
             results = self._function.call(
                 performing.checked(call, function, took_ns),
@@ -267,11 +280,14 @@ class Workbench:
                 size=size,
                 timeout_s=timeout_s,
                 in_turn=bool(call.writes),
+                on_done=leaving.done if leaving is not None else None,
             )
         except OpError as error:
             raise performing.function_error(call, error) from error
         if not call.is_aligned:
             return results[0]
+        if leaving is not None and leaving.has_left:
+            return leaving.rest(results)
         return performing.function_rows(call, rows, results)
 
     # Training

@@ -64,6 +64,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     rollout_options: dict[str, str | int | float | bool]
     train_options: dict[str, str | int | float | bool]
     function_concurrency: int
+    function_patience_s: float
     max_running: int
     report_every: int
     """Turns of decoding after which it says how full its engines are; 0: never."""
@@ -94,7 +95,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         return {
             "rollout": EngineSettings(**common, options=self.rollout_options),  # type: ignore[arg-type]
             "train": EngineSettings(**common, options=self.train_options),  # type: ignore[arg-type]
-            "function": EngineSettings(options={"concurrency": self.function_concurrency}),
+            "function": EngineSettings(options={"concurrency": self.function_concurrency, "patience_s": self.function_patience_s}),
         }
 
 
@@ -277,9 +278,15 @@ class Worker:
                 return None
             case m.Perform(forward_to=forward_to):
                 call = self._calls[task.call]
-                result = bench.perform(call, self._inputs(task), task.values)
+                left: set[int] = set()
+
+                def leave(ids: list[int], rows: Batch) -> None:
+                    left.update(ids)
+                    self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
+
+                result = bench.perform(call, self._inputs(task), task.values, leave)
                 if isinstance(result, Batch):
-                    dropped = sorted(set(task.ids) - set(result.ids.tolist()))
+                    dropped = sorted(set(task.ids) - left - set(result.ids.tolist()))
                     self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True)
                     return None
                 return m.TaskDone(task.number, performing.plain_value(call, result))
