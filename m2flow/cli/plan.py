@@ -24,6 +24,7 @@ from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
+from m2flow.micro.plan_origin import KEY, Origin, origin_of
 from m2flow.micro.planning import is_searched, question_of, with_shapes
 from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.search.explaining import as_document, explain
@@ -103,15 +104,16 @@ def command(
     plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned)
     if pinned is not None:
         check_edited(pinned, plan, spec)
+    origin = origin_of(target, options, spec, lengths=lengths, profile=profile, assume=assume, seed=seed)
     if out is not None:
-        write_plan_file(out, plan)
+        write_plan_file(out, plan, origin)
     for path, suffix in ((svg, ".svg"), (png, ".png")):
         if path is not None:
             _draw(exploration.longest, path, suffix)
     if is_dot:
         click.echo(as_dot(exploration.longest.graph))
     elif as_json:
-        click.echo(_as_json(exploration, plan))
+        click.echo(_as_json(exploration, plan, origin))
     else:
         placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else []
         otherwise = _run_otherwise(flow, options, seed, spec, plan) if pinned is None else []
@@ -165,7 +167,7 @@ def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: Clus
     ]
 
 
-def _as_json(exploration: Exploration, plan: Plan) -> str:
+def _as_json(exploration: Exploration, plan: Plan, origin: Origin) -> str:
     graph = exploration.longest.graph
     document = {
         "flow": graph.flow,
@@ -175,6 +177,7 @@ def _as_json(exploration: Exploration, plan: Plan) -> str:
         "paths": [_path(path) for path in exploration.paths],
         "outcomes_not_followed": exploration.num_left,
         "plan": msgspec.to_builtins(plan),
+        KEY: origin.as_document(),
         **(as_document(plan.choice) if plan.choice else {}),
     }
     return msgspec.json.format(msgspec.json.encode(document)).decode()

@@ -10,16 +10,16 @@ import click
 import msgspec
 
 from m2flow.cli.flow_options import flow_command
+from m2flow.cli.planned import PlannedCommand, asked
 from m2flow.macro.flow import Flow
 from m2flow.macro.known import Assumption, Known
-from m2flow.spec import LAPTOP, load_cluster
 
 if TYPE_CHECKING:
     from m2flow.micro.plan import Plan
     from m2flow.micro.simulation.scenario import Outcome, Scenario
 
 
-@flow_command("flow")
+@flow_command("flow", PlannedCommand)
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
 @click.option("--lengths", "source", default="", metavar="TRACE", help="JSON lines, a run directory, the name of a trace, or a formula.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps of the flow to simulate.")
@@ -60,7 +60,9 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the draws, and the run's.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
 def command(
+    ctx: click.Context,
     target: str,
     flow: Flow,
     options: dict[str, object],
@@ -99,14 +101,17 @@ def command(
     Examples:
       m2flow simulate flows/grpo.py --batch 96 --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b --steps 3
       m2flow simulate flows/grpo.py --lengths runs/grpo-20260102-030405 --compare
+      m2flow simulate plan.json --lengths dapo-qwen2.5-32b    what m2flow plan --out wrote: its flow, options and cluster
     """
     from m2flow.micro.costs.profile import read_profile
     from m2flow.micro.plan_file import read_plan
     from m2flow.micro.planning import with_shapes
     from m2flow.micro.simulation.scenario import prepare
 
-    spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes).with_policy(policy)
-    known = Known(tuple(Assumption.parse(text) for text in assume))
+    wanted = asked(ctx, cluster, source, profile, assume, seed)
+    spec = with_shapes(wanted.spec, shapes).with_policy(policy)
+    source, profile, seed = wanted.lengths, wanted.profile, wanted.seed
+    known = Known(tuple(Assumption.parse(text) for text in wanted.assume))
     for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)
     scenario = prepare(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)

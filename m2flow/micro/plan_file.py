@@ -3,17 +3,20 @@
     plan.json --read_plan--> Plan --check_edited--> Plan --(m2flow.micro.lowering.lower)--> the run's plan
 
 What may be edited: the workers (devices, threads, which engines they have, leases) and the sizes of the calls (`chunk`,
-`token_budget`). What a call's unit is, what is a barrier, and what depends on what follows from the flow and stays.
+`token_budget`). What a call's unit is, what is a barrier, and what depends on what follows from the flow and stays. Beside the plan
+stands what it is of (`m2flow.micro.plan_origin`).
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 
 from m2flow.errors import PlanError, SpecError
 from m2flow.micro.plan import Plan
+from m2flow.micro.plan_origin import KEY, Origin
 from m2flow.spec import ClusterSpec
 
 
@@ -41,10 +44,12 @@ def read_plan(path: Path) -> Plan:
         raise SpecError(f"{path} is no plan: {error}", now=now) from None
 
 
-def write_plan_file(path: Path, plan: Plan) -> None:
-    """Raises SpecError: it can't be written."""
+def write_plan_file(path: Path, plan: Plan, origin: Origin | None = None) -> None:
+    """A plan, and what it is of. Raises SpecError: it can't be written."""
+    document = json.loads(plan.to_json())
+    document |= {KEY: origin.as_document()} if origin else {}
     try:
-        path.write_bytes(plan.to_json() + b"\n")
+        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise SpecError(f"can't write {path}: {error.strerror}") from None
 

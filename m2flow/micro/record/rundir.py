@@ -111,7 +111,7 @@ def write_config(
     config = {
         "flow": flow_file,
         "directory": str(Path.cwd()),
-        "options": {name: _as_text(value) for name, value in options.items()},
+        "options": {name: option_text(value) for name, value in options.items()},
         "repeats_decisions": repeats_decisions,
         "settings": settings.model_dump(),
         "cluster": spec.model_dump(),
@@ -119,7 +119,7 @@ def write_config(
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _as_text(value: object) -> object:
+def option_text(value: object) -> object:
     """A value as a configuration has it: as one would write it on the command line, where that can be."""
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value.value, str) else value.name
