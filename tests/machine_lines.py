@@ -124,11 +124,12 @@ class ProgramLines:
 class Program:
     """A program that is made up move by move, on a model of the workers; whole numbers tell each move which of its things it takes."""
 
-    def __init__(self, spec: ClusterSpec, *, staleness: int, seed: int, deterministic: bool, fails: bool) -> None:
+    def __init__(self, spec: ClusterSpec, *, staleness: int, seed: int, deterministic: bool, fails: bool, dies: bool = False) -> None:
         self.model = Model(roles, spec, staleness=staleness, seed=seed, deterministic=deterministic)
         self._lines = ProgramLines()
         self._staleness = staleness
         self._fails = fails
+        self._dies = dies
         self._samples: list[tuple[Rows, int]] = []
         """With how many there are of a prompt."""
         self._scores: list[tuple[Handle, Rows, int]] = []
@@ -137,6 +138,8 @@ class Program:
 
     def do(self, move: str, a: int, b: int) -> None:
         """One move; one that is not possible now is none."""
+        if self.model.is_ended:
+            return
         getattr(self, f"_{move}")(a, b)
 
     def end(self) -> None:
@@ -245,6 +248,16 @@ class Program:
         if self._fails:
             self.model.fail(a)
 
+    def _die(self, a: int, b: int) -> None:
+        if self._dies:
+            self.model.die(a)
+
+    def _miss(self, a: int, b: int) -> None:
+        self.model.miss()
+
+    def _come_back(self, a: int, b: int) -> None:
+        self.model.come_back()
+
     def _drain(self, a: int, b: int) -> None:
         self.model.drain()
 
@@ -281,17 +294,20 @@ MOVES = (
     ),
     *("demonstrate", "step", "step", "let_go", "let_go", "look", "submit", "submit"),
     *("turn", "turn", "hear", "hear", "hear_again", "run", "run", "run", "fail", "drain"),
+    *("die", "miss", "come_back"),
 )
 """Each as often as it is drawn."""
 
 
-def random_walk(seed: int, num_moves: int) -> int:
+def random_walk(seed: int, num_moves: int, *, dies: bool = False) -> int:
     """A program of so many moves that a seed decides, to its end; how many events the scheduler took."""
     rng = random.Random(seed)
     spec = cluster(
         rng.choice(["split", "time-shared"]), rng.randint(1, 3), rng.choice([1, 3, 64]), rng.choice([1, 30, 4096]), rng.randint(1, 2)
     )
-    program = Program(spec, staleness=rng.choice([0, 1, 1, 2]), seed=seed, deterministic=rng.random() < 0.2, fails=rng.random() < 0.2)
+    program = Program(
+        spec, staleness=rng.choice([0, 1, 1, 2]), seed=seed, deterministic=rng.random() < 0.2, fails=rng.random() < 0.2, dies=dies
+    )
     try:
         for _ in range(num_moves):
             program.do(rng.choice(MOVES), rng.randrange(1 << 16), rng.randrange(1 << 16))

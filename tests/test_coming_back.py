@@ -62,6 +62,17 @@ def test_one_loss_is_always_made_good():
     assert errors.count("") >= 38
 
 
+def test_what_is_asked_of_a_dead_worker_when_two_are_known_to_be_lost_at_once_is_missing_too():
+    census = Census()
+    census.begin("a", "a", {}, ["c"])
+    census.begin("b", "b", {}, ["c"])
+    lost = census.done()
+    assert next(lost) == ("a", {})
+    assert census.is_dead("b"), "the scheduler does not know yet"
+    census.not_sent("b", "c", 7, [3])
+    assert next(lost) == ("b", {"c": {7: [3]}})
+
+
 BUGS = {
     "what never came is thought to be there": (missing.Missed, "never_came", lambda self, rows, to: None),
     "what a dead worker sent counts": (RowStore, "sever", lambda self, sender, but: {}),
@@ -89,12 +100,12 @@ def test_a_census_waits_for_those_who_have_rows_of_the_dead_and_for_nobody_else(
     assert {name: message.rows for name, message in asked.items()} == {"b": {1: [5, 6]}, "c": {}}
     census.answered("c", m.Missing("a~1", {}))
     census.not_sent("a", "c", 2, [7])
-    assert not census.done()
+    assert not list(census.done())
     census.answered("b", m.Missing("a", {1: [5]}))
-    assert not census.done(), "that was about an earlier process"
+    assert not list(census.done()), "that was about an earlier process"
     census.answered("b", m.Missing("a~1", {1: [6]}))
-    assert census.done() == [("a", {"c": {2: [7]}, "b": {1: [6]}})]
-    assert not census.done()
+    assert list(census.done()) == [("a", {"c": {2: [7]}, "b": {1: [6]}})]
+    assert not list(census.done())
 
 
 def test_a_census_does_not_wait_for_who_dies_in_it():

@@ -1,7 +1,7 @@
 """The scheduler under programs and workers that hypothesis makes up: calls of every kind, messages late and twice, tasks that fail.
 
 The rules are those of `m2flow.testing.scheduler_model`; the moves are in `machine_lines`. Random walks make the same moves without
-hypothesis, many times faster; `pytest --long` takes millions of events. That the rules see anything is tested too: each of a list of small
+hypothesis, many times faster; `pytest --long` takes millions of events. Workers die, too, and come back. That the rules see anything is tested too: each of a list of small
 breakages of the scheduler must be found.
 """
 
@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 30),
         deterministic=st.booleans(),
         fails=st.booleans(),
+        dies=st.booleans(),
     )
     def begin(
         self,
@@ -64,9 +65,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed: int,
         deterministic: bool,
         fails: bool,
+        dies: bool,
     ) -> None:
         spec = cluster(placement, num_workers, max_running, token_budget, num_functions)
-        self.program = Program(spec, staleness=staleness, seed=seed, deterministic=deterministic, fails=fails)
+        self.program = Program(spec, staleness=staleness, seed=seed, deterministic=deterministic, fails=fails, dies=dies)
 
     @rule(move=st.sampled_from(MOVES), a=_numbers, b=_numbers)
     def move(self, move: str, a: int, b: int) -> None:
@@ -87,11 +89,12 @@ def test_every_rule_holds_after_every_move(request):
     run_state_machine_as_test(SchedulerMachine, settings=several)  # type: ignore[no-untyped-call]
 
 
-def test_every_rule_holds_on_random_walks(request):
-    walks, wanted = 0, 3_000_000 if request.config.getoption("--long") else 6_000
+@pytest.mark.parametrize("dies", [False, True], ids=["all workers stay", "workers die and come back"])
+def test_every_rule_holds_on_random_walks(request, dies):
+    walks, wanted = 0, 1_500_000 if request.config.getoption("--long") else 4_000
     num_events = 0
     while num_events < wanted:
-        num_events += random_walk(walks, 60 + walks % 3 * 60)
+        num_events += random_walk(walks, 60 + walks % 3 * 60, dies=dies)
         walks += 1
 
 
@@ -259,14 +262,6 @@ def what_drew_carried_samples_is_kept_for_ever(patch: Patch) -> None:
     patch.setattr(Lines, "ended", as_it_was)
 
 
-def new_weights_wait_until_something_else_happens(patch: Patch) -> None:
-    def quietly(self: Board, state: CallState, *, keeps: bool = False) -> None:
-        for worker in state.tasks_at:
-            self.send(worker, m.Abort(state.call.ordinal, keeps))
-
-    patch.setattr(Board, "abandon", quietly)
-
-
 def a_lost_message_stops_everything(patch: Patch) -> None:
     handle = Scheduler._from_worker
     heard = [0]
@@ -298,7 +293,6 @@ BUGS: list[Callable[[Patch], None]] = [
     whole_groups_are_miscounted,
     failures_do_not_spread,
     what_drew_carried_samples_is_kept_for_ever,
-    new_weights_wait_until_something_else_happens,
     a_lost_message_stops_everything,
 ]
 _MOST_WALKS = 400

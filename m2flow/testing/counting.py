@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
 from m2flow.micro import messages as m
 from m2flow.micro.scheduling.board import Board
@@ -18,7 +17,7 @@ from m2flow.samples import by_group
 from m2flow.testing.hands import Hand, Row
 
 
-def recount(scheduler: Scheduler, hands: Mapping[str, Hand], calls: Mapping[int, Call], at_controller: Iterable[Row]) -> None:
+def recount(scheduler: Scheduler, hands: Mapping[str, Hand], at_controller: Iterable[Row]) -> None:
     """Count everything anew.
 
     Raises:
@@ -36,7 +35,7 @@ def recount(scheduler: Scheduler, hands: Mapping[str, Hand], calls: Mapping[int,
     for state in board.active.values():
         if state.call.engine == "function" and board._has_function_work(state):
             assert not idle.intersection(state.stage.workers), f"{state.call.name} has work, and {idle} are free for it"
-    if not any(hand.has_something or hand.said for hand in hands.values()):
+    if not any(hand.has_something or hand.said or hand.is_dead for hand in hands.values()):
         _recount_rows(board, hands, set(at_controller))
 
 
@@ -105,7 +104,7 @@ def _recount_weights(scheduler: Scheduler, hands: Mapping[str, Hand]) -> None:
     for worker in board.workers.values():
         hand = hands[worker.name]
         unheard = [said for said in hand.said if isinstance(said, m.TaskDone)]
-        for role, version in hand.held.items() if not worker.is_lost and not unheard else ():
+        for role, version in hand.held.items() if not worker.is_lost and not hand.is_dead and not unheard else ():
             assert worker.held.get(role, 0) == version, f"{worker.name} holds version {version} of {role}, not {worker.held.get(role, 0)}"
 
 

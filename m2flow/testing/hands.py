@@ -22,13 +22,14 @@ from m2flow.macro.late import keeps_cache
 from m2flow.micro import messages as m
 from m2flow.micro.plan import WorkerPlan
 from m2flow.micro.record.decisions import Stretch
+from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.scheduling.staleness import is_time_dependent, window
 from m2flow.micro.work.store import stopped_at
 from m2flow.samples import group_key
 
 Row = tuple[int, int]
 """Call and sample."""
-Said = m.Finished | m.Aborted | m.TaskDone | m.TaskFailed
+Said = m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Missing
 
 
 @dataclass(eq=False)
@@ -48,17 +49,57 @@ class Parcel:
     """Rows on their way to another hand."""
 
     to: str
+    """Its process."""
+    sender: str
+    """The process that it is from."""
     rows: tuple[Row, ...]
     stretches: Mapping[int, tuple[Stretch, ...]] = field(default_factory=dict)
     """Of samples that were stopped."""
 
 
 @final
+class Shelf:
+    """The rows that somebody has, and who sent them (`m2flow.micro.work.store`)."""
+
+    def __init__(self) -> None:
+        self._senders: dict[Row, str] = {}
+        self._forgotten: set[int] = set()
+        self._dead: set[str] = set()
+
+    def put(self, rows: Iterable[Row], sender: str) -> None:
+        if sender not in self._dead:
+            self._senders.update({row: sender for row in rows if row[0] not in self._forgotten})
+
+    def has(self, call: int, rows: Iterable[int]) -> bool:
+        return all((call, row) in self._senders for row in rows)
+
+    def forget(self, *calls: int) -> None:
+        self._forgotten.update(calls)
+        self._senders = {row: sender for row, sender in self._senders.items() if row[0] not in calls}
+
+    def sever(self, sender: str, but: Mapping[int, Iterable[int]]) -> dict[int, list[int]]:
+        """Drop what a dead process has sent but these rows; those of these that are not here."""
+        self._dead.add(sender)
+        kept = {(call, row) for call, rows in but.items() for row in rows}
+        self._senders = {row: known for row, known in self._senders.items() if known != sender or row in kept}
+        missing = {call: [row for row in rows if (call, row) not in self._senders] for call, rows in but.items()}
+        return {call: rows for call, rows in missing.items() if rows}
+
+    def rows(self) -> Iterable[Row]:
+        return self._senders.keys()
+
+
+@final
 class Hand:
     """One worker."""
 
-    def __init__(self, plan: WorkerPlan, calls: Mapping[int, Call]) -> None:
+    def __init__(self, plan: WorkerPlan, calls: Mapping[int, Call], incarnation: int = 0) -> None:
         self.name = plan.name
+        self.plan = plan
+        self.incarnation = incarnation
+        """How many processes it was before."""
+        self.tag = tag_of(plan.name, incarnation)
+        self.is_dead = False
         self._calls = calls
         self._has_lease = bool(plan.lease)
         self.owner = "rollout"
@@ -78,7 +119,7 @@ class Hand:
         """Tasks that will fail."""
         self.accumulated: list[tuple[int, int, int]] = []
         """(update, epoch, sample)."""
-        self._rows: dict[int, set[int]] = {}
+        self._shelf = Shelf()
         self._stopped: dict[int, tuple[Stretch, ...]] = {}
         self._queue: deque[m.Task] = deque()
         self._growing: dict[int, _Sample] = {}
@@ -86,12 +127,13 @@ class Hand:
         """Those that it has begun, by number."""
         self._left: dict[int, int] = {}
         """Of each, samples that have not finished."""
-        self._forgotten: set[int] = set()
         self._open_epoch: dict[int, tuple[int, int]] = {}
 
     @property
     def has_something(self) -> bool:
         """Whether a turn could change anything."""
+        if self.is_dead:
+            return False
         return bool(self.inbox or self.coming or self._growing or (self._queue and self._is_ready(self._queue[0])))
 
     def waiting_tasks(self) -> list[int]:
@@ -105,22 +147,21 @@ class Hand:
     def generating(self) -> dict[int, int]:
         """Sample -> task, of those that run or wait here, read or not."""
         found = {packed: sample.task.number for packed, sample in self._growing.items()}
+        withdrawn = {message.task for message in self.inbox if isinstance(message, m.Withdraw)}
         for task in (*self._queue, *self.inbox):
-            if isinstance(task, m.Generate):
+            if isinstance(task, m.Generate) and task.number not in withdrawn:
                 found |= dict.fromkeys(task.ids, task.number)
         return found
 
     def held_rows(self) -> Iterable[Row]:
         """The rows that are here."""
-        return ((call, row) for call, rows in self._rows.items() for row in rows)
+        return self._shelf.rows()
 
     def turn(self, rng: random.Random) -> None:
         """Take in what has come, decode for a while, do one task."""
         while self.coming:
             parcel = self.coming.popleft()
-            for call, row in parcel.rows:
-                if call not in self._forgotten:
-                    self._rows.setdefault(call, set()).add(row)
+            self._shelf.put(parcel.rows, parcel.sender)
             self._stopped.update(parcel.stretches)
         while self.inbox:
             self._read(self.inbox.popleft())
@@ -135,7 +176,12 @@ class Hand:
             case m.Push(call=call, ids=ids, to=to):
                 self._has(call, ids)
                 stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
-                self.parcels.append(Parcel(to, tuple((call, row) for row in ids), stopped))
+                if to != self.tag:
+                    self.parcels.append(Parcel(to, self.tag, tuple((call, row) for row in ids), stopped))
+            case m.Severed(peer=peer, rows=rows):
+                self.said.append(m.Missing(peer, self._shelf.sever(peer, rows)))
+            case m.Withdraw(task=number):
+                self._queue = deque(task for task in self._queue if task.number != number)
             case m.Abort(call=call, keeps=keeps):
                 if keeps:
                     self._stop(call)
@@ -144,30 +190,26 @@ class Hand:
                 self._has(drawn, ids)
                 self._deliver(call, ids, forward_to)
             case m.Forget(call=call):
-                self._rows.pop(call, None)
-                self._rows.pop(stopped_at(call), None)
-                self._forgotten.update((call, stopped_at(call)))
+                self._shelf.forget(call, stopped_at(call))
             case m.Task():
                 self._queue.append(message)
 
     def _has(self, call: int, rows: Iterable[int]) -> None:
-        missing = set(rows) - self._rows.get(call, set())
-        assert not missing, f"{self.name} has no rows {missing} of call {call}"
+        assert self._shelf.has(call, rows), f"{self.name} lacks some of the rows {list(rows)} of call {call}"
 
     def _is_ready(self, task: m.Task) -> bool:
         if isinstance(task, m.Generate):
             if task.aborted_by >= 0:
-                return self._rows.get(stopped_at(task.aborted_by), set()).issuperset(task.ids)
+                return self._shelf.has(stopped_at(task.aborted_by), task.ids)
             ref = self._calls[task.drawn_by].input("prompts")
             assert ref is not None
-            return self._rows.get(ref.call, set()).issuperset(task.prompts)
+            return self._shelf.has(ref.call, task.prompts)
         if isinstance(task, m.Perform | m.Accumulate):
             call = self._calls[task.call]
             values = task.values if isinstance(task, m.Perform) else {}
-            held = [self._rows.get(ref.call, set()) for name, ref in call.inputs if name not in values]
             if isinstance(task, m.Perform) and call.options.get("gives") == "concat":
-                return all(self._rows.get(source, set()).issuperset(rows) for source, rows in task.parts.items())
-            return all(rows.issuperset(task.ids) for rows in held)
+                return all(self._shelf.has(source, rows) for source, rows in task.parts.items())
+            return all(self._shelf.has(ref.call, task.ids) for name, ref in call.inputs if name not in values)
         return True
 
     def _stop(self, call: int) -> None:
@@ -175,7 +217,7 @@ class Hand:
         if stopped:
             for packed, sample in stopped.items():
                 self._stopped[packed] = tuple(sample.stretches)
-                self._rows.setdefault(stopped_at(call), set()).add(packed)
+                self._shelf.put([(stopped_at(call), packed)], self.tag)
                 del self._growing[packed]
             numbers = [sample.num_generated for sample in stopped.values()]
             stretches = [tuple(sample.stretches) for sample in stopped.values()]
@@ -308,10 +350,11 @@ class Hand:
         return {row for row in ids if rng.random() < 0.2}
 
     def _deliver(self, call: int, rows: Sequence[int], forward_to: Iterable[str]) -> None:
-        self._rows.setdefault(call, set()).update(rows)
+        made = tuple((call, row) for row in rows)
+        self._shelf.put(made, self.tag)
         for peer in forward_to:
-            if peer != self.name and rows:
-                self.parcels.append(Parcel(peer, tuple((call, row) for row in rows)))
+            if peer != self.tag and rows:
+                self.parcels.append(Parcel(peer, self.tag, made))
 
     def _finished(
         self,

@@ -7,7 +7,7 @@
 From when it is made until `close`, a model is the running flow: calls are real ones, recorded by a session. What a hand says is heard in
 its order, but when is for the caller, and so is what comes twice. An AssertionError says which rule was broken: a sample in two places,
 weights out of a call's window, a device of two owners, rows trained on twice, counts that are not what one gets by counting, calls that
-nobody does. Limit: all workers stay.
+nobody does. Workers die, are missed and come back; trainers do not, since only a checkpoint could help.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import final
 
+from m2flow.errors import StateLost
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.results import Handle
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
+from m2flow.micro.control.census import Census
 from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.plan import Stage
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
     CallAdded,
-    Discarded,
     Dropped,
     Event,
     Forgotten,
@@ -41,14 +42,18 @@ from m2flow.micro.scheduling.events import (
     Resolve,
     Send,
     Sourced,
+    Undone,
     Wanted,
+    WorkerJoined,
+    WorkerLost,
 )
+from m2flow.micro.scheduling.roster import worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.staleness import window
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
 from m2flow.testing.counting import recount
-from m2flow.testing.hands import Hand, Parcel, Row
+from m2flow.testing.hands import Hand, Parcel, Shelf
 
 _RECOUNTED_EVERY = 25
 """Events."""
@@ -101,7 +106,7 @@ class Model:
         graph, models, _ = trace(roles, {}, steps=1)
         plan = lower(graph, models, spec, deterministic=deterministic)
         self.rng = random.Random(seed)
-        self.scheduler = Scheduler(plan, deterministic=deterministic)
+        self.scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=1 << 30)
         self.calls: dict[int, Call] = {}
         self.stages: dict[int, Stage] = {}
         self.hands = {worker.name: Hand(worker, self.calls) for worker in plan.workers}
@@ -119,8 +124,17 @@ class Model:
         self._session = Session(self._backend, flow=roles.name, staleness=staleness)
         self._open.enter_context(recording(self._session))
         self._steps = self._session.iterate(1 << 30)
-        self._rows: set[Row] = set()
-        """At the controller."""
+        self._shelf = Shelf()
+        """What the controller has."""
+        self._census = Census()
+        self._dead: set[str] = set()
+        """Processes."""
+        self._dying: list[str] = []
+        """Dead, and not missed yet."""
+        self._away: list[str] = []
+        """Known to be lost, and not back yet."""
+        self.is_ended = False
+        """What a worker took with it nobody can make again: the run would go on from a checkpoint."""
         self._said: deque[FromWorker] = deque(maxlen=200)
         self._left_out: set[int] = set()
         """Samples that are in no result."""
@@ -146,7 +160,7 @@ class Model:
             rows = call.options.get("rows")
             if isinstance(rows, Batch):
                 ids = rows.ids.tolist()
-                self._rows.update((call.ordinal, row) for row in ids)
+                self._shelf.put([(call.ordinal, row) for row in ids], CONTROLLER)
                 self.tell(Sourced(call.ordinal, ids, [9] * len(ids)))
         released, self._backend.released[:] = list(self._backend.released), []
         self.released.update(released)
@@ -176,8 +190,58 @@ class Model:
         speaking = [hand for hand in self.hands.values() if hand.said]
         if speaking:
             hand = speaking[pick % len(speaking)]
-            self._said.append(FromWorker(hand.name, hand.said.popleft()))
-            self.tell(self._said[-1])
+            said = hand.said.popleft()
+            if isinstance(said, m.Missing):
+                self._census.answered(hand.name, said)
+                self._lose_those_known()
+            else:
+                self._said.append(FromWorker(hand.name, said))
+                self.tell(self._said[-1])
+
+    def die(self, pick: int) -> None:
+        """A worker that others can stand in for dies: of what it has said and sent some is lost."""
+        able = [hand for hand in self.hands.values() if not hand.is_dead and not self.scheduler.is_vital(hand.name)]
+        if not able or self.is_ended:
+            return
+        hand = able[pick % len(able)]
+        hand.is_dead = True
+        self._dying.append(hand.name)
+        while hand.said and self.rng.random() < 0.5:
+            hand.said.pop()
+        for other in self.hands.values():
+            sent = [parcel for parcel in other.coming if parcel.sender == hand.tag]
+            for parcel in sent[self.rng.randint(0, len(sent)) :]:
+                other.coming.remove(parcel)
+
+    def miss(self) -> None:
+        """The controller misses one that has died."""
+        if self._dying and not self.is_ended:
+            name = self._dying.pop(0)
+            hand, sent = self.hands[name], self.scheduler.sent_by(name)
+            hand.said.clear()
+            said = [event for event in self._said if event.worker != name]  # What a dead process says does not come, and not again.
+            self._said.clear()
+            self._said.extend(said)
+            self._dead.add(hand.tag)
+            missing = self._shelf.sever(hand.tag, sent.get(CONTROLLER, {}))
+            others = [other.name for other in self.hands.values() if other.tag not in self._dead]
+            for other, message in self._census.begin(name, hand.tag, sent, others).items():
+                self.hands[other].inbox.append(message)
+            for call, rows in missing.items():
+                self._census.not_sent(name, CONTROLLER, call, rows)
+            self._lose_those_known()
+
+    def come_back(self) -> None:
+        """One that was lost is there again, as a new process."""
+        if self._away and not self.is_ended:
+            hand = self.hands[self._away.pop(0)]
+            self.hands[hand.name] = Hand(hand.plan, self.calls, hand.incarnation + 1)
+            self.tell(WorkerJoined(hand.name))
+
+    def _lose_those_known(self) -> None:
+        for name, missing in self._census.done():
+            self._away.append(name)
+            self.tell(WorkerLost(name, returns=True, missing=missing))
 
     def hear_again(self, pick: int) -> None:
         """Something that was heard is heard once more."""
@@ -194,9 +258,13 @@ class Model:
     def run(self, num_moves: int) -> None:
         """Turns and hearing, in an order that the seed decides."""
         for _ in range(num_moves):
+            if self.is_ended:
+                return
             which = self.rng.random()
             if which < 0.05:
                 self.hear_again(self.rng.randrange(1 << 16))
+            elif which < 0.1:
+                self.come_back() if which < 0.07 else self.miss()
             elif which < 0.5:
                 self.turn(self.rng.randrange(1 << 16))
             else:
@@ -204,28 +272,32 @@ class Model:
 
     def _wait(self, ordinal: int) -> None:
         self.submit()
-        while ordinal not in self.resolved and ordinal not in self.rejected:
+        while ordinal not in self.resolved and ordinal not in self.rejected and not self.is_ended:
             assert self._is_moving, f"Python waits for call {ordinal}, and nothing moves any more: " + "; ".join(self.scheduler.waiting())
             self.run(1)
 
     @property
     def _is_moving(self) -> bool:
-        return any(hand.has_something or hand.said for hand in self.hands.values())
+        return any(hand.has_something or hand.said for hand in self.hands.values()) or bool(self._dying or self._away)
 
     def drain(self) -> None:
         """Until nothing moves any more: then nothing may be left to do."""
         self.submit()
-        while self._is_moving:
+        while self._is_moving and not self.is_ended:
             self.run(8)
+        if self.is_ended:
+            return
         assert self.scheduler.is_idle, "nothing moves any more: " + "; ".join(self.scheduler.waiting())
         left = self.calls.keys() - self.resolved - self.rejected.keys()
         assert not left, f"the calls {sorted(left)} are neither done nor failed, and the scheduler has nothing to do"
         self._check_training()
-        recount(self.scheduler, self.hands, self.calls, self._rows)
+        recount(self.scheduler, self.hands, self._shelf.rows())
 
     def end(self) -> None:
         """The program is over and holds nothing that it made: nothing may be kept."""
         self.drain()
+        if self.is_ended:
+            return
         kept = (
             (self.released & self.resolved) - self.forgotten - self.scheduler._board.lines.needed()
         )  # A later call might take those over.
@@ -238,14 +310,23 @@ class Model:
 
     def tell(self, event: Event) -> None:
         """Have the scheduler handle an event, and carry out what it says."""
+        if self.is_ended:
+            return
         self.num_events += 1
-        for command in self.scheduler.handle(event):
+        try:
+            commands = self.scheduler.handle(event)
+        except StateLost:
+            self.is_ended = True
+            return
+        for command in commands:
             match command:
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                    assert {(call, row) for row in ids} <= self._rows, "the controller has not these rows"
-                    self._send(Parcel(to, tuple((call, row) for row in ids)))
+                    assert self._shelf.has(call, ids), "the controller has not these rows"
+                    self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids)))
                 case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
-                    self._rows = {row for row in self._rows if row[0] != call}
+                    self._shelf.forget(call)
+                case Send(worker, m.Push(call=call, ids=ids, to=to)) if self._census.is_dead(worker):
+                    self._census.not_sent(worker, worker_of(to), call, ids)
                 case Send(worker, message):
                     self._told(worker, message)
                 case Resolve(call, _):
@@ -264,14 +345,17 @@ class Model:
                     self._left_out.update(ids)
                 case Given(_, ids):
                     self._left_out.difference_update(ids)
-                case Discarded():
+                case Undone(call, _):
+                    assert call not in self.forgotten, f"rows of call {call}, which is forgotten, are to be made again"
+                case _:
                     pass
         self._check_that_all_were_asked()
         if self.num_events % _RECOUNTED_EVERY == 0:
-            recount(self.scheduler, self.hands, self.calls, self._rows)
+            recount(self.scheduler, self.hands, self._shelf.rows())
 
     def _told(self, name: str, message: m.ToWorker) -> None:
         hand = self.hands[name]
+        assert not self.scheduler._board.workers[name].is_lost, f"{name} is lost, and is told {message}"
         if isinstance(message, m.Task):
             if message.call >= 0:
                 assert message.call not in self.forgotten, f"a task on call {message.call}, which is forgotten"
@@ -285,7 +369,7 @@ class Model:
 
     def _check_generation(self, hand: Hand, task: m.Generate) -> None:
         assert task.ids, "a task without samples"
-        for other in self.hands.values():
+        for other in (other for other in self.hands.values() if not other.is_dead):
             twice = other.generating().keys() & set(task.ids)
             assert not twice, f"samples {twice} are on {other.name} and go to {hand.name}"
         call = self.calls[task.call]
@@ -305,7 +389,7 @@ class Model:
         if lease is None or (isinstance(task, m.Perform) and self.calls[task.call].engine == "function"):
             return
         kind = "switch" if isinstance(task, m.Switch) else self._kind(task)
-        for other in (hand for hand in self.hands.values() if self._leases.get(hand.name) == lease):
+        for other in (hand for hand in self.hands.values() if self._leases.get(hand.name) == lease and not hand.is_dead):
             for under_way in other.under_way():
                 at_work = "switch" if isinstance(under_way, m.Switch) else self._kind(under_way)
                 assert at_work == kind, f"{kind} work for {name} while {other.name} has {at_work} work"
@@ -348,6 +432,6 @@ class Model:
 
     def _send(self, parcel: Parcel) -> None:
         if parcel.to == CONTROLLER:
-            self._rows.update(parcel.rows)
-        else:
-            self.hands[parcel.to].coming.append(parcel)
+            self._shelf.put(parcel.rows, parcel.sender)
+        elif self.hands[worker_of(parcel.to)].tag == parcel.to:
+            self.hands[worker_of(parcel.to)].coming.append(parcel)

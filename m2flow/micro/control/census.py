@@ -9,7 +9,7 @@ Limit: a process answers between two tasks, so a long one delays what waits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -63,9 +63,8 @@ class Census:
                 for call, rows in message.rows.items():
                     dead.add(place, call, rows)
 
-    def done(self) -> list[tuple[str, dict[str, dict[int, list[int]]]]]:
-        """The workers of which all is known now, each once."""
-        found = [(worker, dead.missing) for worker, dead in self._dead.items() if not dead.waits_for]
-        for worker, _ in found:
-            del self._dead[worker]
-        return found
+    def done(self) -> Iterator[tuple[str, dict[str, dict[int, list[int]]]]]:
+        """The workers of which all is known now, each once. What the scheduler says of one, before the next is asked for, may still
+        count on the next: that is among what never came then."""
+        while (worker := next((name for name, dead in self._dead.items() if not dead.waits_for), None)) is not None:
+            yield worker, self._dead.pop(worker).missing

@@ -191,6 +191,8 @@ def _undo(board: Board, ordinal: int, rows: list[int]) -> None:
     state = board.calls.get(ordinal)
     if state is None:
         return
+    if state.carry is not None and state.is_over:
+        state.done.difference_update(set(rows).intersection(state.carry.late))  # They begin anew in the call that takes them over.
     needed = set(rows) if not state.is_over and not state.is_released else _needed(board, ordinal, rows)
     if not needed:
         return
@@ -204,6 +206,9 @@ def _undo(board: Board, ordinal: int, rows: list[int]) -> None:
     for consumer in list(board.calls[ordinal].users.values()):
         consumer.departed(undone)
     state.undone(undone)
+    if state.refill is not None and state.call.drops:
+        for position in {SampleId.unpack(row).prompt for row in undone}:
+            state.refill.retract(position)
     board.commands.append(Undone(ordinal, tuple(undone)))
     board.give_back(state, undone)
 
