@@ -1,7 +1,8 @@
-"""The scheduler under programs and workers that hypothesis makes up: calls of every kind, messages late and twice, tasks that fail.
+"""The scheduler under programs and workers that hypothesis makes up: calls of every kind, messages late and twice, tasks that fail,
+workers that die and come back.
 
 The rules are those of `m2flow.testing.scheduler_model`; the moves are in `machine_lines`. Random walks make the same moves without
-hypothesis, many times faster; `pytest --long` takes millions of events. Workers die, too, and come back. That the rules see anything is tested too: each of a list of small
+hypothesis, many times faster; `pytest --long` takes millions of events. That the rules see anything is tested too: each of a list of small
 breakages of the scheduler must be found.
 """
 
