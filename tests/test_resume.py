@@ -16,6 +16,7 @@ from test_critics import ppo
 from test_replay import ROWS, digits
 
 from m2flow import AdamW, Dataset, Flow, Policy, Reference, Reward, Role, Sample, call, flow, informative, log, ppo_clip, steps
+from m2flow.micro.record.audit import audit
 from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.run import Summary
 from m2flow.observe.metrics import read_metrics
@@ -69,7 +70,7 @@ def account(summary: Summary) -> Mapping[str, object]:
         return {name: value for name, value in found.items() if name not in ("samples", "rewards")} | {
             "weights": summary.weights_sha256,
             "digest": summary.samples_sha256,
-            "metrics": lines,
+            "metrics": {line for line in lines if not line[1].startswith("lengths/")},
         }
     return found | {
         "weights": summary.weights_sha256,
@@ -89,6 +90,7 @@ def check_images(
     for number, image in enumerate(_chosen(images.paths, most)):
         went_on = resumed(program, options, spec, settings, image, order_seed=number)
         found = account(went_on)
+        assert (audited := audit(image)).is_sound, str(audited)
         assert found == expected, f"{image}: {[name for name in expected if found[name] != expected[name]]}"
         shutil.rmtree(image)
 
@@ -169,6 +171,7 @@ def check_lawful(program: Flow, spec: ClusterSpec, settings: RunSettings, where:
         tokens = {o: _tokens(known.value(o)) for o in ended if known.calls[o].name == "policy.generate"}
         went_on = resumed(program, {}, spec, settings, image, order_seed=number)
         assert account(went_on)["calls"] == calls
+        assert (audited := audit(image)).is_sound, str(audited)
         record = read_record(image)
         for ordinal, rows in tokens.items():
             assert _tokens(record.value(ordinal)) == rows

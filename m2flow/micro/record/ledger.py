@@ -190,7 +190,7 @@ class Ledger:
         with self._lock:
             self._run("DELETE FROM consumption WHERE update_call >= ?", (first_redone,))
             self._run("CREATE TEMP TABLE again AS SELECT ordinal FROM calls WHERE state <> 'done' OR ordinal >= ?", (num_calls,))
-            for table in ("rewards", "discarded", "decisions", "dropped", "expired", "results", "cursors"):
+            for table in ("rewards", "discarded", "decisions", "dropped", "filtered", "failed", "expired", "results", "cursors"):
                 self._run(f"DELETE FROM {table} WHERE call IN (SELECT ordinal FROM again)")
             self._run("DELETE FROM calls WHERE ordinal IN (SELECT ordinal FROM again)")
             self._run("DROP TABLE again")
