@@ -5,6 +5,7 @@ Real scheduler, real workers, fake engines in exact integers; programs, clusters
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,11 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.lower import lower
-from m2flow.micro.rollouts.policies import POLICIES
+from m2flow.micro.rollouts.cluster import play
+from m2flow.micro.rollouts.decode import DecodeModel
+from m2flow.micro.rollouts.lengths import StepLengths
+from m2flow.micro.rollouts.policies import POLICIES, make_policy
+from m2flow.micro.rollouts.predictors import EarlierSteps
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.random_programs import clusters, difference, policies, programs, scheduled, timed_programs
@@ -137,3 +142,24 @@ def test_the_plan_says_which_policies_a_rollout_goes_by():
     graph, models, _ = trace(several_epochs, {}, seed=0, assume=0.0)
     spec = ClusterSpec(rollout=RolloutSpec(engine="fake", policy=("group-completing", "longest-first")), train=TrainSpec(engine="fake"))
     assert "rollout policy: group-completing, longest-first; lengths by siblings" in str(lower(graph, models, spec))
+
+
+def test_the_policies_of_the_document_run_in_the_study_and_live(tmp_path):
+    text = Path("docs/rollout-scheduling.md").read_text()
+    blocks = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "(Policy)" in block]
+    names = []
+    for number, block in enumerate(blocks):
+        (name,) = re.findall(r"class (\w+)", block)
+        (tmp_path / f"own{number}.py").write_text(block)
+        names.append(f"{tmp_path}/own{number}.py:{name}")
+    assert [name.rpartition(":")[2] for name in names] == ["ShortPromptsFirst", "NewestFirst"]
+    spec = ClusterSpec(placement="split", cores=2, device="cpu", rollout=RolloutSpec(engine="fake", workers=2, max_running=2))
+    spec = spec.model_copy(update={"train": TrainSpec(engine="fake")})
+    eager = run_eager(several_epochs, {}, spec)
+    for name in names:
+        played = play(
+            StepLengths.of([30, 10, 20], [[3, 4], [5, 6], [7, 8]]), make_policy(name, EarlierSteps()), DecodeModel(1.0, 0.1, 1), 1
+        )
+        first, second = ([2, 3], [0, 1]) if "Short" in name else ([4, 5], [0, 1])
+        assert max(played.finish_s[first]) < min(played.finish_s[second])
+        assert run_planned(several_epochs, {}, scheduled(spec, (name, "admission"))) == eager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +22,17 @@ from m2flow.micro.rollouts.lengths import StepLengths, parse_lengths
 from m2flow.micro.rollouts.normal import fit_cut_normal, hazard, log_tail
 from m2flow.micro.rollouts.policies import POLICIES, make_policy
 from m2flow.micro.rollouts.policies.adaptive import Adaptive
+from m2flow.micro.rollouts.policies.adaptive_concurrency import AdaptiveConcurrency
+from m2flow.micro.rollouts.policies.admission import Admission
+from m2flow.micro.rollouts.policies.balanced import Balanced
+from m2flow.micro.rollouts.policies.group_completing import GroupCompleting
 from m2flow.micro.rollouts.policies.least_loaded import LeastLoaded
 from m2flow.micro.rollouts.policies.longest_first import LongestFirst
+from m2flow.micro.rollouts.policies.oldest_first import OldestFirst
 from m2flow.micro.rollouts.policies.probe import Probe
 from m2flow.micro.rollouts.policies.round_robin import RoundRobin
 from m2flow.micro.rollouts.policies.split import Split
-from m2flow.micro.rollouts.policy import Move, MoveCost, Policy, Seen
+from m2flow.micro.rollouts.policy import Load, Move, MoveCost, Policy, Seen
 from m2flow.micro.rollouts.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets
 from m2flow.micro.rollouts.siblings import Siblings
 from m2flow.micro.rollouts.splitting import split
@@ -307,3 +313,115 @@ def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> No
         with pytest.raises(SpecError) as caught:
             make_policy(wrong, EarlierSteps())
         assert message in str(caught.value)
+
+
+def test_concurrency_follows_what_an_engine_says_of_its_cache() -> None:
+    policy = AdaptiveConcurrency(start=4)
+    seen = _seen(_groups([[1] * 40]))
+    seen.has_reports, seen.loads = True, [4, 0]
+    policy.begin(seen)
+    assert not policy.allows(0, 0)
+    assert policy.allows(0, 1)
+
+    def said(share: float, running: int) -> float:
+        seen.loads[0] = running
+        seen.reports[0] = Load(running, 0, int(100 * share), 100)
+        policy.reported(0)
+        return policy.limit(0)
+
+    assert said(0.3, 4) == 5
+    assert said(0.3, 2) == 5  # It has room that it does not use: more would be no use.
+    assert said(0.7, 5) == 5
+    assert said(0.85, 20) == 18
+    assert said(0.95, 18) == 9
+    seen.reports[0] = Load(9, 0, 0, 0)
+    policy.reported(0)
+    assert policy.limit(0) == math.inf
+
+
+def test_groups_of_a_later_step_begin_as_far_as_the_trainer_has_come_and_what_is_refused_gives_its_place_back() -> None:
+    policy = composed([Admission(target=0.5)])
+    seen = _seen(_groups([[1, 1]] * 4))
+    seen.num_wanted, seen.behind = 4, 1
+    policy.begin(seen)
+
+    def begin_all() -> list[int]:
+        begun = []
+        while (sample := policy.next_sample(0)) is not None:
+            del seen.waiting[sample]
+            policy.started(sample, 0)
+            begun.append(sample)
+        return begun
+
+    assert begin_all() == [0, 1, 2, 3]  # Half of the groups, whole.
+    seen.num_rejected = 1
+    assert begin_all() == [4, 5]
+    seen.behind = 0
+    assert begin_all() == [6, 7]
+
+
+def test_what_completes_a_group_goes_first() -> None:
+    policy = composed([GroupCompleting()])
+    seen = _seen(_groups([[1, 1, 1], [1, 1, 1]]))
+    policy.begin(seen)
+    del seen.waiting[3]
+    seen.finished[3] = 1
+    policy.ended(3, 1)
+    assert _started(policy, 5) == [4, 5, 0, 1, 2]
+
+
+def test_carried_samples_with_the_oldest_tokens_go_first() -> None:
+    policy = composed([OldestFirst()])
+    seen = _seen(_groups([[1, 1], [1, 1]]))
+    seen.oldest = {3: 4, 1: 3}
+    policy.begin(seen)
+    assert _started(policy, 4) == [1, 3, 0, 2]
+
+
+def test_ranks_count_in_the_order_of_the_policies_and_one_refusal_is_enough() -> None:
+    class Even(Policy):
+        name = "even"
+
+        def rank(self, sample: int) -> float:
+            return sample % 2
+
+        def allows(self, sample: int, instance: int) -> bool:
+            return instance == 0
+
+    class Last(Policy):
+        name = "last"
+
+        def rank(self, sample: int) -> float:
+            return -sample
+
+    policy = composed([Even(), Last()])
+    policy.begin(_seen(_groups([[1, 1, 1, 1, 1]])))
+    assert policy.next_sample(1) is None
+    assert _started(policy, 5) == [4, 2, 0, 3, 1]
+
+
+def test_balance_is_by_expected_tokens_and_by_what_a_cache_holds() -> None:
+    oracle = Oracle()
+    oracle.know([90, 10, 10, 10, 10, 10, 10, 10, 10, 10])
+    policy = composed([Balanced(oracle)])
+    seen = _seen(_groups([[90] + [10] * 9]))
+    policy.begin(seen)
+    seen.loads = [0, 0]
+
+    def fill(instance: int) -> list[int]:
+        begun = []
+        while (sample := policy.next_sample(instance)) is not None:
+            del seen.waiting[sample]
+            seen.loads[instance] += 1
+            policy.started(sample, instance)
+            begun.append(sample)
+        return begun
+
+    seen.reports[1] = Load(0, 0, 0, 100)
+    assert fill(0) == [0]
+    assert fill(1) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    policy.begin(_seen(_groups([[90] + [10] * 9])))
+    seen = policy.seen
+    seen.loads, seen.reports = [0, 1], {1: Load(1, 0, 80, 100)}
+    assert fill(0) == [0]
+    assert fill(1) == []  # 80 + 10 of the prompt + 10 are more than nine tenths of 100.

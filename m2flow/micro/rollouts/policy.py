@@ -90,6 +90,8 @@ class Seen:
     """Sample -> the oldest version among its tokens, of one that an earlier call has left."""
     reports: dict[int, Load] = field(default_factory=dict)
     """Instance -> what its engine said last; empty where engines say nothing."""
+    has_reports: bool = False
+    """Whether engines will say how full they are: not in the study."""
     behind: int = 0
     """Versions that the trainer is behind what sequential execution would generate with; 0 without staleness."""
     num_wanted: int = 0

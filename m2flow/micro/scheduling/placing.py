@@ -209,7 +209,7 @@ class Placing:
                 seen.loads[j] += 1
         if state.carry is not None:
             seen.oldest = {self._index[row]: version for row, version in state.carry.oldest.items() if row in self._index}
-        seen.lost, seen.reports = self._lost, self._reports
+        seen.lost, seen.reports, seen.has_reports = self._lost, self._reports, self.policy.needs_reports
         seen.tokens_so_far = lambda sample: self._tokens.get(self._rows[sample], 0)
         wanted = state.refill.count if state.refill is not None else len(members)
         seen.num_wanted = num_wanted(options, len(members)) if is_cut(options) else wanted

@@ -36,7 +36,7 @@ class AdaptiveConcurrency(Policy):
         return self._limits.get(instance, self._start)
 
     def allows(self, sample: int, instance: int) -> bool:
-        return self.seen.loads[instance] < self.limit(instance)
+        return not self.seen.has_reports or self.seen.loads[instance] < self.limit(instance)
 
     def reported(self, instance: int) -> None:
         report = self.seen.reports[instance]

@@ -3,7 +3,7 @@
     mine + E[sample] / 2 <= (all that is left) / instances,     prompts + tokens so far + E[next ones] <= (1 - headroom) cache
 
 So instances end up with equal work rather than equal numbers of samples, and none is given what its cache can't hold. Where lengths can't
-be told apart it is an even share by number. The last instance that is alive takes what is left.
+be told apart it is an even share by number. Who has the least takes what is left.
 
 Source: Llumnix and Seer place by the load that an engine reports; the share in expected tokens is ours.
 """
@@ -43,7 +43,8 @@ class Balanced(Predicted):
     def allows(self, sample: int, instance: int) -> bool:
         seen, length = self.seen, float(self._expected[sample])
         share = self._all / max(seen.num_alive, 1)
-        if self._work[instance] and self._work[instance] + length / 2 > share and len(seen.waiting) > 1:
+        mine = self._work[instance]
+        if mine + length / 2 > share and any(work < mine for j, work in enumerate(self._work) if j not in seen.lost):
             return False
         report = seen.reports.get(instance)
         if report is not None and report.kv_capacity and seen.loads[instance]:
