@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from m2flow.engines.hf_model import load_model
+from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.spread import spread_like
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import Model
@@ -34,12 +35,12 @@ _MANIFEST, _STATE = "m2flow_checkpoint.json", "m2flow_state.pt"
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights by Hugging Face name, without a copy and without gradient; a tied one comes once, under its first name."""
+    """The weights by checkpoints' names, without a copy and without gradient; a tied one comes once, under its first name."""
     seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            yield name, tensor
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:  # By object: tensors without values share an address.
+            seen.add(id(tensor))
+            yield from checkpoint_tensors(model, name, tensor.detach())
 
 
 def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], weights: Mapping[str, Tensor] | None = None) -> None:

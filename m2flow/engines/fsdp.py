@@ -29,6 +29,7 @@ from m2flow.engines import checkpoint, packing, scalar_head
 from m2flow.engines.adamw import Optimizers
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, ParallelLayouts, Sums
 from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.ranks import Ranks, shares
 from m2flow.engines.spread import whole
 from m2flow.errors import EngineError, M2FlowError
@@ -107,12 +108,12 @@ class FsdpTrain(EmbeddedTrain):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each whole on every rank, one after the other; all ranks go through them together."""
         for name, tensor in _named_weights(self._model):
-            yield name, whole(tensor).detach()
+            yield from checkpoint_tensors(self._model, name, whole(tensor).detach())
 
     def save(self, path: str) -> None:
         """In the format of the embedded trainer, which can go on from it, as can any number of ranks."""
         state = {"optimizers": _whole_state(self._optimizers.state())}
-        weights = {name: tensor.cpu() for name, tensor in self.weights()}
+        weights = {name: whole(tensor).detach().cpu() for name, tensor in _named_weights(self._model)}
         self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights) if self._ranks.rank == 0 else None)
 
     def load(self, path: str) -> None:

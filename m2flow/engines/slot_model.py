@@ -16,7 +16,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from m2flow.engines.checkpoint import named_weights
 from m2flow.engines.hf_model import hold_in, load_model
+from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.kv_slots import ATTENTION_NAME, DecodePass, PrefillPass, SlotCache, SlotPass, slot_attention
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
@@ -68,16 +70,16 @@ class SlotModel:
         return self._forward(tokens, positions, DecodePass(cache, positions, self.max_context, self._device), 0)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by name; tied ones once."""
-        seen: set[int] = set()
-        for name, tensor in self._module.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor.detach()
+        """Parameters and persistent buffers by checkpoints' names; tied ones once."""
+        return named_weights(self._module)
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Copy weights in. Raises `EngineError` that names what is missing, unknown or of another shape; the weights are a mixture then."""
-        held = {name: tensor.detach() for name, tensor in self._module.state_dict(keep_vars=True).items()}
+        held = {
+            each: part
+            for name, tensor in self._module.state_dict(keep_vars=True).items()
+            for each, part in checkpoint_tensors(self._module, name, tensor.detach())
+        }
         missing = {name for name, _ in self.weights()}
         unknown: list[str] = []
         with torch.no_grad():
