@@ -226,7 +226,16 @@ class RunSettings(_Strict):
     heartbeat_s: float = 0.5
     """Seconds between a worker's signs of life."""
     hung_after_s: float = 60.0
-    """Seconds without one after which a worker counts as hung."""
+    """Seconds without one, or without a turn of its main loop and without using the processor, after which a worker counts as hung. It is
+    killed, and started again. A user's function may take as long as it takes: its own time limit counts."""
+    turn_limit_s: float | None = Field(None, gt=0)
+    """Seconds that an engine may be at one thing (a micro-batch, a decode step), even if it uses the processor. By default any time."""
+    restarts: int = Field(5, ge=0)
+    """Times in a row that a worker is started again, when it dies within a minute each time, before it is gone for good."""
+    restart_wait_s: float = Field(0.5, ge=0)
+    """Seconds before the first of these; twice as many before each further one, up to 30."""
+    sample_attempts: int = Field(3, ge=1)
+    """Workers that may die while they have a sample, before that is taken for its fault, and the run ends."""
     start_timeout_s: float = 180.0
     """Seconds that a worker may take to come up."""
 

@@ -39,7 +39,10 @@ def test_a_reward_that_is_noisy_or_forks_does_no_harm(tmp_path, reward):
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
-        ("dies", r"WorkerError: the worker functions-0 \(pid \d+\) ended with status 3, in the middle of dies.score"),
+        (
+            "dies",
+            r"\n  3 workers in turn were lost with p\d/\d of dies.score, the last one functions-0: ended with status 3 \(pid \d+\)",
+        ),
         ("leaves", r"the reward function leaves raised SystemExit on sample p\d/\d: 4"),
         (
             "speaks_no_utf8",

@@ -261,6 +261,17 @@ class Spans(Message, frozen=True):
     block: SpanBlock
 
 
+class Pulse(Message, frozen=True):
+    """A heartbeat, from a thread of its own (`m2flow.micro.control.hanging`)."""
+
+    num_turns: int
+    """Of the main loop, so far."""
+    cpu_s: float
+    """Processor time of all threads, so far."""
+    is_in_users_code: bool
+    """A user's function has been called."""
+
+
 class Fatal(Message, frozen=True):
     """The worker can't go on."""
 
@@ -291,7 +302,7 @@ ToWorker = (
     | Forget
     | Stop
 )
-ToController = Ready | Finished | Missing | Aborted | Load | TaskDone | TaskFailed | Spans | Fatal | Goodbye
+ToController = Ready | Finished | Missing | Aborted | Load | TaskDone | TaskFailed | Spans | Pulse | Fatal | Goodbye
 
 
 def calls_of(task: Task) -> tuple[int, ...]:

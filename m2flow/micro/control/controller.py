@@ -2,18 +2,17 @@
 
     flow thread --post--> Controller --events--> Scheduler --commands--> Controller --messages--> workers
 
-It owns the links and the journal, and decides nothing. Results go into `Outcomes`, where the flow's thread waits for them. When a worker
-dies or hangs (`m2flow.micro.control.lives`), the run ends: every wait is answered with the reason.
+It owns the links and the journal, and decides nothing. Results go into `Outcomes`, where the flow's thread waits for them. Workers that die
+and come back are the crew's (`m2flow.micro.control.crew`); when the run can't go on, every wait is answered with the reason.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +22,9 @@ from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import BrokenChannel, InternalError, M2FlowError, error_from_record
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
+from m2flow.micro.control.crew import Crew
 from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import LocalLauncher
-from m2flow.micro.control.lives import Lives
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.decisions import given_by
@@ -53,7 +52,9 @@ from m2flow.micro.scheduling.events import (
     Resolve,
     Send,
     Sourced,
+    Undone,
     Wanted,
+    WorkerJoined,
 )
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work import performing
@@ -62,7 +63,8 @@ from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, RunSettings
 
 _FLOW = "flow"
-_BEAT = ".beat"
+_ASKS_AFTER_S = 0.5
+"""While a worker takes no rows for so long, it is looked whether it is dead."""
 
 
 @dataclass(frozen=True)
@@ -108,26 +110,28 @@ class Controller:
         self._journal = journal
         self._outcomes = outcomes
         self._keeper = keeper
-        self._scheduler = Scheduler(plan, deterministic=settings.deterministic, restored=restored)
+        self._scheduler = Scheduler(plan, deterministic=settings.deterministic, restored=restored, max_attempts=settings.sample_attempts)
         place, keys = launcher.place, launcher.keys
         port = f":{spec.channels.port}" if spec.channels.port and spec.channels.transport == "tcp" else ""
         self._listener = LinkListener(launcher.token, place + port, keys=keys)
         self._inbox = ZmqInbox(place, keys=keys)
-        self._outbox = ZmqOutbox(CONTROLLER, keys=keys)
+        self._outbox = ZmqOutbox(CONTROLLER, timeout_s=_ASKS_AFTER_S, keys=keys)
         self._waker = LinkDialer(keys=keys)
         self._posts: queue.SimpleQueue[Post] = queue.SimpleQueue()
         self._gathered: list[Event] = []
         """Of the posts in hand, what the scheduler is to be told."""
         self._rows = RowStore()
-        self._addresses: dict[str, str] = {}
-        self._lives = Lives(launcher, self._scheduler.running, hung_after_s=settings.hung_after_s)
+        self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
-        self._defined: dict[str, set[int]] = {}
         self._consuming: dict[int, m.Accumulate] = {}
-        self._collecting: dict[int, list[Batch]] = {}
+        self._wanted: set[int] = set()
+        """Calls whose rows the program waits for."""
+        self._collected = RowStore()
+        """What has come of those."""
         self._logbook = Logbook(outcomes, journal.logged)
-        self._saving: dict[int, str] = {}
+        self._saving: dict[int, tuple[str, m.Save]] = {}
+        """Task -> who is to save what."""
         self._saved: dict[str, str] = {}
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="m2flow-controller", daemon=True)
@@ -142,7 +146,7 @@ class Controller:
         """
         address = self._listener.open()
         self._waker.open(address, _FLOW, self._launcher.token)
-        self._addresses[CONTROLLER] = self._inbox.open()
+        self._crew.set_own_address(self._inbox.open())
         self._launcher.start(address)
         self._thread.start()
         self._outcomes.wait_ready(self._settings.start_timeout_s)
@@ -165,7 +169,7 @@ class Controller:
         if self._thread.is_alive():
             self._waker.send(b"")
             self._thread.join()
-        self._launcher.stop(patience_s=5.0 if self._lives.have_all_gone else 0.5)
+        self._launcher.stop(self._crew.leaving)
         self._waker.close()
         self._listener.close()
         self._inbox.close()
@@ -179,7 +183,7 @@ class Controller:
                 while not self._is_stopping:
                     self._turn()
         except BrokenChannel as error:
-            self._outcomes.end(self._lives.why(error))
+            self._outcomes.end(self._crew.why(error))
         except M2FlowError as error:
             self._outcomes.end(error)
         except Exception as error:
@@ -197,15 +201,24 @@ class Controller:
             self._posted(self._posts.get())
         self._handle_gathered()
         for peer, body in self._listener.receive(0.0):
-            self._lives.seen(peer.removesuffix(_BEAT))
-            if body and not peer.endswith(_BEAT):
-                self._received(peer, m.decode_to_controller(body))
+            heard = self._crew.heard(peer, body) if peer != _FLOW else None
+            if heard is not None:
+                self._received(*heard)
         for parcel in self._inbox.take():
             self._collect(parcel)
+        self._tell_of(self._crew.check())
         self._running = self._scheduler.running()
         self._keeper.finish(self._outcomes.are_well, self._journal.make_durable)
         self._journal.commit_if_due()
-        self._lives.check()
+
+    def _tell_of(self, events: Iterable[Event]) -> None:
+        """Workers are lost, or here again."""
+        for event in events:
+            self._handle(event)
+            if isinstance(event, WorkerJoined):
+                for worker, message in self._saving.values():
+                    if worker == event.worker:
+                        self._crew.tell(worker, message)
 
     def _posted(self, post: Post) -> None:
         match post:
@@ -229,9 +242,11 @@ class Controller:
                 self._handle_gathered()
                 self._save(path)
             case Wanted(ordinal):
+                self._wanted.add(ordinal)
                 self._gathered.append(post)
                 self._handle_gathered()
                 if not self._scheduler.num_rows(ordinal):
+                    self._wanted.discard(ordinal)
                     self._outcomes.deliver(ordinal, Batch.concat([]))
             case Released() | CheckpointDue():
                 self._gathered.append(post)
@@ -252,17 +267,13 @@ class Controller:
                 if to == CONTROLLER:
                     self._collect(Parcel(call, self._rows.get(call, ids), CONTROLLER))
                 else:
-                    self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
+                    self._crew.send(to, Parcel(call, self._rows.get(call, ids), CONTROLLER))
             case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                 self._rows.forget(call)
             case Send(worker, message):
-                for call in m.calls_of(message) if isinstance(message, m.Task) else ():
-                    if call not in self._defined[worker]:
-                        self._tell(worker, m.Define(call, self._bodies[call]))
-                        self._defined[worker].add(call)
                 if isinstance(message, m.Accumulate):
                     self._consuming[message.number] = message
-                self._tell(worker, message)
+                self._crew.tell(worker, message, self._bodies.__getitem__)
             case Resolve(ordinal, value, chosen):
                 done = self._calls[ordinal]
                 if chosen is not None:
@@ -292,22 +303,21 @@ class Controller:
                 self._keeper.begun(command.versions)
             case CheckpointSaved():
                 self._keeper.saved(command.role, command.digest)
+            case Undone(ordinal, ids):
+                self._journal.undone(self._calls[ordinal], ids)
             case Forgotten(ordinal):
                 self._outcomes.forget(self._calls.pop(ordinal))
                 del self._bodies[ordinal]
-                for defined in self._defined.values():
-                    defined.discard(ordinal)
+                self._crew.forget_call(ordinal)
 
     def _received(self, worker: str, message: m.ToController) -> None:
         match message:
-            case m.Ready(address=address):
-                self._addresses[worker] = address
-                self._defined[worker] = set()
-                self._lives.came_up(worker)
-                if len(self._defined) == len(self._plan.workers):
-                    for name in self._defined:
-                        self._tell(name, m.Peers(self._addresses))
+            case m.Ready():
+                self._tell_of(self._crew.came_up(worker, message))
+                if self._crew.is_ready:
                     self._outcomes.ready()
+            case m.Missing():
+                self._crew.answered(worker, message)
             case m.Finished():
                 self._finished(worker, message)
             case m.Aborted(call=ordinal) if ordinal in self._calls:
@@ -317,7 +327,8 @@ class Controller:
             case m.Load():
                 self._handle(FromWorker(worker, message))
             case m.TaskDone() if message.task in self._saving:
-                self._saved[self._saving.pop(message.task)] = str(message.result)
+                _, save = self._saving.pop(message.task)
+                self._saved[save.role] = str(message.result)
                 if not self._saving:
                     self._outcomes.saved(self._saved)
             case m.TaskFailed() if message.task in self._saving:
@@ -333,8 +344,8 @@ class Controller:
                 self._journal.spans(block)
             case m.Fatal(error=error):
                 raise error_from_record(error)
-            case m.Goodbye():  # Nobody has told it to stop yet: it failed, and could not say why.
-                raise self._lives.ended(worker)
+            case m.Goodbye():
+                self._tell_of(self._crew.said_goodbye(worker))
 
     def _finished(self, worker: str, message: m.Finished) -> None:
         call = self._calls.get(message.call)
@@ -354,49 +365,50 @@ class Controller:
         self._handle(FromWorker(worker, message))
 
     def _collect(self, parcel: Parcel) -> None:
-        """Rows that the program waits for."""
-        parts = self._collecting.setdefault(parcel.call, [])
-        parts.append(parcel.batch)
-        if sum(len(part) for part in parts) >= self._scheduler.num_rows(parcel.call):
-            self._outcomes.deliver(parcel.call, Batch.concat(self._collecting.pop(parcel.call)).in_order())
+        """Rows that the program waits for. They come for the second time if their first sender has died."""
+        call = parcel.call
+        if call not in self._wanted or not self._crew.counts(parcel):
+            return
+        self._collected.put(call, parcel.batch, parcel.sender)
+        ids = self._collected.ids(call)
+        if len(ids) >= self._scheduler.num_rows(call):
+            self._outcomes.deliver(call, self._collected.get(call, ids))
+            self._collected.forget(call)
+            self._wanted.discard(call)
+
+    def _sever(self, tag: str, sent: Mapping[int, Iterable[int]]) -> Mapping[int, list[int]]:
+        """A process has died that sent rows which the program waits for; those that have not come."""
+        return self._collected.sever(tag, {call: rows for call, rows in sent.items() if call in self._wanted})
 
     def _save(self, path: Path) -> None:
         """The trained model of each role; of a role that is only sampled from, the digest of its weights."""
         for worker in self._plan.workers:
             for slot in worker.engines:
-                is_first = slot.role not in self._saving.values()
+                is_first = slot.role not in [save.role for _, save in self._saving.values()]
                 if slot.kind == "train" or (slot.kind == "rollout" and is_first and not self._is_trained(slot.role)):
                     number = -1 - len(self._saving)
-                    self._saving[number] = slot.role
-                    self._tell(worker.name, m.Save(number, -1, slot.role, str((path / slot.role).resolve())))
+                    message = m.Save(number, -1, slot.role, str((path / slot.role).resolve()))
+                    self._saving[number] = worker.name, message
+                    self._crew.tell(worker.name, message)
         if not self._saving:
             self._outcomes.saved({})
 
     def _is_trained(self, role: str) -> bool:
         return any(slot.kind == "train" and slot.role == role for worker in self._plan.workers for slot in worker.engines)
 
-    def _tell(self, worker: str, message: m.ToWorker) -> None:
-        self._listener.send(worker, m.encode(message))
-
     def _stop_workers(self) -> None:
         """Ask all to finish; take what they still say for a moment, so that their spans are kept. Then let them go."""
-        self._tell_all_to_stop()
+        self._crew.tell_all_to_stop()
         deadline = time.monotonic() + 3.0
         try:
-            while self._lives.are_leaving and time.monotonic() < deadline:
+            while self._crew.are_leaving and time.monotonic() < deadline:
                 wait([self._listener], 0.1)
                 for peer, body in self._listener.receive(0.0):
-                    if body and not peer.endswith(_BEAT) and peer != _FLOW:
-                        message = m.decode_to_controller(body)
-                        if isinstance(message, m.Spans):
-                            self._journal.spans(message.block)
-                        elif isinstance(message, m.Goodbye):
-                            self._lives.said_goodbye(peer)
+                    heard = self._crew.heard(peer, body) if peer != _FLOW else None
+                    if heard is not None and isinstance(heard[1], m.Spans):
+                        self._journal.spans(heard[1].block)
+                    elif heard is not None and isinstance(heard[1], m.Goodbye):
+                        self._crew.has_left(heard[0])
         except (M2FlowError, OSError):
             pass  # The run is over; what is lost here is the end of the trace.
-        self._tell_all_to_stop()
-
-    def _tell_all_to_stop(self) -> None:
-        for worker in self._defined:
-            with contextlib.suppress(M2FlowError):  # It is dead already.
-                self._tell(worker, m.Stop())
+        self._crew.tell_all_to_stop()

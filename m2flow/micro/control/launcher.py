@@ -6,13 +6,15 @@ ends itself when its parent is gone, so nothing is left behind even if the contr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -62,6 +64,7 @@ class LocalLauncher:
         self._prefix = f"m2flow-{secrets.token_hex(4)}"
         self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._controller = ""
 
     @property
     def socket_dir(self) -> str:
@@ -81,9 +84,21 @@ class LocalLauncher:
     def start(self, controller: str) -> None:
         """Start every worker; they connect to the controller's address by themselves."""
         for worker in self._plan.workers:
-            self._processes[worker.name] = self._spawn(worker, controller)
+            self._processes[worker.name] = self._spawn(worker, controller, 0)
+        self._controller = controller
 
-    def settings_for(self, worker: WorkerPlan, controller: str) -> WorkerSettings:
+    def restart(self, worker: str, incarnation: int) -> None:
+        """Start another process for a worker whose last one has ended; it was started so often before."""
+        self._processes[worker] = self._spawn(self._plan.worker(worker), self._controller, incarnation)
+
+    def kill(self, worker: str) -> None:
+        """End a worker's process, whatever it is doing, and what that has started."""
+        process = self._processes[worker]
+        if process.poll() is None:
+            _kill_group(process.pid)
+            process.wait()
+
+    def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
         """All that a worker must know to start."""
         return WorkerSettings(
             name=worker.name,
@@ -107,6 +122,7 @@ class LocalLauncher:
             gather_s=GATHER_S,
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),
+            incarnation=incarnation,
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             shared_bytes=self._spec.channels.shared_bytes,
             attempt=self._attempt,
@@ -114,8 +130,8 @@ class LocalLauncher:
             weights=weight_settings(worker.name, self._plan.syncs, self._spec.weights, self._weights_directory),
         )
 
-    def _spawn(self, worker: WorkerPlan, controller: str) -> subprocess.Popen[bytes]:
-        settings = self.settings_for(worker, controller)
+    def _spawn(self, worker: WorkerPlan, controller: str, incarnation: int) -> subprocess.Popen[bytes]:
+        settings = self.settings_for(worker, controller, incarnation)
         environment = {
             **engine_environment(worker.threads, deterministic=self._settings.deterministic),
             **os.environ,
@@ -127,7 +143,7 @@ class LocalLauncher:
         }
         with self.log_path(worker.name).open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "m2flow.micro.work.process"],
+                [sys.executable, "-m", "m2flow.micro.work.process", settings.tag],  # The name is for people who look at `ps`.
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -144,8 +160,15 @@ class LocalLauncher:
         return process
 
     def ended(self) -> dict[str, int]:
-        """Exit status of each worker that is not running any more."""
-        return {name: code for name, process in self._processes.items() if (code := process.poll()) is not None}
+        """Exit status of each worker that is not running any more. What it has started ends with it."""
+        found: dict[str, int] = {}
+        for name, process in self._processes.items():
+            if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                _kill_group(process.pid)  # As long as nobody has waited for it, the group's number can't be another's.
+                process.wait()
+            if process.returncode is not None:
+                found[name] = process.returncode
+        return found
 
     def has_trainer(self, worker: str) -> bool:
         """Whether weights are trained there."""
@@ -162,19 +185,24 @@ class LocalLauncher:
         lines = self.log_path(worker).read_text(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_LINES:])
 
-    def stop(self, *, patience_s: float = 5.0) -> None:
-        """Wait for the workers to end, then end those that do not, and remove what they may have left."""
+    def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
+        """Wait for these workers to end, then end all that do not, and remove what they may have left."""
         deadline = time.monotonic() + patience_s
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        waits_for = set(leaving)
+        while waits_for - self.ended().keys() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for worker in self._processes:
+            self.kill(worker)
         remove_segments(self._prefix)
         remove_arenas(self._prefix)
         remove_files(self._weights_directory, self._prefix)
         self._sockets.cleanup()
+
+
+def _kill_group(pid: int) -> None:
+    """A worker leads a group of its own, which has the processes that users' functions started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def make_keys(path: Path) -> None:

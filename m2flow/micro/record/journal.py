@@ -126,6 +126,16 @@ class Journal:
         """What these samples had was too old for this call: they begin anew."""
         self._ledger.expired(call, ids)
 
+    def undone(self, call: Call, ids: Sequence[int]) -> None:
+        """Rows of a call's result were lost with their worker: what is known of them is void. Samples count when they come again."""
+        self._ledger.undone(call.ordinal, ids)
+        if call.engine == "rollout":
+            self.tally.num_samples -= len(ids)
+
+    def incident(self, kind: str, worker: str, what: str) -> None:
+        """A worker was lost, or started again."""
+        self._ledger.incident(kind, worker, what)
+
     def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
         self._ledger.consumed(call.ordinal, epoch, ids)
 

@@ -12,6 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,7 @@ CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
 CREATE TABLE filtered (sample INTEGER, call INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
 CREATE TABLE failed (sample INTEGER PRIMARY KEY, call INTEGER, error TEXT);
 CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
+CREATE TABLE incidents (at_s REAL, kind TEXT, worker TEXT, what TEXT);
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
 CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
@@ -160,6 +162,14 @@ class Ledger:
         """What these samples had by now was too old for a call, which begins them anew."""
         records = [(call.ordinal, packed) for packed in ids]
         self._many("INSERT OR IGNORE INTO expired SELECT id, ?, num_generated FROM samples WHERE id=?", records)
+
+    def undone(self, call: int, ids: Sequence[int]) -> None:
+        """These rows of a call's result are lost, and made again."""
+        self._many("DELETE FROM rewards WHERE call=? AND sample=?", [(call, packed) for packed in ids])
+
+    def incident(self, kind: str, worker: str, what: str) -> None:
+        """Something that happened to a worker: it was lost, or started again."""
+        self._run("INSERT INTO incidents VALUES (?,?,?,?)", (time.time(), kind, worker, what))
 
     def logged(self, step: int, name: str, value: float) -> None:
         self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
@@ -296,6 +306,27 @@ def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]
         raise SpecError(
             f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
         ) from None
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that happened to a worker."""
+
+    at_s: float
+    """Unix time."""
+    kind: str
+    """`lost` or `started again`."""
+    worker: str
+    what: str
+
+
+def read_incidents(run_dir: Path) -> list[Incident]:
+    """What happened to the workers of a run, the first first."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        return [Incident(*row) for row in db.execute("SELECT at_s, kind, worker, what FROM incidents ORDER BY at_s")]
+    finally:
+        db.close()
 
 
 def read_endings(run_dir: Path) -> dict[str, int]:

@@ -4,7 +4,7 @@
 
 A process goes by its tag, which is new for each that a worker is (`m2flow.micro.scheduling.roster.tag_of`): what was meant for one that
 is gone does not reach the next, whose rows the controller knows of by another name. Limit: a peer that lives and takes nothing holds
-its senders up for a minute, then it is an error.
+its senders up for five minutes, then it is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from m2flow.channels.contract import Outbox, Parcel
 from m2flow.errors import BrokenChannel
 from m2flow.micro.scheduling.roster import worker_of
 
-_MOST_S = 60.0
+_MOST_S = 300.0
 
 
 @final
@@ -57,7 +57,7 @@ class Peers:
         """Hand rows over; False if the peer is dead, and nobody is to have them.
 
         Raises:
-            BrokenChannel: it lives, and took nothing for a minute.
+            BrokenChannel: it lives, and took nothing for five minutes.
         """
         start_s = time.monotonic()
         while (address := self._addresses.get(tag)) is not None:

@@ -31,6 +31,8 @@ from m2flow.micro.work.worker import Worker, WorkerSettings
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
 """Environment variable with the run's secret."""
 _DRAIN_S = 3.0
+_ASKS_AFTER_S = 0.5
+"""While a peer takes nothing for so long, the worker listens whether it is dead."""
 
 
 def _watch_parent(settings: WorkerSettings) -> None:
@@ -56,11 +58,15 @@ def serve(settings: WorkerSettings, token: str) -> None:
     lends = "shared memory" in settings.transports.values()
     # A name of its own: another process may have had this worker's name before, and some of its buffers may still be read.
     arena = Arena(f"{settings.shared_prefix}-{os.getpid()}", max_bytes=settings.shared_bytes) if lends else None
-    outbox = ZmqOutbox(settings.name, keys=keys, arena=arena)
-    link.open(settings.controller, settings.name, token)
-    beacon = Beacon(settings.controller, settings.name, token, period_s=settings.heartbeat_s, keys=keys)
-    beacon.open()
+    outbox = ZmqOutbox(settings.tag, timeout_s=_ASKS_AFTER_S, keys=keys, arena=arena)
+    link.open(settings.controller, settings.tag, token)
     worker = Worker(settings, link, inbox, outbox)
+
+    def pulse() -> bytes:
+        return m.encode(m.Pulse(worker.num_turns, time.process_time(), worker.is_in_users_code))
+
+    beacon = Beacon(settings.controller, settings.tag, token, period_s=settings.heartbeat_s, payload=pulse, keys=keys)
+    beacon.open()
     try:
         worker.open()
         while not worker.is_stopping:

@@ -1,0 +1,59 @@
+"""A run whose workers are killed, in a process of its own, for `test_recovery`: recovery_run.py RUNS_DIR ENGINE [SETTING=VALUE ...]."""
+
+import json
+import sys
+import time
+
+from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
+from m2flow.errors import M2FlowError
+from m2flow.micro.record.ledger import read_incidents
+from m2flow.micro.run import Run
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+
+
+def unhurried(sample: Sample) -> float:
+    """Long enough for something to happen to it."""
+    time.sleep(0.02)
+    return float(len(sample.tokens) % 3)
+
+
+@op(granularity="group")
+def ranks(samples: list[Sample]) -> list[int]:
+    return list(range(len(samples)))
+
+
+@flow
+def scored(model: str = "fake", num_steps: int = 4) -> None:
+    policy, judge = Policy(model), Reward(unhurried)
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(32)])
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(8), n=4, max_new_tokens=12)
+        policy.update(responses, advantages=judge.score(responses) + ranks(responses), minibatch_size=4)
+
+
+def main(runs_dir: str, model: str, *arguments: str) -> None:
+    engine = "fake" if model == "fake" else "embedded"
+    spec = ClusterSpec(
+        placement="split",
+        device="cpu",
+        cores=4,
+        rollout=RolloutSpec(engine=engine, workers=2, max_running=8, threads=1),
+        train=TrainSpec(engine=engine, token_budget=200, threads=1),
+        functions=FunctionSpec(workers=2, chunk=4),
+    )
+    given = {name: json.loads(value) for name, _, value in (argument.partition("=") for argument in arguments)}
+    options = {name: given.pop(name) for name in ("num_steps",) if name in given}
+    settings = RunSettings(runs_dir=runs_dir, heartbeat_s=0.1, restart_wait_s=0.05, deterministic=engine != "fake", **given)
+    run = Run(scored, {"model": model, **options}, spec, settings)
+    said: dict[str, object] = {}
+    try:
+        summary = run.execute()
+        said |= {"samples": summary.samples_sha256, "weights": summary.weights_sha256, "count": summary.samples}
+    except M2FlowError as error:
+        said |= {"error": f"{type(error).__name__}: {error}"}
+    said["incidents"] = [[one.at_s, one.kind, one.worker, one.what] for one in read_incidents(run.run_dir)]
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
