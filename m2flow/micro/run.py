@@ -244,7 +244,7 @@ class Run:
         restored, parts, attempt = self._restored
         launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts)
         outcomes = Outcomes()
-        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored)
+        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn)
 
     def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None

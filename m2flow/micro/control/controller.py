@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,7 @@ class Controller:
         outcomes: Outcomes,
         keeper: Keeper,
         restored: Mapping[str, int],
+        warn: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._settings = settings
@@ -121,7 +122,7 @@ class Controller:
         self._gathered: list[Event] = []
         """Of the posts in hand, what the scheduler is to be told."""
         self._rows = RowStore()
-        self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever)
+        self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, warn)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
         self._consuming: dict[int, m.Accumulate] = {}

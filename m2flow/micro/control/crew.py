@@ -64,11 +64,14 @@ class Crew:
         scheduler: Scheduler,
         journal: Journal,
         sever: Callable[[str, Mapping[int, Iterable[int]]], Mapping[int, list[int]]],
+        warn: Callable[[str], None],
     ) -> None:
         """
         Args:
             sever: drops what the program waits for and a dead process has sent, but these rows; those of these that have not come.
+            warn: says something to the user.
         """
+        self._warn = warn
         self._settings = settings
         self._launcher = launcher
         self._listener = listener
@@ -244,6 +247,8 @@ class Crew:
         for peer in (tag, tag + BEAT):
             self._listener.forget(peer)
         self._peers.sever(tag)
+        if not self._scheduler.is_vital(worker):
+            self._warn(f"the worker {worker} {named}; " + ("it is started again" if end.returns else "it is given up"))
         for known in (self._watches, self._knows, self._starting_s):
             known.pop(worker, None)
         self._addresses.pop(tag, None)

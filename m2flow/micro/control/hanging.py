@@ -23,7 +23,7 @@ class Watch:
     def __init__(self, now_s: float, *, hung_after_s: float, turn_limit_s: float | None) -> None:
         self._hung_after_s = hung_after_s
         self._turn_limit_s = turn_limit_s
-        self._seen_s = self._turn_s = self._idle_s = now_s
+        self._seen_s = self._beat_s = self._turn_s = self._idle_s = now_s
         self._num_turns = -1
         self._cpu_s = 0.0
 
@@ -33,7 +33,7 @@ class Watch:
 
     def beat(self, now_s: float, num_turns: int, cpu_s: float, *, is_in_users_code: bool) -> None:
         """Its pulse: the turns of its main loop so far, and the processor time of all its threads."""
-        self._seen_s = now_s
+        self._seen_s = self._beat_s = now_s
         if num_turns != self._num_turns or is_in_users_code:
             self._num_turns, self._turn_s = num_turns, now_s
             self._idle_s, self._cpu_s = now_s, cpu_s
@@ -43,6 +43,7 @@ class Watch:
     def excuse(self, seconds: float) -> None:
         """For so long nobody could have heard it."""
         self._seen_s += seconds
+        self._beat_s += seconds
         self._turn_s += seconds
         self._idle_s += seconds
 
@@ -50,8 +51,8 @@ class Watch:
         """How it hangs; empty if it does not."""
         if now_s - self._seen_s > self._hung_after_s:
             return f"gave no sign of life for {now_s - self._seen_s:.0f} s"
-        if now_s - self._idle_s > self._hung_after_s:
-            return f"made no turn for {now_s - self._turn_s:.0f} s and did nothing"
-        if self._turn_limit_s is not None and now_s - self._turn_s > self._turn_limit_s:
-            return f"was at one turn for {now_s - self._turn_s:.0f} s"
+        if self._beat_s - self._idle_s > self._hung_after_s:
+            return f"made no turn for {self._beat_s - self._turn_s:.0f} s and did nothing"
+        if self._turn_limit_s is not None and self._beat_s - self._turn_s > self._turn_limit_s:
+            return f"was at one turn for {self._beat_s - self._turn_s:.0f} s"
         return ""
