@@ -200,7 +200,7 @@ def _tokens(rows: object) -> dict[int, list[int]]:
 
 def _chosen(paths: list[Path], most: int | None) -> list[Path]:
     chosen = paths if most is None else paths[3 :: max(len(paths) // most, 1)]
-    assert len(chosen) > 5
+    assert len(chosen) > 3
     return chosen
 
 
