@@ -299,14 +299,19 @@ MOVES = (
 """Each as often as it is drawn."""
 
 
-def random_walk(seed: int, num_moves: int, *, dies: bool = False) -> int:
+def random_walk(seed: int, num_moves: int, *, dies: bool = False, policies: str = "") -> int:
     """A program of so many moves that a seed decides, to its end; how many events the scheduler took."""
     rng = random.Random(seed)
     spec = cluster(
         rng.choice(["split", "time-shared"]), rng.randint(1, 3), rng.choice([1, 3, 64]), rng.choice([1, 30, 4096]), rng.randint(1, 2)
     )
     program = Program(
-        spec, staleness=rng.choice([0, 1, 1, 2]), seed=seed, deterministic=rng.random() < 0.2, fails=rng.random() < 0.2, dies=dies
+        spec.with_policy(policies),
+        staleness=rng.choice([0, 1, 1, 2]),
+        seed=seed,
+        deterministic=rng.random() < 0.2,
+        fails=rng.random() < 0.2,
+        dies=dies,
     )
     try:
         for _ in range(num_moves):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from machine_lines import random_walk
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import SpecError
@@ -25,11 +26,13 @@ from m2flow.micro.rollouts.lengths import StepLengths
 from m2flow.micro.rollouts.policies import POLICIES, make_policy
 from m2flow.micro.rollouts.predictors import EarlierSteps
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
-from m2flow.testing import world
+from m2flow.testing import adversary, world
 from m2flow.testing.random_programs import clusters, difference, policies, programs, scheduled, timed_programs
+from m2flow.testing.scheduler_model import Model
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(5)]
+ADVERSARY = f"{Path(adversary.__file__)}:Adversary:seed={{seed}}"
 NUM_CASES = 12
 TIMES_LONG = 20
 predictors = st.sampled_from(["siblings", "earlier-steps", "prompt-buckets"])
@@ -163,3 +166,16 @@ def test_the_policies_of_the_document_run_in_the_study_and_live(tmp_path):
         first, second = ([2, 3], [0, 1]) if "Short" in name else ([4, 5], [0, 1])
         assert max(played.finish_s[first]) < min(played.finish_s[second])
         assert run_planned(several_epochs, {}, scheduled(spec, (name, "admission"))) == eager
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["all workers stay", "workers die and come back"])
+@pytest.mark.parametrize(
+    "name", ["longest-first", "group-completing+adaptive-concurrency:start=1", "split", "balanced+admission", ADVERSARY]
+)
+def test_every_rule_of_the_scheduler_holds_under_a_policy_with_messages_late_and_twice(request, monkeypatch, name, dies):
+    if name == ADVERSARY:  # It says another thing whenever it is asked.
+        monkeypatch.setattr(Model, "_check_that_all_were_asked", lambda self: None)
+    num_events, walks = 0, 0
+    while num_events < (100_000 if request.config.getoption("--long") else 150):
+        num_events += random_walk(walks, 60, dies=dies, policies=name.format(seed=walks))
+        walks += 1

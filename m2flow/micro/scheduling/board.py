@@ -239,6 +239,7 @@ class Board:
         self.versions.done(state.call)
         if state.is_update:
             self.open.changed(state.call.role)
+            self.placings.trained(state.call.role)
         self._leave(state)
         if state.result is None:
             state.result = sorted(state.done)

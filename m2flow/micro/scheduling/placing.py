@@ -25,6 +25,9 @@ from m2flow.micro.scheduling.tracking import CallState
 from m2flow.recipe import Sampling
 from m2flow.samples import SampleId, group_key
 
+_FEW = 64
+"""With more instances, those that a policy left out are not all asked again whenever a sample ends or begins."""
+
 
 @final
 class Placing:
@@ -67,6 +70,8 @@ class Placing:
         """Samples that began against the policy, since nothing else was under way."""
         self._is_forced = False
         self._is_begun = False
+        self._num_ended = 0
+        """Samples, since all instances were listed."""
 
     # What the desk asks
 
@@ -116,6 +121,7 @@ class Placing:
             here = self.seen.place.pop(sample, None)
             if here is not None:
                 self.seen.loads[here] -= 1
+            self._num_ended += 1
             self.policy.ended(sample, length)
 
     def reported(self, worker: str, load: Load, tokens: Iterable[tuple[int, int]]) -> None:
@@ -166,6 +172,9 @@ class Placing:
         if not self._is_begun or ready.is_disturbed or len(self._rows) != len(state.ids):
             self._begin()
             return
+        if self._num_ended and self._num_ended * _FEW >= len(self._workers):
+            self._num_ended = 0
+            self._list_all()
         came = ready.arrived()
         if came or self._held_back:
             self._show([*self._held_back, *came])
@@ -275,6 +284,12 @@ class Placing:
         return len(seen.groups) >= seen.num_alive * len(seen.members[seen.groups[sample]])
 
     def _deal(self) -> None:
+        """Hand out what the policy hands out. What it has just said may change what it would say of an instance that it left out."""
+        while self._deal_to_open() and self.seen.waiting and len(self._workers) <= _FEW:
+            self._list_all()
+
+    def _deal_to_open(self) -> bool:
+        """Whether there was anything to hand out to those that are listed."""
         seen = self.seen
         dealt: set[int] = set()
         while self._open and seen.waiting:
@@ -304,3 +319,4 @@ class Placing:
                 self._give(following, j)
             heapq.heappush(self._open, (seen.loads[j], j))
         self._dealt |= dealt
+        return bool(dealt)

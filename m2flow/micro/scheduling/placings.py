@@ -92,6 +92,11 @@ class Placings:
         for placing in self._placings.values():
             placing.joined(worker)
 
+    def trained(self, role: str) -> None:
+        """There is a new version of the role's weights; a policy may have waited for it."""
+        if self._names:
+            self._board.waking.wake_role(role)
+
     def force(self) -> bool:
         """Nothing is under way: overrule a policy that holds back; whether one does."""
         held = [p for p in self._placings.values() if p.state.has_rows_to_begin and p.force()]
