@@ -89,6 +89,12 @@ class ChannelSpec(_Strict):
     keys: str = ""
     """With `tcp`: the file of the cluster's key (`m2flow keys FILE` makes one). All that passes is then encrypted, and only holders of the
     key are heard."""
+    max_samples: int | None = Field(None, ge=1)
+    """Most samples of one call's name under way to one worker, begun but not taken there; by default as many as the steps that may run at
+    once have. A group counts whole, and one may be over."""
+    max_bytes: int = Field(2**32, ge=1)
+    """The same in bytes, a sample that is not done counted at its longest. What must be there at once and does not fit is spilled to
+    segment files; the plan says so."""
     shared_bytes: int = Field(2**30, ge=0)
     """With `ipc`: shared memory that each worker may take to lend large columns to others. 0: they go through the sockets. Where it is
     full, they do too, and are counted."""

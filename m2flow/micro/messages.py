@@ -54,6 +54,8 @@ class Generate(Task, frozen=True):
     """The call whose samples they are: this one, or, of carried ones, an earlier one of its line."""
     aborted_by: int = -1
     """The call at whose end they were stopped, if they have tokens."""
+    spills: bool = False
+    """Finished ones may lie for long: keep them in the segment file alone."""
 
 
 class Perform(Task, frozen=True):

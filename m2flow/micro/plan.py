@@ -40,6 +40,20 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     """The lease that its rollout and train engines take turns with; empty if it has only one of them."""
 
 
+class Room(msgspec.Struct, frozen=True):
+    """What a generation's rows may take up on the way to one worker (`m2flow.micro.scheduling.credits`)."""
+
+    target: str
+    samples: int
+    num_bytes: int
+    takers: int
+    """Calls there that take each row."""
+    is_whole: bool
+    """One of them needs all rows of the generation at once."""
+    fits: bool
+    """What must be there at once does. Where it does not, it is never begun."""
+
+
 class Stage(msgspec.Struct, frozen=True):
     """How one call is run."""
 
@@ -56,6 +70,10 @@ class Stage(msgspec.Struct, frozen=True):
     """Train: tokens that a micro-batch is filled up to. 0 elsewhere."""
     forward_to: tuple[str, ...] = ()
     """Workers that get each row as soon as it is there."""
+    rooms: tuple[Room, ...] = ()
+    """Of a generation: what may be under way to each worker that its rows are sent to, where that is limited."""
+    spills: bool = False
+    """Of a generation: rows stay in the segment file of who made them until a task needs them, where there is no room for them."""
     state: str = ""
     """The role whose state it reads or writes, which is on one worker; empty if it may run anywhere."""
 
@@ -73,6 +91,16 @@ class Route(msgspec.Struct, frozen=True):
     for room across a lease."""
     reason: str = ""
     """Why this transport."""
+    capacity_bytes: int = 0
+    """Most bytes under way; 0: no limit is within reach."""
+    needs: int = 0
+    """Of a generation: samples that the consumer must be able to have at once."""
+    needs_bytes: int = 0
+    """The same in bytes, each sample as long as it may be."""
+    is_whole: bool = False
+    """They are all of the call: the consumer can't begin with fewer."""
+    spills: bool = False
+    """They do not fit: rows stay in the segment file of who made them until a task needs them."""
 
 
 class WeightSync(msgspec.Struct, frozen=True):
@@ -157,8 +185,7 @@ class Plan(msgspec.Struct, frozen=True):
         lines += _table((s.call, f"@{s.unit}", ", ".join(s.workers) or "controller", _how(s)) for s in self.stages)
         lines += ["routes"]
         lines += _table(
-            (f"{r.producer} -> {r.consumer}", f"{r.source} -> {r.target}", r.transport, f"{r.capacity} samples", r.reason)
-            for r in self.routes
+            (f"{r.producer} -> {r.consumer}", f"{r.source} -> {r.target}", r.transport, _room(r), r.reason) for r in self.routes
         )
         if self.policies:
             lines += [f"rollout policy: {', '.join(self.policies)}; lengths by {self.predictor}"]
@@ -195,6 +222,11 @@ def _how(stage: Stage) -> str:
     if stage.engine == "train" and stage.unit in ("minibatch", "batch") and not stage.is_barrier:
         return f"micro-batches of up to {stage.token_budget} tokens, as groups come in; one optimiser step a mini-batch"
     return "waits for all of its input" if stage.is_barrier else f"up to {stage.chunk} samples a task, as they come in"
+
+
+def _room(route: Route) -> str:
+    room = f"{route.capacity} samples" + (f", {route.capacity_bytes:,} bytes" if route.capacity_bytes else "")
+    return f"{room}; spills to segment files" if route.spills else room
 
 
 def _count(number: int, noun: str) -> str:

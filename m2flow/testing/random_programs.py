@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from m2flow.macro.flow import Flow
 from m2flow.macro.session import Backend
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import programs as p
 from m2flow.testing.account import Account
 from m2flow.testing.answers import Answer
@@ -197,6 +197,9 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
         rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 3)), max_running=draw(st.sampled_from([64, 5, 2, 1]))),
         train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([4096, 60, 20, 1]))),
         functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([64, 3, 1]))),
+        channels=ChannelSpec(
+            max_samples=draw(st.sampled_from([None, 1, 2, 5, 9, 30])), max_bytes=draw(st.sampled_from([2**32, 2**32, 100, 1000, 4000]))
+        ),
     )
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import msgspec
-
 from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, CallKind, MacroGraph
 from m2flow.macro.soundness import asynchrony
@@ -20,9 +18,11 @@ from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
 from m2flow.micro.lowering.abilities import check_abilities, notes_on_abilities
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.chunking import Sizes, chunk, resize, sizes_of
+from m2flow.micro.lowering.deadlock import check_room
 from m2flow.micro.lowering.legality import legal_stages
 from m2flow.micro.lowering.packing import pack
 from m2flow.micro.lowering.placement import check_place, check_places, device_of, place_stages, place_workers, places
+from m2flow.micro.lowering.room import as_pinned, give_rooms, limit
 from m2flow.micro.lowering.routing import route
 from m2flow.micro.lowering.seating import seat_sizes, seat_workers
 from m2flow.micro.lowering.syncs import plan_switches, plan_syncs
@@ -68,6 +68,11 @@ def lower(
     else:
         workers = place_workers(graph, models, spec, deterministic=deterministic)
     routes, stages = _stages(first, workers, spec, sizes)
+    # Staleness is what the whole trace says.
+    routes = limit(first, stages, routes, workers, spec, staleness=graph.staleness)
+    routes = routes if pinned is None else as_pinned(routes, pinned.routes)
+    check_room(routes, stages, workers)
+    stages = give_rooms(first, stages, routes, workers)
     for call in graph.calls:
         check_abilities(call, workers)
     names = graph.names()
@@ -83,7 +88,7 @@ def lower(
         structure=first.structure_hash(),
         workers=workers,
         stages=stages,
-        routes=tuple(msgspec.structs.replace(route, capacity=route.capacity * (1 + graph.staleness)) for route in routes),
+        routes=routes,
         syncs=plan_syncs(workers, spec.weights),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
@@ -137,7 +142,8 @@ class Lowering:
         if key not in self._segments:
             self._segments[key] = self._stages(segment, shapes)
         self.num_reused += len(calls)
-        return self._segments[key]
+        # Depends on sizes, and on all that lies between two calls: nothing to remember.
+        return give_rooms(segment, self._segments[key], self._plan.routes, self._plan.workers)
 
     def _stages(self, segment: MacroGraph, shapes: list[int]) -> tuple[Stage, ...]:
         by_call = dict(zip([call.ordinal for call in segment.calls], shapes, strict=True))

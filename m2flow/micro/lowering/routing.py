@@ -16,11 +16,14 @@ import msgspec
 from m2flow.channels.codec import INLINE_BYTES
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.plan import Route, Stage
+from m2flow.micro.work.performing import num_tokens_of
 from m2flow.recipe import Sampling
 from m2flow.spec import ClusterSpec
 
+BYTES_PER_TOKEN = 16
+"""Of all of a sample's columns: id, log-probability and version 4 each, two masks, and about 2 of text."""
 _TOKEN_BYTES = 4
-"""Of a token's id, its log-probability or its version: the widest columns."""
+"""Of the widest columns: a token's id, its log-probability or its version."""
 
 
 def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
@@ -48,15 +51,25 @@ def _between(producer: Stage, consumer: Stage, capacity: int) -> Sequence[Route]
     ]
 
 
+def longest_rows(graph: MacroGraph) -> dict[int, int]:
+    """Tokens of each call's longest row, if its samples become as long as they may; of prompts as their texts predict."""
+    longest: dict[int, int] = {}
+    for call in graph.calls:
+        rows, sampling = call.options.get("rows"), call.options.get("sampling")
+        if isinstance(rows, Batch):
+            longest[call.ordinal] = max(num_tokens_of(rows), default=0)
+            continue
+        before = max((longest.get(ref.call, 0) for _, ref in call.inputs), default=0)
+        longest[call.ordinal] = before + (sampling.max_new_tokens if isinstance(sampling, Sampling) else 0)
+    return longest
+
+
 def _large_columns(graph: MacroGraph, stages: Mapping[int, Stage]) -> dict[str, int]:
     """By the name of a call that gives tokens: bytes of its largest column, if a task's samples leave together and are as long as they may
     be. Of the other calls nothing is known that could be large."""
-    longest: dict[int, int] = {}
+    longest = longest_rows(graph)
     found: dict[str, int] = {}
     for call in graph.calls:
-        sampling = call.options.get("sampling")
-        before = max((longest.get(ref.call, 0) for _, ref in call.inputs), default=0)
-        longest[call.ordinal] = before + (sampling.max_new_tokens if isinstance(sampling, Sampling) else 0)
         stage = stages[call.ordinal]
         if stage.engine in ("rollout", "train") and call.is_aligned:
             rows = min(stage.chunk, call.most_candidates)

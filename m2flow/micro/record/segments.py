@@ -26,7 +26,8 @@ class SegmentWriter:
     """Appends records to one file."""
 
     def __init__(self, directory: str | Path, name: str) -> None:
-        self._path = Path(directory) / f"{name}.seg"
+        self.directory = Path(directory)
+        self._path = self.directory / f"{name}.seg"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab")
 

@@ -17,6 +17,7 @@ from m2flow.channels.weights import Manifest
 from m2flow.macro.late import keeps_cache
 from m2flow.micro import messages as m
 from m2flow.micro.scheduling.board import Board
+from m2flow.micro.scheduling.credits import Credits
 from m2flow.micro.scheduling.placing import Placing
 from m2flow.micro.scheduling.roster import WorkerState
 from m2flow.micro.scheduling.staleness import ANY_VERSION, window
@@ -30,8 +31,9 @@ Offer = Callable[[], None]
 class RolloutDesk:
     """Hands out samples, and asks for weights."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, credits: Credits) -> None:
         self._board = board
+        self._credits = credits
         self._published: dict[str, tuple[int, Manifest]] = {}
         self._publishing: set[str] = set()
         self._num_loads: dict[str, int] = {}
@@ -221,7 +223,8 @@ class RolloutDesk:
     def _quota(self, worker: WorkerState, state: CallState) -> int:
         """How many samples of a call this worker may take now: its even share of what is left, if there is room."""
         room = state.stage.chunk - worker.num_running
-        return min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
+        quota = min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
+        return self._credits.num_may_begin(state, worker.name, quota)
 
     def _has_hand(self, worker: WorkerState, placing: Placing) -> bool:
         """Whether a call's policy has something for this worker. What it has for others, they are asked to take."""
@@ -243,6 +246,7 @@ class RolloutDesk:
         self._begin(worker, state, self._board.hand_out(state, min(quota + more, max(quota, state.stage.chunk))))
 
     def _begin(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
+        self._credits.reserve(state, rows, worker.name)
         self._board.lines.handed_out(state, rows, worker.held.get(state.call.role, 0))
         for drawn, stopped_by, together in self._board.lines.batches(state, rows):
             self._start(worker, state, together, drawn, stopped_by)
@@ -255,8 +259,11 @@ class RolloutDesk:
             drawing = board.calls[drawn]
             prompts = drawing.prompts_of(rows)
             board.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
+            self._credits.taken(drawn, prompts)
         board.introduce(drawn, worker.name)
-        task = m.Generate(board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to), drawn, stopped_by)
+        task = m.Generate(
+            board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to), drawn, stopped_by, state.stage.spills
+        )
         board.start(worker, "rollout", task, rows=len(rows))
         if keeps_cache(state.call.options):
             board.waking.wake_trainers(state.call.role)  # What runs now may take newer weights.

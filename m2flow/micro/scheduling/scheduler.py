@@ -16,6 +16,7 @@ from m2flow.errors import error_from_record
 from m2flow.micro import messages as m
 from m2flow.micro.plan import Plan
 from m2flow.micro.scheduling.board import Board
+from m2flow.micro.scheduling.credits import Channel, Credits
 from m2flow.micro.scheduling.events import (
     CallAdded,
     CheckpointBegun,
@@ -23,9 +24,12 @@ from m2flow.micro.scheduling.events import (
     CheckpointSaved,
     Command,
     Event,
+    Forgotten,
     FromWorker,
     Recalled,
+    Reject,
     Released,
+    Resolve,
     Sourced,
     Wanted,
     WorkerLost,
@@ -36,6 +40,7 @@ from m2flow.micro.scheduling.losing import join, lose
 from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.scheduling.roster import TaskState, WorkerState
 from m2flow.micro.scheduling.train_desk import TrainDesk
+from m2flow.micro.scheduling.waiting import Wait, waits_of
 
 
 class Desk(Protocol):
@@ -52,7 +57,10 @@ class Scheduler:
     ) -> None:
         """`restored` are the versions that the trainers begin with, by role; 0 where none is given."""
         self._board = Board(plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts)
-        self._rollout = RolloutDesk(self._board)
+        self._credits = Credits(self._board.calls)
+        self._num_noted = 0
+        """Commands of the event in hand that the credits know of."""
+        self._rollout = RolloutDesk(self._board, self._credits)
         self._train = TrainDesk(self._board, self._rollout)
         self._functions = FunctionDesk(self._board)
         self._desks: dict[str, Desk] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
@@ -66,7 +74,7 @@ class Scheduler:
                 that nobody can stand in for (`m2flow.micro.scheduling.losing`).
         """
         board = self._board
-        board.commands = []
+        board.commands, self._num_noted = [], 0
         for event in events:
             self._take(event)
         if not all(isinstance(event, Released) for event in events):
@@ -80,10 +88,10 @@ class Scheduler:
             if not board.workers[event.worker].is_lost:
                 self._from_worker(event.worker, event.message)
         elif isinstance(event, CallAdded):
-            board.add_call(event.call, event.stage)
+            self._added(event)
         elif isinstance(event, Recalled):
             board.lines.recall(event)
-            board.add_call(event.call, event.stage)
+            self._added(event)
         elif isinstance(event, Released):
             board.release(event.call)
         elif isinstance(event, Sourced):
@@ -128,6 +136,18 @@ class Scheduler:
             lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
         return lines
 
+    def waits(self) -> list[Wait]:
+        """Who waits for whom, of all that is not over."""
+        return waits_of(self._board, self._credits)
+
+    def channels(self) -> list[Channel]:
+        """The channels whose room is limited, as they are now."""
+        return list(self._credits.channels.values())
+
+    def _added(self, event: CallAdded | Recalled) -> None:
+        state = self._board.add_call(event.call, event.stage)
+        self._credits.added(state, [ref.call for _, ref in event.call.inputs])
+
     def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Load) -> None:
         """What comes twice or late changes nothing."""
         board = self._board
@@ -147,6 +167,9 @@ class Scheduler:
                     message.task,
                     board.rows_done(state, name, message.ids, message.num_tokens, message.dropped, board.missed.sent_to(message.task)),
                 )
+                if self._credits.is_used:
+                    self._credits.settle(state, dict(zip(message.ids, message.num_tokens, strict=True)))
+                    self._credits.taken(message.call, (*message.ids, *message.dropped))
             if message.ends:
                 self._end_task(message.task)
             return
@@ -182,6 +205,8 @@ class Scheduler:
     def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
         board = self._board
         state = board.calls.get(task.call)
+        if isinstance(task, m.Accumulate):
+            self._credits.taken(task.call, task.ids)
         match task:
             case m.Accumulate() | m.Apply() if state is not None and state.failure is not None:
                 board.accumulated(state)
@@ -220,6 +245,7 @@ class Scheduler:
         """A worker is gone; a lease that it was about to hand over does not wait for it."""
         lose(self._board, self._rollout, event)
         worker = self._board.workers[event.worker]
+        self._credits.lost(worker.name)
         lease = worker.lease
         if lease is not None:
             to = lease.moving_to
@@ -230,12 +256,27 @@ class Scheduler:
     def _joined(self, worker: WorkerState) -> None:
         """A worker is here again, its devices as rollout left them at the beginning; if training has them now, it makes room."""
         join(self._board, self._rollout, worker.name)
+        self._credits.joined(worker.name)
         lease = worker.lease
         if lease is not None and worker.name not in lease.workers:
             lease.join(worker.name, frozenset(kind for kind, roles in worker.roles.items() if roles))
             to = lease.moving_to or lease.owner
             if to != "rollout":
                 self._tell_to_switch((worker.name,), to)
+
+    def _free_room(self) -> None:
+        """Tell the channels what has ended, and have generations asked again that were refused for want of room."""
+        board = self._board
+        if self._credits.is_used:
+            for command in board.commands[self._num_noted :]:
+                if isinstance(command, Resolve | Reject) and command.call in board.calls:
+                    self._credits.over(board.calls[command.call])
+                elif isinstance(command, Forgotten):
+                    self._credits.forget(command.call)
+            self._num_noted = len(board.commands)
+            for state in self._credits.room_came():
+                board.waking.feed_all(state)
+                board.waking.rows_came(state)
 
     def _give_work(self) -> None:
         """Hand out what can be done now. If nothing is under way, and a policy holds samples back, it is overruled."""
@@ -246,6 +287,7 @@ class Scheduler:
     def _ask(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""
         waking = self._board.waking
+        self._free_room()
         if waking.has_any:
             leases: dict[str, Lease] = {}
             while (worker := waking.next()) is not None:
@@ -255,6 +297,10 @@ class Scheduler:
             for lease in leases.values():
                 self._hand_over(lease)
         self._functions.hand_out()
+        if self._credits.is_used and len(self._board.commands) > self._num_noted:  # Calls without rows end here.
+            self._free_room()
+            if waking.has_any:
+                self._give_work()
 
     def _dispatch(self, worker: WorkerState) -> None:
         """Give a worker all that it can take now."""

@@ -1,8 +1,11 @@
-"""The rows that a worker has, of each call: its own results, and what others sent."""
+"""The rows that a worker has, of each call: its own results, and what others sent.
+
+What the plan spills (`m2flow.micro.lowering.room`) is not in memory but in the worker's segment file, and read when it is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +24,7 @@ class RowStore:
     """Rows by call and identity."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[Batch]] = {}
+        self._parts: dict[int, list[Batch | Callable[[], Batch]]] = {}
         self._places: dict[int, dict[int, tuple[int, int]]] = {}
         self._senders: dict[int, list[str]] = {}
         """Of each part."""
@@ -41,6 +44,15 @@ class RowStore:
         parts.append(batch)
         self._senders.setdefault(call, []).append(sender)
 
+    def spill(self, call: int, ids: Sequence[int], read: Callable[[], Batch]) -> None:
+        """These rows are where `read` finds them, in this order."""
+        if call in self._forgotten:
+            return
+        parts = self._parts.setdefault(call, [])
+        self._places.setdefault(call, {}).update((packed, (len(parts), row)) for row, packed in enumerate(ids))
+        parts.append(read)
+        self._senders.setdefault(call, []).append("")
+
     def has(self, call: int, ids: Iterable[int]) -> bool:
         places = self._places.get(call, {})
         return all(packed in places for packed in ids)
@@ -57,9 +69,9 @@ class RowStore:
         where = [self._places[call][packed] for packed in ids]
         used = sorted({part for part, _ in where})
         if len(used) == 1:
-            return parts[used[0]].take([row for _, row in where])
+            return _read(parts[used[0]]).take([row for _, row in where])
         taken = [[row for p, row in where if p == part] for part in used]
-        joined = Batch.concat([parts[part].take(rows) for part, rows in zip(used, taken, strict=True)])
+        joined = Batch.concat([_read(parts[part]).take(rows) for part, rows in zip(used, taken, strict=True)])
         order = np.argsort(np.argsort([part for part, _ in where], kind="stable"), kind="stable")
         return joined.take(order)
 
@@ -80,3 +92,7 @@ class RowStore:
         self._forgotten[call] = None
         if len(self._forgotten) > _MOST_FORGOTTEN:
             del self._forgotten[next(iter(self._forgotten))]
+
+
+def _read(part: Batch | Callable[[], Batch]) -> Batch:
+    return part if isinstance(part, Batch) else part()

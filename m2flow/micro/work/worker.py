@@ -27,7 +27,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.bodies import call_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.decisions import stretches_of
-from m2flow.micro.record.segments import SegmentWriter, segment_name
+from m2flow.micro.record.segments import SegmentWriter, read_segment, segment_name
 from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
@@ -336,7 +336,11 @@ class Worker:
         for number, positions in by_task.items():
             generation = self._generations[number]
             generation.num_left -= len(positions)
-            self._deliver(number, call, rows.take(positions), generation.task.forward_to, place, ends=generation.num_left == 0)
+            task = generation.task
+            if task.spills:
+                own = rows.ids[positions]
+                self._store.spill(call.ordinal, own.tolist(), lambda own=own: read_segment(self._segments.directory, place).select(own))  # type: ignore[misc]
+            self._deliver(number, call, rows.take(positions), task.forward_to, place, ends=generation.num_left == 0, keeps=not task.spills)
             if generation.num_left == 0:
                 del self._generations[number]
 
@@ -350,10 +354,12 @@ class Worker:
         dropped: Sequence[int] = (),
         *,
         ends: bool,
+        keeps: bool = True,
     ) -> None:
-        """Keep rows of a call's result, send them where they are needed, and report them."""
+        """Keep rows of a call's result in memory, send them where they are needed, and report them."""
         if len(rows):
-            self._store.put(call.ordinal, rows)
+            if keeps:
+                self._store.put(call.ordinal, rows)
             self._forward(call.ordinal, rows, forward_to)
         has_texts = place is not None and len(rows) > 0
         texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
