@@ -26,6 +26,7 @@ from m2flow.micro.control.crew import Crew
 from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.control.outcomes import Outcomes
+from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.decisions import given_by
 from m2flow.micro.record.journal import Journal
@@ -59,6 +60,7 @@ from m2flow.micro.scheduling.events import (
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work import performing
 from m2flow.micro.work.store import RowStore
+from m2flow.observe.recorder import Recorder
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, RunSettings
 
@@ -130,6 +132,9 @@ class Controller:
         """Calls whose rows the program waits for."""
         self._collected = RowStore()
         """What has come of those."""
+        self._watchdog = Watchdog()
+        self._recorder = Recorder(CONTROLLER)
+        self._looked_s = 0.0
         self._logbook = Logbook(outcomes, journal.logged)
         self._saving: dict[int, tuple[str, m.Save]] = {}
         """Task -> who is to save what."""
@@ -211,6 +216,7 @@ class Controller:
         self._running = self._scheduler.running()
         self._keeper.finish(self._outcomes.are_well, self._journal.make_durable)
         self._journal.commit_if_due()
+        self._look_for_a_halt(time.monotonic())
 
     def _tell_of(self, events: Iterable[Event]) -> None:
         """Workers are lost, or here again."""
@@ -220,6 +226,20 @@ class Controller:
                 for worker, message in self._saving.values():
                     if worker == event.worker:
                         self._crew.tell(worker, message)
+
+    def _look_for_a_halt(self, now_s: float) -> None:
+        """Raises InternalError: everybody waits for everybody. Room in limited channels goes into the trace."""
+        if now_s - self._looked_s >= 1.0:
+            self._looked_s = now_s
+            halted = self._watchdog.look(self._scheduler.waits(), now_s)
+            if halted is not None:
+                raise halted
+            for channel in self._scheduler.channels():
+                place = f"{channel.producer} to {channel.target}"
+                self._recorder.count(f"channel samples, {place}", channel.used_samples)
+                self._recorder.count(f"channel bytes, {place}", channel.used_bytes)
+            if len(self._recorder):
+                self._journal.spans(self._recorder.drain())
 
     def _posted(self, post: Post) -> None:
         match post:

@@ -218,11 +218,12 @@ class Credits:
         return [claim.channel for claim in self._claims.get(state.call.ordinal, ())]
 
     def takers_of(self, channel: Channel) -> list[tuple[CallState, int]]:
-        """The calls that have yet to take what is in a channel, and how many samples."""
+        """The calls that have yet to take what is in a channel, or can take nothing until all of it is there; and how many samples."""
         found: dict[int, int] = {}
         for claim in channel.claims.values():
             for taker, taken in claim.takers.items():
-                found[taker] = found.get(taker, 0) + len(claim.held.keys() - taken)
+                num_left = len(claim.state.ids) if claim.room.is_whole and not claim.units else len(claim.held.keys() - taken)
+                found[taker] = found.get(taker, 0) + num_left
         return [(self._calls[taker], count) for taker, count in found.items() if count and taker in self._calls]
 
     def lost(self, worker: str) -> None:
