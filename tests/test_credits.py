@@ -22,6 +22,7 @@ from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.lowering.room import is_too_small
 from m2flow.micro.plan import Plan
+from m2flow.micro.rollouts.policies import POLICIES
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.waiting import Wait, ring_of_waits
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -252,6 +253,12 @@ def test_waits_that_lead_nowhere_are_no_ring():
     assert [wait.who for wait in ring] == ["c", "d"]
 
 
+def test_a_channel_that_one_of_its_takers_can_empty_is_in_no_ring():
+    waits = [Wait("a", "channel", ""), Wait("channel", "b", "", True), Wait("channel", "c", "", True), Wait("b", "a", "")]
+    assert ring_of_waits(waits) == []
+    assert len(ring_of_waits([*waits, Wait("c", "a", "")])) == 3
+
+
 def test_a_long_chain_of_waits_is_looked_through_without_recursion():
     chain = [Wait(str(i), str(i + 1), "") for i in range(5000)]
     assert ring_of_waits(chain) == []
@@ -271,3 +278,13 @@ def test_while_a_run_goes_on_no_ring_is_seen(program, monkeypatch):
     for order_seed in range(4):
         for placement in ("split", "time-shared"):
             assert run_planned(program, {}, spec_of(max_samples=8, placement=placement), order_seed=order_seed).error == ""
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_is_shown_what_there_is_room_for_and_the_run_ends(policy):
+    spec = spec_of(max_samples=8, max_bytes=2500, rollouts=2)
+    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"policy": (policy,)})})
+    eager = run_eager(streams, {}, spec)
+    assert eager.error == ""
+    for order_seed in range(2):
+        assert run_planned(streams, {}, spec, order_seed=order_seed).error == ""

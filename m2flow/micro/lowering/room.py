@@ -21,7 +21,7 @@ import msgspec
 
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.late import is_cut
-from m2flow.micro.lowering.routing import BYTES_PER_TOKEN, count_samples, longest_rows
+from m2flow.micro.lowering.routing import BYTES_PER_TOKEN, longest_rows
 from m2flow.micro.plan import Room, Route, Stage, WorkerPlan
 from m2flow.spec import ClusterSpec
 
@@ -120,7 +120,7 @@ def _with_rooms(call: Call, stage: Stage, needs: Mapping[tuple[int, str], Mappin
         samples = min(route.capacity for route in known.values())
         num_bytes = min(route.capacity_bytes for route in known.values())
         late = {name: need for name, need in takers.items() if need.is_whole}
-        fits = all(0 < need.at_once <= samples and need.num_bytes <= num_bytes for need in late.values())
+        fits = all(need.at_once <= samples and need.num_bytes <= num_bytes for need in late.values())
         if not fits and not any(name in known and is_too_small(known[name]) for name in late):
             continue
         forward_to.append(target)
@@ -138,7 +138,7 @@ def is_too_small(route: Route) -> bool:
 
 
 def _needs(graph: MacroGraph, stages: Sequence[Stage], workers: Sequence[WorkerPlan]) -> dict[tuple[int, int, str], _Need]:
-    """Of each generation and each of its consumers on each worker. 0 samples at once: nobody knows how many they are."""
+    """Of each generation and each of its consumers on each worker."""
     leases = {worker.name: worker.lease for worker in workers}
     by_call = dict(zip((call.ordinal for call in graph.calls), stages, strict=True))
     longest = longest_rows(graph)
@@ -147,7 +147,7 @@ def _needs(graph: MacroGraph, stages: Sequence[Stage], workers: Sequence[WorkerP
         if call.engine != "rollout":
             continue
         producer, late = by_call[call.ordinal], _after_all_of(graph, call, by_call)
-        samples, n = count_samples(graph, call), call.options.get("n", 1)
+        samples, n = call.most_candidates, call.options.get("n", 1)
         assert isinstance(n, int)
         for consumer in graph.consumers(call.ordinal):
             taking = by_call[consumer.ordinal]

@@ -18,6 +18,7 @@ from m2flow.macro.graph import MacroGraph
 from m2flow.micro.plan import Route, Stage
 from m2flow.micro.work.performing import num_tokens_of
 from m2flow.recipe import Sampling
+from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
 
 BYTES_PER_TOKEN = 16

@@ -148,13 +148,30 @@ class Credits:
         claims = self._claims.get(state.call.ordinal)
         if not claims or quota <= 0:
             return quota
+        quota = min(quota, len(state.ready))
         claims = [claim for claim in claims if claim.room.target != worker and not claim.is_free]
         count = self._num_in_front(state.ready, claims, quota)
         if not count and self._bring_forward(state, claims):
             count = self._num_in_front(state.ready, claims, quota, may_overdraw=True)
-        if count < min(quota, len(state.ready)):
+        if count < quota:
             self._blocked[state.call.ordinal] = state
         return count
+
+    def admit(self, state: CallState, rows: Iterable[int]) -> list[int]:
+        """Of rows that a policy may be shown, those that there is room for: they count from now on, whoever begins with them."""
+        claims = [claim for claim in self._claims.get(state.call.ordinal, ()) if not claim.is_free]
+        admitted: list[int] = []
+        for row in sorted(rows):
+            if self._num_in_front((row,), claims, 1, may_overdraw=True):
+                self.reserve(state, (row,), "")
+                admitted.append(row)
+            else:
+                self._blocked[state.call.ordinal] = state
+        return admitted
+
+    def is_limited(self, state: CallState) -> bool:
+        """Whether a generation has channels with limits."""
+        return state.call.ordinal in self._claims
 
     def reserve(self, state: CallState, rows: Iterable[int], worker: str) -> None:
         """These rows are begun with: they, and what belongs to them, count from now on."""
@@ -222,7 +239,8 @@ class Credits:
         found: dict[int, int] = {}
         for claim in channel.claims.values():
             for taker, taken in claim.takers.items():
-                num_left = len(claim.state.ids) if claim.room.is_whole and not claim.units else len(claim.held.keys() - taken)
+                is_awaited = claim.room.is_whole and not claim.units and not channel.used_samples
+                num_left = len(claim.state.ids) if is_awaited else len(claim.held.keys() - taken)
                 found[taker] = found.get(taker, 0) + num_left
         return [(self._calls[taker], count) for taker, count in found.items() if count and taker in self._calls]
 
@@ -249,7 +267,7 @@ class Credits:
 
     _has_freed = False
 
-    def _num_in_front(self, ready: deque[int], claims: list[_Claim], quota: int, *, may_overdraw: bool = False) -> int:
+    def _num_in_front(self, ready: Iterable[int], claims: list[_Claim], quota: int, *, may_overdraw: bool = False) -> int:
         """How many rows can be begun with, from the first on, before one does not fit."""
         samples = dict.fromkeys(claims, 0)
         num_bytes = dict.fromkeys(claims, 0)
@@ -266,7 +284,7 @@ class Credits:
                 if not claim.channel.has_room(samples[claim], num_bytes[claim]) and not (is_first and self._may_overdraw(claim, unit)):
                     return count
                 asked[claim].add(unit)
-        return min(quota, len(ready))
+        return quota
 
     def _bring_forward(self, state: CallState, claims: list[_Claim]) -> bool:
         """Put the unit that may overdraw first, if its rows are ready."""

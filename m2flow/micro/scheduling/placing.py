@@ -72,6 +72,8 @@ class Placing:
         self._is_begun = False
         self._num_ended = 0
         """Samples, since all instances were listed."""
+        self.admits: Callable[[Sequence[int]], Sequence[int]] | None = None
+        """Of rows that could be shown to the policy, those that there is room for (`m2flow.micro.scheduling.credits`)."""
 
     # What the desk asks
 
@@ -241,13 +243,15 @@ class Placing:
             self._list_all()
 
     def _allowed(self, rows: Sequence[int]) -> Sequence[int]:
-        """Of a refill, those of prompts that may be started by now; the others are kept for later."""
+        """Of a refill, those of prompts that may be started by now, and where channels are limited those that there is room for; the others
+        are kept for later."""
         refill = self.state.refill
-        self._held_back = []
-        if refill is None:
-            return rows
-        self._held_back = [row for row in rows if SampleId.unpack(row).prompt >= refill.num_allowed]
-        return [row for row in rows if SampleId.unpack(row).prompt < refill.num_allowed]
+        shown = rows if refill is None else [row for row in rows if SampleId.unpack(row).prompt < refill.num_allowed]
+        if self.admits is not None:
+            shown = self.admits(shown)
+        left = set(shown)
+        self._held_back = [row for row in rows if row not in left] if len(shown) < len(rows) else []
+        return shown
 
     def _num_rejected(self) -> int:
         return self.state.refill.num_rejected if self.state.refill is not None else 0

@@ -9,6 +9,7 @@ one they are shared out evenly over its workers, whole groups together where the
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -228,6 +229,8 @@ class RolloutDesk:
 
     def _has_hand(self, worker: WorkerState, placing: Placing) -> bool:
         """Whether a call's policy has something for this worker. What it has for others, they are asked to take."""
+        if placing.admits is None and self._credits.is_limited(placing.state):
+            placing.admits = functools.partial(self._credits.admit, placing.state)
         found = placing.has_hand(worker)
         self._board.waking.wake_all(other for other in placing.dealt_to() if other is not worker)
         return found

@@ -2,7 +2,9 @@
 
     Board, Credits --waits_of--> [Wait] --ring_of_waits--> a ring that nobody in it can leave, or nothing
 
-A call with a task on a worker waits for nobody here: the worker goes on, or is found to hang by its silence.
+A call with a task on a worker waits for nobody here: the worker goes on, or is found to hang by its silence. A call needs all that it
+waits for; of those who could make room in a channel, or give a lease back, one is enough. So a ring counts only among those of whom
+none can go on.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ class Wait(NamedTuple):
     on: str
     what: str
     """What it needs from there."""
+    is_one_of: bool = False
+    """Any of its waits is enough."""
 
 
 def waits_of(board: Board, credits: Credits) -> list[Wait]:
@@ -46,10 +50,12 @@ def waits_of(board: Board, credits: Credits) -> list[Wait]:
 
 
 def ring_of_waits(waits: Iterable[Wait]) -> list[Wait]:
-    """The first ring, from the first who is in it on; empty if there is none."""
+    """The first ring of those that nobody outside it can free, from the first who is in it on; empty if there is none."""
     on: dict[str, list[Wait]] = {}
     for wait in waits:
         on.setdefault(wait.who, []).append(wait)
+    free = _that_can_go_on(on)
+    on = {who: [wait for wait in found if wait.on not in free] for who, found in on.items() if who not in free}
     done: set[str] = set()
     for start in on:
         ring = _walk(start, on, done)
@@ -75,7 +81,7 @@ def _of_room(who: str, state: CallState, credits: Credits) -> list[Wait]:
         place = f"the channel from {channel.producer} to {channel.target}"
         held = f"{channel.used_samples} of {channel.samples} samples and {channel.used_bytes:,} of {channel.num_bytes:,} bytes are taken"
         waits.append(Wait(who, place, f"room: {held}"))
-        waits += [Wait(place, name_of(taker), f"to take {count} samples") for taker, count in credits.takers_of(channel)]
+        waits += [Wait(place, name_of(taker), f"to take {count} samples", True) for taker, count in credits.takers_of(channel)]
     return waits
 
 
@@ -91,8 +97,28 @@ def _of_leases(who: str, state: CallState, board: Board) -> list[Wait]:
             owners = [
                 other for other in board.active.values() if other.call.engine == lease.owner and set(other.tasks_at) & set(lease.workers)
             ]
-            waits += [Wait(place, name_of(owner), "to end its tasks there") for owner in owners]
+            waits += [Wait(place, name_of(owner), "to end its tasks there", True) for owner in owners]
     return waits
+
+
+def _that_can_go_on(on: Mapping[str, list[Wait]]) -> set[str]:
+    """Who waits for nobody, and whoever needs only such."""
+    waiting_for: dict[str, list[str]] = {}
+    for who, waits in on.items():
+        for wait in waits:
+            waiting_for.setdefault(wait.on, []).append(who)
+    num_needed = {who: 1 if waits[0].is_one_of else len({wait.on for wait in waits}) for who, waits in on.items()}
+    free: set[str] = set()
+    found = [place for place in waiting_for if place not in on]
+    while found:
+        place = found.pop()
+        if place not in free:
+            free.add(place)
+            for who in set(waiting_for.get(place, ())):
+                num_needed[who] -= 1
+                if num_needed[who] == 0:
+                    found.append(who)
+    return free
 
 
 def _walk(start: str, on: Mapping[str, list[Wait]], done: set[str]) -> list[Wait]:
