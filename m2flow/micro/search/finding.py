@@ -27,7 +27,7 @@ from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.refining import candidates, refined
 from m2flow.micro.search.seats import Places, mode_of, places_of, seats_of
 from m2flow.micro.search.thinning import thin
-from m2flow.micro.search.trees import Node, parts_of, step_s, tree_of
+from m2flow.micro.search.trees import Node, parts_of, step_s, tree_of, ways_of
 from m2flow.micro.search.workload import Workload
 from m2flow.spec import ClusterSpec
 
@@ -135,8 +135,7 @@ def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Fo
     num_rounds, most = (_FEW_ROUNDS, 1) if units > _MOST_DEVICES else (_ROUNDS, _CANDIDATES)
     for row in candidates(tables, most) if found else ():
         best_s = found.step_s if found else np.inf
-        near = refined(tables.problem, tree_of(tables, row), float(tables.steps_s[row]), num_rounds=num_rounds, slack_s=slack_s)
-        for more in near:
+        for more in refined(tables, row, num_rounds=num_rounds, slack_s=slack_s):
             if more.steps_s.min() < best_s:
                 one = _best_of(more, bounds_of(more.problem), is_exact=False)
                 if one and found and one.step_s < found.step_s:
@@ -214,8 +213,26 @@ def _losers(found: Found) -> list[Loser]:
         except PlanError:
             continue
         rivals.setdefault(rival.mode, rival)
+    if found.mode != "hybrid" and "hybrid" not in rivals and (mixed := _best_mixed(found.problem)) is not None:
+        rivals["hybrid"] = mixed
     rivals.pop(found.mode, None)
     return [Loser(mode, rival.step_s, why_lost(found.problem, found.node, rival.problem, rival.node)) for mode, rival in rivals.items()]
+
+
+def _best_mixed(problem: Problem) -> Found | None:
+    """The best plan in which some engines take turns and others are apart, of those that a quick search keeps; None: there is none."""
+    counts = None if _num_units(problem) <= _MANY_DEVICES else grid_of(problem)
+    rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, counts, _MOST_CHUNKS)
+    slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
+    thin(rough, slack_s)
+    tables = Solver(rough, slack_s=slack_s, most_rows=_MORE_ROWS).solve()
+    for row in np.argsort(tables.steps_s, kind="stable"):
+        if {how for _, how in ways_of(tables, int(row)).values()} == {TURNS, SPLIT}:
+            node = tree_of(tables, int(row))
+            places = places_of(rough, node)
+            if places is not None and mode_of(seats_of(node, places)) == "hybrid":
+                return Found(rough, node, places, step_s(rough, node), False, ())
+    return None
 
 
 def _constraints(found: Found) -> dict[str, float]:

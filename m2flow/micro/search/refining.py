@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from m2flow.micro.search.calls import Cut
-from m2flow.micro.search.dynamic import SPLIT, TURNS, Solver, Tables
+from m2flow.micro.search.dynamic import Solver, Tables
 from m2flow.micro.search.options import options_near
 from m2flow.micro.search.problem import Problem
-from m2flow.micro.search.trees import Leaf, Node, leaves_of, tree_of
+from m2flow.micro.search.trees import Leaf, Node, leaves_of, tree_of, ways_of
 
 _ROWS = 16
 """Of a front."""
@@ -33,14 +33,16 @@ def candidates(tables: Tables, most: int) -> list[int]:
     order = np.argsort(tables.steps_s, kind="stable")
     for row in order:
         if tables.steps_s[row] <= _MUCH_SLOWER * tables.steps_s[order[0]]:
-            seen.setdefault(tuple(within(tree_of(tables, int(row))).values()), int(row))
+            seen.setdefault(tuple(ways_of(tables, int(row)).values()), int(row))
         if len(seen) == most:
             break
     return list(seen.values())
 
 
-def refined(problem: Problem, node: Node, step_s: float, *, num_rounds: int, slack_s: float) -> Iterator[Tables]:
-    """Round by round, the plans near the best one so far; rounds that find nothing better are left out."""
+def refined(tables: Tables, row: int, *, num_rounds: int, slack_s: float) -> Iterator[Tables]:
+    """Round by round, the plans near that of a row, and then near the best one so far; rounds that find nothing better are left out."""
+    problem, within = tables.problem, ways_of(tables, row)
+    node, step_s = tree_of(tables, row), float(tables.steps_s[row])
     sizes = dict(zip(problem.pools, problem.num_devices, strict=True))
     units = {pool: _unit(problem, pool) for pool in problem.pools}
     reach = {pool: _reach((problem.counts or {}).get(pool, ()), _used(node, pool), units[pool]) for pool in problem.pools}
@@ -53,20 +55,12 @@ def refined(problem: Problem, node: Node, step_s: float, *, num_rounds: int, sla
         }
         near = problem.with_options(options_near(places, problem.costs, problem.spec))
         if all(near.options.of.values()):
-            tables = Solver(near, step_s, slack_s=slack_s, most_rows=_ROWS, within=within(node)).solve()
-            if len(tables.steps_s) and tables.steps_s.min() < step_s:
-                yield tables
-                row = int(np.argmin(tables.steps_s))
-                node, step_s = tree_of(tables, row), float(tables.steps_s[row])
+            found = Solver(near, step_s, slack_s=slack_s, most_rows=_ROWS, within=within).solve()
+            if len(found.steps_s) and found.steps_s.min() < step_s:
+                yield found
+                best = int(np.argmin(found.steps_s))
+                node, step_s = tree_of(found, best), float(found.steps_s[best])
         reach = {pool: step // 2 // units[pool] * units[pool] for pool, step in reach.items()}
-
-
-def within(node: Node) -> dict[int, tuple[Cut, int]]:
-    """How a plan is put together: by calls, the cut and whether the two parts take turns."""
-    if isinstance(node, Leaf):
-        return {}
-    mine = {node.cut.first | node.cut.second: (node.cut, TURNS if node.is_turns else SPLIT)}
-    return {**within(node.first), **within(node.second), **mine}
 
 
 def _used(node: Node, pool: str) -> set[int]:

@@ -67,6 +67,19 @@ def tree_of(tables: Tables, row: int) -> Node:
     return _node(tables, tables.problem.graph.everything, row)
 
 
+def ways_of(tables: Tables, row: int) -> dict[int, tuple[Cut, int]]:
+    """How the plan of a row of everything is put together, without its times: by calls, the cut and the way."""
+    return _ways_inside(tables, tables.problem.graph.everything, row)
+
+
+def _ways_inside(tables: Tables, calls: int, row: int) -> dict[int, tuple[Cut, int]]:
+    kind, left, right = (int(number) for number in tables.fronts[calls].origin[row])
+    if kind < 0:
+        return {}
+    cut = tables.cuts[calls][kind // 2]
+    return {**_ways_inside(tables, cut.first, left), **_ways_inside(tables, cut.second, right), calls: (cut, kind % 2)}
+
+
 def leaves_of(node: Node) -> list[Leaf]:
     return [node] if isinstance(node, Leaf) else leaves_of(node.first) + leaves_of(node.second)
 
