@@ -122,12 +122,13 @@ def ran(
     seated: Callable[[Plan], Plan] = lambda plan: plan,
     kept: Mapping[str, float] | None = None,
     failures: Sequence[Failure] = (),
+    without_groups: bool = False,
 ) -> Ran:
     options = dict(options or {})
     program = follow_program(of, options, steps=num_steps, seed=seed)
     plan = seated(lower(program.graph, program.models, spec))
     machines = machines_of(plan, spec, costs)
-    simulated = simulate(program, plan, spec, costs, lengths, seed=seed, kept=kept, failures=failures)
+    simulated = simulate(program, plan, spec, costs, lengths, seed=seed, kept=kept, failures=failures, without_groups=without_groups)
     overlaps = program.staleness > 0
     report = report_of(simulated, machines, overlaps=overlaps)
     return Ran(simulated.history, machines, report, totals_of(report, simulated.history, machines, overlaps=overlaps), plan)

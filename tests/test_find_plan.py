@@ -108,7 +108,7 @@ def test_a_choice_says_who_runs_where_and_what_limits_it(num_devices: int) -> No
     assert {call for seat in choice.seats for call in seat.calls} == {"policy.generate", "reference.logprobs", "policy.update"}
     assert all(seat.first_device >= 0 and seat.devices[-1] < num_devices for seat in choice.seats)
     assert choice.advice
-    assert {loser.what for loser in choice.losers} == {"time-shared", "split"} - {choice.mode}
+    assert {loser.what for loser in choice.losers} == {"time-shared", "split", "hybrid"} - {choice.mode}
     assert all(loser.why for loser in choice.losers)
     assert choice.is_exact or choice.gap_s == pytest.approx(choice.predicted_step_s - choice.lower_bound_s)
 

@@ -71,7 +71,8 @@ def test_two_simulations_say_the_same_but_for_the_time_they_took(flow_file):
 
 def test_the_text_names_the_bound_and_why_devices_were_idle(flow_file):
     text = run(flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--ladder")
-    for said in ("efficiency", "idle for", "simulated in", "without weight syncs", "the bound"):
+    rungs = ("with lengths known", "without weight syncs", "without waiting for whole groups", "the bound")
+    for said in ("efficiency", "idle for", "simulated in", *rungs):
         assert said in text
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +13,7 @@ from simulated import Given, cluster, leased, plain, ran, stale
 
 from m2flow.errors import InternalError
 from m2flow.micro.costs.terms import DecodeCost, FunctionCost, PassCost, Switch, TrainCost
+from m2flow.micro.plan import Plan
 from m2flow.micro.rollouts.lengths import parse_lengths
 from m2flow.micro.simulation import decoding
 from m2flow.micro.simulation.decoding import Decoding, Life
@@ -81,6 +85,31 @@ def test_split_ends_when_the_trainer_has_done_what_is_released(groups, instances
         left += 0.5 * sum(groups[i])
         expected = max(expected, releases[i] + left)
     assert result.makespans == [pytest.approx(expected + 3.0)]
+
+
+def test_knowing_lengths_lets_the_longest_begin_first():
+    """One at a time on two instances: in the order of the program the long one comes last; known, it comes first."""
+
+    def knowing(plan: Plan) -> Plan:
+        return msgspec.structs.replace(plan, policies=("lpt",), predictor="oracle")
+
+    def made(seated: Callable[[Plan], Plan]) -> list[float]:
+        costs, lengths = PlainCosts(decoding=decodes(max_running=1)), Given([[4], [4], [4], [12]])
+        return ran(plain, costs, lengths, cluster(instances=2, max_running=1), options={"batch": 4, "n": 1}, seated=seated).makespans
+
+    assert made(lambda plan: plan) == [16 * (T0 + T1)]
+    assert made(knowing) == [12 * (T0 + T1)]
+
+
+def test_without_waiting_for_groups_the_trainer_begins_with_the_first_member():
+    def made(*, without_groups: bool) -> list[float]:
+        costs = PlainCosts(decodes(), TrainCost(NOTHING, PassCost(0.0, 0.5, 0.0), 0.0))
+        lengths, spec = Given([[4, 20]]), cluster(token_budget=1)
+        return ran(plain, costs, lengths, spec, options={"batch": 1, "n": 2}, without_groups=without_groups).makespans
+
+    rollout_s = 4 * (T0 + 2 * T1) + 16 * (T0 + T1)
+    assert made(without_groups=False) == [rollout_s + 24 * 0.5]
+    assert made(without_groups=True) == [rollout_s + 20 * 0.5]
 
 
 def test_rewards_take_the_hands_that_there_are():

@@ -102,6 +102,8 @@ class Seen:
     """Instances that are gone."""
     tokens_so_far: Callable[[int], int] = _nothing_known
     """Of a running sample; as of the last report."""
+    known: Sequence[int] | None = None
+    """[N], the lengths that samples will have; None but where a simulation asks what knowing them would be worth."""
 
     def running(self, instance: int) -> list[int]:
         """The samples of an instance."""

@@ -164,6 +164,11 @@ class Oracle(Predictor):
 
     name = "oracle"
 
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        if seen.known is not None:
+            self.know(seen.known)
+
     def know(self, lengths: npt.ArrayLike) -> None:
         """The lengths of the samples of the next step."""
         self._lengths = np.asarray(lengths, np.float64)

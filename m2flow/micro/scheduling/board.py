@@ -24,6 +24,7 @@ from m2flow.micro.scheduling.open_calls import OpenCalls
 from m2flow.micro.scheduling.placings import Placings
 from m2flow.micro.scheduling.queue import StartQueue
 from m2flow.micro.scheduling.refills import Refills
+from m2flow.micro.scheduling.relaxed import NOTHING, Relaxed
 from m2flow.micro.scheduling.roster import TaskState, WorkerState, worker_of
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
@@ -38,8 +39,11 @@ from m2flow.samples import SampleId, by_group, make_ids
 class Board:
     """The state, and the commands that the event in hand has led to so far."""
 
-    def __init__(self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int], max_attempts: int = 3) -> None:
+    def __init__(
+        self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int], max_attempts: int = 3, relaxed: Relaxed = NOTHING
+    ) -> None:
         self.deterministic = deterministic
+        self.relaxed = relaxed
         self.max_attempts = max_attempts
         """Workers that may be lost with a row before that is taken for its fault."""
         self.calls: dict[int, CallState] = {}
@@ -90,7 +94,7 @@ class Board:
             others.add(call.carries_from)
         aligned = tuple([c for c in inputs if calls[c].call.is_aligned])
         waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
-        state = CallState(call, stage, [], waits_for, aligned, frozenset(others))
+        state = CallState(call, stage, [], waits_for, aligned, frozenset(others), is_ungrouped=self.relaxed.without_groups)
         if self.missed.has_any:
             strike(self, state)
         calls[call.ordinal] = state
@@ -147,7 +151,8 @@ class Board:
         if is_rollout:
             self.placings.begin(state)
         if state.is_update:
-            state.update = progress_of(state.call, state.stage, state.ids, by_identity=self.deterministic)
+            is_ungrouped = self.relaxed.without_groups
+            state.update = progress_of(state.call, state.stage, state.ids, by_identity=self.deterministic, is_ungrouped=is_ungrouped)
         for needed in state.aligned_inputs:
             source = self.calls[needed]
             if source.done:

@@ -41,12 +41,14 @@ class Placing:
         prompt_tokens: Mapping[int, int],
         earlier: Mapping[int, Sequence[int]],
         behind: Callable[[], int],
+        known: Callable[[int], int] | None = None,
     ) -> None:
         """
         Args:
             prompt_tokens: of each row of the prompts, as far as it is known.
             earlier: row of the prompts -> lengths of answers to the same prompt in earlier epochs.
             behind: how many versions the trainer is behind the one of sequential execution.
+            known: row -> tokens that it will generate (`m2flow.micro.scheduling.relaxed`).
         """
         assert isinstance(state.ready, Ready)
         self.state = state
@@ -57,6 +59,7 @@ class Placing:
         self._prompt_tokens = prompt_tokens
         self._earlier = earlier
         self._behind = behind
+        self._known = known
         self._dealt: set[int] = set()
         self.lengths: dict[int, int] = {}
         """Row -> tokens generated, of those that are done."""
@@ -221,6 +224,7 @@ class Placing:
         if state.carry is not None:
             seen.oldest = {self._index[row]: version for row, version in state.carry.oldest.items() if row in self._index}
         seen.lost, seen.reports, seen.has_reports = self._lost, self._reports, self.policy.needs_reports
+        seen.known = None if self._known is None else [self._known(row) for row in self._rows]
         seen.tokens_so_far = lambda sample: self._tokens.get(self._rows[sample], 0)
         wanted = state.refill.count if state.refill is not None else len(members)
         seen.num_wanted = num_wanted(options, len(members)) if is_cut(options) else wanted

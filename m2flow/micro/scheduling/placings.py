@@ -58,7 +58,13 @@ class Placings:
         earlier = {row: self._earlier.get((role, text), ()) for row, text in self._texts(state).items()} if self._earlier else {}
         workers = [board.workers[name] for name in state.planned.workers]
         state.placing = Placing(
-            state, policy, workers, board.calls[prompts.call].num_tokens, earlier, lambda: board.versions.behind(state.call)
+            state,
+            policy,
+            workers,
+            board.calls[prompts.call].num_tokens,
+            earlier,
+            lambda: board.versions.behind(state.call),
+            board.relaxed.lengths,
         )
         self._placings[state.call.ordinal] = state.placing
 

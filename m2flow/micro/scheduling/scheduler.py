@@ -37,6 +37,7 @@ from m2flow.micro.scheduling.events import (
 from m2flow.micro.scheduling.function_desk import FunctionDesk
 from m2flow.micro.scheduling.leases import Lease
 from m2flow.micro.scheduling.losing import join, lose
+from m2flow.micro.scheduling.relaxed import NOTHING, Relaxed
 from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.scheduling.roster import TaskState, WorkerState
 from m2flow.micro.scheduling.train_desk import TrainDesk
@@ -53,10 +54,16 @@ class Scheduler:
     """Decides what each worker does next."""
 
     def __init__(
-        self, plan: Plan, *, deterministic: bool = False, restored: Mapping[str, int] | None = None, max_attempts: int = 3
+        self,
+        plan: Plan,
+        *,
+        deterministic: bool = False,
+        restored: Mapping[str, int] | None = None,
+        max_attempts: int = 3,
+        relaxed: Relaxed = NOTHING,
     ) -> None:
         """`restored` are the versions that the trainers begin with, by role; 0 where none is given."""
-        self._board = Board(plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts)
+        self._board = Board(plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts, relaxed=relaxed)
         self._credits = Credits(self._board.calls)
         self._num_noted = 0
         """Commands of the event in hand that the credits know of."""

@@ -43,6 +43,8 @@ class CallState:
     """Calls whose rows it takes as they come."""
     fails_with: frozenset[int] = frozenset()
     """Calls that write a version which it may do without, though sequential execution has it: it starts without them."""
+    is_ungrouped: bool = False
+    """The members of a group do not wait for each other (`m2flow.micro.scheduling.relaxed`)."""
     update: UpdateProgress | None = None
     refill: Refill | None = None
     """Shared by the calls of a refill; they work on all candidates, and give what it keeps."""
@@ -238,7 +240,7 @@ class CallState:
 
     def _unit_of(self, row: int) -> int:
         if self.is_update or self.stage.unit == "group":
-            return group_key(row)
+            return row if self.is_ungrouped else group_key(row)
         if self.stage.unit == "minibatch":
             return self._minibatch_of[group_key(row)]
         return row if self.stage.unit == "sample" else _EVERYTHING

@@ -159,10 +159,14 @@ def _find(groups: Sequence[Group], group: Group, place: Mapping[int, tuple[int, 
     return found if found < len(groups) and groups[found] is group else None
 
 
-def progress_of(call: Call, stage: Stage, ids: Iterable[int], *, by_identity: bool) -> UpdateProgress:
-    """That of an update on these samples."""
+def progress_of(call: Call, stage: Stage, ids: Iterable[int], *, by_identity: bool, is_ungrouped: bool = False) -> UpdateProgress:
+    """That of an update on these samples; ungrouped, each of them is a group."""
     size, epochs = call.options["minibatch_size"], call.options["epochs"]
     assert size is None or isinstance(size, int)
     assert isinstance(epochs, int)
     groups = [Group(key, tuple(rows)) for key, rows in by_group(ids).items()]
+    if is_ungrouped:
+        most = max((len(group.ids) for group in groups), default=1)
+        size = None if size is None else size * most
+        groups = [Group(row, (row,)) for group in groups for row in group.ids]
     return UpdateProgress(groups, minibatch_size=size, epochs=epochs, token_budget=stage.token_budget, by_identity=by_identity)

@@ -71,7 +71,8 @@ def span_bounds(history: History, machines: Mapping[str, Machine], span: Span, *
     if is_self_contained:
         made = {life.id: (life, tokens) for found_here in pieces.values() for life, tokens in found_here if tokens}
         for update in _updates(dids, history, machines, span):
-            _of_update(found, update, made, machines)
+            parts = [[row] for row in update.ids] if history.without_groups else list(by_group(update.ids).values())
+            _of_update(found, update, made, machines, parts)
     return found
 
 
@@ -93,8 +94,14 @@ class _Update:
         return self.cost.optimizer_s if self.has_stepped else 0.0
 
 
-def _of_update(found: dict[str, float], update: _Update, made: Mapping[int, tuple[Life, int]], machines: Mapping[str, Machine]) -> None:
-    """Raise the bounds by what training adds: a sample is trained on when it is done, and a group when all of it is."""
+def _of_update(
+    found: dict[str, float],
+    update: _Update,
+    made: Mapping[int, tuple[Life, int]],
+    machines: Mapping[str, Machine],
+    parts: Sequence[Sequence[int]],
+) -> None:
+    """Raise the bounds by what training adds: a sample is trained on when it is done, and a part (a group) when all of it is."""
     alone: dict[str, float] = {}
     for machine in machines.values():
         for role, cost in machine.decode.items():
@@ -104,7 +111,7 @@ def _of_update(found: dict[str, float], update: _Update, made: Mapping[int, tupl
         if row in made:
             whole_s = released_s[row] + update.seconds([row]) + update.end_s
             found["longest_sample"] = max(found.get("longest_sample", 0.0), whole_s)
-    groups = [(max(released_s.get(row, 0.0) for row in rows), rows) for rows in by_group(update.ids).values()]
+    groups = [(max(released_s.get(row, 0.0) for row in rows), rows) for rows in parts]
     left_s = 0.0
     for release_s, rows in sorted(groups, key=lambda pair: pair[0], reverse=True):
         left_s += update.seconds(rows)

@@ -40,6 +40,7 @@ from m2flow.micro.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
+from m2flow.micro.scheduling.relaxed import Relaxed
 from m2flow.micro.scheduling.roster import tag_of, worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.staleness import window
@@ -117,6 +118,8 @@ class History:
     num_tokens: Callable[[int], int]
     num_events: int
     num_devices: int
+    without_groups: bool = False
+    """Samples did not wait for their siblings."""
 
 
 @final
@@ -136,7 +139,9 @@ class Simulation:
         message_s: float = 0.0,
         slowdown: Slowdown = undisturbed,
         failures: Iterable[Failure] = (),
+        without_groups: bool = False,
     ) -> None:
+        self._without_groups = without_groups
         self.clock = Clock()
         self.drawn = drawn
         pools = {name: machine.pool for name, machine in machines.items()}
@@ -144,7 +149,7 @@ class Simulation:
         self._program = program
         self._machines = machines
         self._function_cost = function_cost
-        self._scheduler = Scheduler(plan)
+        self._scheduler = Scheduler(plan, relaxed=Relaxed(drawn.response_tokens, without_groups))
         every = report_every(plan.policies, plan.predictor)
         self._workers = {name: VirtualWorker(machine, self, report_every=every) for name, machine in machines.items()}
         ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
@@ -205,6 +210,7 @@ class Simulation:
             self.num_tokens,
             self.clock.num_events,
             self._usage.num_devices,
+            self._without_groups,
         )
 
     # What workers have around them

@@ -114,14 +114,24 @@ class Scenario:
         machines = machines_of(plan, self.spec, self.costs)
         return [failure_of(text, machines, self.spec) for text in texts]
 
-    def run(self, plan: Plan, costs: Costs | None = None, failures: Sequence[Failure] = ()) -> Outcome:
+    def run(self, plan: Plan, costs: Costs | None = None, failures: Sequence[Failure] = (), *, without_groups: bool = False) -> Outcome:
         """Simulate by a plan.
 
         Raises:
             M2FlowError: the run fails. InternalError: it is faster than a bound.
         """
         costs = costs or self.costs
-        simulated = simulate(self.program, plan, self.spec, costs, self.lengths, seed=self.seed, kept=self.kept, failures=failures)
+        simulated = simulate(
+            self.program,
+            plan,
+            self.spec,
+            costs,
+            self.lengths,
+            seed=self.seed,
+            kept=self.kept,
+            failures=failures,
+            without_groups=without_groups,
+        )
         machines = machines_of(plan, self.spec, costs)
         overlaps = self.program.staleness > 0
         report = report_of(simulated, machines, overlaps=overlaps)

@@ -34,11 +34,13 @@ def simulate(
     seed: int = 0,
     kept: Mapping[str, float] | None = None,
     failures: Iterable[Failure] = (),
+    without_groups: bool = False,
 ) -> Simulated:
     """Run a program's steps on a virtual clock.
 
     Args:
         kept: share of units that a filter or a refill keeps, by role or call name; all by default.
+        without_groups: samples do not wait for their siblings, which no run could do.
     Raises:
         M2FlowError: a call of it fails.
     """
@@ -55,6 +57,7 @@ def simulate(
         hop_s=costs.hop_s,
         message_s=costs.message_s(),
         failures=failures,
+        without_groups=without_groups,
         slowdown=lambda kind, beside: 1.0 if kind == "function" else costs.slowdown(kind, beside),
     )
     history = simulation.run()
