@@ -33,7 +33,7 @@ def recount(scheduler: Scheduler, hands: Mapping[str, Hand], at_controller: Iter
     assert list(board.active) == [ordinal for ordinal, state in board.calls.items() if not state.is_over], "active calls"
     idle = {w.name for w in board.workers.values() if w.roles["function"] and w.num_tasks["function"] < MAX_QUEUED and not w.is_lost}
     for state in board.active.values():
-        if state.call.engine == "function" and board._has_function_work(state):
+        if state.call.engine == "function" and state.has_function_work:
             assert not idle.intersection(state.stage.workers), f"{state.call.name} has work, and {idle} are free for it"
     if not any(hand.has_something or hand.said or hand.is_dead for hand in hands.values()):
         _recount_rows(board, hands, set(at_controller))

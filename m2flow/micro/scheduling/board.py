@@ -78,7 +78,7 @@ class Board:
         self.lines = Lines(self)
         self.refills = Refills(self)
         self.placings = Placings(self, plan.policies, plan.predictor)
-        self.functions = StartQueue(self._has_function_work, self.workers)
+        self.functions = StartQueue(self.workers)
 
     # Calls
 
@@ -404,13 +404,6 @@ class Board:
         """Rows of a call are about to go to a worker: perhaps the last ones."""
         if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
             self.waking.wake_role(state.call.role)
-
-    def _has_function_work(self, state: CallState) -> bool:
-        if state.waits_for or state.follows:
-            return False
-        if not state.ids and not state.call.is_aligned:  # Nothing to work on is worked on too, once.
-            return state.is_prepared and not state.tasks_at
-        return len(state.ready) == len(state.ids) > 0 if state.stage.is_barrier else bool(state.ready)
 
     # Tasks and rows
 

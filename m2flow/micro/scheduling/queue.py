@@ -7,7 +7,7 @@ first that really has some. Asking costs nothing while that one has more, and do
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
 from m2flow.micro.scheduling.roster import WorkerState
@@ -52,8 +52,7 @@ class _Pool:
 class StartQueue:
     """The calls on functions, by the workers that may run them."""
 
-    def __init__(self, has_work: Callable[[CallState], bool], workers: Mapping[str, WorkerState]) -> None:
-        self._has_work = has_work
+    def __init__(self, workers: Mapping[str, WorkerState]) -> None:
         self._workers = workers
         self._pools: dict[tuple[str, ...], _Pool] = {}
         self._pools_of: dict[str, list[_Pool]] = {}
@@ -100,7 +99,7 @@ class StartQueue:
         return found
 
     def _first(self, pool: _Pool) -> CallState | None:
-        while pool.calls and (pool.calls[0][1].is_over or not self._has_work(pool.calls[0][1])):
+        while pool.calls and (pool.calls[0][1].is_over or not pool.calls[0][1].has_function_work):
             self._queued.discard(heapq.heappop(pool.calls)[0])
         return pool.calls[0][1] if pool.calls else None
 

@@ -181,6 +181,15 @@ class CallState:
         return bool(self.ready) and not self.waits_for and not self.is_over and self.num_may_begin > 0
 
     @property
+    def has_function_work(self) -> bool:
+        """Whether something of a call on functions can be handed out now."""
+        if self.waits_for or self.follows:
+            return False
+        if not self.ids and not self.call.is_aligned:  # Nothing to work on is worked on too, once.
+            return self.is_prepared and not self.tasks_at
+        return len(self.ready) == len(self.ids) > 0 if self.stage.is_barrier else bool(self.ready)
+
+    @property
     def is_all_begun(self) -> bool:
         """Whether no worker will get more samples of a generation. Of a refill that is known at its end."""
         may_grow = self.refill is not None or (self.carry is not None and self.carry.previous is not None)
