@@ -176,6 +176,6 @@ def test_every_rule_of_the_scheduler_holds_under_a_policy_with_messages_late_and
     if name == ADVERSARY:  # It says another thing whenever it is asked.
         monkeypatch.setattr(Model, "_check_that_all_were_asked", lambda self: None)
     num_events, walks = 0, 0
-    while num_events < (100_000 if request.config.getoption("--long") else 150):
+    while num_events < (100_000 if request.config.getoption("--long") else 400):
         num_events += random_walk(walks, 60, dies=dies, policies=name.format(seed=walks))
         walks += 1

@@ -73,6 +73,8 @@ class Placing:
         """Samples that began against the policy, since nothing else was under way."""
         self._is_forced = False
         self._is_begun = False
+        self._freed: list[int] = []
+        """Instances where samples have ended."""
         self._num_ended = 0
         """Samples, since all instances were listed."""
         self.admits: Callable[[Sequence[int]], Sequence[int]] | None = None
@@ -87,6 +89,12 @@ class Placing:
         self._list(j)
         self._deal()
         return bool(self._hands[j])
+
+    def deal(self) -> list[WorkerState]:
+        """Samples have ended: deal out what may begin now; whose hands have got something."""
+        self._refresh()
+        self._deal()
+        return self.dealt_to()
 
     def take(self, worker: WorkerState, most: int) -> list[int]:
         """The next rows for a worker, siblings of the last one too; they are its own from now on."""
@@ -126,6 +134,7 @@ class Placing:
             here = self.seen.place.pop(sample, None)
             if here is not None:
                 self.seen.loads[here] -= 1
+                self._freed.append(here)
             self._num_ended += 1
             self.policy.ended(sample, length)
 
@@ -177,6 +186,8 @@ class Placing:
         if not self._is_begun or ready.is_disturbed or len(self._rows) != len(state.ids):
             self._begin()
             return
+        while self._freed:
+            self._list(self._freed.pop())
         if self._num_ended and self._num_ended * _FEW >= len(self._workers):
             self._num_ended = 0
             self._list_all()

@@ -103,6 +103,11 @@ class Placings:
         if self._names:
             self._board.waking.wake_role(role)
 
+    def deal(self, state: CallState) -> None:
+        """Samples of a generation have ended."""
+        if state.placing is not None and state.has_rows_to_begin:
+            self._board.waking.wake_all(state.placing.deal())
+
     def force(self) -> bool:
         """Nothing is under way: overrule a policy that holds back; whether one does."""
         held = [p for p in self._placings.values() if p.state.has_rows_to_begin and p.force()]

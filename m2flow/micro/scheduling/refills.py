@@ -43,7 +43,7 @@ class Refills:
         for position in {SampleId.unpack(row).prompt for row in rows}:
             state.refill.judge(position, verdict)
         for member, share in zip(generations, shares, strict=True):
-            if member.share > share:
+            if member.share > share or member.placing is not None:
                 self._board.waking.feed_all(member)
             self._board.waking.rows_came(member)
         end = state.refill.end()

@@ -177,6 +177,7 @@ class Scheduler:
                 if self._credits.is_used:
                     self._credits.settle(state, dict(zip(message.ids, message.num_tokens, strict=True)))
                     self._credits.taken(message.call, (*message.ids, *message.dropped))
+                board.placings.deal(state)
             if message.ends:
                 self._end_task(message.task)
             return
@@ -295,7 +296,7 @@ class Scheduler:
         """Ask those who may have something new to do; then the leases of which one was asked."""
         waking = self._board.waking
         self._free_room()
-        if waking.has_any:
+        while waking.has_any:  # Again if, while a lease was looked at, a policy has dealt something to others.
             leases: dict[str, Lease] = {}
             while (worker := waking.next()) is not None:
                 self._dispatch(worker)
@@ -306,7 +307,7 @@ class Scheduler:
         self._functions.hand_out()
         if self._credits.is_used and len(self._board.commands) > self._num_noted:  # Calls without rows end here.
             self._free_room()
-            if waking.has_any:
+            if self._board.waking.has_any:
                 self._give_work()
 
     def _dispatch(self, worker: WorkerState) -> None:
