@@ -441,6 +441,38 @@ def test_a_stream_of_buckets_gives_the_tensors_again(sizes: list[tuple[int, ...]
     assert got == {entry.name: body[entry.offset :][: entry.num_bytes].tobytes() for entry in entries}
 
 
+def test_a_bucket_is_not_filled_again_while_it_is_looked_at() -> None:
+    third = threading.Event()
+    numbers = iter(range(1, 6))
+
+    def receive(into: np.ndarray) -> None:
+        number = next(numbers)
+        into[:] = number
+        if number == 3:
+            third.set()
+
+    for number, bucket in enumerate(arriving(receive, 500, 100), 1):
+        assert number > 1 or not third.wait(0.2)
+        assert (bucket == number).all()
+
+
+def test_a_new_version_is_not_written_over_one_that_is_being_sent(pairs: Callable[..., Pair]) -> None:
+    pair = pairs("broadcast", bucket_bytes=1 << 20)
+    first, second = ([("w", np.full(1 << 23, value))] for value in (1.0, 2.0))
+    manifest = pair.publisher.publish(first, 1)
+    receiver = BroadcastReceiver("slow", bucket_bytes=1 << 20)
+    _, buckets = receiver.receive(manifest.address, 1, -1)
+    next(buckets)
+    with ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(pair.publisher.publish, second, 2)
+        with pytest.raises(TimeoutError):
+            publishing.result(0.3)
+        assert all((bucket.view(np.float64) == 1.0).all() for bucket in buckets)
+        assert publishing.result(30).version == 2
+    receiver.close()
+    assert pair.received(publishing.result()) == plain(second)  # type: ignore[arg-type]
+
+
 def test_errors_on_either_side_of_a_stream_are_raised_and_leave_no_thread() -> None:
     def refuse(bucket: np.ndarray) -> None:
         raise BrokenChannel("gone")
