@@ -8,7 +8,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.errors import M2FlowError
 from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
 
 
 def unhurried(sample: Sample) -> float:
@@ -33,6 +33,7 @@ def scored(model: str = "fake", num_steps: int = 4) -> None:
 
 def main(runs_dir: str, model: str, *arguments: str) -> None:
     engine = "fake" if model == "fake" else "embedded"
+    given = {name: json.loads(value) for name, _, value in (argument.partition("=") for argument in arguments)}
     spec = ClusterSpec(
         placement="split",
         device="cpu",
@@ -40,8 +41,8 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
         rollout=RolloutSpec(engine=engine, workers=2, max_running=8, threads=1),
         train=TrainSpec(engine=engine, token_budget=200, threads=1),
         functions=FunctionSpec(workers=2, chunk=4),
+        weights=WeightsSpec(transport=given.pop("transport", "auto"), changes="always"),
     )
-    given = {name: json.loads(value) for name, _, value in (argument.partition("=") for argument in arguments)}
     options = {name: given.pop(name) for name in ("num_steps",) if name in given}
     settings = RunSettings(runs_dir=runs_dir, heartbeat_s=0.1, restart_wait_s=0.05, deterministic=engine != "fake", **given)
     run = Run(scored, {"model": model, **options}, spec, settings)

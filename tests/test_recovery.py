@@ -93,6 +93,16 @@ def test_a_run_whose_worker_is_killed_gives_what_one_gives_that_was_left_alone(t
     assert {key: said[key] for key in ("samples", "weights")} == {key: whole[key] for key in ("samples", "weights")}
 
 
+@SLOW
+@pytest.mark.parametrize("transport", ["broadcast", "file"])
+def test_a_rollout_worker_that_is_started_again_gets_the_current_weights_over_any_transport(tmp_path, transport):
+    said = disturbed(tmp_path, ("fake", f'transport="{transport}"'), "rollout-0", 20_000, lambda process: process.kill())
+    assert said.get("error") is None
+    assert said["incidents"][0][1:3] == ["lost", "rollout-0"]
+    whole = undisturbed("fake")
+    assert {key: said[key] for key in ("samples", "weights")} == {key: whole[key] for key in ("samples", "weights")}
+
+
 @pytest.mark.parametrize("name", ["rollout-0", pytest.param("functions-0", marks=SLOW)])
 def test_a_worker_that_is_stopped_is_missed_killed_and_replaced(tmp_path, name):
     said = disturbed(tmp_path, ("fake", "hung_after_s=5.0"), name, 20_000, lambda process: process.suspend())
