@@ -19,10 +19,10 @@ from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving, collected, u
 from m2flow.channels.weights.checksum import checksum
 from m2flow.channels.weights.delta import applied
 from m2flow.channels.weights.files import WeightFile, open_file
-from m2flow.channels.weights.manifest import Change, Content, Manifest, TensorEntry, listed, named
+from m2flow.channels.weights.manifest import ALIGNMENT, Change, Content, Manifest, TensorEntry, listed, named
 from m2flow.channels.weights.shared import SharedWeightsReader
 from m2flow.channels.weights.tensors import Weight, bytes_of
-from m2flow.errors import BrokenChannel, ChannelError, InternalError
+from m2flow.errors import BrokenChannel, ChannelError, DecodeError, InternalError
 
 Bytes = npt.NDArray[np.uint8]
 Held = Callable[[], Iterable[tuple[str, Weight]]]
@@ -110,6 +110,8 @@ class Subscriber:
             content, buckets = self._broadcast.receive(manifest.address, manifest.version, base)
             if content.base not in (-1, base):
                 raise ChannelError(f"changes to version {content.base} came to who holds {base}")
+            if not 0 <= content.num_bytes <= (manifest.num_bytes if content.base < 0 else _most_bytes(manifest)):
+                raise DecodeError(f"{content.num_bytes:,} bytes of weights are announced, of a model of {manifest.num_bytes:,}")
             try:
                 if content.base < 0:
                     self.num_bytes += content.num_bytes
@@ -133,6 +135,11 @@ class Subscriber:
         body = collected(arriving(read, content.num_bytes, self._bucket_bytes), content.num_bytes)
         self.num_bytes += content.num_bytes
         return _by_name(content), body
+
+
+def _most_bytes(manifest: Manifest) -> int:
+    """No change of a tensor is larger than the tensor, but for the padding of its parts."""
+    return manifest.num_bytes + 3 * ALIGNMENT * len(manifest.tensors)
 
 
 def _by_name(content: Content) -> dict[str, Change]:
