@@ -3,10 +3,12 @@
 Real runs in processes of their own. Where the model does not matter, a fake one saves the seconds that loading torch takes.
 """
 
+import contextlib
 import json
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +99,12 @@ def run(place: Path, *arguments: str, status: int) -> str:
 def run_dir(place: Path) -> Path:
     (found,) = (place / "runs").iterdir()
     return found
+
+
+def states_of_updates(place: Path) -> list[str]:
+    """Of those that have trained on something."""
+    with contextlib.closing(sqlite3.connect(run_dir(place) / "ledger.db")) as db:
+        return [state for (state,) in db.execute("SELECT state FROM calls WHERE ordinal IN (SELECT update_call FROM consumption)")]
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -229,7 +237,7 @@ def test_a_run_goes_on_when_a_worker_is_killed_and_says_so(place: Path, victim: 
     assert not [path for path in shared if path.exists()]
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")])
 def test_an_interrupted_run_stops_in_order_and_says_what_is_on_disk(place: Path, number: signal.Signals, name: str) -> None:
     with start(place, "--cluster", "split.yaml") as process:
         read_until(process, "samples/s")
@@ -239,8 +247,10 @@ def test_an_interrupted_run_stops_in_order_and_says_what_is_on_disk(place: Path,
     assert process.returncode == 130, said
     assert "stopping the workers; Ctrl-C once more ends at once" in said
     assert f"RunInterrupted: stopped by {name} in step" in said
+    assert set(states_of_updates(place)) == {"done"}
     assert "Traceback" not in said
     assert f"m2flow view {run_dir(place).relative_to(place)}" in said
+    assert f"to go on: m2flow run --resume {run_dir(place).relative_to(place)}" in said
     assert sum(1 for _ in read_samples(run_dir(place))) >= 8
     assert workers(place) == []
     assert not [path for path in shared if path.exists()]
@@ -255,7 +265,8 @@ def test_a_second_interrupt_ends_at_once_and_the_workers_end_themselves(place: P
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[0]
     assert process.returncode == 130
-    assert "ended at once" in said
+    assert "ended at once; the ledger is written" in said
+    assert workers(place) == []
     assert "RunInterrupted" not in said
     assert "Traceback" not in said
 

@@ -1,6 +1,7 @@
 """`m2flow run`: train with a flow, and show it while it goes on.
 
-Ctrl-C (or SIGTERM) stops the workers in order and says what is on disk; a second one ends the process at once.
+Ctrl-C (or SIGTERM, or SIGHUP) finishes the update that is under way, stops the workers in order and says how to go on; a second one
+writes the ledger, kills the workers and ends the process at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -26,6 +28,9 @@ from m2flow.errors import OptionError, RunInterrupted
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
 from m2flow.spec import LAPTOP, RunSettings, load_cluster
+
+if TYPE_CHECKING:
+    from m2flow.micro.run import Run
 
 _RESTARTED = "M2FLOW_RESTARTED"
 
@@ -86,6 +91,10 @@ def command(
       m2flow run flows/grpo.py
       m2flow run flows/grpo.py --num-steps 20 --seed 1 --runs-dir /tmp/runs
       m2flow run flows/grpo.py --help       also lists the flow's own options
+
+    \b
+    Ctrl-C once: finish the update under way, stop, and say how to go on (m2flow run --resume RUN).
+    Ctrl-C twice: write the ledger and end now. SIGTERM and SIGHUP do the same. The exit status is 130.
       m2flow run --resume runs/grpo-20260101-120000
     """
     before = resumed(ctx)
@@ -131,7 +140,7 @@ def command(
     progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
-            with _interrupts(progress.stopping):
+            with _interrupts(run, progress.stopping):
                 plan = run.prepare()
                 if not quiet:
                     display.show_plan(console, plan, is_eager=eager)
@@ -163,20 +172,24 @@ def _prepare_environment(threads: int, *, deterministic: bool) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts(stopping: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM becomes a KeyboardInterrupt; one more ends the process."""
+def _interrupts(run: Run, stopping: Callable[[], None]) -> Iterator[None]:
+    """The first signal becomes a KeyboardInterrupt, now or at the end of an update that this thread is at; one more ends the process."""
     is_stopping = False
 
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal is_stopping
         if is_stopping:
-            os.write(2, b"\nended at once; the workers end themselves\n")
+            run.end_now()
+            with contextlib.suppress(OSError):  # After a SIGHUP there is no terminal.
+                os.write(2, b"\nended at once; the ledger is written\n")
             os._exit(130)
         is_stopping = True
         stopping()
-        raise KeyboardInterrupt("Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name)
+        reason = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+        if not run.interrupt(reason):
+            raise KeyboardInterrupt(reason)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # Ignored: a shell's background job.
     for number in handled:
         signal.signal(number, handle)

@@ -24,6 +24,7 @@ from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.attempts import Attempts, only_writer
 from m2flow.micro.control.controller import Controller
+from m2flow.micro.control.interrupting import Shielding, end_now
 from m2flow.micro.control.keeping import Keeper, Keeping, keep_eagerly
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.control.outcomes import Outcomes
@@ -127,6 +128,7 @@ class Run:
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
         self._controller: Controller | None = None
+        self._shield: Shielding | None = None
         self._lowering: Lowering | None = None
         self.run_dir = Path()
 
@@ -237,6 +239,10 @@ class Run:
             self._run_flow(Keeping(self._replayed(backend), keeper, begin=backend.begin_checkpoint, end=lambda: None))
             wall_s = time.monotonic() - start
             return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
+        except KeyboardInterrupt:
+            with contextlib.suppress(M2FlowError):
+                self._controller.wind_down()
+            raise
         finally:
             self._controller.close()
 
@@ -253,7 +259,7 @@ class Run:
         try:
             performer.open()
             start = time.monotonic()
-            backend = EagerBackend(performer, journal)
+            backend = self._shield = Shielding(EagerBackend(performer, journal))
             self._run_flow(
                 Keeping(
                     self._replayed(backend),
@@ -266,6 +272,15 @@ class Run:
             return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
         finally:
             performer.close()
+
+    def interrupt(self, reason: str) -> bool:
+        """Stop as soon as the update that is under way in this thread is done; False: there is none. From a signal handler."""
+        return self._shield is not None and self._shield.interrupt(reason)
+
+    def end_now(self) -> None:
+        """Write the ledger and end the workers, as far as that is possible at once; the process must end then. From a signal handler."""
+        steps = [self._journal.make_durable] if self._journal else []
+        end_now([*steps, self._controller.abandon] if self._controller else steps)
 
     def _run_flow(self, backend: Backend) -> None:
         with prints_muted(lambda: self._replay is not None and not self._replay.is_live):

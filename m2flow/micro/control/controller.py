@@ -19,7 +19,7 @@ from pathlib import Path
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
-from m2flow.errors import BrokenChannel, InternalError, M2FlowError, error_from_record
+from m2flow.errors import BrokenChannel, InternalError, M2FlowError, RunInterrupted, error_from_record
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.control.crew import Crew
@@ -53,6 +53,7 @@ from m2flow.micro.scheduling.events import (
     Resolve,
     Send,
     Sourced,
+    Stopping,
     Undone,
     Wanted,
     WorkerJoined,
@@ -89,7 +90,7 @@ class SaveAll:
     path: Path
 
 
-Post = Submitted | Logged | SaveAll | Wanted | Released | CheckpointDue
+Post = Submitted | Logged | SaveAll | Wanted | Released | CheckpointDue | Stopping
 
 
 class Controller:
@@ -140,6 +141,7 @@ class Controller:
         """Task -> who is to save what."""
         self._saved: dict[str, str] = {}
         self._is_stopping = False
+        self._is_winding_down = False
         self._thread = threading.Thread(target=self._run, name="m2flow-controller", daemon=True)
 
     # The flow's thread
@@ -162,6 +164,16 @@ class Controller:
         for post in posts:
             self._posts.put(post)
         self._waker.send(b"")
+
+    def wind_down(self) -> None:
+        """Finish the updates that have begun, and wait for that; the rest is given up. Nothing may be submitted any more."""
+        if self._crew.is_ready and self._thread.is_alive():
+            self.post(Stopping())
+            self._outcomes.wait_wound_down()
+
+    def abandon(self) -> None:
+        """End the workers now, whatever they do. From any thread; the controller is of no use afterwards."""
+        self._launcher.stop((), patience_s=0.0)
 
     def running(self) -> dict[str, str]:
         """What each worker does now, in words."""
@@ -217,6 +229,8 @@ class Controller:
         self._keeper.finish(self._outcomes.are_well, self._journal.make_durable)
         self._journal.commit_if_due()
         self._look_for_a_halt(time.monotonic())
+        if self._is_winding_down and not self._scheduler.has_calls:
+            self._outcomes.wound_down()
 
     def _tell_of(self, events: Iterable[Event]) -> None:
         """Workers are lost, or here again."""
@@ -269,6 +283,10 @@ class Controller:
                 if not self._scheduler.num_rows(ordinal):
                     self._wanted.discard(ordinal)
                     self._outcomes.deliver(ordinal, Batch.concat([]))
+            case Stopping():
+                self._handle_gathered()
+                self._is_winding_down = True
+                self._handle(post)
             case Released() | CheckpointDue():
                 self._gathered.append(post)
 
@@ -306,7 +324,8 @@ class Controller:
             case Reject(ordinal, error, root):
                 # Its tasks that are given up end as done, but nothing was trained on.
                 self._consuming = {number: task for number, task in self._consuming.items() if task.call != ordinal}
-                self._journal.call_failed(self._calls[ordinal], error)
+                if not isinstance(error, RunInterrupted):  # What was only given up is as it was, for a resume.
+                    self._journal.call_failed(self._calls[ordinal], error)
                 self._outcomes.reject(self._calls[ordinal], error, root)
                 self._logbook.call_ended(ordinal)
                 self._logbook.write_due()

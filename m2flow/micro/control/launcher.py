@@ -19,11 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from m2flow.channels.arena import remove_arenas
 from m2flow.channels.keys import read_keys, write_keys
-from m2flow.channels.weights import remove_segments
-from m2flow.channels.weights.files import remove_files
 from m2flow.errors import InternalError
+from m2flow.micro.control.claims import Claim, remove_leftovers
 from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.rollouts.policies import report_every
 from m2flow.micro.work.process import TOKEN_VARIABLE
@@ -63,6 +61,7 @@ class LocalLauncher:
         self.keys = read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
         self._prefix = f"m2flow-{secrets.token_hex(4)}"
         self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
+        self._claim = Claim(self._prefix, self._sockets.name, self._weights_directory)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._controller = ""
 
@@ -82,7 +81,9 @@ class LocalLauncher:
         return self._spec.weights.directory or str(self._run_dir.resolve() / "weights")
 
     def start(self, controller: str) -> None:
-        """Start every worker; they connect to the controller's address by themselves."""
+        """Start every worker; they connect to the controller's address by themselves. What dead runs have left is removed before."""
+        remove_leftovers()
+        self._claim.open()
         for worker in self._plan.workers:
             self._processes[worker.name] = self._spawn(worker, controller, 0)
         self._controller = controller
@@ -123,6 +124,7 @@ class LocalLauncher:
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),
             incarnation=incarnation,
+            claim=self._claim.path,
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             shared_bytes=self._spec.channels.shared_bytes,
             attempt=self._attempt,
@@ -193,9 +195,7 @@ class LocalLauncher:
             time.sleep(0.01)
         for worker in self._processes:
             self.kill(worker)
-        remove_segments(self._prefix)
-        remove_arenas(self._prefix)
-        remove_files(self._weights_directory, self._prefix)
+        self._claim.close()
         self._sockets.cleanup()
 
 

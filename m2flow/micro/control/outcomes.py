@@ -24,6 +24,7 @@ class Outcomes:
         self._num_open: dict[int, int] = {}
         self._end: M2FlowError | None = None
         self._is_ready = False
+        self._is_wound_down = False
         self._saved: Mapping[str, str] | None = None
 
     # Filled by the controller's thread, except `submitted`.
@@ -70,6 +71,12 @@ class Outcomes:
             self._end = self._end or error
             self._changed.notify_all()
 
+    def wound_down(self) -> None:
+        """No call is under way any more, and none will come."""
+        with self._changed:
+            self._is_wound_down = True
+            self._changed.notify_all()
+
     def ready(self) -> None:
         with self._changed:
             self._is_ready = True
@@ -112,6 +119,10 @@ class Outcomes:
     def wait_ready(self, timeout_s: float) -> None:
         if not self._wait(lambda: self._is_ready, timeout_s):
             raise WorkerError(f"the workers did not come up in {timeout_s:.0f} s", now="See the logs in the run directory.")
+
+    def wait_wound_down(self) -> None:
+        """Until the run has ended what it had to, or can't."""
+        self._wait(lambda: self._is_wound_down)
 
     def wait_value(self, ordinal: int) -> object:
         """The value of a call, or None for one with rows. Raises its error, when no earlier call can still fail."""

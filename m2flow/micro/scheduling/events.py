@@ -70,6 +70,10 @@ class FromWorker(msgspec.Struct, frozen=True):
     message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Load
 
 
+class Stopping(msgspec.Struct, frozen=True):
+    """The run is to end: finish the updates that have begun, give up the rest."""
+
+
 class WorkerLost(msgspec.Struct, frozen=True):
     """A worker is gone, with all that it had. What it says from now on does not count."""
 
@@ -90,7 +94,7 @@ class WorkerJoined(msgspec.Struct, frozen=True):
     worker: str
 
 
-Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | WorkerLost | WorkerJoined
+Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | Stopping | WorkerLost | WorkerJoined
 
 
 class Send(msgspec.Struct, frozen=True):

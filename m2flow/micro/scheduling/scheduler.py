@@ -31,6 +31,7 @@ from m2flow.micro.scheduling.events import (
     Released,
     Resolve,
     Sourced,
+    Stopping,
     Wanted,
     WorkerLost,
 )
@@ -40,6 +41,7 @@ from m2flow.micro.scheduling.losing import join, lose
 from m2flow.micro.scheduling.relaxed import NOTHING, Relaxed
 from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.scheduling.roster import TaskState, WorkerState
+from m2flow.micro.scheduling.stopping import wind_down
 from m2flow.micro.scheduling.train_desk import TrainDesk
 from m2flow.micro.scheduling.waiting import Wait, waits_of
 
@@ -107,10 +109,17 @@ class Scheduler:
             board.want(board.calls[event.call])
         elif isinstance(event, CheckpointDue):
             self._save(event)
+        elif isinstance(event, Stopping):
+            wind_down(board)
         elif isinstance(event, WorkerLost):
             self._lost(event)
         else:
             self._joined(board.workers[event.worker])
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether some call is not over."""
+        return bool(self._board.active)
 
     @property
     def is_idle(self) -> bool:

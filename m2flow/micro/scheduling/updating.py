@@ -52,6 +52,8 @@ class UpdateProgress:
         self._epoch = 0
         self._minibatch = 0
         self._is_failing = False
+        self.has_begun = False
+        """Something of it was handed out."""
         self._lay_out([list(groups[i : i + size]) for i in range(0, len(groups), size)])
 
     def _lay_out(self, minibatches: list[list[Group]]) -> None:
@@ -114,6 +116,7 @@ class UpdateProgress:
 
     def take(self, step: MicroBatch | MinibatchEnd) -> None:
         """What `next` answered is being done."""
+        self.has_begun = True
         if isinstance(step, MicroBatch):
             self._take(step)
             return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -26,6 +25,7 @@ from m2flow.channels.zeromq import LinkDialer, wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
+from m2flow.micro.control.claims import remove
 from m2flow.micro.work.worker import Worker, WorkerSettings
 
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
@@ -41,10 +41,11 @@ def _watch_parent(settings: WorkerSettings) -> None:
     def watch() -> None:
         while os.getppid() == settings.parent:
             time.sleep(0.5)
-        remove_segments(settings.shared_prefix)
+        remove_segments(settings.shared_prefix)  # The others may have removed what the run has left before this one made more.
         remove_arenas(settings.shared_prefix)
-        if settings.inbox.startswith("ipc:"):
-            shutil.rmtree(settings.inbox.removeprefix("ipc:"), ignore_errors=True)  # The run's private directory of sockets.
+        remove(settings.claim)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # With what a user's function has started: the launcher gives each worker a group of its own.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()

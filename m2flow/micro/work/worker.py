@@ -84,6 +84,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     weights: WeightSettings = WeightSettings()
     incarnation: int = 0
     """How many processes this worker was before."""
+    claim: str = ""
+    """The file that says what the run has on this host (`m2flow.micro.control.claims`)."""
 
     @property
     def tag(self) -> str:
