@@ -19,6 +19,7 @@ from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.micro import messages as m
 from m2flow.micro.control.controller import Controller, Post
+from m2flow.micro.control.crew import Crew
 from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.control.outcomes import Outcomes
@@ -26,7 +27,6 @@ from m2flow.micro.plan import Plan
 from m2flow.micro.record import ledger
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.run import Run, Summary
-from m2flow.micro.scheduling.events import CONTROLLER
 from m2flow.micro.work.worker import Worker
 from m2flow.spec import ClusterSpec, RunSettings
 
@@ -52,9 +52,10 @@ class _Link:
 class _Listener:
     """The controller's end of all links: one message at a time."""
 
-    def __init__(self, order: random.Random) -> None:
+    order: random.Random
+
+    def __init__(self) -> None:
         self.links: dict[str, _Link] = {}
-        self._order = order
 
     def send(self, worker: str, message: bytes) -> None:
         self.links[worker].to_worker.append(message)
@@ -63,23 +64,30 @@ class _Listener:
         waiting = [name for name, link in self.links.items() if link.to_controller]
         if not waiting:
             return []
-        name = self._order.choice(waiting)
+        name = self.order.choice(waiting)
         return [(name, self.links[name].to_controller.popleft())]
+
+
+def _nothing() -> None:
+    """Watches nothing."""
 
 
 class OneThread(Controller):
     """A controller that moves when the flow waits."""
 
-    def __init__(self, plan: Plan, *arguments: object, order: random.Random, hook: Hook) -> None:
-        super().__init__(plan, *arguments)  # type: ignore[arg-type]
-        self._order = order
-        self._hook = hook
-        self._listener = _Listener(order)  # type: ignore[assignment]
+    def __init__(
+        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, launcher: LocalLauncher, journal: Journal, *more: object
+    ) -> None:
+        super().__init__(plan, spec, settings, launcher, journal, *more)  # type: ignore[arg-type]
+        self.order, self.hook = random.Random(0), _nothing
+        self._listener = _Listener()  # type: ignore[assignment]
         self._inbox, self._outbox = MemoryInbox(), MemoryOutbox()  # type: ignore[assignment]
+        self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, print)
         self._workers: dict[str, Worker] = {}
 
     def open(self) -> None:
-        self._addresses[CONTROLLER] = self._inbox.open()
+        self._listener.order = self.order  # type: ignore[attr-defined]
+        self._crew.set_own_address(self._inbox.open())
         for planned in self._plan.workers:
             link = self._listener.links[planned.name] = _Link()  # type: ignore[attr-defined]
             settings = self._launcher.settings_for(planned, "")
@@ -94,11 +102,11 @@ class OneThread(Controller):
     def move(self) -> None:
         """One thing happens somewhere."""
         with randomness_kept():
-            if self._order.random() < 0.5:
-                self._workers[self._order.choice(list(self._workers))].turn()
+            if self.order.random() < 0.5:
+                self._workers[self.order.choice(list(self._workers))].turn()
             else:
                 self._take_in()
-        self._hook()
+        self.hook()
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -108,7 +116,7 @@ class OneThread(Controller):
                 message = m.decode_to_controller(body)
                 if isinstance(message, m.Spans):
                     self._journal.spans(message.block)
-        self._launcher.stop()
+        self._launcher.stop(self._workers)
         self._outbox.close()
         self._inbox.close()
 
@@ -138,12 +146,13 @@ class SteppedRun(Run):
 
     def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[Outcomes, Controller]:
         restored, parts, attempt = self._restored
-        launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts)
+        settings = self.settings.model_copy(update={"hung_after_s": 1e9})  # Nobody beats here.
+        launcher = LocalLauncher(plan, self.spec, settings, self._models, self.run_dir, attempt=attempt, restore=parts)
         outcomes = _Moving()
-        outcomes.controller = OneThread(
-            plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, order=self._order, hook=self._hook
-        )
-        return outcomes, outcomes.controller
+        controller = OneThread(plan, self.spec, settings, launcher, journal, outcomes, keeper, restored, self._warn)
+        controller.order, controller.hook = self._order, self._hook
+        outcomes.controller = controller
+        return outcomes, controller
 
     def _draw(self) -> None:
         """Pictures are another test's."""

@@ -82,7 +82,7 @@ def account(summary: Summary) -> Mapping[str, object]:
 
 
 def check_images(
-    program: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 8
+    program: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 5
 ) -> None:
     """Resume a run from images of it, evenly spaced over its events; from all if `most` is None."""
     summary, images = imaged(program, options, spec, settings, where / "images")
@@ -161,7 +161,7 @@ def test_where_time_decides_a_resumed_run_keeps_every_rule_and_trains_on_each_sa
     check_lawful(program, spec_of("split"), settings_of(how, tmp_path), tmp_path)
 
 
-def check_lawful(program: Flow, spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 8) -> None:
+def check_lawful(program: Flow, spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 5) -> None:
     """What was done before the kill stays; every update trains on what its generation gives; versions are within the bound."""
     summary, images = imaged(program, {}, spec, settings, where / "images")
     calls = account(summary)["calls"]

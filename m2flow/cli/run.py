@@ -135,7 +135,7 @@ def command(
         pinned=pinned,
         profile=profile,
         resume=None if before is None else before[0],
-        warn=lambda said: console.print(f"warning: {said}"),
+        warn=lambda said: console.print(f"warning: {said}", soft_wrap=True),
     )
     progress = display.Progress(console, run)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
