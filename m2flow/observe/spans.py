@@ -14,6 +14,9 @@ Attributes that viewers understand:
     samples      whom the work was done on: packed identities, or a `range` of them
     unit_us      microseconds of each unit that a function was called on, in the order of their ends
     num_bytes    what was moved
+    gb_per_s, transport, how, share_changed
+                 of a weight sync: 10^9 bytes a second, over what, what was decided about sending changes alone and why, and the share of
+                 values that changed
     error        the exception's name, if the work raised
 """
 
