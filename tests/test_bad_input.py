@@ -256,6 +256,18 @@ def test_an_interrupted_run_stops_in_order_and_says_what_is_on_disk(place: Path,
     assert not [path for path in shared if path.exists()]
 
 
+def test_a_run_can_be_interrupted_while_its_workers_start(place: Path) -> None:
+    with start(place, "--cluster", "split.yaml") as process:
+        while not workers(place):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, said
+    assert "RunInterrupted: stopped by Ctrl-C" in said
+    assert "Traceback" not in said
+    assert workers(place) == []
+
+
 def test_a_second_interrupt_ends_at_once_and_the_workers_end_themselves(place: Path) -> None:
     with start(place, "--cluster", "fakes.yaml", "--reward", "hangs") as process:
         while not (place / "hanging").exists():  # Then the worker is inside the reward, and will not hear that it should stop.

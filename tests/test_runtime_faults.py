@@ -98,6 +98,50 @@ def test_when_the_controller_is_killed_its_workers_end_and_leave_nothing_behind(
     assert not [path for path in left if path.exists()]
 
 
+def begun(tmp_path: Path, process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The workers of a run that generates."""
+    parent = psutil.Process(process.pid)
+    while not list(tmp_path.glob("runs/*/segments/*.seg")) or len(parent.children()) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    return list(parent.children())
+
+
+def test_a_worker_that_is_stopped_when_its_controller_is_killed_ends_when_it_is_continued(tmp_path):
+    process = start(tmp_path, "forever")
+    try:
+        workers = begun(tmp_path, process)
+        workers[0].suspend()
+        left = [path for path in places() if owner(path, workers)]
+    finally:
+        process.kill()
+        process.communicate()
+    _, alive = psutil.wait_procs(workers[1:], timeout=30)
+    assert not alive
+    assert not [path for path in left if path.exists()]
+    workers[0].resume()
+    _, alive = psutil.wait_procs(workers[:1], timeout=30)
+    assert not alive
+    assert not [path for path in left if path.exists()]
+
+
+def test_what_is_left_when_all_processes_of_a_run_are_killed_the_next_run_removes(tmp_path):
+    process = start(tmp_path, "forever")
+    try:
+        workers = begun(tmp_path, process)
+        left = [path for path in places() if owner(path, workers)]
+    finally:
+        for killed in (*workers, psutil.Process(process.pid)):
+            killed.suspend()  # So that nobody has the time to do anything about the others' end.
+        for killed in (*workers, psutil.Process(process.pid)):
+            killed.kill()
+        process.communicate()
+    psutil.wait_procs(workers, timeout=30)
+    assert left  # Another run of this user may have removed it by now.
+    assert "ended well" in output(tmp_path / "next", "one")
+    assert not [path for path in left if path.exists()]
+
+
 def places() -> list[Path]:
     """What runs of this machine have outside their run directories."""
     return [*Path(tempfile.gettempdir()).glob("m2flow-*"), *Path("/dev/shm").glob("m2flow-*")]

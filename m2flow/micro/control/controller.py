@@ -142,6 +142,7 @@ class Controller:
         self._saved: dict[str, str] = {}
         self._is_stopping = False
         self._is_winding_down = False
+        self._address = ""
         self._thread = threading.Thread(target=self._run, name="m2flow-controller", daemon=True)
 
     # The flow's thread
@@ -155,7 +156,7 @@ class Controller:
         address = self._listener.open()
         self._waker.open(address, _FLOW, self._launcher.token)
         self._crew.set_own_address(self._inbox.open())
-        self._launcher.start(address)
+        self._address = address
         self._thread.start()
         self._outcomes.wait_ready(self._settings.start_timeout_s)
 
@@ -198,6 +199,7 @@ class Controller:
     def _run(self) -> None:
         try:
             with naming_a_full_disk(self._launcher.log_path("").parent.parent):
+                self._launcher.start(self._address)  # Here, where no Ctrl-C can come between a process and the note of it.
                 while not self._is_stopping:
                     self._turn()
         except BrokenChannel as error:
