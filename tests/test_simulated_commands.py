@@ -113,7 +113,8 @@ class Replayed(Given):
         return self.by_step[step]
 
 
-def loop(num_steps: int = 3, batch: int = 4, n: int = 3, lag: int = 0) -> None:
+@flow
+def loop(num_steps: int = 3, batch: int = 4, n: int = 3) -> None:
     policy, reward = Policy("fake"), Reward(zero)
     prompts = Dataset([{"prompt": f"{i * 7919 % 1000}="} for i in range(32)])
     for _ in steps(num_steps):
@@ -121,15 +122,12 @@ def loop(num_steps: int = 3, batch: int = 4, n: int = 3, lag: int = 0) -> None:
         policy.update(responses, reward.score(responses), minibatch_size=2)
 
 
-LOOP = flow(staleness="lag")(loop)
-
-
-def cluster(placement: str, workers: int) -> ClusterSpec:
+def cluster(placement: str) -> ClusterSpec:
     return ClusterSpec(
         placement=placement,
         device="cpu",
         cores=2,
-        rollout=RolloutSpec(engine="fake", workers=workers, max_running=16),
+        rollout=RolloutSpec(engine="fake", max_running=16),
         train=TrainSpec(engine="fake", token_budget=64),
         functions=FunctionSpec(chunk=64),
     )
@@ -170,17 +168,12 @@ def first_difference(ours: Iterable[Told], theirs: Iterable[Told]) -> str:
     return next((f"{a} and {b}" for a, b in itertools.zip_longest(ours, theirs) if a != b), "none")
 
 
-CASES = {
-    "time-shared": ("time-shared", 1, 0),
-    "split": ("split", 2, 0),
-}
-
-
-@pytest.mark.parametrize(("placement", "workers", "lag"), CASES.values(), ids=list(CASES))
-def test_a_run_and_its_simulation_tell_each_worker_the_same_tasks_in_the_same_order(placement, workers, lag, tmp_path):
-    spec, options = cluster(placement, workers), {"num_steps": 3, "batch": 4, "n": 3, "lag": lag}
-    real, plan = recorded(LOOP, options, spec, tmp_path)
-    virtual = simulated(LOOP, options, spec, real)
+@pytest.mark.parametrize("placement", ["time-shared", "split"])
+def test_a_run_and_its_simulation_tell_each_worker_the_same_tasks_in_the_same_order(placement, tmp_path):
+    """With one worker of a kind: which of several is there first is a matter of time."""
+    spec, options = cluster(placement), {"num_steps": 3, "batch": 4, "n": 3}
+    real, plan = recorded(loop, options, spec, tmp_path)
+    virtual = simulated(loop, options, spec, real)
     ours, theirs = real.told(), virtual.told()
     assert ours.keys() == theirs.keys()
     for worker in sorted(ours):
