@@ -1,14 +1,17 @@
 """What the channels cost over what they stand on, on this machine.
 
-    python benchmarks/channels.py [--seconds S] [--rounds R]
+    python benchmarks/channels.py [--seconds S] [--rounds R] [--ray-python PYTHON] [--only PART ...]
 
-Samples: rollout samples (256 prompt and 1,024 response tokens, with all token columns and texts) go to another process in parcels of 16
-and 64, through codec, `ZmqOutbox` and `ZmqInbox`; and as the same bytes, encoded once and in one frame, through bare pyzmq PUSH and
-PULL. The two take turns, and the ratio of a round is between neighbours, so that other load on the machine hits both.
+stream  Rollout samples (256 prompt and 1,024 response tokens, with all token columns and texts) go to another process in parcels of 16 and
+        64, through codec, `ZmqOutbox` and `ZmqInbox`, over ipc, tcp and with large columns in shared memory; and as the same bytes, encoded
+        once and in one frame, through bare pyzmq PUSH and PULL.
+sizes   The same with one column of 1 KB, 64 KB, 1 MB and 64 MB.
+shared  The way from the producer's array to a read-only view in the consumer, one parcel at a time with warm buffers, by one clock; against
+        one memcpy of the same bytes between warm buffers.
+ray     Samples to another process one at a time, and 64 at a time; against the same as calls of a Ray actor.
 
-Weights: 500 MB are written to `SharedWeights` and read (verified) and copied out, against one `memcpy` of the same bytes.
-
-Prints one JSON object.
+The two sides take turns, and the ratio of a round is between neighbours, so that other load on the machine hits both. Prints one JSON
+object; each target says whether it was met.
 """
 
 from __future__ import annotations
@@ -20,23 +23,28 @@ import os
 import platform
 import secrets
 import statistics
+import subprocess
+import sys
 import time
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import zmq
 
 from m2flow.channels import codec
+from m2flow.channels.arena import Arena
 from m2flow.channels.contract import Parcel
-from m2flow.channels.weights import SharedWeights, SharedWeightsReader, Weight
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.samples import Batch, Column, Ragged, Segment, make_ids
 
 NUM_PROMPT_TOKENS, NUM_RESPONSE_TOKENS = 256, 1024
+SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "64 MB": 1 << 26}
+TARGETS = {"stream": 0.8, "shared": 1.3, "ray": 10.0}
 _HIGH_WATER = 1000
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 def rollout_batch(num_samples: int) -> Batch:
@@ -64,11 +72,19 @@ def rollout_batch(num_samples: int) -> Batch:
     return Batch(make_ids(0, num_samples), columns)
 
 
-def send_ours(address: str, orders: Connection) -> None:
-    outbox = ZmqOutbox()
+def batch_of(what: int) -> Batch:
+    """So many rollout samples; or, below 0, one row of so many bytes."""
+    return rollout_batch(what) if what > 0 else Batch(make_ids(0, 1), {"payload": np.ones((1, -what), np.uint8)})
+
+
+def send_ours(address: str, orders: Connection, is_shared: bool) -> None:
+    """Sends what it is told, as often as it is told."""
+    arena = Arena(f"m2flow-bench-{secrets.token_hex(4)}", max_bytes=2 << 30) if is_shared else None
+    outbox = ZmqOutbox(arena=arena)
+    outbox.prefer(address, "shared memory")
     while order := orders.recv():
-        num_samples, num_parcels = order
-        batch = rollout_batch(num_samples)
+        what, num_parcels = order
+        batch = batch_of(what)
         outbox.send(address, Parcel(0, batch, "rollout-0"))  # To connect.
         orders.send(None)
         orders.recv()
@@ -78,12 +94,13 @@ def send_ours(address: str, orders: Connection) -> None:
 
 
 def send_bare(address: str, orders: Connection) -> None:
+    """The same bytes in one frame, encoded once."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.sndhwm = _HIGH_WATER
         socket.connect(address)
         while order := orders.recv():
-            num_samples, num_parcels = order
-            frame = b"".join(codec.encode(Parcel(0, rollout_batch(num_samples), "rollout-0")))
+            what, num_parcels = order
+            frame = b"".join(codec.encode(Parcel(0, batch_of(what), "rollout-0")))
             socket.send(frame, copy=False)
             orders.send(None)
             orders.recv()
@@ -91,9 +108,9 @@ def send_bare(address: str, orders: Connection) -> None:
                 socket.send(frame, copy=False)
 
 
-def stream_s(orders: Connection, take: Callable[[], int], num_samples: int, num_parcels: int) -> float:
+def stream_s(orders: Connection, take: Callable[[], int], what: int, num_parcels: int) -> float:
     """Seconds from the word to go until the last parcel is here."""
-    orders.send((num_samples, num_parcels))
+    orders.send((what, num_parcels))
     while not take():
         pass
     orders.recv()
@@ -105,22 +122,22 @@ def stream_s(orders: Connection, take: Callable[[], int], num_samples: int, num_
     return time.perf_counter() - start
 
 
-def measure_stream(place: str, seconds: float, num_rounds: int) -> list[dict[str, object]]:
-    spawn = multiprocessing.get_context("spawn")
+def measure_streams(transport: str, whats: dict[str, int], seconds: float, num_rounds: int) -> list[dict[str, object]]:
+    """Of each kind of parcel, ours over one transport against bare sockets of the same kind."""
+    place = "tcp" if transport == "tcp" else "ipc:"
     results: list[dict[str, object]] = []
     inbox = ZmqInbox(place)
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, closing(inbox):
         address = inbox.open()
-        bare_address = f"{address}-bare" if place.startswith("ipc") else "tcp://127.0.0.1:*"
         pull.rcvhwm = _HIGH_WATER
-        pull.bind(bare_address)
+        pull.bind(f"{address}-bare" if place == "ipc:" else "tcp://127.0.0.1:*")
         endpoint = pull.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         orders: list[Connection] = []
         senders = []
-        for send, where in ((send_ours, address), (send_bare, endpoint.rstrip(b"\0").decode())):
-            ours, theirs = spawn.Pipe()
-            senders.append(spawn.Process(target=send, args=(where, theirs), daemon=True))
+        for send, arguments in ((send_ours, (address, transport == "shared memory")), (send_bare, (endpoint.rstrip(b"\0").decode(),))):
+            ours, theirs = _SPAWN.Pipe()
+            senders.append(_SPAWN.Process(target=send, args=(arguments[0], theirs, *arguments[1:]), daemon=True))
             senders[-1].start()
             orders.append(ours)
 
@@ -131,29 +148,30 @@ def measure_stream(place: str, seconds: float, num_rounds: int) -> list[dict[str
         def take_ours() -> int:
             return len(inbox.receive(30.0))
 
-        for num_samples in (16, 64):
-            num_parcels, bare_s = 32, 0.0
-            while (bare_s := stream_s(orders[1], take_bare, num_samples, num_parcels)) < seconds / 2:
+        for name, what in whats.items():
+            num_parcels, bare_s = 4, 0.0
+            while (bare_s := stream_s(orders[1], take_bare, what, num_parcels)) < seconds / 2:
                 num_parcels = int(num_parcels * min(max(seconds / bare_s, 1.5), 8))
-            stream_s(orders[0], take_ours, num_samples, num_parcels)
+            stream_s(orders[0], take_ours, what, num_parcels)
             pairs = [
-                (stream_s(orders[0], take_ours, num_samples, num_parcels), stream_s(orders[1], take_bare, num_samples, num_parcels))
+                (stream_s(orders[0], take_ours, what, num_parcels), stream_s(orders[1], take_bare, what, num_parcels))
                 for _ in range(num_rounds)
             ]
-            frames = codec.encode(Parcel(0, rollout_batch(num_samples), "rollout-0"))
-            total = num_samples * num_parcels
+            num_bytes = codec.num_frame_bytes(codec.encode(Parcel(0, batch_of(what), "rollout-0")))
             ratios = [bare / ours for ours, bare in pairs]
+            ours_s, bare_s = (statistics.median(times) for times in zip(*pairs, strict=True))
             results.append(
                 {
-                    "transport": place.partition(":")[0],
-                    "samples_per_parcel": num_samples,
-                    "bytes_per_parcel": codec.num_frame_bytes(frames),
-                    "num_frames": len(frames),
+                    "transport": transport,
+                    "parcel": name,
+                    "bytes_per_parcel": num_bytes,
                     "num_parcels": num_parcels,
-                    "m2flow_samples_per_s": round(total / statistics.median(ours for ours, _ in pairs)),
-                    "pyzmq_samples_per_s": round(total / statistics.median(bare for _, bare in pairs)),
+                    "m2flow_parcels_per_s": round(num_parcels / ours_s, 1),
+                    "m2flow_gb_per_s": round(num_bytes * num_parcels / ours_s / 1e9, 3),
+                    "pyzmq_parcels_per_s": round(num_parcels / bare_s, 1),
                     "speed_over_pyzmq": round(statistics.median(ratios), 3),
                     "speed_over_pyzmq_range": [round(min(ratios), 3), round(max(ratios), 3)],
+                    "us_per_parcel": {"whole": round(ours_s / num_parcels * 1e6, 1), **(_parts(what) if what > 0 else {})},
                 }
             )
         for pipe, sender in zip(orders, senders, strict=True):
@@ -162,83 +180,156 @@ def measure_stream(place: str, seconds: float, num_rounds: int) -> list[dict[str
     return results
 
 
-def median_s(action: Callable[[], object], num_rounds: int) -> float:
-    times = []
+def lend_and_copy(address: str, orders: Connection) -> None:
+    """Lends an array when it is told, its time of leaving in the parcel; and copies the same array, and says how long that took."""
+    outbox = ZmqOutbox(arena=Arena(f"m2flow-bench-{secrets.token_hex(4)}", max_bytes=1 << 30))
+    outbox.prefer(address, "shared memory")
+    batches: dict[int, Batch] = {}
+    targets: dict[int, np.ndarray] = {}
+    while order := orders.recv():
+        how, size = order
+        if size not in batches:
+            batches[size], targets[size] = batch_of(-size), np.zeros((1, size), np.uint8)
+        if how == "lend":
+            outbox.send(address, Parcel(time.perf_counter_ns(), batches[size], "rollout-0"))
+        else:
+            start = time.perf_counter_ns()
+            np.copyto(targets[size], batches[size].dense("payload"))
+            orders.send(time.perf_counter_ns() - start)
+    outbox.close()
+
+
+def measure_shared(num_rounds: int) -> list[dict[str, object]]:
+    """One parcel at a time. The clock is the system's, the same in both processes."""
+    inbox = ZmqInbox("ipc:")
+    results: list[dict[str, object]] = []
+    with closing(inbox):
+        orders, theirs = _SPAWN.Pipe()
+        sender = _SPAWN.Process(target=lend_and_copy, args=(inbox.open(), theirs), daemon=True)
+        sender.start()
+        for name, size in SIZES.items():
+            lent: list[int] = []
+            copied: list[int] = []
+            for turn in range(max(num_rounds * 6, 60)):
+                orders.send(("lend", size))
+                (parcel,) = inbox.receive(30.0)
+                took = time.perf_counter_ns() - parcel.call
+                assert not parcel.batch.dense("payload").flags.writeable
+                del parcel
+                orders.send(("copy", size))
+                memcpy = orders.recv()
+                if turn >= 10:
+                    lent.append(took)
+                    copied.append(memcpy)
+            ratios = [ours / bare for ours, bare in zip(lent, copied, strict=True)]
+            results.append(
+                {
+                    "size": name,
+                    "way_us": {"min": round(min(lent) / 1e3, 1), "median": round(statistics.median(lent) / 1e3, 1)},
+                    "memcpy_us": {"min": round(min(copied) / 1e3, 1), "median": round(statistics.median(copied) / 1e3, 1)},
+                    "over_memcpy_of_minima": round(min(lent) / min(copied), 3),
+                    "over_memcpy_median": round(statistics.median(ratios), 3),
+                    "over_memcpy_range": [round(min(ratios), 3), round(max(ratios), 3)],
+                }
+            )
+        orders.send(None)
+        sender.join(10.0)
+    return results
+
+
+def measure_ray(python: str, seconds: float, num_rounds: int) -> dict[str, object]:
+    """Ours one sample a parcel and 64 a parcel, in turns with Ray's calls; a line that says so if there is no Ray."""
+    side = str(Path(__file__).parent / "sides" / "ray_calls.py")
+    ours: dict[str, list[float]] = {"one": [], "batch": []}
+    theirs: dict[str, list[float]] = {"one": [], "batch": []}
+    version = ""
     for _ in range(num_rounds):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        done = subprocess.run([python, side, str(seconds)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"missing": f"no Ray in {python}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}"}
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        version = found["ray"]
+        for result, name, num in zip(
+            measure_streams("ipc", {"1 sample": 1, "64 samples": 64}, seconds, 3), ("one", "batch"), (1, 64), strict=True
+        ):
+            rate = result["m2flow_parcels_per_s"]
+            assert isinstance(rate, float)
+            ours[name].append(rate * num)
+            theirs[name].append(found[name])
+    ratios = {name: [mine / other for mine, other in zip(ours[name], theirs[name], strict=True)] for name in ours}
+    return {
+        "ray": version,
+        **{f"m2flow_samples_per_s_{name}": round(statistics.median(found)) for name, found in ours.items()},
+        **{f"ray_samples_per_s_{name}": round(statistics.median(found)) for name, found in theirs.items()},
+        **{f"over_ray_{name}": round(statistics.median(found), 1) for name, found in ratios.items()},
+        "parts_us_one_sample": {**_parts(1), "whole": round(1e6 / statistics.median(ours["one"]), 1)},
+        **{f"over_ray_{name}_range": [round(min(found), 1), round(max(found), 1)] for name, found in ratios.items()},
+    }
+
+
+def _parts(num_samples: int) -> dict[str, object]:
+    """Of a parcel's time, what goes into the codec; the rest is the sockets' and Python's around them. Both processes work at a time."""
+    return {name.removesuffix("_us"): value for name, value in measure_codec(num_samples).items() if name.endswith("_us")}
 
 
 def measure_codec(num_samples: int) -> dict[str, object]:
+    """The parts of a parcel that are ours."""
     parcel = Parcel(0, rollout_batch(num_samples), "rollout-0")
     frames = codec.encode(parcel)
-    return {
-        "samples_per_parcel": num_samples,
-        "encode_us": round(median_s(lambda: codec.encode(parcel), 300) * 1e6, 1),
-        "decode_us": round(median_s(lambda: codec.decode(frames), 300) * 1e6, 1),
-    }
-
-
-def measure_weights(num_rounds: int) -> dict[str, object]:
-    """500 MB in 125 tensors, both sides in this process: the memory traffic is the same, and no clock but ours counts."""
-    tensors = [(f"layers.{i}.weight", np.full(1_000_000, i, np.float32)) for i in range(125)]
-    num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-    copies = {name: np.zeros_like(tensor) for name, tensor in tensors}
-
-    def copy_all(source: Iterable[tuple[str, Weight]]) -> None:
-        for name, tensor in source:
-            assert isinstance(tensor, np.ndarray)
-            copies[name][...] = tensor
-
-    with closing(SharedWeights(f"m2flow-bench-{secrets.token_hex(4)}")) as shared, closing(SharedWeightsReader()) as reader:
-        start = time.perf_counter()
-        manifest = shared.write(tensors)
-        first_write_s = time.perf_counter() - start
-        list(reader.read(manifest))
-        rounds: dict[str, list[float]] = {"memcpy_s": [], "write_s": [], "read_s": [], "read_and_copy_out_s": [], "checksum_s": []}
-        for _ in range(num_rounds):
-            rounds["memcpy_s"].append(median_s(lambda: copy_all(tensors), 1))
-            rounds["checksum_s"].append(median_s(lambda: [zlib.crc32(tensor.data) for _, tensor in tensors], 1))
-            rounds["write_s"].append(median_s(lambda: shared.write(tensors), 1))
-            rounds["read_s"].append(median_s(lambda: reader.read(manifest), 1))
-            rounds["read_and_copy_out_s"].append(median_s(lambda: copy_all(reader.read(manifest)), 1))
-    medians = {name: statistics.median(times) for name, times in rounds.items()}
-    sync_s = medians["write_s"] + medians["read_and_copy_out_s"]
-    return {
-        "num_bytes": num_bytes,
-        "first_write_s": round(first_write_s, 4),
-        **{name: round(value, 4) for name, value in medians.items()},
-        "checksum_gb_per_s": round(num_bytes / medians["checksum_s"] / 1e9, 2),
-        "write_and_read_over_memcpy": round((medians["write_s"] + medians["read_s"]) / medians["memcpy_s"], 2),
-        "whole_sync_over_memcpy": round(sync_s / medians["memcpy_s"], 2),
-    }
+    found: dict[str, object] = {"samples_per_parcel": num_samples}
+    for name, action in (("encode_us", lambda: codec.encode(parcel)), ("decode_us", lambda: codec.decode(frames))):
+        times = []
+        for _ in range(300):
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+        found[name] = round(statistics.median(times) * 1e6, 1)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of the channels over what they stand on.")
     parser.add_argument("--seconds", type=float, default=0.5, help="of one stream")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has ray")
+    parser.add_argument("--only", nargs="*", choices=["stream", "sizes", "shared", "ray"], default=["stream", "sizes", "shared", "ray"])
     arguments = parser.parse_args()
     with open("/proc/cpuinfo") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    report = {
+    report: dict[str, object] = {
         "hardware": {
             "cpu": models[0] if models else platform.machine(),
             "num_cpus": os.cpu_count(),
             "load_1min": round(os.getloadavg()[0], 2),
         },
-        "versions": {
-            "python": platform.python_version(),
-            "pyzmq": zmq.pyzmq_version(),
-            "libzmq": zmq.zmq_version(),
-            "zlib": zlib.ZLIB_RUNTIME_VERSION,
-        },
+        "versions": {"python": platform.python_version(), "pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()},
         "codec": [measure_codec(num_samples) for num_samples in (1, 16, 64)],
-        "stream": [result for place in ("ipc:", "tcp") for result in measure_stream(place, arguments.seconds, arguments.rounds)],
-        "weights": measure_weights(arguments.rounds),
     }
+    transports = ("ipc", "tcp", "shared memory")
+    met: dict[str, bool | None] = {}
+    if "stream" in arguments.only:
+        whats = {"16 samples": 16, "64 samples": 64}
+        streams = [found for t in transports for found in measure_streams(t, whats, arguments.seconds, arguments.rounds)]
+        report["stream"] = streams
+        batches = [float(str(found["speed_over_pyzmq"])) for found in streams if found["parcel"] == "64 samples"]
+        met[f"at least {TARGETS['stream']} of pyzmq, 64 samples a parcel"] = min(batches) >= TARGETS["stream"]
+    if "sizes" in arguments.only:
+        whats = {name: -size for name, size in SIZES.items()}
+        report["sizes"] = [found for t in transports for found in measure_streams(t, whats, arguments.seconds, arguments.rounds)]
+    if "shared" in arguments.only:
+        shared = measure_shared(arguments.rounds)
+        report["shared"] = shared
+        met[f"shared memory within {TARGETS['shared']} of a memcpy, 64 MB"] = (
+            float(str(shared[-1]["over_memcpy_median"])) <= TARGETS["shared"]
+        )
+    if "ray" in arguments.only:
+        ray = measure_ray(arguments.ray_python, arguments.seconds * 2, max(arguments.rounds // 2, 1))
+        report["ray"] = ray
+        met[f"at least {TARGETS['ray']} times Ray, one sample a message"] = (
+            None if "missing" in ray else float(str(ray["over_ray_one"])) >= TARGETS["ray"]
+        )
+    report["targets"] = met
+    report["load_1min_at_the_end"] = round(os.getloadavg()[0], 2)
     print(json.dumps(report, indent=2))
 
 

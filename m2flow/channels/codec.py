@@ -49,11 +49,16 @@ Buffer = bytes | bytearray | memoryview
 Dtype = Literal["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 DTYPES: dict[str, np.dtype[np.generic]] = {name: np.dtype(name) for name in get_args(Dtype)}
 """The closed list of what may travel."""
+_NAMES: dict[np.dtype[np.generic], Dtype] = {dtype: cast("Dtype", name) for name, dtype in DTYPES.items()}
+"""By the type itself: its `name` is put together anew each time that it is asked for. Of another byte order there is none."""
 
 _PREFIX = struct.Struct("<3sBI")
 _MAGIC = b"m2f"
 _ALIGNMENT = 8
+_PADDING = [bytes(-left % _ALIGNMENT) for left in range(_ALIGNMENT)]
 _ONE_FRAME = (1 << 63) - 1
+_FEW_ROWS = 8
+"""Up to so many, numbers are compared faster one by one than by arrays."""
 
 assert sys.byteorder == "little", "the wire format is little-endian, and arrays are viewed in place"
 
@@ -148,26 +153,29 @@ def _encode(parcel: Parcel, inline_bytes: int) -> list[bytes | memoryview]:
         values = _travelling(column.values if isinstance(column, Ragged) else column, name)
         arrays.append(values)
         kind = column.kind if isinstance(column, Ragged) else "dense"
-        headers.append(_ColumnHeader(name, kind, cast("Dtype", values.dtype.name), values.shape))
+        headers.append(_ColumnHeader(name, kind, _NAMES[values.dtype], values.shape))
     header = _header_encoder.encode(_Header(parcel.call, parcel.sender, len(batch), inline_bytes, tuple(headers)))
     if len(header) > MAX_HEADER_BYTES:
         raise ChannelError(f"{len(headers)} columns need a header of {len(header):,} bytes; at most {MAX_HEADER_BYTES:,} travel")
     head: list[Buffer] = [_PREFIX.pack(_MAGIC, FORMAT, len(header)), header, bytes(-len(header) % _ALIGNMENT)]
     large: list[bytes | memoryview] = []
     for array in arrays:
-        if array.nbytes > inline_bytes:
+        num_bytes = array.nbytes
+        if num_bytes > inline_bytes:
             large.append(array.data.cast("B"))
-        elif array.nbytes:
-            head += [array.data, bytes(-array.nbytes % _ALIGNMENT)]
+        elif num_bytes:
+            head.append(array.data)
+            if num_bytes % _ALIGNMENT:
+                head.append(_PADDING[num_bytes % _ALIGNMENT])
     return [b"".join(head), *large]
 
 
 def _travelling(array: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
-    if DTYPES.get(array.dtype.name) != array.dtype:
+    if array.dtype not in _NAMES:
         raise ChannelError(f"column {name!r} is of type {array.dtype}, which does not travel; these do: {', '.join(DTYPES)}")
     if array.ndim > MAX_DIMENSIONS:
         raise ChannelError(f"column {name!r} has {array.ndim} dimensions; at most {MAX_DIMENSIONS} travel")
-    return np.ascontiguousarray(array)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def _read_header(frame: memoryview) -> tuple[_Header, int]:
@@ -234,6 +242,8 @@ class _ArrayReader:
 
     @staticmethod
     def _num_bytes(dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str) -> int:
+        if len(shape) == 1 and 0 <= shape[0] < 1 << 56:
+            return shape[0] * dtype.itemsize
         if not 1 <= len(shape) <= MAX_DIMENSIONS or min(shape) < 0:
             raise DecodeError(f"column {name!r}: shape {shape}")
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -257,9 +267,17 @@ def _read_column(reader: _ArrayReader, column: _ColumnHeader, num_rows: int) -> 
         raise DecodeError(f"column {name!r}: {kind} of type {column.dtype} {column.shape}")
     offsets = cast("npt.NDArray[np.int64]", reader.take(DTYPES["int64"], (num_rows + 1,), name))
     values = _checked_values(reader.take(dtype, column.shape, name), name)
-    if offsets[0] != 0 or offsets[-1] != len(values) or (offsets[1:] < offsets[:-1]).any():
+    if not _do_rise(offsets, len(values)):
         raise DecodeError(f"column {name!r}: offsets that do not rise from 0 to its {len(values)} values")
     return Ragged(values, offsets, kind)
+
+
+def _do_rise(offsets: npt.NDArray[np.int64], end: int) -> bool:
+    """Whether offsets go from 0 to the end, and never back."""
+    if len(offsets) <= _FEW_ROWS:
+        known = offsets.tolist()
+        return bool(known[0] == 0 and known[-1] == end and known == sorted(known))
+    return bool(offsets[0] == 0 and offsets[-1] == end and (offsets[1:] >= offsets[:-1]).all())
 
 
 def _checked_values(values: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
