@@ -81,6 +81,9 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
     if summary.busy_s:
         shares = (f"{worker} {busy_s / max(summary.wall_s, 1e-9):.0%}" for worker, busy_s in summary.busy_s.items())
         rows.append(("busy", ", ".join(shares)))
+    blocked = {name: counts["seconds blocked"] for name, counts in summary.channels.items() if counts.get("seconds blocked", 0) >= 0.1}
+    if blocked:
+        rows.append(("blocked", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in blocked.items())))
     rows += [("run", summary.run_dir), ("next", f"m2flow view {summary.run_dir}")]
     width = max(len(name) for name, _ in rows)
     _print(console, "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows))

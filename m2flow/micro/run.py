@@ -42,10 +42,11 @@ from m2flow.micro.record.ledger import read_endings, samples_digest
 from m2flow.micro.record.past import DONE, Past, read_past
 from m2flow.micro.record.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
 from m2flow.micro.record.tally import Tally
+from m2flow.micro.work.channel_counts import channels_of
 from m2flow.micro.work.inprocess import InProcess
 from m2flow.observe.curve import write_curve
 from m2flow.observe.perfetto import write_trace
-from m2flow.observe.store import read_spans, to_otel
+from m2flow.observe.store import read_trace, to_otel
 from m2flow.observe.summary import busy_seconds
 from m2flow.observe.timeline import write_timeline
 from m2flow.recipe import Model
@@ -72,6 +73,8 @@ class Summary:
     tokens_per_s: float
     samples_per_s: float
     busy_s: dict[str, float]
+    channels: dict[str, dict[str, float]]
+    """Of each way from a worker to another: parcels, samples and bytes, how many of these in shared memory, seconds blocked."""
     """Seconds that each worker was at work."""
     calls_lowered: int
     """Calls that were new to the lowering, or newly wired."""
@@ -323,7 +326,7 @@ class Run:
                 (self.run_dir / "logs" / "pictures.log").write_text(f"{error}\n")
 
     def _sum_up(self, wall_s: float, digests: Mapping[str, str]) -> Summary:
-        tally = self.tally
+        tally, recorded = self.tally, read_trace(self.run_dir)
         one = next(iter(digests.values())) if len(digests) == 1 else ""
         weights = one or hashlib.sha256("\n".join(f"{role} {d}" for role, d in sorted(digests.items())).encode()).hexdigest()
         return Summary(
@@ -337,7 +340,8 @@ class Run:
             wall_s=round(wall_s, 3),
             tokens_per_s=round(tally.num_tokens / max(wall_s, 1e-9), 1),
             samples_per_s=round(tally.num_samples / max(wall_s, 1e-9), 2),
-            busy_s={track: round(busy, 3) for track, busy in busy_seconds(read_spans(self.run_dir)).items()},
+            busy_s={track: round(busy, 3) for track, busy in busy_seconds(recorded.spans).items()},
+            channels=channels_of(recorded.counts),
             calls_lowered=self._lowering.num_lowered if self._lowering else 0,
             calls_reused=self._lowering.num_reused if self._lowering else 0,
             samples_sha256=samples_digest(self.run_dir),

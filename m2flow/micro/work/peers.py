@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import final
 
-from m2flow.channels.contract import Outbox, Parcel
+from m2flow.channels.contract import Outbox, Parcel, Statistics
 from m2flow.errors import BrokenChannel
 from m2flow.micro.scheduling.roster import worker_of
 
@@ -70,6 +70,11 @@ class Peers:
             else:
                 return True
         return False
+
+    def statistics(self) -> dict[str, Statistics]:
+        """By tag: what was sent there."""
+        counted = self._outbox.statistics()
+        return {tag: counted[address] for tag, address in self._addresses.items() if address in counted}
 
     def _drop(self, tag: str) -> None:
         self._outbox.forget(self._addresses.pop(tag))

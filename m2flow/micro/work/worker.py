@@ -31,6 +31,7 @@ from m2flow.micro.record.segments import SegmentWriter, read_segment, segment_na
 from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
+from m2flow.micro.work.channel_counts import ChannelCounts
 from m2flow.micro.work.peers import Peers
 from m2flow.micro.work.store import RowStore, stopped_at
 from m2flow.micro.work.weight_syncing import WeightSettings
@@ -134,6 +135,7 @@ class Worker:
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
         self._peers = Peers(outbox, self._hear)
+        self._channel_counts = ChannelCounts(self._recorder)
         self._heard: deque[m.ToWorker] = deque()
         """What the controller has said and is not done yet."""
         self.num_turns = 0
@@ -417,6 +419,7 @@ class Worker:
     def flush_spans(self, *, force: bool) -> None:
         """Send what was recorded; not more often than a few times a second while there is work."""
         if len(self._recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
+            self._channel_counts.record(self._peers.statistics())
             self._send(m.Spans(self._recorder.drain()))
             self._flushed_ns = now_ns()
 
