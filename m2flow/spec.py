@@ -92,7 +92,7 @@ class ChannelSpec(_Strict):
     max_samples: int | None = Field(None, ge=1)
     """Most samples of one call's name under way to one worker, begun but not taken there; by default as many as the steps that may run at
     once have. A group counts whole, and one may be over."""
-    max_bytes: int = Field(2**32, ge=1)
+    max_bytes: int = Field(2**36, ge=1)
     """The same in bytes, a sample that is not done counted at its longest. What must be there at once and does not fit is spilled to
     segment files; the plan says so."""
     shared_bytes: int = Field(2**30, ge=0)
