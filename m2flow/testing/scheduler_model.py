@@ -235,8 +235,9 @@ class Model:
         """One that was lost is there again, as a new process."""
         if self._away and not self.is_ended:
             hand = self.hands[self._away.pop(0)]
-            self.hands[hand.name] = Hand(hand.plan, self.calls, hand.incarnation + 1)
-            self.tell(WorkerJoined(hand.name))
+            incarnation = hand.incarnation + self.rng.choice([1, 1, 2])  # One that died on its way up nobody has known.
+            self.hands[hand.name] = Hand(hand.plan, self.calls, incarnation)
+            self.tell(WorkerJoined(hand.name, incarnation))
 
     def _lose_those_known(self) -> None:
         for name, missing in self._census.done():

@@ -314,7 +314,7 @@ class World(Backend):
         self._defined[name] = set()
         self._open(name)
         self._announce()
-        self._handle(WorkerJoined(name))
+        self._handle(WorkerJoined(name, worker.settings.incarnation + 1))
 
     def _received(self, worker: str, message: m.ToController) -> None:
         if isinstance(message, m.Missing):

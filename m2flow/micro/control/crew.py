@@ -10,6 +10,7 @@ process says or sent does not count. One that does not come up again is gone for
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -179,7 +180,7 @@ class Crew:
         del self._ends[worker], self._starting_s[worker]
         self._announce()
         self._journal.incident("started again", worker, f"process {self._num_started[worker] + 1}, pid {ready.pid}")
-        return [WorkerJoined(worker)]
+        return [WorkerJoined(worker, self._num_started[worker])]
 
     @property
     def is_ready(self) -> bool:
@@ -207,7 +208,7 @@ class Crew:
         for worker, since_s in list(self._starting_s.items()):
             if now_s - since_s > self._settings.start_timeout_s:
                 events += self._died(worker, f"did not come up in {self._settings.start_timeout_s:.0f} s", is_hung=True)
-        for worker, missing in self._census.done():
+        for worker, missing in itertools.islice(self._census.done(), 1):  # What the scheduler says of it may still count on the next.
             end = self._ends[worker]
             self._plan_restart(worker, now_s)
             events.append(WorkerLost(worker, end.returns, missing, end.how, end.last_words))

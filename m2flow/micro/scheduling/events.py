@@ -92,6 +92,8 @@ class WorkerJoined(msgspec.Struct, frozen=True):
     """A worker that was lost is here again: a new process, as all were when the run began, that has nothing of what it had."""
 
     worker: str
+    incarnation: int
+    """How many processes it was before; some of them may never have come up."""
 
 
 Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | Stopping | WorkerLost | WorkerJoined

@@ -74,13 +74,13 @@ def lose(board: Board, rollout: RolloutDesk, event: WorkerLost) -> None:
     board.waking.wake_all(other for other in board.workers.values() if not other.is_lost)
 
 
-def join(board: Board, rollout: RolloutDesk, name: str) -> None:
+def join(board: Board, rollout: RolloutDesk, name: str, incarnation: int) -> None:
     """Take a worker in again."""
     worker = board.workers[name]
     if not worker.is_lost:
         return
     worker.is_lost = worker.returns = False
-    worker.incarnation += 1
+    worker.incarnation = incarnation
     rollout.joined(worker)
     board.placings.joined(name)
     for state in board.calls.values():

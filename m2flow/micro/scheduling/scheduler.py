@@ -114,7 +114,7 @@ class Scheduler:
         elif isinstance(event, WorkerLost):
             self._lost(event)
         else:
-            self._joined(board.workers[event.worker])
+            self._joined(board.workers[event.worker], event.incarnation)
 
     @property
     def has_calls(self) -> bool:
@@ -270,9 +270,9 @@ class Scheduler:
             if to and not lease.is_moving:
                 self._board.waking.wake_all(self._board.workers[name] for name in lease.workers)
 
-    def _joined(self, worker: WorkerState) -> None:
+    def _joined(self, worker: WorkerState, incarnation: int) -> None:
         """A worker is here again, its devices as rollout left them at the beginning; if training has them now, it makes room."""
-        join(self._board, self._rollout, worker.name)
+        join(self._board, self._rollout, worker.name, incarnation)
         self._credits.joined(worker.name)
         lease = worker.lease
         if lease is not None and worker.name not in lease.workers:

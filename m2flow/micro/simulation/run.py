@@ -405,7 +405,7 @@ class Simulation:
                     del self._held[name, role]
                 self._workers[name].come_back()
                 self._usage.came_back(name)
-                self._handle(WorkerJoined(name))
+                self._handle(WorkerJoined(name, self._incarnations[name]))
 
     def _told(self, worker: str, incarnation: int, message: m.ToWorker) -> None:
         if incarnation == self._incarnations[worker]:
