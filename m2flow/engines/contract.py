@@ -182,6 +182,10 @@ class RolloutEngine(Engine):
         """Take these out now; their tokens so far, with `Finish.ABORT`. Ids that are not here are passed over."""
 
     @abstractmethod
+    def snapshot(self, ids: Iterable[int]) -> list[Generated]:
+        """What `abort` would return for these; but they stay, and nothing about them changes. Ids that are not here are passed over."""
+
+    @abstractmethod
     def progress(self) -> Mapping[int, int]:
         """Tokens so far of each request that is here, its prefix included."""
 

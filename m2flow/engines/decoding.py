@@ -45,6 +45,10 @@ class Decoder(Protocol):
         """Take these out, with their tokens so far."""
         ...
 
+    def peek(self, ids: Collection[int], version: int) -> list[Job]:
+        """These as `take` would give them, and as they were."""
+        ...
+
     def keep_caches(self, version: int) -> None:
         """The weights of this version were replaced: what runs goes on, on keys of theirs."""
         ...
@@ -130,6 +134,9 @@ class ContinuousDecoder:
         jobs = [replace(self._job(row, version), has_old_cache=False) for row in rows]
         self._leave(np.array(rows, np.int64))
         return jobs
+
+    def peek(self, ids: Collection[int], version: int) -> list[Job]:
+        return [self._job(row, version) for row, job in enumerate(self._jobs) if job.id in ids]
 
     def keep_caches(self, version: int) -> None:
         self._jobs = [replace(self._job(row, version), has_old_cache=True) for row in range(len(self._jobs))]

@@ -72,6 +72,9 @@ class FixedRowsDecoder:
         self._batches = [batch for batch in self._batches if batch.jobs]
         return jobs
 
+    def peek(self, ids: Collection[int], version: int) -> list[Job]:
+        return [batch.peek(row, version) for batch in self._batches for row, job in batch.jobs.items() if job.id in ids]
+
     def keep_caches(self, version: int) -> None:
         for batch in self._batches:
             batch.keep_cache(version)
@@ -124,6 +127,13 @@ class _FixedBatch:
     def count_of(self, job: Job) -> int:
         """Tokens that a job has: those that it came with, until all are replayed."""
         return max(self._count, len(job.tokens))
+
+    def peek(self, row: int, version: int) -> Job:
+        """A row's job as it is by now. What is being replayed has all the tokens that it came with."""
+        job = self.jobs[row]
+        if self._count <= len(job.tokens):
+            return job
+        return job.grown(self._tokens[row, : self._count], self._logprobs[row, : self._count], version)
 
     def take(self, row: int, version: int) -> Job:
         job = self._grown(row, version)

@@ -158,6 +158,10 @@ class FakeRollout(RolloutEngine):
         self._running = [sequence for sequence in self._running if sequence.request.id not in wanted]
         return [_generated(sequence, Finish.ABORT) for sequence in taken]
 
+    def snapshot(self, ids: Iterable[int]) -> list[Generated]:
+        wanted = set(ids)
+        return [_generated(sequence, Finish.ABORT) for sequence in self._queue + self._running if sequence.request.id in wanted]
+
     def progress(self) -> dict[int, int]:
         return {sequence.request.id: len(sequence.tokens) for sequence in self._queue + self._running}
 

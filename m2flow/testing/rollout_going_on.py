@@ -49,6 +49,54 @@ def check_abort_returns_the_tokens_so_far(factory: Factory) -> None:
     assert len(rest) == len(requests) - 2
 
 
+def check_a_snapshot_is_what_an_abort_would_give_and_disturbs_nothing(factory: Factory) -> None:
+    """Also of a request that has not begun, of one that goes on from a prefix, and in the middle of being read again."""
+    for settings in (EngineSettings(max_running=4), EngineSettings(deterministic=True)):
+        requests = group_requests(SAMPLED, num_per_prompt=2)
+        with started(factory, settings) as engine:
+            can = engine.capabilities
+            if not (can.abort and can.resume_with_prefix and (can.deterministic or not settings.deterministic)):
+                continue
+            whole = generate(engine, requests)
+        goes_on = [continued(requests[0], whole[requests[0].id], 4), *requests[1:]]
+        with started(factory, settings) as engine:
+            undisturbed = generate(engine, goes_on)
+        with started(factory, settings) as engine:
+            assert engine.snapshot([requests[0].id]) == []
+            engine.add(goes_on)
+            done: dict[int, Generated] = {}
+            while engine.num_unfinished:
+                progress = engine.progress()
+                seen = {sample.id: sample for sample in engine.snapshot([*progress, SampleId(9, 9, 9).pack()])}
+                assert {packed: len(sample.tokens) for packed, sample in seen.items()} == dict(progress)
+                assert all(sample.finish is Finish.ABORT for sample in seen.values())
+                for packed, sample in seen.items():
+                    length = len(sample.tokens)
+                    assert len(sample.logprobs) == len(sample.versions) == len(sample.kv_stale) == length
+                    np.testing.assert_array_equal(sample.tokens, undisturbed[packed].tokens[:length])
+                    np.testing.assert_array_equal(sample.logprobs, undisturbed[packed].logprobs[:length])
+                done |= {sample.id: sample for sample in engine.step()}
+        assert_same_samples(undisturbed, done, is_bitwise=True)
+
+
+def check_what_goes_on_from_a_snapshot_is_the_same_sample(factory: Factory) -> None:
+    """Another engine goes on where the first was seen last; bit by bit where results are a function of identity."""
+    for settings in (EngineSettings(), EngineSettings(deterministic=True)):
+        requests = group_requests(SAMPLED, num_per_prompt=3)
+        with started(factory, settings) as engine:
+            can = engine.capabilities
+            if not (can.abort and can.resume_with_prefix and (can.deterministic or not settings.deterministic)):
+                continue
+            engine.add(requests)
+            for _ in range(5):
+                assert engine.step() == []
+            seen = {sample.id: sample for sample in engine.snapshot([request.id for request in requests])}
+            whole = drain(engine)
+        with started(factory, settings) as other:
+            done = generate(other, [continued(request, seen[request.id], 5) for request in requests[::-1]])
+        assert_same_samples(whole, done, is_bitwise=settings.deterministic)
+
+
 def check_a_queued_request_can_be_aborted(factory: Factory) -> None:
     with started(factory) as engine:
         if engine.capabilities.self_paced or not engine.capabilities.abort:
