@@ -231,6 +231,10 @@ class RunSettings(_Strict):
     """Seconds before the first of these; twice as many before each further one."""
     heartbeat_s: float = 0.5
     """Seconds between a worker's signs of life."""
+    flush_tokens: int = Field(512, ge=1)
+    """Tokens that a running sample gets at most before it is written down again: a worker's death loses no more of it."""
+    flush_s: float = Field(10.0, gt=0)
+    """Seconds after which it is written down, if it has not got so many."""
     hung_after_s: float = 60.0
     """Seconds without one, or without a turn of its main loop and without using the processor, after which a worker counts as hung. It is
     killed, and started again. A user's function may take as long as it takes: its own time limit counts."""

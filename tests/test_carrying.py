@@ -25,7 +25,6 @@ from m2flow.micro.record.ledger import read_decisions, read_endings
 from m2flow.micro.record.sample_book import SampleBook
 from m2flow.micro.run import Run
 from m2flow.micro.scheduling import carrying
-from m2flow.micro.scheduling.board import Board
 from m2flow.micro.scheduling.carrying import Lines, chosen
 from m2flow.micro.scheduling.events import Command, Expired
 from m2flow.micro.scheduling.scheduler import Scheduler
@@ -214,13 +213,13 @@ def hurries(lag: int = 2, num_steps: int = 5) -> None:
 
 def test_what_is_too_old_after_all_begins_anew(monkeypatch):
     expired = []
-    adopt = Board.adopt
+    adopt = Lines._adopt
 
-    def watched(self: Board, *arguments: object) -> None:
-        expired.extend(command for command in self.commands if isinstance(command, Expired))
+    def watched(self: Lines, *arguments: object) -> None:
+        expired.extend(command for command in self._board.commands if isinstance(command, Expired))
         adopt(self, *arguments)
 
-    monkeypatch.setattr(Board, "adopt", watched)
+    monkeypatch.setattr(Lines, "_adopt", watched)
     for order_seed in range(3):
         answer = run_planned(hurries, {}, SPLIT, order_seed=order_seed)
         check(hurries, {"lag": 2, "num_steps": 5}, answer)
@@ -351,8 +350,8 @@ def test_worker_processes_carry_and_the_ledger_counts_what_is_never_given(tmp_pa
 
 
 def a_finished_member_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    adopt = Board.adopt
-    patch.setattr(Board, "adopt", lambda self, state, before, finished: adopt(self, state, before, finished[1:]))
+    adopt = Lines._adopt
+    patch.setattr(Lines, "_adopt", lambda self, state, before, finished: adopt(self, state, before, finished[1:]))
 
 
 def the_prefix_loses_its_logprobs(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.micro import messages as m
 from m2flow.micro.control.census import Census
-from m2flow.micro.scheduling import losing, missing
+from m2flow.micro.scheduling import missing
 from m2flow.micro.work.store import RowStore
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -76,7 +76,7 @@ def test_what_is_asked_of_a_dead_worker_when_two_are_known_to_be_lost_at_once_is
 BUGS = {
     "what never came is thought to be there": (missing.Missed, "never_came", lambda self, rows, to: None),
     "what a dead worker sent counts": (RowStore, "sever", lambda self, sender, but: {}),
-    "a task that waits for what will not come stays": (losing, "_withdraw", lambda *args: None),
+    "what never came is not sent again": (missing.Missed, "send_again", lambda self, place, missing: None),
 }
 
 

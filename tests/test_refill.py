@@ -6,7 +6,6 @@ from test_same_answer import ROWS
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.macro.refill import informative
-from m2flow.micro.scheduling.refilling import Refill
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer
 from m2flow.testing.fakes import FAKE_CONTEXT
@@ -136,17 +135,3 @@ def test_a_prompt_beyond_the_last_one_needed_is_started_and_does_not_fail_the_re
             answer = run_planned(with_long_prompts, {"longs": [long], "count": 2, "n": 2}, spec, order_seed=order_seed)
             assert answer.error == ""
     assert "p0/0: a prompt of 4096 tokens" in run_planned(with_long_prompts, {"longs": [0], "count": 2, "n": 2}, spec).error
-
-
-def test_a_group_whose_verdict_is_retracted_is_judged_again_before_the_refill_ends():
-    refill = Refill(num_candidates=9, count=2)
-    refill.judge(0, True)
-    refill.judge(1, False)
-    refill.retract(0)
-    refill.judge(2, True)
-    refill.judge(3, True)
-    assert refill.end() is None
-    refill.judge(0, False)
-    end = refill.end()
-    assert end is not None
-    assert (end.last, end.kept) == (3, {2, 3})

@@ -183,7 +183,8 @@ class RolloutEngine(Engine):
 
     @abstractmethod
     def snapshot(self, ids: Iterable[int]) -> list[Generated]:
-        """What `abort` would return for these; but they stay, and nothing about them changes. Ids that are not here are passed over."""
+        """What `abort` would return for these; but they stay, and nothing about them changes. Ids that are not here are passed over,
+        and so are those of which it can't be said yet which weights made which token."""
 
     @abstractmethod
     def progress(self) -> Mapping[int, int]:

@@ -137,7 +137,7 @@ class EmbeddedRollout(RolloutEngine):
         _, codec, decoder = self._started()
         wanted = set(ids)
         waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
-        return [_generated(job, Finish.ABORT, codec) for job in waiting + decoder.peek(wanted, self._version)]
+        return [generated_of(job, Finish.ABORT, codec) for job in waiting + decoder.peek(wanted, self._version)]
 
     def progress(self) -> dict[int, int]:
         waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}

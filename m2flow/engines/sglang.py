@@ -54,6 +54,8 @@ class _Running:
     job: Job
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    is_mixed: bool = False
+    """Weights have changed under it: which made which token is said at its end."""
 
 
 @final
@@ -181,6 +183,17 @@ class SglangRollout(RolloutEngine):
         """Where the server is."""
         return self._started().url
 
+    def snapshot(self, ids: Iterable[int]) -> list[Generated]:
+        self._started()
+        wanted = set(ids)
+        waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
+        running = [
+            _grown(one, [Span(str(self._version), 0, len(one.tokens))] if one.tokens else [])
+            for one in self._running.values()
+            if one.job.id in wanted and not one.is_mixed
+        ]
+        return [generated_of(job, Finish.ABORT, self._codec) for job in waiting + running]
+
     def progress(self) -> dict[int, int]:
         waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
         return waiting | {one.job.id: len(one.job.tokens) + len(one.tokens) for one in self._running.values()}
@@ -211,6 +224,8 @@ class SglangRollout(RolloutEngine):
         finally:
             if self._running:
                 self._call("/continue_generation", {})
+        for one in self._running.values():
+            one.is_mixed = True
         before, self._held, self._version = self._held, fresh, version
         if before.parent == self._place:
             shutil.rmtree(before, ignore_errors=True)

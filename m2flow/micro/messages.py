@@ -53,7 +53,9 @@ class Generate(Task, frozen=True):
     drawn_by: int
     """The call whose samples they are: this one, or, of carried ones, an earlier one of its line."""
     aborted_by: int = -1
-    """The call at whose end they were stopped, if they have tokens."""
+    """The call that they were generated for when they got the tokens that they go on from; -1: they begin."""
+    had: list[int] = []
+    """Generated tokens of each that goes on: the row with so many is meant."""
     spills: bool = False
     """Finished ones may lie for long: keep them in the segment file alone."""
 
@@ -148,12 +150,6 @@ class Adopt(Message, frozen=True):
     forward_to: list[str]
 
 
-class Withdraw(Message, frozen=True):
-    """Do not begin with this task: rows of it will not come. Nothing is answered."""
-
-    task: int
-
-
 class Severed(Message, frozen=True):
     """A peer is dead: nothing that it sent counts but these rows, by call, and nothing of it that is still on its way."""
 
@@ -239,6 +235,26 @@ class Load(Message, frozen=True):
     """Of each, generated so far."""
 
 
+class Flushed(Message, frozen=True):
+    """Running samples were written down as they are by now. They go on; if their worker is lost, another can go on from here."""
+
+    call: int
+    ids: list[int]
+    num_tokens: list[int]
+    num_generated: list[int]
+    stretches: list[tuple[Stretch, ...]]
+    segment: tuple[str, int, int, int]
+
+
+class GivenUp(Message, frozen=True):
+    """Samples were given up, and nobody goes on with them."""
+
+    call: int
+    ids: list[int]
+    num_generated: list[int]
+    """Tokens that each had."""
+
+
 class TaskDone(Message, frozen=True):
     """A task is done. Its samples were reported before; a `Finished` that ends the task says this too."""
 
@@ -299,12 +315,11 @@ ToWorker = (
     | Push
     | Abort
     | Adopt
-    | Withdraw
     | Severed
     | Forget
     | Stop
 )
-ToController = Ready | Finished | Missing | Aborted | Load | TaskDone | TaskFailed | Spans | Pulse | Fatal | Goodbye
+ToController = Ready | Finished | Missing | Aborted | Flushed | GivenUp | Load | TaskDone | TaskFailed | Spans | Pulse | Fatal | Goodbye
 
 
 def calls_of(task: Task) -> tuple[int, ...]:

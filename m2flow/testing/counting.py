@@ -112,11 +112,11 @@ def _recount_rows(board: Board, hands: Mapping[str, Hand], at_controller: set[Ro
     """When nothing is on its way, rows are where the scheduler takes them to be, and nowhere else."""
     for name in (*hands, CONTROLLER):
         here = at_controller if name == CONTROLLER else set(hands[name].held_rows())
-        thought = {(call, row) for call, places in board._rows._places.items() for row in places.get(name, ())}
+        thought = {(call, row) for call, places in board.rows._places.items() for row in places.get(name, ())}
         missing = thought - here
         assert not missing, f"{name} has not the rows {sorted(missing)[:3]}, which it is taken to have"
         unknown = {(call, row) for call, row in here - thought if call in board.calls and not board.calls[call].is_over}
         assert not unknown, f"{name} has the rows {sorted(unknown)[:3]}, which nobody knows of"
         # What comes when its call is over is in no result, and goes when the call is forgotten: if the place is told.
-        untold = {call for call, _ in here - thought if call in board.calls and name not in board._rows._places.get(call, ())}
+        untold = {call for call, _ in here - thought if call in board.calls and name not in board.rows._places.get(call, ())}
         assert not untold, f"{name} has rows of the calls {sorted(untold)}, and will never be told to forget them"

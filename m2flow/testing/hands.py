@@ -147,9 +147,8 @@ class Hand:
     def generating(self) -> dict[int, int]:
         """Sample -> task, of those that run or wait here, read or not."""
         found = {packed: sample.task.number for packed, sample in self._growing.items()}
-        withdrawn = {message.task for message in self.inbox if isinstance(message, m.Withdraw)}
         for task in (*self._queue, *self.inbox):
-            if isinstance(task, m.Generate) and task.number not in withdrawn:
+            if isinstance(task, m.Generate):
                 found |= dict.fromkeys(task.ids, task.number)
         return found
 
@@ -180,8 +179,6 @@ class Hand:
                     self.parcels.append(Parcel(to, self.tag, tuple((call, row) for row in ids), stopped))
             case m.Severed(peer=peer, rows=rows):
                 self.said.append(m.Missing(peer, self._shelf.sever(peer, rows)))
-            case m.Withdraw(task=number):
-                self._queue = deque(task for task in self._queue if task.number != number)
             case m.Abort(call=call, keeps=keeps):
                 if keeps:
                     self._stop(call)

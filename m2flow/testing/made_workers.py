@@ -43,9 +43,11 @@ def made_worker(
     incarnation: int,
     *,
     deterministic: bool,
+    flush_tokens: int,
 ) -> tuple[Worker, Link, MemoryInbox]:
     """One of a plan's, which was this often started before; not open."""
     settings = _settings(worker, models, spec, seed, directory, incarnation, deterministic=deterministic)
+    settings = msgspec.structs.replace(settings, flush_tokens=flush_tokens)
     weights = weight_settings(worker.name, plan.syncs, spec.weights, f"{directory}/weights")
     settings = msgspec.structs.replace(settings, weights=weights)
     link, inbox = Link(), MemoryInbox()
@@ -75,6 +77,8 @@ def _settings(
         max_running=spec.rollout.max_running,
         report_every=report_every(spec.rollout.policy, spec.rollout.predictor, turns=3),
         gather_s=0.0,
+        flush_tokens=1,
+        flush_s=1e9,
         heartbeat_s=1.0,
         parent=0,
         incarnation=incarnation,

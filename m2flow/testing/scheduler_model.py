@@ -28,8 +28,10 @@ from m2flow.micro import messages as m
 from m2flow.micro.control.census import Census
 from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.plan import Stage
+from m2flow.micro.record.decisions import Stretch
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
+    LEDGER,
     CallAdded,
     Dropped,
     Event,
@@ -42,7 +44,6 @@ from m2flow.micro.scheduling.events import (
     Resolve,
     Send,
     Sourced,
-    Undone,
     Wanted,
     WorkerJoined,
     WorkerLost,
@@ -136,6 +137,8 @@ class Model:
         self.is_ended = False
         """What a worker took with it nobody can make again: the run would go on from a checkpoint."""
         self._said: deque[FromWorker] = deque(maxlen=200)
+        self._stopped: dict[int, tuple[Stretch, ...]] = {}
+        """The tokens of samples that were stopped, as the ledger has them."""
         self._left_out: set[int] = set()
         """Samples that are in no result."""
 
@@ -195,6 +198,8 @@ class Model:
                 self._census.answered(hand.name, said)
                 self._lose_those_known()
             else:
+                if isinstance(said, m.Aborted):
+                    self._stopped.update(zip(said.ids, said.stretches, strict=True))
                 self._said.append(FromWorker(hand.name, said))
                 self.tell(self._said[-1])
 
@@ -326,6 +331,9 @@ class Model:
                     self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids)))
                 case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                     self._shelf.forget(call)
+                case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == LEDGER:
+                    stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
+                    self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids), stopped))
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if self._census.is_dead(worker):
                     self._census.not_sent(worker, worker_of(to), call, ids)
                 case Send(worker, message):
@@ -346,8 +354,6 @@ class Model:
                     self._left_out.update(ids)
                 case Given(_, ids):
                     self._left_out.difference_update(ids)
-                case Undone(call, _):
-                    assert call not in self.forgotten, f"rows of call {call}, which is forgotten, are to be made again"
                 case _:
                     pass
         self._check_that_all_were_asked()

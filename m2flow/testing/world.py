@@ -35,6 +35,7 @@ from m2flow.micro.record.logbook import Logbook, Logged
 from m2flow.micro.record.segments import read_segment
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
+    LEDGER,
     CallAdded,
     Discarded,
     Dropped,
@@ -62,6 +63,7 @@ from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.answers import Answer, Notes, samples_of
 from m2flow.testing.made_workers import Link, made_worker
 from m2flow.testing.mortality import Mortality
+from m2flow.testing.writing_down import NotWritten, Written
 
 MAX_TURNS = 2_000_000
 """Turns without an end that count as a deadlock, though somebody still moves."""
@@ -81,6 +83,7 @@ class World(Backend):
         make: Callable[[WorkerPlan, int], tuple[Worker, Link, MemoryInbox]],
         order_seed: int,
         num_losses: int,
+        run_dir: Path,
     ) -> None:
         self.answer = Answer()
         self._flow = flow
@@ -112,9 +115,11 @@ class World(Backend):
         self._released: list[int] = []
         self._discarded: dict[int, int] = {}
         self._dropped: set[int] = set()
-        self._run_dir = Path()
+        self._run_dir = run_dir
+        self._written = Written(run_dir, self._calls) if num_losses else NotWritten()
 
     def open(self) -> None:
+        self._written.open()
         self._addresses[CONTROLLER] = self._inbox.open()
         for name in self._workers:
             self._open(name)
@@ -134,6 +139,7 @@ class World(Backend):
     def close(self) -> None:
         for worker in [*self._buried, *(worker for worker, _, _ in self._workers.values())]:
             worker.close()
+        self._written.close(self._workers)
         self._outbox.close()
         self._inbox.close()
 
@@ -224,6 +230,7 @@ class World(Backend):
         calls, self._segment = self._segment, []
         stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls))) if calls else ()
         for call, stage in zip(calls, stages, strict=True):
+            self._written.call_added(call)
             self._handle(CallAdded(call, stage))
             rows = call.options.get("rows")
             if isinstance(rows, Batch):
@@ -287,7 +294,9 @@ class World(Backend):
         for name, missing in self._census.done():
             mortality.away.append(name)
             try:
-                self._handle(WorkerLost(name, returns=True, missing=missing))
+                unsaid = self._written.settle(name)
+                self._note(*unsaid)
+                self._handle(WorkerLost(name, returns=True, missing=missing, unsaid=unsaid))
             except WorkerError as error:
                 self._end = error
                 raise
@@ -321,30 +330,40 @@ class World(Backend):
             self._census.answered(worker, message)
         if isinstance(message, m.Fatal):
             raise error_from_record(message.error)
-        if isinstance(message, m.Finished):
-            self._note(message)
+        self._note(message)
+        self._written.told(message)
         if isinstance(message, m.TaskDone):
             task = self._consuming.pop(message.task, None)
             self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
-        if isinstance(message, m.Finished | m.Aborted | m.Load | m.TaskDone | m.TaskFailed):
+            if task:
+                self._written.consumed(task)
+        if isinstance(message, m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load):
             self._handle(FromWorker(worker, message))
 
-    def _note(self, message: m.Finished) -> None:
-        if message.segment is not None:
-            rows = read_segment(self._run_dir / "segments", message.segment).select(np.array(message.ids, np.int64))
-            self.answer.samples.update(samples_of(rows))
-        self.answer.rewards.update(((message.call, packed), value) for packed, value in zip(message.ids, message.values, strict=False))
-        if message.stretches:
-            self.answer.decisions |= given_by(message.call, message.ids, message.stretches)
+    def _note(self, *messages: m.ToController) -> None:
+        for message in [message for message in messages if isinstance(message, m.Finished)]:
+            if message.segment is not None and self._calls[message.call].engine == "rollout":
+                rows = read_segment(self._run_dir / "segments", message.segment).select(np.array(message.ids, np.int64))
+                self.answer.samples.update(samples_of(rows))
+            self.answer.rewards.update(((message.call, packed), value) for packed, value in zip(message.ids, message.values, strict=False))
+            if message.stretches:
+                self.answer.decisions |= given_by(message.call, message.ids, message.stretches)
 
     def _handle(self, event: Event) -> None:
         for command in self._scheduler.handle(event):
+            self._written.commanded(command)
             match command:
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
                     if to in self._addresses:
                         self._outbox.send(self._addresses[to], Parcel(call, self._rows.get(call, ids), CONTROLLER))
                 case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                     self._rows.forget(call)
+                case Send(worker, m.Push(to=to) as push) if worker == LEDGER:
+                    rows = self._written.read_back(push)
+                    if to == CONTROLLER:
+                        self._collected.put(push.call, rows, CONTROLLER)
+                    elif to in self._addresses:
+                        self._outbox.send(self._addresses[to], Parcel(push.call, rows, CONTROLLER))
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if self._census.is_dead(worker):
                     self._census.not_sent(worker, worker_of(to), call, ids)
                 case Send(worker, message):
@@ -398,21 +417,24 @@ def run_planned(
     around: Callable[[Backend], Backend] = _itself,
     seated: Callable[[Plan], Plan] = _as_it_is,
     num_losses: int = 0,
+    flush_tokens: int = 3,
+    run_dir: Path | None = None,
 ) -> Answer:
     """Run a flow by the plan of a spec, with the interleaving of `order_seed`. Trained models are kept under `save_to`; the flow's
     calls go to what `around` makes of the backend: a recorder, a replay. `seated` may change who runs where. `num_losses` workers are lost
-    on the way, and come back.
+    on the way, and come back; running samples are written down every `flush_tokens`, and ledger and segments are in `run_dir` then.
     """
     graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
     plan = seated(lower(graph, models, spec, deterministic=deterministic))
     with tempfile.TemporaryDirectory() as directory:
+        place = str(run_dir or directory)
 
         def make(planned: WorkerPlan, incarnation: int) -> tuple[Worker, Link, MemoryInbox]:
-            return made_worker(plan, planned, models, spec, seed, directory, incarnation, deterministic=deterministic)
+            every = flush_tokens if num_losses else 2**31
+            return made_worker(plan, planned, models, spec, seed, place, incarnation, deterministic=deterministic, flush_tokens=every)
 
         scheduler = Scheduler(plan, deterministic=deterministic, max_attempts=num_losses + 1)
-        world = World(flow.name, Lowering(plan, spec), scheduler, plan, make, order_seed, num_losses)
-        world._run_dir = Path(directory)
+        world = World(flow.name, Lowering(plan, spec), scheduler, plan, make, order_seed, num_losses, Path(place))
         try:
             world.open()
             try:

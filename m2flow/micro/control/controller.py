@@ -8,6 +8,7 @@ and come back are the crew's (`m2flow.micro.control.crew`); when the run can't g
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
@@ -23,17 +26,18 @@ from m2flow.errors import BrokenChannel, InternalError, M2FlowError, RunInterrup
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.control.crew import Crew
+from m2flow.micro.control.custody import Custody
 from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.plan import Plan, Stage
-from m2flow.micro.record.decisions import given_by
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.logbook import Logbook, Logged
 from m2flow.micro.record.rundir import naming_a_full_disk
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
+    LEDGER,
     CallAdded,
     CheckpointBegun,
     CheckpointDue,
@@ -54,9 +58,9 @@ from m2flow.micro.scheduling.events import (
     Send,
     Sourced,
     Stopping,
-    Undone,
     Wanted,
     WorkerJoined,
+    WorkerLost,
 )
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work import performing
@@ -128,6 +132,7 @@ class Controller:
         self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, warn)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
+        self._custody = Custody(journal, launcher.log_path("").parent.parent, self._calls)
         self._consuming: dict[int, m.Accumulate] = {}
         self._wanted: set[int] = set()
         """Calls whose rows the program waits for."""
@@ -193,6 +198,9 @@ class Controller:
         self._listener.close()
         self._inbox.close()
         self._outbox.close()
+        with contextlib.suppress(M2FlowError, OSError):  # What can't be written must not hide why the run failed.
+            for worker in self._plan.workers:
+                self._custody.settle(worker.name, "the run ended")
 
     # The controller's thread
 
@@ -237,6 +245,8 @@ class Controller:
     def _tell_of(self, events: Iterable[Event]) -> None:
         """Workers are lost, or here again."""
         for event in events:
+            if isinstance(event, WorkerLost):
+                event = msgspec.structs.replace(event, unsaid=self._custody.settle(event.worker, f"{event.worker} was lost"))
             self._handle(event)
             if isinstance(event, WorkerJoined):
                 for worker, message in self._saving.values():
@@ -305,13 +315,14 @@ class Controller:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                if to == CONTROLLER:
-                    self._collect(Parcel(call, self._rows.get(call, ids), CONTROLLER))
-                else:
-                    self._crew.send(to, Parcel(call, self._rows.get(call, ids), CONTROLLER))
+                self._ship(Parcel(call, self._rows.get(call, ids), CONTROLLER), to)
             case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                 self._rows.forget(call)
+            case Send(worker, m.Push() as push) if worker == LEDGER:
+                self._ship(Parcel(push.call, self._custody.read_back(push), CONTROLLER), push.to)
             case Send(worker, message):
+                if isinstance(message, m.Generate):
+                    self._custody.begins(worker, message)
                 if isinstance(message, m.Accumulate):
                     self._consuming[message.number] = message
                 self._crew.tell(worker, message, self._bodies.__getitem__)
@@ -331,23 +342,14 @@ class Controller:
                 self._outcomes.reject(self._calls[ordinal], error, root)
                 self._logbook.call_ended(ordinal)
                 self._logbook.write_due()
-            case Discarded(ordinal, last):
-                self._journal.discarded(self._calls[ordinal], last)
-            case Dropped(ordinal, ids):
-                self._journal.dropped(self._calls[ordinal], ids)
-            case Late(ordinal, ids):
-                self._journal.late(self._calls[ordinal], ids)
-            case Given(ordinal, ids):
-                self._journal.given(self._calls[ordinal], ids)
-            case Expired(ordinal, ids):
-                self._journal.expired(self._calls[ordinal], ids)
+            case Discarded() | Dropped() | Late() | Given() | Expired():
+                self._custody.decided(command)
             case CheckpointBegun():
                 self._keeper.begun(command.versions)
             case CheckpointSaved():
                 self._keeper.saved(command.role, command.digest)
-            case Undone(ordinal, ids):
-                self._journal.undone(self._calls[ordinal], ids)
             case Forgotten(ordinal):
+                self._journal.forgotten(ordinal)
                 self._outcomes.forget(self._calls.pop(ordinal))
                 del self._bodies[ordinal]
                 self._crew.forget_call(ordinal)
@@ -360,11 +362,10 @@ class Controller:
                     self._outcomes.ready()
             case m.Missing():
                 self._crew.answered(worker, message)
-            case m.Finished():
-                self._finished(worker, message)
-            case m.Aborted(call=ordinal) if ordinal in self._calls:
-                place = message.segment
-                self._journal.samples_stopped(self._calls[ordinal], message.ids, message.num_tokens, message.num_generated, place)
+            case m.GivenUp():
+                self._custody.told(message)
+            case m.Finished() | m.Aborted() | m.Flushed():
+                self._custody.told(message)
                 self._handle(FromWorker(worker, message))
             case m.Load():
                 self._handle(FromWorker(worker, message))
@@ -389,22 +390,12 @@ class Controller:
             case m.Goodbye():
                 self._tell_of(self._crew.said_goodbye(worker))
 
-    def _finished(self, worker: str, message: m.Finished) -> None:
-        call = self._calls.get(message.call)
-        if call is None:  # It was given up and forgotten before this came.
-            self._handle(FromWorker(worker, message))
-            return
-        if message.segment is not None:
-            self._journal.samples_done(
-                call, message.ids, message.num_tokens, message.num_generated, message.finish, message.segment, message.texts
-            )
-        if message.values:
-            self._journal.rewarded(call, message.ids, message.values)
-        if message.dropped:
-            self._journal.filtered(call, message.dropped)
-        if message.stretches:
-            self._journal.decided(call, given_by(call.ordinal, message.ids, message.stretches))
-        self._handle(FromWorker(worker, message))
+    def _ship(self, parcel: Parcel, to: str) -> None:
+        """Send rows to a worker, or to where the program waits for them."""
+        if to == CONTROLLER:
+            self._collect(parcel)
+        else:
+            self._crew.send(to, parcel)
 
     def _collect(self, parcel: Parcel) -> None:
         """Rows that the program waits for. They come for the second time if their first sender has died."""

@@ -121,6 +121,8 @@ class LocalLauncher:
             max_running=self._spec.rollout.max_running,
             report_every=report_every(self._spec.rollout.policy, self._spec.rollout.predictor),
             gather_s=GATHER_S,
+            flush_tokens=self._settings.flush_tokens,
+            flush_s=self._settings.flush_s,
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),
             incarnation=incarnation,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
-from m2flow.micro.record.decisions import Decisions
+from m2flow.micro.record.decisions import Decisions, Stretch
 from m2flow.micro.record.flow_record import LedgerWriter
 from m2flow.micro.record.ledger import Ledger
 from m2flow.micro.record.length_bias import as_metrics
 from m2flow.micro.record.past import Past
+from m2flow.micro.record.reading_back import read_back
 from m2flow.micro.record.segments import Place
 from m2flow.micro.record.tally import Tally
 from m2flow.observe.metrics import MetricsWriter
@@ -109,10 +110,53 @@ class Journal:
         self._ledger.decided(decisions)
 
     def samples_stopped(
-        self, call: Call, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], place: Place
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        stretches: Sequence[Sequence[Stretch]],
+        place: Place,
     ) -> None:
         """Samples that a call left unfinished: what they have by then is kept."""
         self._ledger.samples_done(call.step, ids, num_tokens, num_generated, [Finish.ABORT] * len(ids), place)
+        self._ledger.flushed(call.ordinal, ids, num_tokens, num_generated, stretches, place)
+
+    def samples_flushed(
+        self,
+        call: int,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        stretches: Sequence[Sequence[Stretch]],
+        place: Place,
+    ) -> None:
+        """Samples that go on: what they have by now can be gone on from, if their worker is lost."""
+        self._ledger.flushed(call, ids, num_tokens, num_generated, stretches, place)
+
+    def samples_went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
+        """Samples go on from so many tokens of theirs, on this worker."""
+        self._ledger.went_on(call, ids, had, worker)
+
+    def samples_given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
+        """Nobody goes on with these samples, which had so many tokens."""
+        self._ledger.given_up(call, ids, num_generated)
+
+    def tokens_lost(self, running: Mapping[int, int], worker: str, reason: str) -> int:
+        """A worker is gone that had samples with so many tokens. Answers how many of these nobody wrote down."""
+        return self._ledger.lost(running, worker, reason)
+
+    def result(self, call: Call, place: Place) -> None:
+        """Rows of a function's result are in a segment file."""
+        self._ledger.result(call.ordinal, place)
+
+    def forgotten(self, call: int) -> None:
+        """Nobody needs a call's rows any more."""
+        self._ledger.forget_results(call)
+
+    def read_back(self, run_dir: Path, key: int, ids: Sequence[int], *, is_reward: bool) -> Batch:
+        """Rows that the ledger has of a call (`m2flow.micro.record.reading_back`)."""
+        return read_back(self._ledger, run_dir, key, ids, is_reward=is_reward)
 
     def late(self, call: Call, ids: Sequence[int]) -> None:
         """A call left these samples to the next of its line; they do not count unless that gives them."""
@@ -125,12 +169,6 @@ class Journal:
     def expired(self, call: Call, ids: Sequence[int]) -> None:
         """What these samples had was too old for this call: they begin anew."""
         self._ledger.expired(call, ids)
-
-    def undone(self, call: Call, ids: Sequence[int]) -> None:
-        """Rows of a call's result were lost with their worker: what is known of them is void. Samples count when they come again."""
-        self._ledger.undone(call.ordinal, ids)
-        if call.engine == "rollout":
-            self.tally.num_samples -= len(ids)
 
     def incident(self, kind: str, worker: str, what: str) -> None:
         """A worker was lost, or started again."""

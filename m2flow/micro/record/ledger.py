@@ -11,9 +11,10 @@ import hashlib
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,7 +38,14 @@ CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, stretches BLOB
 CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
 CREATE TABLE filtered (sample INTEGER, call INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
 CREATE TABLE failed (sample INTEGER PRIMARY KEY, call INTEGER, error TEXT);
-CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
+CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, segment TEXT, offset INTEGER,
+    PRIMARY KEY (sample, call)) WITHOUT ROWID;
+CREATE TABLE prefixes (sample INTEGER PRIMARY KEY, call INTEGER, num_tokens INTEGER, num_generated INTEGER, stretches BLOB,
+    segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
+CREATE TABLE went_on (sample INTEGER, call INTEGER, had INTEGER, worker TEXT);
+CREATE TABLE given_up (sample INTEGER PRIMARY KEY, call INTEGER, num_generated INTEGER);
+CREATE TABLE lost (sample INTEGER, call INTEGER, worker TEXT, num_tokens INTEGER, reason TEXT);
+CREATE TABLE made (call INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
 CREATE TABLE incidents (at_s REAL, kind TEXT, worker TEXT, what TEXT);
 CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
 CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
@@ -50,6 +58,16 @@ CREATE TABLE attempts (number INTEGER PRIMARY KEY, began REAL, ended REAL, reaso
 _COUNTED = """
 SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON samples.call = discarded.call
 WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sample FROM dropped) ORDER BY id
+"""
+IS_CURRENT = "NOT EXISTS (SELECT 1 FROM expired e WHERE e.sample = s.id AND e.segment = s.segment AND e.offset = s.offset)"
+"""Of a row of `samples s`: the sample was not begun anew since."""
+_KNOWN = f"""
+SELECT coalesce(max(known), 0) FROM (SELECT num_generated AS known FROM samples s WHERE id = :id AND {IS_CURRENT}
+UNION ALL SELECT num_generated FROM prefixes WHERE sample = :id UNION ALL SELECT num_generated FROM given_up WHERE sample = :id)
+"""
+_ENDS = """
+SELECT segment, max(offset + size) FROM (SELECT segment, offset, size FROM samples UNION ALL SELECT segment, offset, size FROM prefixes)
+GROUP BY segment
 """
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[Stretch, ...]).decode
@@ -119,6 +137,59 @@ class Ledger:
             who = SampleId.unpack(packed)
             records.append((packed, who.call, who.prompt, who.index, step, *numbers, *place))
         self._many("INSERT OR REPLACE INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", records)
+        self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
+
+    def flushed(
+        self,
+        call: int,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        stretches: Sequence[Sequence[Stretch]],
+        place: Place,
+    ) -> None:
+        """Samples that have not finished can go on from these rows; of each the newest counts."""
+        told = zip(ids, num_tokens, num_generated, stretches, strict=True)
+        records = [(packed, call, total, made, _encode(tuple(of)), *place) for packed, total, made, of in told]
+        self._many("INSERT OR REPLACE INTO prefixes VALUES (?,?,?,?,?,?,?,?,?)", records)
+
+    def went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
+        """Samples go on from so many tokens of theirs, on this worker."""
+        self._many("INSERT INTO went_on VALUES (?,?,?,?)", [(i, call, count, worker) for i, count in zip(ids, had, strict=True)])
+
+    def given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
+        """Samples that had so many tokens were given up: nobody goes on with them."""
+        self._many("INSERT OR REPLACE INTO given_up VALUES (?,?,?)", [(i, call, n) for i, n in zip(ids, num_generated, strict=True)])
+        self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
+
+    def lost(self, running: Mapping[int, int], worker: str, reason: str) -> int:
+        """A worker is gone that had samples with so many tokens; those that nobody wrote down are lost. Answers how many that are."""
+        records = []
+        with self._lock:
+            for packed, count in running.items():
+                known = self._db.execute(_KNOWN, {"id": packed}).fetchone()[0]
+                if count > known:
+                    records.append((packed, SampleId.unpack(packed).call, worker, count - known, reason))
+        self._many("INSERT INTO lost VALUES (?,?,?,?,?)", records)
+        return sum(record[3] for record in records)
+
+    def result(self, call: int, place: Place) -> None:
+        """Rows of a function's result."""
+        self._run("INSERT INTO made VALUES (?,?,?,?,?)", (call, *place))
+
+    def forget_results(self, call: int) -> None:
+        """Nobody needs the rows of a function's result any more."""
+        self._run("DELETE FROM made WHERE call=?", (call,))
+
+    def ends(self) -> dict[str, int]:
+        """Segment file -> where the last record ends that is known."""
+        with self._lock:
+            return dict(self._db.execute(_ENDS))
+
+    def select(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """What a query finds, also of what is not committed yet."""
+        with self._lock:
+            return self._db.execute(statement, values).fetchall()
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
         self._many(
@@ -161,11 +232,9 @@ class Ledger:
     def expired(self, call: Call, ids: Sequence[int]) -> None:
         """What these samples had by now was too old for a call, which begins them anew."""
         records = [(call.ordinal, packed) for packed in ids]
-        self._many("INSERT OR IGNORE INTO expired SELECT id, ?, num_generated FROM samples WHERE id=?", records)
-
-    def undone(self, call: int, ids: Sequence[int]) -> None:
-        """These rows of a call's result are lost, and made again."""
-        self._many("DELETE FROM rewards WHERE call=? AND sample=?", [(call, packed) for packed in ids])
+        self._many("INSERT OR IGNORE INTO expired SELECT sample, ?, num_generated, segment, offset FROM prefixes WHERE sample=?", records)
+        self._many("INSERT OR IGNORE INTO expired SELECT id, ?, num_generated, segment, offset FROM samples WHERE id=?", records)
+        self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
 
     def incident(self, kind: str, worker: str, what: str) -> None:
         """Something that happened to a worker: it was lost, or started again."""

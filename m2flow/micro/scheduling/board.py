@@ -25,7 +25,8 @@ from m2flow.micro.scheduling.placings import Placings
 from m2flow.micro.scheduling.queue import StartQueue
 from m2flow.micro.scheduling.refills import Refills
 from m2flow.micro.scheduling.relaxed import NOTHING, Relaxed
-from m2flow.micro.scheduling.roster import TaskState, WorkerState, worker_of
+from m2flow.micro.scheduling.restoring import Restoring
+from m2flow.micro.scheduling.roster import TaskState, WorkerState
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
 from m2flow.micro.scheduling.updating import progress_of
@@ -64,8 +65,8 @@ class Board:
         self.waking = Waking(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions(restored)
-        self._rows = Whereabouts()
-        self.missed = Missed(self, self._rows)
+        self.rows = Whereabouts()
+        self.missed = Missed(self, self.rows)
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
         self._wanted: set[int] = set()
@@ -78,6 +79,7 @@ class Board:
         self.lines = Lines(self)
         self.refills = Refills(self)
         self.placings = Placings(self, plan.policies, plan.predictor)
+        self.restoring = Restoring(self)
         self.functions = StartQueue(self.workers)
 
     # Calls
@@ -164,6 +166,7 @@ class Board:
             self.complete(state, None)
         elif state.result is not None:
             self._prepare_consumers(state)
+        self.restoring.prepared(state)
 
     def _rows_for(self, state: CallState, base: CallState) -> list[int] | None:
         """Which rows a call has from one of its inputs, if that is known. Calls of one refill hand on every candidate."""
@@ -202,9 +205,7 @@ class Board:
         rows = list(fresh)
         state.turned_out(rows, gone)
         state.num_tokens.update(fresh)
-        self._rows.made(state.call.ordinal, rows, worker, sent_to)
-        if self.missed.has_debts:
-            self.missed.settle(state.call.ordinal, rows)
+        self.rows.made(state.call.ordinal, rows, worker, sent_to)
         for user in list(state.users.values()):
             if user.arrived(state.call.ordinal, rows, state.num_tokens):
                 self._rows_came(user)
@@ -343,9 +344,9 @@ class Board:
 
     def _forget(self, state: CallState) -> None:
         ordinal = state.call.ordinal
-        places = self._rows.forget(ordinal)
-        if state.carry is not None:
-            places = list(dict.fromkeys([*places, *self._rows.forget(stopped_at(ordinal))]))
+        places = self.rows.forget(ordinal)
+        if state.is_generation:
+            places = list(dict.fromkeys([*places, *self.rows.forget(stopped_at(ordinal))]))
         for place in places:
             self.send(place, m.Forget(ordinal))
         self.commands.append(Forgotten(ordinal))
@@ -419,7 +420,7 @@ class Board:
         if engine == "function":
             self.functions.note(worker)
         if task.call >= 0:
-            self._rows.introduce(task.call, worker.name)
+            self.rows.introduce(task.call, worker.name)
         self.send(worker.name, task)  # type: ignore[arg-type]
 
     def generated(self, number: int, num_rows: int) -> None:
@@ -448,41 +449,17 @@ class Board:
             self.open.reopen(state)
             self._may_go(state)
 
-    # Samples that go on in another call than they began in (`m2flow.micro.scheduling.carrying`)
-
-    def rows_made(self, state: CallState, worker: str, rows: list[int], sent_to: Iterable[str]) -> None:
-        """A worker has rows of a call's, and has sent them to others, which are not in its result."""
-        self._rows.made(state.call.ordinal, rows, worker, sent_to)
-
-    def rows_stopped(self, state: CallState, worker: str, rows: list[int]) -> None:
-        """A worker has the tokens so far of samples that a call left."""
-        self._rows.made(stopped_at(state.call.ordinal), rows, worker, ())
-
-    def bring_stopped(self, by: int, rows: list[int], to: str) -> None:
-        self.bring(stopped_at(by), rows, to)
-
-    def adopt(self, state: CallState, before: CallState, finished: list[int]) -> None:
-        """Samples that an earlier call had left are taken over; those that had finished are rows of this call now."""
-        if state.is_all_begun and self.open.close(state):
-            self.waking.wake_role(state.call.role)
-        self.waking.feed_all(state)
-        self.waking.rows_came(state)
-        state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
-        for owner, rows in self._rows.owners(before.call.ordinal, finished).items():
-            self.send(owner, m.Adopt(state.call.ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
-            self.rows_made(state, owner, rows, map(worker_of, state.stage.forward_to))
-
     def perhaps_unreachable(self, calls: Iterable[int]) -> None:
         """Something that kept these calls from being forgotten is over."""
         self._perhaps_unreachable.update(calls)
 
     def introduce(self, call: int, worker: str) -> None:
         """A worker learns what a call is, and must be told when to forget it."""
-        self._rows.introduce(call, worker)
+        self.rows.introduce(call, worker)
 
     def bring(self, call: int, ids: Iterable[int], to: str) -> None:
         """See to it that these rows of a call's result come to a worker."""
-        for owner, rows in self._rows.send(call, ids, to).items():
+        for owner, rows in self.rows.send(call, ids, to).items():
             self.send(owner, m.Push(call, rows, self.workers[to].tag if to in self.workers else to))
 
     def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:

@@ -9,13 +9,14 @@ takes it over begins anew, and is counted. Pure bookkeeping on the board.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, final
 
 from m2flow.macro.late import num_late
 from m2flow.micro import messages as m
-from m2flow.micro.scheduling.events import CONTROLLER, Expired, Given, Late, Recalled
+from m2flow.micro.scheduling.events import CONTROLLER, LEDGER, Expired, Given, Late, Recalled
+from m2flow.micro.scheduling.roster import worker_of
 from m2flow.micro.scheduling.staleness import window
 from m2flow.samples import SampleId, by_group
 
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
     from m2flow.macro.graph import Call
     from m2flow.micro.scheduling.board import Board
     from m2flow.micro.scheduling.tracking import CallState
-
-
-class Stopped(NamedTuple):
-    """A sample that has tokens and runs nowhere, or runs on from there."""
-
-    by: int
-    """The call at whose end it was stopped."""
-    oldest: int
-    """Version among its tokens."""
 
 
 @dataclass(eq=False)
@@ -44,7 +36,6 @@ class Carry:
     """Groups that may be late when it ends."""
     oldest: dict[int, int] = field(default_factory=dict)
     """Sample -> the oldest version among its tokens, those that are being made included."""
-    stopped: dict[int, Stopped] = field(default_factory=dict)
     late: tuple[int, ...] = ()
     """Samples that it left, until they are taken over."""
 
@@ -115,7 +106,7 @@ class Lines:
         state.done.update(recalled.ids)
         state.num_tokens.update(zip(recalled.ids, recalled.num_tokens, strict=True))
         state.result, state.carry.late = list(recalled.ids), tuple(recalled.left)
-        self._board.rows_made(state, CONTROLLER, list(recalled.ids), ())
+        self._board.rows.made(state.call.ordinal, recalled.ids, CONTROLLER, ())
         self._board.complete(state, None)
 
     def handed_out(self, state: CallState, rows: Iterable[int], version: int) -> None:
@@ -137,22 +128,16 @@ class Lines:
         fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row in late and row not in state.done}
         state.done.update(fresh)
         state.num_tokens.update(fresh)
-        self._board.rows_made(state, worker, list(fresh), sent_to)
+        self._board.rows.made(state.call.ordinal, fresh, worker, sent_to)
         return len(fresh)
 
-    def stopped(self, state: CallState, worker: str, message: m.Aborted) -> None:
-        """A worker has stopped samples of a call that has ended."""
-        assert state.carry is not None
-        for row, stretches in zip(message.ids, message.stretches, strict=True):
-            state.carry.stopped[row] = Stopped(state.call.ordinal, min(stretch.version for stretch in stretches))
-        self._board.rows_stopped(state, worker, message.ids)
-
-    def lost(self, rows: Iterable[int]) -> None:
-        """The tokens so far of these samples are gone: they begin anew."""
-        for state in self._open:
+    def taken_back(self, state: CallState, rows: Iterable[int]) -> None:
+        """The worker that generated these samples is lost: they go on from their prefixes, or begin anew."""
+        if state.carry is not None:
             for row in rows:
-                if state.carry is not None and state.carry.stopped.pop(row, None) is not None:
-                    state.carry.oldest.pop(row, None)
+                state.carry.oldest.pop(row, None)
+                if row in state.prefixes:
+                    state.carry.oldest[row] = state.prefixes[row].oldest
 
     def task_ended(self, ordinal: int) -> None:
         """A task of a call has ended: perhaps the last that kept the next call from taking over."""
@@ -199,18 +184,6 @@ class Lines:
             found |= self._involved(state, state.carry.late if state.is_over else state.ids)
         return found
 
-    def batches(self, state: CallState, rows: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Samples that can be handed out together: the call that drew them, the one that stopped them (-1: none), and they."""
-        carry = state.carry
-        if carry is None:
-            yield state.call.ordinal, -1, list(rows)
-            return
-        found: dict[tuple[int, int], list[int]] = {}
-        for row in rows:
-            by = carry.stopped[row].by if row in carry.stopped else -1
-            found.setdefault((SampleId.unpack(row).call, by), []).append(row)
-        yield from ((drawn, by, together) for (drawn, by), together in found.items())
-
     def _next_oldest(self, call: Call) -> int:
         """The oldest version that the next call of the line may give.
 
@@ -241,7 +214,7 @@ class Lines:
         self._next.pop(before.call.ordinal)
         oldest, expired, waiting, finished = window(state.call)[0], [], [], []
         for row in late:
-            stopped = left.stopped.get(row)
+            stopped = before.prefixes.get(row)
             age = left.oldest[row] if row in before.done else stopped.oldest if stopped is not None else oldest
             if age < oldest:
                 expired.append(row)
@@ -252,12 +225,26 @@ class Lines:
             else:
                 waiting.append(row)
                 if stopped is not None:
-                    carry.stopped[row], carry.oldest[row] = stopped, age
+                    state.prefixes[row], carry.oldest[row] = stopped, age
         state.take_over(late, waiting, finished)
         if expired:
             self._board.commands.append(Expired(state.call.ordinal, tuple(expired)))
         self._close(before)
-        self._board.adopt(state, before, finished)
+        self._adopt(state, before, finished)
+
+    def _adopt(self, state: CallState, before: CallState, finished: list[int]) -> None:
+        """Samples that an earlier call had left are taken over; those that had finished are rows of this call now."""
+        board, ordinal = self._board, state.call.ordinal
+        board.handed_out(state)
+        board.waking.feed_all(state)
+        board.waking.rows_came(state)
+        state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
+        for owner, rows in board.rows.owners(before.call.ordinal, finished).items():
+            if owner == LEDGER:
+                board.rows.made(ordinal, rows, LEDGER, ())  # Whoever needs them is sent them then.
+                continue
+            board.send(owner, m.Adopt(ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
+            board.rows.made(ordinal, rows, owner, map(worker_of, state.stage.forward_to))
 
     def _cut_if_done(self, state: CallState) -> None:
         if not state.is_over:
@@ -271,7 +258,7 @@ class Lines:
     def _involved(self, state: CallState, rows: Iterable[int]) -> set[int]:
         """A call, and those that these samples of it are from."""
         assert state.carry is not None
-        found = {state.call.ordinal, *(stopped.by for stopped in state.carry.stopped.values())}
+        found = {state.call.ordinal, *(prefix.by for prefix in state.prefixes.values())}
         for drawn in {SampleId.unpack(row).call for row in rows} & self._board.calls.keys():
             found.update((drawn, *self._board.calls[drawn].aligned_inputs))
         return found

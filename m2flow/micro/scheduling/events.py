@@ -13,6 +13,10 @@ CONTROLLER = "controller"
 """The controller as a place where rows are: it reads datasets, and collects what the program observes."""
 
 
+LEDGER = "ledger"
+"""The ledger as a place: the controller reads rows back from there, and sends them on, when they are nowhere else."""
+
+
 class CallAdded(msgspec.Struct, frozen=True):
     """The program made a call."""
 
@@ -67,7 +71,17 @@ class FromWorker(msgspec.Struct, frozen=True):
     """A worker said something about a task."""
 
     worker: str
-    message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Load
+    message: m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """The ledger has rows of a call that an earlier process of the run left unfinished: they are not made again. Comes after `CallAdded`,
+    and before a row of the call is handed out."""
+
+    finished: tuple[m.Finished, ...] = ()
+    """As the workers said it; their tasks count for nothing."""
+    flushed: tuple[m.Flushed, ...] = ()
+    """Samples that can go on."""
 
 
 class Stopping(msgspec.Struct, frozen=True):
@@ -86,6 +100,8 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """What is known of its end."""
     last_words: str = ""
     """What it printed last."""
+    unsaid: tuple[m.Finished | m.Aborted | m.Flushed, ...] = ()
+    """What it had written down, and could not say any more. It counts as if it had."""
 
 
 class WorkerJoined(msgspec.Struct, frozen=True):
@@ -96,11 +112,11 @@ class WorkerJoined(msgspec.Struct, frozen=True):
     """How many processes it was before; some of them may never have come up."""
 
 
-Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | Stopping | WorkerLost | WorkerJoined
+Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | Restored | Stopping | WorkerLost | WorkerJoined
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Tell a worker. For `CONTROLLER` the only message is a `Push` of dataset rows."""
+    """Tell a worker. For `CONTROLLER` the only message is a `Push` of dataset rows, for `LEDGER` one of rows that it has."""
 
     worker: str
     message: m.ToWorker
@@ -180,11 +196,4 @@ class CheckpointSaved(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Undone(msgspec.Struct, frozen=True):
-    """These rows of a call's result were lost with the only worker that had them, and are made again: what is known of them is void."""
-
-    call: int
-    ids: tuple[int, ...]
-
-
-Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired | CheckpointBegun | CheckpointSaved | Undone
+Command = Send | Resolve | Reject | Forgotten | Discarded | Dropped | Late | Given | Expired | CheckpointBegun | CheckpointSaved

@@ -1,17 +1,16 @@
-"""A worker is gone: what it had goes to others, and what only it had is made again. It may come back.
+"""A worker is gone: what it was doing goes to others, and what only it had is read back from the ledger. It may come back.
 
-    WorkerLost --lose--> its tasks' rows are ready again; rows that have a copy elsewhere come from there; the others are undone
+    WorkerLost --lose--> its tasks' rows are ready again, samples from their prefixes; rows that it had come from elsewhere
     WorkerJoined --join--> it is asked again, and rows are sent there again
 
-Rows of calls that are not over yet can be undone, with what they had made complete. What can't be made good so (`StateLost`): a trainer's
-weights, or a role's state; weights that a generation still needs; and rows of a call that is over, of which no copy is left and which
-are still needed. What ends the run besides: a call that nobody is left to run, or comes back to; and rows that were with one worker after
-the other when it was lost. Pure, on the board.
+Every row that a worker has reported is in the ledger: samples and functions' rows in segment files, rewards as numbers. So nothing that
+was reported is made again, also of a call that is over. What can't be made good so (`StateLost`): a trainer's weights, or a role's state;
+and weights that a generation still needs. What ends the run besides: a call that nobody is left to run, or comes back to; and rows that
+were with one worker after the other when it was lost. Pure, on the board.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +18,7 @@ import msgspec
 from m2flow.errors import StateLost, WorkerError
 from m2flow.micro import messages as m
 from m2flow.micro.plan import Stage
-from m2flow.micro.scheduling.events import CONTROLLER, Undone, WorkerLost
+from m2flow.micro.scheduling.events import WorkerLost
 from m2flow.samples import SampleId
 
 if TYPE_CHECKING:
@@ -49,19 +48,16 @@ def lose(board: Board, rollout: RolloutDesk, event: WorkerLost) -> None:
     if was_lost:
         return
     board.placings.lost(name)
+    for message in event.unsaid:
+        board.restoring.unsaid(message)
     for place, rows in event.missing.items():
-        _withdraw(board, rollout, place, rows)
+        board.missed.never_came(rows, place)
+    board.rows.lost(name)  # Before tasks end: who takes over then must know where rows are.
     for task in _blamed(board, name):
         _suspect(board, task, event)
     for number, task in board.tasks.of(name):
         _take_back(board, rollout, number, task)
     rollout.lost(worker)
-    alone = board.missed.rows_lost(name)
-    for ordinal in sorted(alone, reverse=True):  # What a row was made of may be gone too: that comes later in this loop.
-        if ordinal < 0:
-            board.lines.lost(alone[ordinal])
-        else:
-            _undo(board, ordinal, alone[ordinal])
     for place, rows in event.missing.items():
         board.missed.send_again(place, rows)
     for state in board.active.values():
@@ -160,62 +156,15 @@ def _suspect(board: Board, task: TaskState, event: WorkerLost) -> None:
         )
 
 
-def _withdraw(board: Board, rollout: RolloutDesk, place: str, missing: Mapping[int, Sequence[int]]) -> None:
-    """Rows are not at a place: its tasks that wait for them are given up. An update's stay: their order counts, and the rows will come."""
-    board.missed.never_came(missing, place)
-    if place == CONTROLLER:
-        return
-    gone = {(ordinal, row) for ordinal, rows in missing.items() for row in rows}
-    for number, task in board.tasks.of(place):
-        if isinstance(task.message, m.Generate | m.Perform) and any(need in gone for need in board.missed.needs(task.message)):
-            board.send(place, m.Withdraw(number))
-            _take_back(board, rollout, number, task)
-
-
 def _take_back(board: Board, rollout: RolloutDesk, number: int, task: TaskState) -> None:
     """A task will not be done: its rows that are not done can be handed out again."""
     board.end_task(number)
     state = board.calls.get(task.message.call)
     if isinstance(task.message, m.LoadWeights):
         rollout.unloaded(task.message)
+    if state is not None and not state.is_over and isinstance(task.message, m.Generate | m.Perform):
+        left = [row for row in task.message.ids if row not in state.done and row not in state.dropped]
+        board.lines.taken_back(state, left)
+        board.give_back(state, left)
     if isinstance(task.message, m.Generate):
         board.lines.task_ended(task.message.call)
-    if state is None or state.is_over or not isinstance(task.message, m.Generate | m.Perform):
-        return
-    left = [row for row in task.message.ids if row not in state.done and row not in state.dropped]
-    board.give_back(state, left)
-
-
-def _undo(board: Board, ordinal: int, rows: list[int]) -> None:
-    """Rows of which no copy is left are made again, if somebody still needs them."""
-    state = board.calls.get(ordinal)
-    if state is None:
-        return
-    if state.carry is not None and state.is_over:
-        state.done.difference_update(set(rows).intersection(state.carry.late))  # They begin anew in the call that takes them over.
-    needed = set(rows) if not state.is_over and not state.is_released else _needed(board, ordinal, rows)
-    if not needed:
-        return
-    if state.is_over:
-        raise StateLost(
-            f"{len(needed)} samples of {state.call.name} were on the lost worker alone, and the call is over",
-            where=state.call.site.describe(),
-            now=_GO_ON,
-        )
-    undone = [row for row in rows if row in needed]
-    for consumer in list(board.calls[ordinal].users.values()):
-        consumer.departed(undone)
-    state.undone(undone)
-    if state.refill is not None and state.call.drops:
-        for position in {SampleId.unpack(row).prompt for row in undone}:
-            state.refill.retract(position)
-    board.commands.append(Undone(ordinal, tuple(undone)))
-    board.give_back(state, undone)
-
-
-def _needed(board: Board, ordinal: int, rows: Iterable[int]) -> set[int]:
-    """Rows that a call which is not over has yet to work on. Who has begun on a row has a copy of it."""
-    found: set[int] = set()
-    for consumer in list(board.calls[ordinal].users.values()):
-        found.update(row for row in rows if consumer.may_need(row))
-    return found

@@ -1,6 +1,6 @@
 """Rows that are not where they were thought to be: what a worker sends is lost with it while it is on its way.
 
-    WorkerLost.missing --never_came--> who has what --send_again--> from another that has them, or owed by who makes them again
+    WorkerLost.missing --never_came--> who has what --send_again--> from another that has them, or from the ledger
 
 Besides: how often a row was with a worker when that was lost. Pure, on the board; until a worker is lost it costs nothing.
 """
@@ -30,8 +30,6 @@ class Missed:
         self._rows = rows
         self._num_losses: Counter[tuple[int, int]] = Counter()
         """(call, row) -> workers that were lost with it."""
-        self._debts: dict[tuple[int, int], str] = {}
-        """(call, row) -> who waits for it."""
         self.has_any = False
         """A worker was lost at some time."""
 
@@ -53,10 +51,6 @@ class Missed:
         """The rows that a worker made which others have, as far as is known: by place and call."""
         return self._rows.sent_by(worker)
 
-    def rows_lost(self, worker: str) -> dict[int, list[int]]:
-        """By call, the rows that only this worker had."""
-        return self._rows.lost(worker)
-
     def never_came(self, rows: Mapping[int, Sequence[int]], to: str) -> None:
         """These rows are not at a place to which they were sent."""
         for ordinal, missing in rows.items():
@@ -75,29 +69,11 @@ class Missed:
         return [(source, row) for source in state.aligned_inputs for row in task.ids]
 
     def send_again(self, place: str, missing: Mapping[int, Sequence[int]]) -> None:
-        """Rows that never came to a place: those that it waits for are sent by another, now or when they are made again."""
+        """Rows that never came to a place: those that it waits for are sent again."""
         board = self._board
         wanted = {ordinal: set(rows) for ordinal, rows in missing.items()}
         if place != CONTROLLER:
             needed = {need for _, task in board.tasks.of(place) for need in self.needs(task.message)}
             wanted = {ordinal: {row for row in rows if (ordinal, row) in needed} for ordinal, rows in wanted.items()}
         for ordinal, rows in wanted.items():
-            state = board.calls.get(ordinal)
-            here = rows & state.done if state is not None else rows
-            board.bring(ordinal, sorted(here), place)
-            self._debts.update(((ordinal, row), place) for row in rows - here)
-
-    @property
-    def has_debts(self) -> bool:
-        """Whether somebody waits for rows that will be made again."""
-        return bool(self._debts)
-
-    def settle(self, call: int, rows: Iterable[int]) -> None:
-        """These rows are there: send them to who waits for them."""
-        found: dict[str, list[int]] = {}
-        for row in rows:
-            place = self._debts.pop((call, row), None)
-            if place is not None:
-                found.setdefault(place, []).append(row)
-        for place, owed in found.items():
-            self._board.bring(call, owed, place)
+            board.bring(ordinal, sorted(rows), place)

@@ -66,13 +66,6 @@ class Refill:
             self._settled += 1
         self._allow()
 
-    def retract(self, position: int) -> None:
-        """What was kept of a group is lost, and will be judged again."""
-        if self._verdicts.pop(position, None) is not None:
-            verdicts, self._verdicts, self._settled, self._kept = self._verdicts, {}, 0, []
-            for judged in sorted(verdicts):
-                self.judge(judged, verdicts[judged])
-
     def end(self) -> RefillEnd | None:
         """What it came to, if that is decided."""
         if len(self._kept) == self._count:

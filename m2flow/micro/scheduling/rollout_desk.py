@@ -20,9 +20,11 @@ from m2flow.micro import messages as m
 from m2flow.micro.scheduling.board import Board
 from m2flow.micro.scheduling.credits import Credits
 from m2flow.micro.scheduling.placing import Placing
+from m2flow.micro.scheduling.prefixes import Together, batches
 from m2flow.micro.scheduling.roster import WorkerState
 from m2flow.micro.scheduling.staleness import ANY_VERSION, window
 from m2flow.micro.scheduling.tracking import CallState
+from m2flow.micro.work.store import stopped_at
 from m2flow.samples import group_key
 
 Offer = Callable[[], None]
@@ -251,22 +253,22 @@ class RolloutDesk:
     def _begin(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
         self._credits.reserve(state, rows, worker.name)
         self._board.lines.handed_out(state, rows, worker.held.get(state.call.role, 0))
-        for drawn, stopped_by, together in self._board.lines.batches(state, rows):
-            self._start(worker, state, together, drawn, stopped_by)
+        for together in batches(state.call.ordinal, state.prefixes, rows, carries=state.carry is not None):
+            self._start(worker, state, together)
 
-    def _start(self, worker: WorkerState, state: CallState, rows: list[int], drawn: int, stopped_by: int) -> None:
+    def _start(self, worker: WorkerState, state: CallState, together: Together) -> None:
+        drawn, stopped_by, rows, had = together
         board, prompts = self._board, []
         if stopped_by >= 0:
-            board.bring_stopped(stopped_by, rows, worker.name)
+            board.bring(stopped_at(stopped_by), rows, worker.name)
         else:
             drawing = board.calls[drawn]
             prompts = drawing.prompts_of(rows)
             board.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
             self._credits.taken(drawn, prompts)
         board.introduce(drawn, worker.name)
-        task = m.Generate(
-            board.next_task(), state.call.ordinal, rows, prompts, list(state.stage.forward_to), drawn, stopped_by, state.stage.spills
-        )
+        forward_to, spills = list(state.stage.forward_to), state.stage.spills
+        task = m.Generate(board.next_task(), state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
         board.start(worker, "rollout", task, rows=len(rows))
         if keeps_cache(state.call.options):
             board.waking.wake_trainers(state.call.role)  # What runs now may take newer weights.

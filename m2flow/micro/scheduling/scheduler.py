@@ -18,6 +18,7 @@ from m2flow.micro.plan import Plan
 from m2flow.micro.scheduling.board import Board
 from m2flow.micro.scheduling.credits import Channel, Credits
 from m2flow.micro.scheduling.events import (
+    LEDGER,
     CallAdded,
     CheckpointBegun,
     CheckpointDue,
@@ -30,6 +31,8 @@ from m2flow.micro.scheduling.events import (
     Reject,
     Released,
     Resolve,
+    Restored,
+    Send,
     Sourced,
     Stopping,
     Wanted,
@@ -39,6 +42,7 @@ from m2flow.micro.scheduling.function_desk import FunctionDesk
 from m2flow.micro.scheduling.leases import Lease
 from m2flow.micro.scheduling.losing import join, lose
 from m2flow.micro.scheduling.relaxed import NOTHING, Relaxed
+from m2flow.micro.scheduling.restoring import written_down
 from m2flow.micro.scheduling.rollout_desk import Offer, RolloutDesk
 from m2flow.micro.scheduling.roster import TaskState, WorkerState
 from m2flow.micro.scheduling.stopping import wind_down
@@ -111,6 +115,8 @@ class Scheduler:
             self._save(event)
         elif isinstance(event, Stopping):
             wind_down(board)
+        elif isinstance(event, Restored):
+            board.restoring.restore(event)
         elif isinstance(event, WorkerLost):
             self._lost(event)
         else:
@@ -164,7 +170,7 @@ class Scheduler:
         state = self._board.add_call(event.call, event.stage)
         self._credits.added(state, [ref.call for _, ref in event.call.inputs])
 
-    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Load) -> None:
+    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load) -> None:
         """What comes twice or late changes nothing."""
         board = self._board
         if isinstance(message, m.Load):
@@ -190,9 +196,9 @@ class Scheduler:
             if message.ends:
                 self._end_task(message.task)
             return
-        if isinstance(message, m.Aborted):
-            if state is not None and state.carry is not None:
-                board.lines.stopped(state, name, message)
+        if isinstance(message, m.Aborted | m.Flushed):
+            if state is not None:
+                written_down(board, state, name if isinstance(message, m.Aborted) else LEDGER, message)
             return
         ended = self._end_task(message.task)
         if ended is None:
@@ -261,6 +267,8 @@ class Scheduler:
     def _lost(self, event: WorkerLost) -> None:
         """A worker is gone; a lease that it was about to hand over does not wait for it."""
         lose(self._board, self._rollout, event)
+        commands = self._board.commands
+        self._board.commands = [one for one in commands if not (isinstance(one, Send) and one.worker == event.worker)]
         worker = self._board.workers[event.worker]
         self._credits.lost(worker.name)
         lease = worker.lease

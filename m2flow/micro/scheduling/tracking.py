@@ -17,6 +17,7 @@ from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
 from m2flow.micro.plan import Stage
 from m2flow.micro.scheduling.carrying import Carry
+from m2flow.micro.scheduling.prefixes import Prefix
 from m2flow.micro.scheduling.ready import Ready
 from m2flow.micro.scheduling.refilling import Refill
 from m2flow.micro.scheduling.updating import UpdateProgress
@@ -79,6 +80,10 @@ class CallState:
     is_released: bool = False
     placing: Placing | None = None
     """Of a generation that goes by a policy."""
+    has_restored: bool = False
+    """Some of its rows were made by an earlier process of the run."""
+    prefixes: dict[int, Prefix] = field(default_factory=dict)
+    """Of a generation: the tokens that its samples could go on from last."""
     carry: Carry | None = None
     """Of a generation whose late samples go on in the next call of its line."""
     _unsettled: set[int] | None = None
@@ -100,7 +105,6 @@ class CallState:
     def __post_init__(self) -> None:
         self.planned = self.stage
         """With the workers that are lost."""
-        self._has_departed = False
         self.suspects: set[int] = set()
         """Rows that were with a worker when it was lost: they are handed out by themselves."""
         self.is_generation = self.call.engine == "rollout"
@@ -242,8 +246,15 @@ class CallState:
         else:
             self._offer(rows)
 
+    def restored(self, rows: Iterable[int]) -> None:
+        """These rows will not be handed out: the ledger has them."""
+        there = set(rows)
+        self.has_restored = True
+        self._keep([row for row in self.ready if row not in there])
+        self.num_begun += len(there)
+
     def _offer(self, rows: Iterable[int]) -> None:
-        if self._has_departed:  # Some come in for the second time: what was made of them before is not made again.
+        if self.has_restored:
             rows = [row for row in rows if row not in self.done and row not in self.dropped]
         self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
 
@@ -311,41 +322,6 @@ class CallState:
         self.num_whole = sum(1 for left in self._left_of_group.values() if not left)
 
     # A worker is lost (`m2flow.micro.scheduling.losing`)
-
-    def undone(self, rows: Sequence[int]) -> None:
-        """Rows that were done are gone."""
-        self.done.difference_update(rows)
-        for row in rows if self.is_generation and self._left_of_group else ():
-            key = group_key(row)
-            self.num_whole -= not self._left_of_group[key]
-            self._left_of_group[key] += 1
-
-    def may_need(self, row: int) -> bool:
-        """Whether it has yet to work on this row of an input."""
-        if not self.is_prepared:
-            return True
-        if self.is_generation:
-            return not self.done.issuperset(self._by_prompt.get(row, ()))
-        return row in self._unit_by_row and row not in self.done and row not in self.dropped
-
-    def departed(self, rows: Iterable[int]) -> None:
-        """Rows of an input that had come in are gone, and will come in again. Of this call's tasks only an update's may have them."""
-        if not self.is_prepared:
-            return
-        self._has_departed = True
-        gone: set[int] = set()
-        for row in rows:
-            if self.is_generation:
-                gone.update(self._by_prompt.get(row, ()))
-            elif not self.missing:
-                gone.add(row)
-            elif (unit := self._unit_by_row.get(row)) is not None:
-                if not self.missing[unit]:
-                    gone.update(self.units[unit])
-                    if self.update is not None:
-                        self.update.remove(unit)
-                self.missing[unit] += 1
-        self._keep([row for row in self.ready if row not in gone])
 
     def _keep(self, rows: Sequence[int]) -> None:
         """Of the rows that are ready, these."""

@@ -83,13 +83,6 @@ class UpdateProgress:
             bisect.insort(self._come, group, key=lambda group: self._place[group.key])
             self._num_tokens += num_tokens
 
-    def remove(self, key: int) -> None:
-        """A group that was complete is so no more, and will be again. What was handed out of it stays so."""
-        tokens = self._tokens.pop(key, None)
-        if any(group.key == key for group in self._come):
-            self._come = [group for group in self._come if group.key != key]
-            self._num_tokens -= tokens or 0
-
     def next(self, *, is_idle: bool) -> MicroBatch | MinibatchEnd | None:
         """What to do now; None: wait for more groups. `is_idle` says that the trainer has nothing else to do."""
         if self.is_finished:

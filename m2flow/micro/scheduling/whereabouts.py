@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from m2flow.errors import StateLost
-from m2flow.micro.scheduling.events import CONTROLLER
-from m2flow.samples import SampleId
-
-_AGAIN = "It can't be made again yet. Start the run anew."
+from m2flow.micro.scheduling.events import CONTROLLER, LEDGER
 
 
 @final
 class Whereabouts:
-    """Rows by call and place. A place is a worker's name, or the controller's."""
+    """Rows by call and place. A place is a worker's name, the controller's, or the ledger's, which has every row that a worker made."""
 
     def __init__(self) -> None:
         self._places: dict[int, dict[str, set[int]]] = {}
@@ -43,8 +39,6 @@ class Whereabouts:
         owners = self._owners.get(call, {})
         by_owner: dict[str, list[int]] = {}
         for row in missing:
-            if row not in owners:
-                raise StateLost(f"sample {SampleId.unpack(row)} was on a worker that is lost, and nowhere else", now=_AGAIN)
             by_owner.setdefault(owners[row], []).append(row)
         for sent in by_owner.values():
             there.update(sent)
@@ -57,21 +51,21 @@ class Whereabouts:
             found.setdefault(self._owners[call][row], []).append(row)
         return found
 
-    def lost(self, place: str) -> dict[int, list[int]]:
-        """A place is gone. Rows that it made are taken from another that has them; by call, those that no other has."""
-        alone: dict[int, list[int]] = {}
+    def lost(self, place: str) -> None:
+        """A place is gone. Rows that it made are taken from another that has them, or else from the ledger."""
         for call, owners in self._owners.items():
             places = {name: rows for name, rows in self._places.get(call, {}).items() if name not in (place, CONTROLLER)}
             for row in [row for row, owner in owners.items() if owner == place]:
-                other = next((name for name, rows in places.items() if row in rows), None)
-                if other is not None:
-                    owners[row] = other
-                else:
-                    del owners[row]
-                    alone.setdefault(call, []).append(row)
+                owners[row] = next((name for name, rows in places.items() if row in rows), LEDGER)
         for known in self._places.values():
             known.pop(place, None)
-        return alone
+
+    def replaced(self, call: int, rows: Iterable[int], owner: str) -> None:
+        """There are newer ones of these rows, at `owner` and nowhere else."""
+        rows = list(rows)
+        for there in self._places.get(call, {}).values():
+            there.difference_update(rows)
+        self.made(call, rows, owner, ())
 
     def never_came(self, call: int, rows: Iterable[int], to: str) -> None:
         """These rows are not at a place to which they were sent."""
@@ -88,9 +82,9 @@ class Whereabouts:
         return found
 
     def forget(self, call: int) -> list[str]:
-        """Drop a call; the places that know of it."""
+        """Drop a call; the workers that know of it, and the controller if it does."""
         self._owners.pop(call, None)
-        return list(self._places.pop(call, {}))
+        return [place for place in self._places.pop(call, {}) if place != LEDGER]
 
     def _at(self, call: int, place: str) -> set[int]:
         places = self._places.get(call)

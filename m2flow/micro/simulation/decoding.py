@@ -40,6 +40,8 @@ class Life:
     ended_s: float = -1.0
     is_wasted: bool = False
     """What it has generated is for nothing."""
+    num_kept: int = 0
+    """Of a wasted one: tokens that another goes on from all the same."""
     version: int = 0
     """Of the weights that generate it."""
     before: tuple[Stretch, ...] = ()

@@ -149,7 +149,7 @@ def _wasted(history: History, step: int) -> int:
     for lives in history.lives.values():
         for life in lives:
             if (life.is_wasted or life.id in history.wasted) and history.calls[life.call].step == step:
-                total += life.tokens_until(life.ended)
+                total += life.tokens_until(life.ended) - (0 if life.id in history.wasted else life.num_kept)
     return round(total)
 
 

@@ -61,6 +61,12 @@ class Rows:
     def forget(self, call: int, place: str) -> None:
         self._there.get(call, {}).pop(place, None)
 
+    def written_down(self, place: str, ledger: str, now_s: float) -> None:
+        """What is at a place can be read back from where it wrote it down."""
+        for places in self._there.values():
+            here = [row for row, since_s in places.get(place, {}).items() if since_s <= now_s]
+            places.setdefault(ledger, {}).update(dict.fromkeys(here, now_s))
+
     def lost(self, place: str) -> None:
         """All that was at a place is gone."""
         for places in self._there.values():

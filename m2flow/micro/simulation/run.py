@@ -24,6 +24,7 @@ from m2flow.micro.record.decisions import Stretch
 from m2flow.micro.rollouts.policies import report_every
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
+    LEDGER,
     Command,
     Discarded,
     Dropped,
@@ -36,7 +37,6 @@ from m2flow.micro.scheduling.events import (
     Reject,
     Resolve,
     Send,
-    Undone,
     WorkerJoined,
     WorkerLost,
 )
@@ -316,8 +316,8 @@ class Simulation:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:
-                self.rows.send(call, ids, CONTROLLER, worker_of(to), self.clock.now_s, self.num_tokens)
+            case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker in (CONTROLLER, LEDGER):
+                self.rows.send(call, ids, worker, worker_of(to), self.clock.now_s, self.num_tokens)
             case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
                 self.rows.forget(call, CONTROLLER)
             case Send(worker, message):
@@ -342,8 +342,8 @@ class Simulation:
                 self._given.update(dict.fromkeys(ids, ordinal))
             case Expired(_, ids):
                 for life in [life for w in self._workers.values() for life in w.lives if life.id in ids]:
-                    life.is_wasted = True
-            case Forgotten() | Undone():
+                    life.is_wasted, life.num_kept = True, 0
+            case Forgotten():
                 pass
 
     def _began(self, worker: str, task: m.Generate) -> None:
@@ -385,14 +385,17 @@ class Simulation:
             self._end_period()
 
     def _fail(self, failure: Failure) -> None:
-        """Workers are gone, with all that they had; the scheduler is told."""
+        """Workers are gone, but for what they had written down; the scheduler is told."""
+        unsaid: dict[str, list[m.Flushed]] = {}
         for name in failure.workers:
             if not self._workers[name].is_lost:
+                unsaid[name] = self._workers[name].flushed()
+                self.rows.written_down(name, LEDGER, self.clock.now_s)
                 self._workers[name].lose()
                 self.rows.lost(name)
                 self._usage.lost(name)
         for name in failure.workers:
-            self._handle(WorkerLost(name, returns=failure.back_s is not None))
+            self._handle(WorkerLost(name, returns=failure.back_s is not None, unsaid=tuple(unsaid.get(name, ()))))
         if failure.back_s is not None:
             self.clock.at(max(failure.back_s, self.clock.now_s), lambda: self._come_back(failure.workers))
 

@@ -26,6 +26,7 @@ from m2flow.micro.simulation.pacing import Kind
 from m2flow.micro.simulation.rows import Rows
 from m2flow.micro.work.store import stopped_at
 from m2flow.samples import group_key
+from m2flow.spec import RunSettings
 
 
 class Surroundings(Protocol):
@@ -128,11 +129,20 @@ class VirtualWorker:
             case m.Forget(call=call):
                 around.rows.forget(call, self.name)
                 around.rows.forget(stopped_at(call), self.name)
-            case m.Withdraw(task=number):
-                self._queue = deque(task for task in self._queue if task.number != number)
             case m.Task():
                 self._queue.append(message)
                 self._wake()
+
+    def flushed(self, every_tokens: int = RunSettings().flush_tokens) -> list[m.Flushed]:
+        """What it has written down of its running samples, each time that one had got so many tokens more."""
+        around, found = self._around, dict[int, list[tuple[int, tuple[Stretch, ...]]]]()
+        turns = self.decoding.turns_at(around.clock.now_s) if self.machine.decode else 0.0
+        for task, left in self._generations.values():
+            for life in left.values():
+                life.num_kept = int(life.tokens_until(turns)) // every_tokens * every_tokens
+                if life.num_kept:
+                    found.setdefault(task.call, []).append((life.id, life.stretches(life.num_kept)))
+        return [m.Flushed(call, *self._kept(call, samples), ("", 0, 0, 0)) for call, samples in found.items()]
 
     def lose(self) -> None:
         """The machine fails: nothing that it does is heard of any more."""
@@ -425,12 +435,18 @@ class VirtualWorker:
             self.decoding.give_up(kept, now_s)
             around.generating(self.name, -len(kept))
         if found:
-            ids, stretches = [row for row, _ in found], [of for _, of in found]
-            around.keep(ids, stretches)
-            around.rows.made(stopped_at(call), ids, self.name, now_s)
-            generated = [sum(stretch.num_tokens for stretch in of) for of in stretches]
-            total = [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)]
-            around.say(self.name, m.Aborted(call, ids, total, generated, stretches, ("", 0, 0, 0)))
+            around.say(self.name, m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)))
+
+    def _kept(
+        self, call: int, samples: Sequence[tuple[int, tuple[Stretch, ...]]]
+    ) -> tuple[list[int], list[int], list[int], list[tuple[Stretch, ...]]]:
+        """Samples that may go on from here: who they are, all tokens and those generated, and stretches."""
+        around = self._around
+        ids, stretches = [row for row, _ in samples], [of for _, of in samples]
+        around.keep(ids, stretches)
+        around.rows.made(stopped_at(call), ids, self.name, around.clock.now_s)
+        generated = [sum(stretch.num_tokens for stretch in of) for of in stretches]
+        return ids, [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)], generated, stretches
 
     def _abort(self, call: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done."""

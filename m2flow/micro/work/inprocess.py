@@ -24,7 +24,7 @@ from m2flow.micro.lowering.packing import cut
 from m2flow.micro.lowering.placement import check_place, places
 from m2flow.micro.plan import Plan
 from m2flow.micro.record.decisions import Decisions, given_by, stretches_of
-from m2flow.micro.record.segments import Place, SegmentWriter, segment_name
+from m2flow.micro.record.segments import Place, SegmentWriter
 from m2flow.micro.scheduling.refilling import ran_dry
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
@@ -130,7 +130,7 @@ class InProcess:
         self._recalled: dict[int, tuple[Call, Batch]] = {}
         """Generations that were over before, with their prompts."""
         self._token_budget = spec.train.token_budget
-        self._segments = SegmentWriter(run_dir / "segments", segment_name("eager", restored.attempt if restored else 0))
+        self._segments = SegmentWriter(run_dir / "segments", "eager")
         self._notes = notes
 
     def open(self) -> None:

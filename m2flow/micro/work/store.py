@@ -61,6 +61,16 @@ class RowStore:
         """The rows of a call that are here, in the order of identity."""
         return sorted(self._places.get(call, {}))
 
+    def has_prefixes(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> bool:
+        """Whether the rows of samples that go on are here, as they are with so many generated tokens."""
+        return self.has(call, ids) and all(
+            _num_generated(*self._where(call, packed)) == count for packed, count in zip(ids, num_generated, strict=True)
+        )
+
+    def _where(self, call: int, packed: int) -> tuple[Batch, int]:
+        part, row = self._places[call][packed]
+        return _read(self._parts[call][part]), row
+
     def get(self, call: int, ids: Sequence[int]) -> Batch:
         """These rows, in this order. All must be here."""
         if not len(ids):
@@ -96,3 +106,7 @@ class RowStore:
 
 def _read(part: Batch | Callable[[], Batch]) -> Batch:
     return part if isinstance(part, Batch) else part()
+
+
+def _num_generated(batch: Batch, row: int) -> int:
+    return int(batch.ragged("loss_mask").row(row).sum())

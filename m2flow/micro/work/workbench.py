@@ -59,6 +59,8 @@ class _Growing:
     """Of its prompt in `prompts`."""
     seed: int
     start_ns: int
+    had: int
+    """Tokens that it came with."""
 
 
 class Workbench:
@@ -98,6 +100,10 @@ class Workbench:
         self._finished: list[tuple[Generated, int]] = []
         """Samples that wait to leave, and when they finished."""
         self._left_ns = 0
+        self._had = 0
+        """Tokens that all that grow came with."""
+        self._num_left = 0
+        """Tokens generated here of samples that have left."""
         self._tallies: dict[int, training.UpdateTally] = {}
         self._syncing = WeightSyncing(worker, shared_prefix, models, weights, recorder)
 
@@ -144,7 +150,8 @@ class Workbench:
         check_admission(call, engine.version)
         _add(engine, requests)
         start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
-        self._growing.update((r.id, _Growing(call, drawn, prompts, row, r.seed, start)) for row, r in enumerate(requests))
+        self._growing.update((r.id, _Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix))) for row, r in enumerate(requests))
+        self._had += sum(len(r.prefix) for r in requests)
 
     def step(self) -> list[tuple[Call, Batch]]:
         """Decode one token of everything that runs; the rows that leave now, by call."""
@@ -165,14 +172,23 @@ class Workbench:
         self._finished = []
         return [self._rows(finished) for finished in by_call.values()]
 
-    def abort(self, call: int) -> None:
-        """Give up what generates for a call."""
+    def abort(self, call: int) -> dict[int, int]:
+        """Give up what generates for a call; how many tokens each sample had by then, of those that had some."""
         ids = self._growing_for(call)
-        for engine in self._rollout.values():
-            engine.abort(ids)
+        gone = [generated for engine in self._rollout.values() for generated in engine.abort(ids)]
+        had = {generated.id: len(generated.tokens) for generated in gone}
+        had |= {generated.id: len(generated.tokens) for generated, _ in self._finished if self._growing[generated.id].call.ordinal == call}
         for packed in ids:
-            del self._growing[packed]
+            self._leave(packed, had.get(packed, 0))
         self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
+        return {packed: count for packed, count in had.items() if count}
+
+    def _leave(self, packed: int, num_tokens: int) -> _Growing:
+        """A sample grows here no more; it has so many tokens."""
+        growing = self._growing.pop(packed)
+        self._had -= growing.had
+        self._num_left += num_tokens - growing.had
+        return growing
 
     def interrupt(self, ids: Iterable[int]) -> Batch:
         """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""
@@ -181,7 +197,7 @@ class Workbench:
         stopped = [generated for engine in self._rollout.values() for generated in engine.abort(wanted)]
         for generated in stopped:
             if not len(generated.tokens):
-                del self._growing[generated.id]
+                self._leave(generated.id, 0)
         begun = [(generated, now_ns()) for generated in stopped if len(generated.tokens)]
         return self._rows(begun)[1] if begun else Batch.concat([])
 
@@ -206,13 +222,26 @@ class Workbench:
         """Of each role that generates: how full its engine is, and tokens so far of each sample there."""
         return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._rollout.items() if engine.num_unfinished}
 
+    def snapshot(self, ids: Iterable[int]) -> list[tuple[Call, Batch]]:
+        """The rows of these samples as they are by now, by call. They go on; what has finished is passed over."""
+        by_call: dict[int, list[Generated]] = {}
+        for generated in [generated for engine in self._rollout.values() for generated in engine.snapshot(ids)]:
+            by_call.setdefault(self._growing[generated.id].call.ordinal, []).append(generated)
+        growing = {generated.id: self._growing[generated.id] for of in by_call.values() for generated in of}
+        return [(growing[of[0].id].call, _responses(of, [growing[generated.id] for generated in of])) for of in by_call.values()]
+
+    def tokens(self) -> tuple[int, dict[int, int]]:
+        """Tokens generated here in all; and how many each sample has that grows here or waits to leave."""
+        counts = self.progress()
+        if self._finished:
+            counts |= {generated.id: len(generated.tokens) for generated, _ in self._finished}
+        return self._num_left + sum(counts.values()) - self._had, counts
+
     def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
         generated = [g for g, _ in finished]
-        growing = [self._growing.pop(g.id) for g in generated]
+        growing = [self._leave(g.id, len(g.tokens)) for g in generated]
         call = growing[0].call
-        prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
-        seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
-        rows = performing.responses([g.drawn for g in growing], generated, prompts, seeds)
+        rows = _responses(generated, growing)
         for (g, end), s in zip(finished, growing, strict=True):
             self._recorder.add(
                 SpanName.SAMPLE, s.start_ns, end, call=call.ordinal, sample=g.id, num_tokens=len(g.tokens), version=int(g.versions[-1])
@@ -396,6 +425,13 @@ class Workbench:
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest((name, weight) for name, weight in travelling(tensors) if not isinstance(weight, Tied))
+
+
+def _responses(generated: Sequence[Generated], growing: Sequence[_Growing]) -> Batch:
+    """The rows of samples, finished or not."""
+    prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
+    seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
+    return performing.responses([g.drawn for g in growing], generated, prompts, seeds)
 
 
 def _copied(weight: Weight) -> Weight:

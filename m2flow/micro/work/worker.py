@@ -27,11 +27,11 @@ from m2flow.micro import messages as m
 from m2flow.micro.bodies import call_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.decisions import stretches_of
-from m2flow.micro.record.segments import SegmentWriter, read_segment, segment_name
 from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.channel_counts import ChannelCounts
+from m2flow.micro.work.notebook import Notebook
 from m2flow.micro.work.peers import Peers
 from m2flow.micro.work.store import RowStore, stopped_at
 from m2flow.micro.work.weight_syncing import WeightSettings
@@ -71,6 +71,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Turns of decoding after which it says how full its engines are; 0: never."""
     gather_s: float
     """Seconds that finished samples may wait for others, to leave together."""
+    flush_tokens: int
+    """Tokens after which a running sample is written down."""
+    flush_s: float
+    """Seconds after which all running samples are."""
     heartbeat_s: float
     parent: int
     """Process id of who started it."""
@@ -131,7 +135,9 @@ class Worker:
         )
         self._link = link
         self._inbox = inbox
-        self._segments = SegmentWriter(f"{settings.run_dir}/segments", segment_name(settings.tag, settings.attempt))
+        self._notebook = Notebook(
+            f"{settings.run_dir}/segments", settings.name, every_tokens=settings.flush_tokens, every_s=settings.flush_s
+        )
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
         self._peers = Peers(outbox, self._hear)
@@ -166,8 +172,8 @@ class Worker:
         self._heard += map(m.decode_to_worker, self._link.receive(0.0))
         while self._heard:
             self._take(self._heard.popleft())
-        for call, rows in self.bench.step():
-            self._generated(call, rows)
+        if self.bench.num_unfinished:
+            self._decode()
         self._report_load()
         if self._next_is_ready():
             self._do(self._queue.popleft())
@@ -185,9 +191,14 @@ class Worker:
     def close(self) -> None:
         """Free the engines; send the last spans and goodbye."""
         self.bench.close()
-        self._segments.close()
+        self._notebook.close()
         self.flush_spans(force=True)
         self._send(m.Goodbye())
+
+    def killed(self) -> None:
+        """Free the engines, and say no word: what a process that is killed would leave."""
+        self.bench.close()
+        self._notebook.close()
 
     def fail(self, error: M2FlowError) -> None:
         """Tell the controller that this worker can't go on."""
@@ -210,8 +221,6 @@ class Worker:
             case m.Severed(peer=peer, rows=sent):
                 self._peers.sever(peer)
                 self._send(m.Missing(peer, self._store.sever(peer, sent)))
-            case m.Withdraw(task=number):
-                self._queue = deque(task for task in self._queue if task.number != number)
             case m.Push(call=ordinal, ids=ids, to=to):
                 self._forward(ordinal, self._store.get(ordinal, ids), [to])
             case m.Abort(call=ordinal, keeps=keeps):
@@ -223,6 +232,7 @@ class Worker:
                 self._store.put(ordinal, rows)
                 self._forward(ordinal, rows, forward_to)
             case m.Forget(call=ordinal):
+                self._notebook.forget(ordinal)
                 self._store.forget(ordinal)
                 self._store.forget(stopped_at(ordinal))
                 self._calls.pop(ordinal, None)
@@ -238,7 +248,7 @@ class Worker:
         task = self._queue[0]
         if isinstance(task, m.Generate):
             if task.aborted_by >= 0:
-                return self._store.has(stopped_at(task.aborted_by), task.ids)
+                return self._store.has_prefixes(stopped_at(task.aborted_by), task.ids, task.had)
             return self._store.has(self._prompts(task), task.prompts)
         if isinstance(task, m.Perform | m.Accumulate):
             call = self._calls[task.call]
@@ -326,14 +336,26 @@ class Worker:
         call, drawn = self._calls[task.call], self._calls[task.drawn_by]
         if task.aborted_by >= 0:
             self.bench.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn)
+            self._notebook.began(task.ids, task.had)
         else:
             self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn)
         self._generations[task.number] = _Generation(task, len(task.ids))
         self._task_of.update(dict.fromkeys(task.ids, task.number))
 
+    def _decode(self) -> None:
+        """One token of everything that generates; what has finished leaves, and what goes on is written down now and then."""
+        left = self.bench.step()
+        self._notebook.measure(self.bench, [rows for _, rows in left])
+        for call, rows in left:
+            self._generated(call, rows)
+        if left:
+            self._notebook.measure(self.bench)
+        for call, rows, place in self._notebook.due(self.bench):
+            self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *_lengths(rows), stretches_of(rows), place))
+
     def _generated(self, call: Call, rows: Batch) -> None:
         """Samples are done: write them down, hand them on, and say so; end their tasks."""
-        place = self._segments.append(rows)
+        place = self._notebook.finished(call.ordinal, rows)
         by_task: dict[int, list[int]] = {}
         for row, packed in enumerate(rows.ids.tolist()):
             by_task.setdefault(self._task_of.pop(packed), []).append(row)
@@ -343,7 +365,7 @@ class Worker:
             task = generation.task
             if task.spills:
                 own = rows.ids[positions]
-                self._store.spill(call.ordinal, own.tolist(), lambda own=own: read_segment(self._segments.directory, place).select(own))  # type: ignore[misc]
+                self._store.spill(call.ordinal, own.tolist(), lambda own=own: self._notebook.read(place).select(own))  # type: ignore[misc]
             self._deliver(number, call, rows.take(positions), task.forward_to, place, ends=generation.num_left == 0, keeps=not task.spills)
             if generation.num_left == 0:
                 del self._generations[number]
@@ -361,11 +383,13 @@ class Worker:
         keeps: bool = True,
     ) -> None:
         """Keep rows of a call's result in memory, send them where they are needed, and report them."""
+        if place is None and len(rows) and call.engine == "function" and not performing.gives_reward(call):
+            place = self._notebook.result(call.ordinal, rows)
         if len(rows):
             if keeps:
                 self._store.put(call.ordinal, rows)
             self._forward(call.ordinal, rows, forward_to)
-        has_texts = place is not None and len(rows) > 0
+        has_texts = call.engine == "rollout" and len(rows) > 0
         texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
         self._send(
             m.Finished(
@@ -397,12 +421,17 @@ class Worker:
             self._generated(self._calls[ordinal], finished)
         if len(stopped):
             self._store.put(stopped_at(ordinal), stopped)
-            numbers = (performing.num_tokens_of(stopped), performing.num_generated_of(stopped))
-            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *numbers, stretches_of(stopped), self._segments.append(stopped)))
+            place = self._notebook.stopped(ordinal, stopped)
+            self._notebook.measure(self.bench)
+            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *_lengths(stopped), stretches_of(stopped), place))
 
     def _abort(self, ordinal: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
-        self.bench.abort(ordinal)
+        given_up = self.bench.abort(ordinal)
+        if given_up:
+            self._notebook.given_up(ordinal, given_up)
+            self._notebook.measure(self.bench)
+            self._send(m.GivenUp(ordinal, list(given_up), list(given_up.values())))
         for number in [n for n, g in self._generations.items() if g.task.call == ordinal]:
             for packed in self._generations.pop(number).task.ids:
                 self._task_of.pop(packed, None)
@@ -422,6 +451,11 @@ class Worker:
             self._channel_counts.record(self._peers.statistics())
             self._send(m.Spans(self._recorder.drain()))
             self._flushed_ns = now_ns()
+
+
+def _lengths(rows: Batch) -> tuple[list[int], list[int]]:
+    """Tokens of each row, all and generated."""
+    return performing.num_tokens_of(rows), performing.num_generated_of(rows)
 
 
 def _showable(text: str) -> str:

@@ -1,0 +1,40 @@
+"""A worker is killed: nothing that was generated and written down is generated again, and every token is accounted for.
+
+Real scheduler, real workers, fake engines in exact integers, in one thread; the turn at which a worker is killed is drawn, and so is how
+much of what it had said arrives.
+"""
+
+from __future__ import annotations
+
+from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.world import run_eager, run_planned
+
+ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
+SPLIT = ClusterSpec(
+    placement="split",
+    cores=2,
+    device="cpu",
+    rollout=RolloutSpec(engine="fake", workers=3, max_running=6),
+    train=TrainSpec(engine="fake", token_budget=60),
+    functions=FunctionSpec(workers=2, chunk=2),
+)
+
+
+def digits(sample: Sample) -> float:
+    return float(sum(c.isdigit() for c in str(sample.text)))
+
+
+@flow
+def plain(num_steps: int = 2) -> None:
+    policy, reward, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=30)
+        rewards = reward.score(responses)
+        log(loss=policy.update(responses, rewards)["loss"], reward=rewards.mean())
+
+
+def test_a_run_that_loses_workers_is_the_run_that_loses_none():
+    eager = run_eager(plain, {}, SPLIT)
+    for seed in range(60):
+        assert run_planned(plain, {}, SPLIT, order_seed=seed, num_losses=1 + seed % 4) == eager, seed
