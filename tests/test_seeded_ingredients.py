@@ -185,7 +185,11 @@ def state_is_on_every_worker(patch: Patch) -> None:
 def only_weights_are_ordered(patch: Patch) -> None:
     """An effect outside of the models orders nothing."""
     written = Versions.written_for
-    patch.setattr(Versions, "written_for", lambda self, call: [one for one in written(self, call) if one[0].resource.endswith(".weights")])
+
+    def weights_alone(self: Versions, call: Call) -> tuple[list[int], list[int]]:
+        return written(self, replace(call, reads=tuple(effect for effect in call.reads if effect.resource.endswith(".weights"))))
+
+    patch.setattr(Versions, "written_for", weights_alone)
 
 
 # Several inputs, critics.

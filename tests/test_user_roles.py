@@ -126,7 +126,7 @@ def no_write_waits_for_readers(patch: Patch) -> None:
 
 
 def no_call_waits_for_writers(patch: Patch) -> None:
-    patch.setattr(Versions, "written_for", lambda self, call: [])
+    patch.setattr(Versions, "written_for", lambda self, call: ([], []))
 
 
 def units_of_a_write_as_they_come(patch: Patch) -> None:
