@@ -63,7 +63,7 @@ PROMPTS = [{"prompt": f"{i}="} for i in range(64)]
 
 @flow
 def scored(model: str = "fake", num_steps: int = 6) -> None:
-    policy, judge, prompts = Policy(model), Reward(unhurried), Dataset(PROMPTS)
+    policy, judge, prompts = Policy(model, init="pretrained" if model == "fake" else "random"), Reward(unhurried), Dataset(PROMPTS)
     for _ in steps(num_steps):
         responses = policy.generate(prompts.take(8), n=4, max_new_tokens=12)
         policy.update(responses, advantages=judge.score(responses) + ranks(responses), minibatch_size=4, epochs=2)
@@ -71,7 +71,7 @@ def scored(model: str = "fake", num_steps: int = 6) -> None:
 
 @flow
 def refilled(model: str = "fake", num_steps: int = 4) -> None:
-    policy, judge, prompts = Policy(model), Reward(unhurried), Dataset(PROMPTS)
+    policy, judge, prompts = Policy(model, init="pretrained" if model == "fake" else "random"), Reward(unhurried), Dataset(PROMPTS)
     for _ in steps(num_steps):
         responses = policy.generate(prompts, n=4, count=6, score=judge, max_new_tokens=12)
         policy.update(responses, judge.score(responses), minibatch_size=3)
@@ -79,7 +79,7 @@ def refilled(model: str = "fake", num_steps: int = 4) -> None:
 
 @flow(staleness=1)
 def carried(model: str = "fake", num_steps: int = 6) -> None:
-    policy, judge, prompts = Policy(model), Reward(unhurried), Dataset(PROMPTS)
+    policy, judge, prompts = Policy(model, init="pretrained" if model == "fake" else "random"), Reward(unhurried), Dataset(PROMPTS)
     for _ in steps(num_steps):
         responses = policy.generate(prompts.take(8), n=4, max_new_tokens=24, oversample=1.5, late="carry")
         policy.update(responses, judge.score(responses))
