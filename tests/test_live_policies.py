@@ -25,6 +25,7 @@ from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.lengths import StepLengths
 from m2flow.micro.rollouts.policies import POLICIES, make_policy
 from m2flow.micro.rollouts.predictors import EarlierSteps
+from m2flow.micro.scheduling.placing import Placing
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing import adversary, world
 from m2flow.testing.random_programs import clusters, difference, policies, programs, scheduled, timed_programs
@@ -179,3 +180,21 @@ def test_every_rule_of_the_scheduler_holds_under_a_policy_with_messages_late_and
     while num_events < (100_000 if request.config.getoption("--long") else 400):
         num_events += random_walk(walks, 60, dies=dies, policies=name.format(seed=walks))
         walks += 1
+
+
+def test_samples_move_while_they_run_and_are_what_they_would_have_been(monkeypatch):
+    moved: list[bool] = []
+    yielded = Placing.yielded
+
+    def counted(self: Placing, row: int) -> object:
+        to = yielded(self, row)
+        moved.append(to is not None)
+        return to
+
+    monkeypatch.setattr(Placing, "yielded", counted)
+    spec = ClusterSpec(placement="split", cores=2, device="cpu", rollout=RolloutSpec(engine="fake", workers=3, max_running=4))
+    spec = spec.model_copy(update={"train": TrainSpec(engine="fake")})
+    eager = run_eager(several_epochs, {}, spec)
+    for seed in range(3):
+        assert run_planned(several_epochs, {}, scheduled(spec, (ADVERSARY.format(seed=seed),)), order_seed=seed) == eager
+    assert sum(moved) > 10

@@ -140,6 +140,13 @@ class Abort(Message, frozen=True):
     """Keep the samples that have tokens, and say which they are: they will go on."""
 
 
+class Yield(Message, frozen=True):
+    """Stop these samples of a call, if they run here, and give them back with their tokens so far: they go on elsewhere."""
+
+    call: int
+    ids: list[int]
+
+
 class Adopt(Message, frozen=True):
     """These finished samples of one call are in another's result: keep them as rows of that, and send them on."""
 
@@ -219,6 +226,15 @@ class Aborted(Message, frozen=True):
     num_generated: list[int]
     stretches: list[tuple[Stretch, ...]]
     segment: tuple[str, int, int, int]
+
+
+class Yielded(Message, frozen=True):
+    """Samples were stopped as was asked, and do not run here any more. Those with tokens were said to be `Aborted` before."""
+
+    call: int
+    ids: list[int]
+    tasks: list[int]
+    """The task that each was of."""
 
 
 class Load(Message, frozen=True):
@@ -314,12 +330,15 @@ ToWorker = (
     | Save
     | Push
     | Abort
+    | Yield
     | Adopt
     | Severed
     | Forget
     | Stop
 )
-ToController = Ready | Finished | Missing | Aborted | Flushed | GivenUp | Load | TaskDone | TaskFailed | Spans | Pulse | Fatal | Goodbye
+ToController = (
+    Ready | Finished | Missing | Aborted | Yielded | Flushed | GivenUp | Load | TaskDone | TaskFailed | Spans | Pulse | Fatal | Goodbye
+)
 
 
 def calls_of(task: Task) -> tuple[int, ...]:

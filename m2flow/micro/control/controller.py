@@ -367,7 +367,7 @@ class Controller:
             case m.Finished() | m.Aborted() | m.Flushed():
                 self._custody.told(message)
                 self._handle(FromWorker(worker, message))
-            case m.Load():
+            case m.Load() | m.Yielded():
                 self._handle(FromWorker(worker, message))
             case m.TaskDone() if message.task in self._saving:
                 _, save = self._saving.pop(message.task)

@@ -442,9 +442,9 @@ class Board:
 
     # A worker is lost (`m2flow.micro.scheduling.losing`)
 
-    def give_back(self, state: CallState, rows: list[int]) -> None:
+    def give_back(self, state: CallState, rows: list[int], *, has_more: bool = False) -> None:
         """Rows that a task had can be handed out again."""
-        if rows:
+        if rows or has_more:
             state.give_back(rows)
             self.open.reopen(state)
             self._may_go(state)

@@ -143,7 +143,7 @@ def _suspect(board: Board, task: TaskState, event: WorkerLost) -> None:
     if state is None or state.is_over:
         return
     assert isinstance(task.message, m.Generate | m.Perform)
-    rows = [row for row in task.message.ids if row not in state.done and row not in state.dropped]
+    rows = [row for row in task.rows if row not in state.done and row not in state.dropped]
     state.suspects.update(rows)
     worst = [row for row in rows if board.missed.suspected(state.call.ordinal, row) >= board.max_attempts]
     if worst:
@@ -163,7 +163,7 @@ def _take_back(board: Board, rollout: RolloutDesk, number: int, task: TaskState)
     if isinstance(task.message, m.LoadWeights):
         rollout.unloaded(task.message)
     if state is not None and not state.is_over and isinstance(task.message, m.Generate | m.Perform):
-        left = [row for row in task.message.ids if row not in state.done and row not in state.dropped]
+        left = [row for row in task.rows if row not in state.done and row not in state.dropped]
         board.lines.taken_back(state, left)
         board.give_back(state, left)
     if isinstance(task.message, m.Generate):

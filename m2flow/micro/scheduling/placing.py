@@ -18,7 +18,7 @@ from typing import final
 from m2flow.errors import SpecError
 from m2flow.macro.late import is_cut, num_wanted
 from m2flow.micro.rollouts.decode import DecodeModel
-from m2flow.micro.rollouts.policy import Load, Move, MoveCost, Policy, Seen
+from m2flow.micro.rollouts.policy import Load, MoveCost, Policy, Seen
 from m2flow.micro.scheduling.ready import Ready
 from m2flow.micro.scheduling.roster import WorkerState
 from m2flow.micro.scheduling.tracking import CallState
@@ -69,6 +69,10 @@ class Placing:
         self._at: dict[int, int] = {}
         """Row that a worker has -> which."""
         self._lost = {j for j, worker in enumerate(workers) if worker.is_lost}
+        self._freed: list[int] = []
+        self._moving: dict[int, int] = {}
+        """Row that is asked to stop -> the instance where it is to go on."""
+        self.num_moved = 0
         self.num_forced = 0
         """Samples that began against the policy, since nothing else was under way."""
         self._is_forced = False
@@ -128,6 +132,7 @@ class Placing:
         """A sample is done; told twice, it is told once."""
         self.lengths[row] = length
         self._at.pop(row, None)
+        self._moving.pop(row, None)
         if self._is_begun and row in self._index and self._index[row] not in self.seen.finished:
             sample = self._index[row]
             self.seen.finished[sample] = length
@@ -154,6 +159,7 @@ class Placing:
         if j is not None:
             self._lost.add(j)
             self._at = {row: there for row, there in self._at.items() if there != j}
+            self._moving = {row: to for row, to in self._moving.items() if row in self._at}
             self._ready.is_disturbed = True
 
     def joined(self, worker: str) -> None:
@@ -163,15 +169,35 @@ class Placing:
             self._lost.discard(j)
             self._ready.is_disturbed = True
 
-    def moves(self) -> Sequence[Move]:
-        """What the policy wants to go on elsewhere."""
-        return self.policy.moves() if self._is_begun else ()
+    def moves(self) -> dict[str, list[int]]:
+        """Worker -> rows that the policy wants to go on elsewhere. Where to is remembered until they have stopped."""
+        found: dict[str, list[int]] = {}
+        for move in self.policy.moves() if self._is_begun else ():
+            row = self._rows[move.sample]
+            here = self._at.get(row)
+            if here is None or here == move.to or row in self._moving or move.to in self._lost or self._room(move.to) <= 0:
+                continue
+            self._moving[row] = move.to
+            found.setdefault(self._workers[here].name, []).append(row)
+        return found
 
-    def row_of(self, sample: int) -> int:
-        return self._rows[sample]
-
-    def worker_of(self, instance: int) -> WorkerState:
-        return self._workers[instance]
+    def yielded(self, row: int) -> WorkerState | None:
+        """A worker has given back a sample that was to move: it is in `ready`, and in the hand of this worker, if that is there."""
+        to = self._moving.pop(row, None)
+        self._at.pop(row, None)
+        if to is None or to in self._lost or not self._is_begun or row not in self._index:
+            return None
+        sample = self._index[row]
+        here = self.seen.place.pop(sample, None)
+        if here is not None:
+            self.seen.loads[here] -= 1
+            self._freed.append(here)
+        self._ready.come_back(row)
+        self._hands[to].append(sample)
+        self.seen.place[sample] = to
+        self.seen.loads[to] += 1
+        self.num_moved += 1
+        return self._workers[to]
 
     def over(self) -> None:
         """The call has ended."""

@@ -89,6 +89,27 @@ class Placings:
         for placing in self._placings.values():
             if placing.state.call.role == message.role:
                 placing.reported(worker, load, zip(message.ids, message.num_tokens, strict=True))
+                for name, rows in placing.moves().items():
+                    self._board.send(name, m.Yield(placing.state.call.ordinal, rows))
+
+    def yielded(self, message: m.Yielded) -> None:
+        """Samples that were to move have stopped. They are handed out again, where their policy wanted them if that is still there."""
+        board = self._board
+        state = board.calls.get(message.call)
+        for row, number in zip(message.ids, message.tasks, strict=True):
+            if not board.tasks.yielded(number, row):
+                continue
+            board.generated(number, 1)
+            if state is None or state.is_over or row in state.done:
+                continue
+            board.lines.taken_back(state, [row])
+            to = state.placing.yielded(row) if state.placing is not None else None
+            if to is None:
+                board.give_back(state, [row])
+            else:
+                state.num_begun -= 1
+                board.give_back(state, [], has_more=True)
+                board.waking.wake(to)
 
     def lost(self, worker: str) -> None:
         for placing in self._placings.values():

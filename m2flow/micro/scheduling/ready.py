@@ -41,6 +41,10 @@ class Ready:
             self._rows.move_to_end(row, last=False)
             self.is_disturbed = True
 
+    def come_back(self, row: int) -> None:
+        """One that a worker had; whoever keeps a list knows of it."""
+        self._rows[row] = None
+
     def popleft(self) -> int:
         self.is_disturbed = True
         return self._rows.popitem(last=False)[0]

@@ -21,6 +21,13 @@ class TaskState:
     message: m.Task
     rows_left: int = 0
     """Of a generation: samples that run or wait there."""
+    yielded: set[int] = field(default_factory=set)
+    """Samples that it has given back, to go on elsewhere."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Samples that it is about, without those that it has given back."""
+        return [row for row in getattr(self.message, "ids", ()) if row not in self.yielded]
 
 
 @dataclass

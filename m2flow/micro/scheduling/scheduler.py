@@ -170,12 +170,15 @@ class Scheduler:
         state = self._board.add_call(event.call, event.stage)
         self._credits.added(state, [ref.call for _, ref in event.call.inputs])
 
-    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load) -> None:
+    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load | m.Yielded) -> None:
         """What comes twice or late changes nothing."""
         board = self._board
         if isinstance(message, m.Load):
             board.placings.reported(name, message)
             board.waking.wake(board.workers[name])
+            return
+        if isinstance(message, m.Yielded):
+            board.placings.yielded(message)
             return
         state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):

@@ -59,6 +59,14 @@ class Tasks:
             return None
         return self._less(task, number, num_rows)
 
+    def yielded(self, number: int, row: int) -> bool:
+        """A worker has given a sample back; False if the task has ended, or it was told before."""
+        task = self._tasks.get(number)
+        if task is None or row in task.yielded:
+            return False
+        task.yielded.add(row)
+        return True
+
     def end(self, number: int) -> TaskState | None:
         """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
         task = self._tasks.get(number)

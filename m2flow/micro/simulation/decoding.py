@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from m2flow.micro import messages as m
 from m2flow.micro.costs.terms import DecodeCost
 from m2flow.micro.record.decisions import Stretch
 
@@ -62,6 +63,14 @@ class Life:
             return 0.0
         last = turn if self.ended < 0 else min(turn, self.ended)
         return min(max(last - self.begun, 0.0), float(self.num_tokens))
+
+
+def report_of(role: str, lives: Sequence[Life], turns: float, kv_capacity: int) -> m.Load:
+    """What an engine says of its samples when the worker's count of turns stands here."""
+    tokens = [int(life.tokens_until(turns)) + sum(stretch.num_tokens for stretch in life.before) for life in lives]
+    running = [life.begun >= 0 for life in lives]
+    held = sum(life.prefill_tokens + count for life, count, runs in zip(lives, tokens, running, strict=True) if runs)
+    return m.Load(role, sum(running), len(lives) - sum(running), held, kv_capacity, [life.id for life in lives], tokens)
 
 
 @final

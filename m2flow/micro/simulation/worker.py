@@ -19,7 +19,7 @@ from m2flow.micro.record.decisions import Stretch
 from m2flow.micro.scheduling.roster import worker_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.simulation.clock import Clock
-from m2flow.micro.simulation.decoding import Decoding, Life
+from m2flow.micro.simulation.decoding import Decoding, Life, report_of
 from m2flow.micro.simulation.drawn import Drawn
 from m2flow.micro.simulation.machines import Machine
 from m2flow.micro.simulation.pacing import Kind
@@ -44,7 +44,7 @@ class Surroundings(Protocol):
     def function_cost(self, call: Call) -> FunctionCost | None:
         """None: it takes no time that counts."""
 
-    def say(self, worker: str, message: m.Finished | m.Aborted | m.Load | m.TaskDone | m.TaskFailed) -> None:
+    def say(self, worker: str, message: m.Finished | m.Aborted | m.Load | m.Yielded | m.TaskDone | m.TaskFailed) -> None:
         """The controller hears it when the worker has done what it does now."""
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:
@@ -122,6 +122,8 @@ class VirtualWorker:
                 if keeps:
                     self._stop(call)
                 self._abort(call)
+            case m.Yield(call=call, ids=ids):
+                self._yield(call, ids)
             case m.Adopt(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
                 around.rows.adopted(call, drawn, ids, self.name)
                 for place in forward_to:
@@ -355,12 +357,8 @@ class VirtualWorker:
         turns = self.decoding.turns_at(self._around.clock.now_s)
         for role, cost in self.machine.decode.items():
             lives = [life for _, left in self._generations.values() for life in left.values() if life.role == role]
-            tokens = [int(life.tokens_until(turns)) + sum(stretch.num_tokens for stretch in life.before) for life in lives]
-            running = [life.begun >= 0 for life in lives]
-            held = sum(life.prefill_tokens + count for life, count, runs in zip(lives, tokens, running, strict=True) if runs)
             if lives:
-                capacity = int(cost.max_running * self._around.drawn.mean_tokens)
-                said = m.Load(role, sum(running), len(lives) - sum(running), held, capacity, [life.id for life in lives], tokens)
+                said = report_of(role, lives, turns, int(cost.max_running * self._around.drawn.mean_tokens))
                 self._around.say(self.name, said)
         self._report_later()
 
@@ -417,6 +415,32 @@ class VirtualWorker:
             if not left:
                 del self._generations[number]
                 around.say(self.name, m.TaskDone(number))
+
+    def _yield(self, call: int, ids: Sequence[int]) -> None:
+        """Stop these samples, those that have not finished; what has tokens goes on from them elsewhere."""
+        around, now_s = self._around, self._around.clock.now_s
+        turns, leaving = self.decoding.turns_at(now_s), {life.id for life in self._finished}
+        wanted = set(ids) - leaving
+        found: list[tuple[int, tuple[Stretch, ...]]] = []
+        gone: list[tuple[int, int]] = []
+        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
+            _, left = self._generations[number]
+            stopped = [left.pop(row) for row in list(left) if row in wanted and not left[row].is_over]
+            gone += [(life.id, number) for life in stopped]
+            found += [
+                (life.id, life.stretches(int(life.tokens_until(turns)))) for life in stopped if life.tokens_until(turns) >= 1 or life.before
+            ]
+            self.decoding.give_up(stopped, now_s)
+            around.generating(self.name, -len(stopped))
+        if found:
+            around.say(self.name, m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)))
+        if gone:
+            around.say(self.name, m.Yielded(call, [row for row, _ in gone], [number for _, number in gone]))
+        for number in dict.fromkeys(number for _, number in gone):
+            if not self._generations[number][1]:
+                del self._generations[number]
+                around.say(self.name, m.TaskDone(number))
+        self._set_alarm()
 
     def _stop(self, call: int) -> None:
         """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""

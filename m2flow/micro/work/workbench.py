@@ -190,6 +190,12 @@ class Workbench:
         self._num_left += num_tokens - growing.had
         return growing
 
+    def is_growing(self, packed: int, call: int) -> bool:
+        """Whether a sample is generated here for this call, and has not finished."""
+        growing = self._growing.get(packed)
+        is_here = growing is not None and growing.call.ordinal == call
+        return is_here and all(generated.id != packed for generated, _ in self._finished)
+
     def interrupt(self, ids: Iterable[int]) -> Batch:
         """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""
         is_done = {generated.id for generated, _ in self._finished}

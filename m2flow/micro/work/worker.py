@@ -227,6 +227,8 @@ class Worker:
                 if keeps:
                     self._stop(ordinal)
                 self._abort(ordinal)
+            case m.Yield(call=ordinal, ids=ids):
+                self._yield(ordinal, ids)
             case m.Adopt(call=ordinal, drawn=drawn, ids=ids, forward_to=forward_to):
                 rows = self._store.get(drawn, ids)
                 self._store.put(ordinal, rows)
@@ -414,11 +416,28 @@ class Worker:
             if peer != self.settings.tag and self._peers.send(peer, Parcel(call, rows, self.settings.tag)):
                 self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
 
+    def _yield(self, ordinal: int, ids: list[int]) -> None:
+        """Stop these samples of a call, those that have not finished; their tasks end without them."""
+        here = [packed for packed in ids if packed in self._task_of and self.bench.is_growing(packed, ordinal)]
+        self._kept(ordinal, self.bench.interrupt(here))
+        tasks = [self._task_of.pop(packed) for packed in here]
+        if here:
+            self._send(m.Yielded(ordinal, here, tasks))
+        for number in tasks:
+            self._generations[number].num_left -= 1
+            if self._generations[number].num_left == 0:
+                del self._generations[number]
+                self._send(m.TaskDone(number))
+
     def _stop(self, ordinal: int) -> None:
         """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
         finished, stopped = self.bench.stop(ordinal)
         if len(finished):
             self._generated(self._calls[ordinal], finished)
+        self._kept(ordinal, stopped)
+
+    def _kept(self, ordinal: int, stopped: Batch) -> None:
+        """Samples of a call were stopped, and have tokens to go on from."""
         if len(stopped):
             self._store.put(stopped_at(ordinal), stopped)
             place = self._notebook.stopped(ordinal, stopped)
