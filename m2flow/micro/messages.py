@@ -336,6 +336,8 @@ ToWorker = (
     | Forget
     | Stop
 )
+Heard = Finished | Aborted | Flushed | Yielded | Load | TaskDone | TaskFailed
+"""What the scheduler is told."""
 ToController = (
     Ready | Finished | Missing | Aborted | Yielded | Flushed | GivenUp | Load | TaskDone | TaskFailed | Spans | Pulse | Fatal | Goodbye
 )

@@ -337,7 +337,7 @@ class World(Backend):
             self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
             if task:
                 self._written.consumed(task)
-        if isinstance(message, m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load | m.Yielded):
+        if isinstance(message, m.Heard):
             self._handle(FromWorker(worker, message))
 
     def _note(self, *messages: m.ToController) -> None:

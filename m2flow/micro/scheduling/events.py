@@ -71,7 +71,7 @@ class FromWorker(msgspec.Struct, frozen=True):
     """A worker said something about a task."""
 
     worker: str
-    message: m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load | m.Yielded
+    message: m.Heard
 
 
 class Restored(msgspec.Struct, frozen=True):

@@ -69,7 +69,6 @@ class Placing:
         self._at: dict[int, int] = {}
         """Row that a worker has -> which."""
         self._lost = {j for j, worker in enumerate(workers) if worker.is_lost}
-        self._freed: list[int] = []
         self._moving: dict[int, int] = {}
         """Row that is asked to stop -> the instance where it is to go on."""
         self.num_moved = 0

@@ -170,7 +170,7 @@ class Scheduler:
         state = self._board.add_call(event.call, event.stage)
         self._credits.added(state, [ref.call for _, ref in event.call.inputs])
 
-    def _from_worker(self, name: str, message: m.Finished | m.Aborted | m.Flushed | m.TaskDone | m.TaskFailed | m.Load | m.Yielded) -> None:
+    def _from_worker(self, name: str, message: m.Heard) -> None:
         """What comes twice or late changes nothing."""
         board = self._board
         if isinstance(message, m.Load):

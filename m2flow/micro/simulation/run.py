@@ -236,7 +236,7 @@ class Simulation:
     def keep(self, ids: Iterable[int], stretches: Iterable[tuple[Stretch, ...]]) -> None:
         self._kept.update(zip(ids, stretches, strict=True))
 
-    def say(self, worker: str, message: m.Finished | m.Aborted | m.Load | m.Yielded | m.TaskDone | m.TaskFailed) -> None:
+    def say(self, worker: str, message: m.Heard) -> None:
         if self._message_s:
             count = self._incarnations[worker]
             self.clock.at(self.clock.now_s + self._message_s, lambda: self._heard(worker, count, message))
@@ -414,9 +414,7 @@ class Simulation:
         if incarnation == self._incarnations[worker]:
             self._workers[worker].told(message)
 
-    def _heard(
-        self, worker: str, incarnation: int, message: m.Finished | m.Aborted | m.Load | m.Yielded | m.TaskDone | m.TaskFailed
-    ) -> None:
+    def _heard(self, worker: str, incarnation: int, message: m.Heard) -> None:
         """A message has come; what a process that is gone has said does not count."""
         if incarnation == self._incarnations[worker]:
             self._said.append(FromWorker(worker, message))

@@ -44,7 +44,7 @@ class Surroundings(Protocol):
     def function_cost(self, call: Call) -> FunctionCost | None:
         """None: it takes no time that counts."""
 
-    def say(self, worker: str, message: m.Finished | m.Aborted | m.Load | m.Yielded | m.TaskDone | m.TaskFailed) -> None:
+    def say(self, worker: str, message: m.Heard) -> None:
         """The controller hears it when the worker has done what it does now."""
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:
@@ -418,28 +418,24 @@ class VirtualWorker:
 
     def _yield(self, call: int, ids: Sequence[int]) -> None:
         """Stop these samples, those that have not finished; what has tokens goes on from them elsewhere."""
-        around, now_s = self._around, self._around.clock.now_s
-        turns, leaving = self.decoding.turns_at(now_s), {life.id for life in self._finished}
-        wanted = set(ids) - leaving
-        found: list[tuple[int, tuple[Stretch, ...]]] = []
-        gone: list[tuple[int, int]] = []
-        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
-            _, left = self._generations[number]
-            stopped = [left.pop(row) for row in list(left) if row in wanted and not left[row].is_over]
-            gone += [(life.id, number) for life in stopped]
-            found += [
-                (life.id, life.stretches(int(life.tokens_until(turns)))) for life in stopped if life.tokens_until(turns) >= 1 or life.before
-            ]
-            self.decoding.give_up(stopped, now_s)
-            around.generating(self.name, -len(stopped))
+        around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
+        gone = {
+            row: (number, left.pop(row))
+            for number, (task, left) in self._generations.items()
+            for row in (ids if task.call == call else ())
+            if row in left and not left[row].is_over
+        }
+        lives = [life for _, life in gone.values()]
+        found = [(life.id, life.stretches(int(life.tokens_until(turns)))) for life in lives if life.tokens_until(turns) >= 1 or life.before]
+        self.decoding.give_up(lives, around.clock.now_s)
+        around.generating(self.name, -len(lives))
         if found:
             around.say(self.name, m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)))
         if gone:
-            around.say(self.name, m.Yielded(call, [row for row, _ in gone], [number for _, number in gone]))
-        for number in dict.fromkeys(number for _, number in gone):
-            if not self._generations[number][1]:
-                del self._generations[number]
-                around.say(self.name, m.TaskDone(number))
+            around.say(self.name, m.Yielded(call, list(gone), [number for number, _ in gone.values()]))
+        for number in {number for number, _ in gone.values() if not self._generations[number][1]}:
+            del self._generations[number]
+            around.say(self.name, m.TaskDone(number))
         self._set_alarm()
 
     def _stop(self, call: int) -> None:
