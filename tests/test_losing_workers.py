@@ -6,7 +6,11 @@ much of what it had said arrives.
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow.micro.record.account import read_token_account
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
@@ -38,3 +42,18 @@ def test_a_run_that_loses_workers_is_the_run_that_loses_none():
     eager = run_eager(plain, {}, SPLIT)
     for seed in range(60):
         assert run_planned(plain, {}, SPLIT, order_seed=seed, num_losses=1 + seed % 4) == eager, seed
+
+
+def test_every_token_is_trained_wasted_or_lost_and_prefixes_go_on(tmp_path):
+    num_went_on = num_lost = 0
+    for seed in range(30):
+        run_planned(plain, {}, SPLIT, order_seed=seed, num_losses=3, run_dir=tmp_path / str(seed))
+        account = read_token_account(tmp_path / str(seed))
+        assert account.is_balanced, (seed, account)
+        num_lost += sum(account.lost.values())
+        with contextlib.closing(sqlite3.connect(tmp_path / str(seed) / "ledger.db")) as db:
+            went_on = db.execute("SELECT sample, had FROM went_on").fetchall()
+        num_went_on += len(went_on)
+        assert all(had > 0 for _, had in went_on)
+    assert num_went_on > 10
+    assert num_lost > 0

@@ -20,7 +20,7 @@ import numpy as np
 
 from m2flow.errors import EngineError, OptionError, SpecError
 from m2flow.micro.record.endings import add_endings
-from m2flow.micro.record.segments import Place, read_segment
+from m2flow.micro.record.segments import Place, read_segment, worker_of
 from m2flow.samples import Batch, Finish, SampleId
 
 COLUMNS = {
@@ -159,8 +159,12 @@ class SampleBook:
             "SELECT num_generated, step FROM expired JOIN calls ON calls.ordinal = call WHERE sample = ? ORDER BY call", (packed,)
         )
         life += [f"begun anew: {tokens} tokens were too old for step {step}" for tokens, step in expired]
+        lost = self._rows("SELECT num_tokens, reason FROM lost WHERE sample = ? ORDER BY rowid", (packed,))
+        life += [f"lost: {tokens} tokens, {reason}" for tokens, reason in lost]
+        for had, worker in self._rows("SELECT had, worker FROM went_on WHERE sample = ? ORDER BY rowid", (packed,)):
+            life.append(f"went on: from its first {had} tokens, on {worker}")
         life += [
-            f"generated: {known['response_tokens']} tokens on {segment.removesuffix('.seg')}{weights}; ended by {known['finish']}",
+            f"generated: {known['response_tokens']} tokens on {worker_of(segment)}{weights}; ended by {known['finish']}",
         ]
         given = "SELECT calls.step FROM decisions JOIN calls ON calls.ordinal = call WHERE sample = ? AND call != ?"
         for (step,) in self._rows(given, (packed, SampleId.unpack(packed).call)):
