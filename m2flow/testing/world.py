@@ -293,13 +293,9 @@ class World(Backend):
             self._sever(missed)
         for name, missing in self._census.done():
             mortality.away.append(name)
-            try:
-                unsaid = self._written.settle(name)
-                self._note(*unsaid)
-                self._handle(WorkerLost(name, returns=True, missing=missing, unsaid=unsaid))
-            except WorkerError as error:
-                self._end = error
-                raise
+            unsaid = self._written.settle(name)
+            self._note(*unsaid)
+            self._handle(WorkerLost(name, returns=True, missing=missing, unsaid=unsaid))
         if (back := mortality.returns()) is not None:
             self._come_back(back)
 
@@ -350,7 +346,12 @@ class World(Backend):
                 self.answer.decisions |= given_by(message.call, message.ids, message.stretches)
 
     def _handle(self, event: Event) -> None:
-        for command in self._scheduler.handle(event):
+        try:
+            commands = self._scheduler.handle(event)
+        except WorkerError as error:
+            self._end = error
+            raise
+        for command in commands:
             self._written.commanded(command)
             match command:
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == CONTROLLER:

@@ -166,5 +166,7 @@ def _take_back(board: Board, rollout: RolloutDesk, number: int, task: TaskState)
         left = [row for row in task.rows if row not in state.done and row not in state.dropped]
         board.lines.taken_back(state, left)
         board.give_back(state, left)
+        if not state.ids and not state.call.is_aligned:
+            board.functions.may_start(state)  # It works on nothing, once.
     if isinstance(task.message, m.Generate):
         board.lines.task_ended(task.message.call)
