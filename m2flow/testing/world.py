@@ -348,8 +348,8 @@ class World(Backend):
     def _handle(self, event: Event) -> None:
         try:
             commands = self._scheduler.handle(event)
-        except WorkerError as error:
-            self._end = error
+        except WorkerError as lost:
+            self._end = lost
             raise
         for command in commands:
             self._written.commanded(command)
