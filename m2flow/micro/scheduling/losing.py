@@ -61,7 +61,7 @@ def lose(board: Board, rollout: RolloutDesk, event: WorkerLost) -> None:
     for place, rows in event.missing.items():
         board.missed.send_again(place, rows)
     for state in board.active.values():
-        if state.is_generation and state.ready and not rollout.has_version_for(state):
+        if state.is_generation and not state.is_all_begun and not rollout.has_version_for(state):
             raise StateLost(
                 f"{worker.name} is lost, and no other has the weights that {state.call.name} began with{_how(event)}",
                 where=state.call.site.describe(),
