@@ -30,11 +30,11 @@ OfSamples = Discarded | Dropped | Late | Given | Expired
 class Custody:
     """Of one run. It looks calls up where its owner keeps them."""
 
-    def __init__(self, journal: Journal, run_dir: Path, calls: Mapping[int, Call], known: Mapping[str, int] | None = None) -> None:
+    def __init__(self, journal: Journal, run_dir: Path, calls: Mapping[int, Call]) -> None:
         self._journal = journal
         self._run_dir = run_dir
         self._calls = calls
-        self._left = LeftBehind(run_dir / "segments", known)
+        self._left = LeftBehind(run_dir / "segments")
 
     def told(self, message: Unsaid) -> None:
         """A worker says how far samples are, or that rows are done."""

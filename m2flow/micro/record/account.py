@@ -4,7 +4,8 @@
 
 The left side is counted by the workers' engines as they decode and kept where a kill can't take it (`m2flow.micro.record.meter`); the
 right side is added up from the ledger. So the two can be held against each other. Limit: of a run that goes on, what runs is on the
-left side alone; eager runs have no meters, and there the left side is the right one.
+left side alone; eager runs have no meters, and there the left side is the right one; a resumed run makes calls again that were under
+way, and what those had is on the left side alone.
 """
 
 from __future__ import annotations

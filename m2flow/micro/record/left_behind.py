@@ -37,12 +37,12 @@ class Left:
 
 @final
 class LeftBehind:
-    """Knows which records were reported."""
+    """Knows which records were reported. What is there when it is made is of earlier attempts at the run, and does not count."""
 
-    def __init__(self, directory: Path, known: Mapping[str, int] | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._known = dict(known or {})
-        self._read: set[Path] = set()
+        self._known = {path.name: path.stat().st_size for path in directory.glob("*.seg")}
+        self._read = set(directory.glob("*.meter"))
         """Meters of processes that are settled."""
 
     def reported(self, place: Place) -> None:
