@@ -342,6 +342,7 @@ class Model:
                     assert call not in self.resolved, f"call {call} is done twice"
                     assert call not in self.rejected, f"call {call} is done after it failed"
                     self.resolved.add(call)
+                    self._note_empty_update(self.calls[call])
                 case Reject(call, _, root):
                     assert call not in self.resolved, f"call {call} failed after it was done"
                     assert root < self.rejected.get(call, call + 1), f"call {call} fails again, with no earlier reason"
@@ -359,6 +360,12 @@ class Model:
         self._check_that_all_were_asked()
         if self.num_events % _RECOUNTED_EVERY == 0:
             recount(self.scheduler, self.hands, self._shelf.rows())
+
+    def _note_empty_update(self, call: Call) -> None:
+        """Where there was nothing to train on, the weights are those of the new version without any task."""
+        for hand in self.hands.values() if call.engine == "train" and call.writes else ():
+            if hand.trained.get(call.role) == call.writes[0].version - 1:
+                hand.trained[call.role] = call.writes[0].version
 
     def _told(self, name: str, message: m.ToWorker) -> None:
         hand = self.hands[name]
