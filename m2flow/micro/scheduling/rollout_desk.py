@@ -55,6 +55,8 @@ class RolloutDesk:
 
     def needs_loading(self, reader: CallState) -> bool:
         """Whether some rollout engine of the role still has to take weights before it can run this call."""
+        if all(worker.is_lost for worker in self._board.waking.hosts("rollout", reader.call.role)):
+            return True  # Who comes back has to take them first.
         return self._oldest(reader.call.role) < window(reader.call)[0]
 
     def publish_offer(self, worker: WorkerState) -> Offer | None:
