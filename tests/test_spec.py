@@ -52,7 +52,7 @@ def test_an_unknown_field_further_in_is_found_among_its_neighbours(tmp_path: Pat
 
 def test_a_field_like_no_other_is_answered_with_all_of_them(tmp_path: Path) -> None:
     error = _refused(tmp_path, "functions:\n  zzz: 1\n")
-    assert error.now == "There are workers, chunk, concurrency, latency_s."
+    assert error.now == "There are workers, chunk, concurrency, patience_s, latency_s."
 
 
 def test_a_value_of_the_wrong_type_is_refused_with_its_line_and_reason(tmp_path: Path) -> None:

@@ -142,6 +142,9 @@ class Holding(RolloutEngine):
     def abort(self, ids: object) -> list[Any]:
         return []
 
+    def snapshot(self, ids: object) -> list[Any]:
+        return []
+
     def progress(self) -> dict[int, int]:
         return {}
 

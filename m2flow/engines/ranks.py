@@ -133,7 +133,7 @@ def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int) -> list
     A group with more tokens than an even share is split. A function of the batch alone: every rank comes to the same.
 
     >>> shares([5, 5, 1, 1, 1], [0, 0, 1, 1, 2], 2)
-    [[0, 2, 4], [1, 3]]
+    [[0, 2, 3], [1, 4]]
     """
     fair = sum(num_tokens) / count
     pieces: dict[tuple[int, int], list[int]] = {}

@@ -71,7 +71,7 @@ _BUILT_IN = (
             weights_under_requests=True,
             deterministic=False,
             devices=("cuda", "cpu"),
-            parallel_layouts=ParallelLayouts(tp=None, dp=None),
+            parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
         ),
         "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),

@@ -70,7 +70,7 @@ class SglangRollout(RolloutEngine):
         weights_under_requests=True,
         deterministic=False,
         devices=("cuda", "cpu"),
-        parallel_layouts=ParallelLayouts(tp=None, dp=None),
+        parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
     )
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:

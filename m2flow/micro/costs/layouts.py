@@ -17,7 +17,6 @@ from m2flow.micro.costs.shapes import ModelShape
 from m2flow.micro.costs.terms import EngineKind, Layout
 
 PLANNED: dict[tuple[str, EngineKind], ParallelLayouts] = {
-    ("sglang", "rollout"): ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
     ("deepspeed", "train"): ParallelLayouts(tp=None, sp=None, dp=None, ep=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
 }
 """Engines that can be planned for where none of their name is registered; one that is speaks for itself.
