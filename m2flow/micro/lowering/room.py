@@ -78,7 +78,8 @@ def as_pinned(routes: Iterable[Route], pinned: Iterable[Route]) -> tuple[Route, 
     found = []
     for route in routes:
         old = known.get((route.producer, route.consumer, route.source, route.target), route)
-        if old.is_whole == route.is_whole:  # Else who takes it has changed, and with it what is needed.
+        is_of_another_size = old.needs != route.needs and not old.capacity_bytes  # It was room for all, and for fewer samples.
+        if old.is_whole == route.is_whole and not is_of_another_size:  # Else who takes it has changed, and with it what is needed.
             route = msgspec.structs.replace(route, capacity=old.capacity, capacity_bytes=old.capacity_bytes, spills=old.spills)
         found.append(route)
     return tuple(found)
