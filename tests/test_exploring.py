@@ -363,12 +363,37 @@ def waits_first():
 
 @pytest.mark.parametrize("branches", [True, False])
 def test_the_plan_says_where_a_run_that_knows_less_begins_with_other_workers(tmp_path, branches):
-    path = tmp_path / "waits_first.py"
-    path.write_text(WAITS_FIRST.replace("BRANCHES", str(branches)))
-    (tmp_path / "fake.yaml").write_text("placement: split\ncores: 2\ndevice: cpu\nrollout: {engine: fake}\ntrain: {engine: fake}\n")
-    said = CliRunner().invoke(cli, ["plan", str(path), "--cluster", str(tmp_path / "fake.yaml")], catch_exceptions=False).output
+    """The search seats the calls that it is shown: of a run, those before Python first waits."""
+    said = plan_of_waits_first(tmp_path, branches, "auto")
+    assert "policy: rollout (fake), teacher: train (fake)" in said
     assert ("note: m2flow run knows the calls before" in said) == branches
     if branches:
         note = said[said.index("note: m2flow run knows") :]
         assert "waits_first.py:10, where Python first waits" in note
-        assert "rollout-0 (rollout of policy + rollout of teacher)" in note
+        assert "rollout-0 (rollout of policy), functions-0" in note
+
+
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_by_rule_a_run_that_knows_less_begins_with_the_workers_of_its_plan(tmp_path, placement):
+    said = plan_of_waits_first(tmp_path, True, placement)
+    for engine in ("policy: rollout", "teacher: rollout", "policy: train", "teacher: train"):
+        assert engine in said
+    assert "note: Python waits for" in said
+    assert "note: m2flow run knows" not in said
+
+
+def test_by_search_a_run_that_knows_as_much_begins_with_the_workers_of_its_plan(tmp_path):
+    """Python waits, but for the last call of all."""
+    said = plan_of_waits_first(tmp_path, False, "auto", more="    float(teacher.logprobs(responses).mean())\n")
+    assert "note: Python waits for" in said
+    assert "note: m2flow run knows" not in said
+
+
+def plan_of_waits_first(directory, branches, placement, more=""):
+    path = directory / "waits_first.py"
+    path.write_text(WAITS_FIRST.replace("BRANCHES", str(branches)) + more)
+    (directory / "fake.yaml").write_text(
+        f"placement: {placement}\ncores: 2\ndevice: cpu\nrollout: {{engine: fake}}\ntrain: {{engine: fake}}\n"
+        "shapes: {policy: Qwen2.5-0.5B, teacher: Qwen2.5-0.5B}\n"
+    )
+    return CliRunner().invoke(cli, ["plan", str(path), "--cluster", str(directory / "fake.yaml")], catch_exceptions=False).output

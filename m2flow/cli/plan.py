@@ -116,7 +116,8 @@ def command(
         click.echo(_as_json(exploration, plan, origin))
     else:
         placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else []
-        otherwise = _run_otherwise(flow, options, seed, spec, plan) if pinned is None else []
+        is_run_here = pinned is None and not spec.pools
+        otherwise = _run_otherwise(flow, options, seed, spec, plan, lengths, profile) if is_run_here else []
         click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise]))
 
 
@@ -149,15 +150,21 @@ def _as_text(exploration: Exploration, target: str, steps: int) -> list[str]:
     return lines
 
 
-def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan) -> list[str]:
-    """Why `m2flow run` would have other workers than this plan, if it would: it follows no outcomes of what nobody knows yet."""
+def _run_otherwise(
+    flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan, lengths: str, profile: Path | None
+) -> list[str]:
+    """Why `m2flow run` would have other workers than this plan, if it would: it follows no outcomes of what nobody knows yet.
+
+    The rules of `split` and `time-shared` leave room for what nobody knows; the search of `auto` seats the calls that it is shown.
+    """
     with prints_muted():
         graph, models, num_steps = trace(flow, options, seed=seed, steps=TRACED_STEPS)
     calls = {call.ordinal: call for call in graph.calls}
     first = next((seen for seen in graph.observations if calls[seen.call].engine != "source"), None)
     if first is None:
         return []
-    workers = lower(graph, models, spec, num_steps=num_steps).workers
+    choice = question_of(graph, models, spec, lengths=lengths, profile=profile).choose() if is_searched(spec) else None
+    workers = lower(graph, models, spec, num_steps=num_steps, choice=choice).workers
     if workers == plan.workers:
         return []
     engines = ", ".join(f"{w.name} ({' + '.join(f'{slot.kind} of {slot.role}' for slot in w.engines)})" for w in workers)
