@@ -42,7 +42,7 @@ types: $(VENV)/.installed
 
 core: $(VENV)/.installed
 	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
-	$(BIN)/pytest -q -m "not slow and not gpu" --write-skipped=$(SKIPPED)/core.tsv
+	$(BIN)/pytest -q -m "not slow and not gpu and not long" --write-skipped=$(SKIPPED)/core.tsv
 
 # A machine that can't get the packages of the extra smollm still runs the other tests; those that need them are named as not run.
 rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.

@@ -1,8 +1,8 @@
 """Which tests run, and an account of those that do not.
 
     --write-skipped=FILE   one line for each test that was skipped: `did not run: GROUP (REASON)`, a tab, its node
-    --long                 random programs twenty times as many
-    --rest-of=FILE         what `-m "not slow and not gpu"` left out, and what FILE says was skipped then
+    --long                 random programs twenty times as many, and the tests marked `long`
+    --rest-of=FILE         what `-m "not slow and not gpu and not long"` left out, and what FILE says was skipped then
 
 The group of a test is its mark, or else its file.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-_MARKS = ("gpu", "slow")
+_MARKS = ("gpu", "slow", "long")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="an hour and more in all; pytest --long runs it"))
     rest_of = config.getoption("--rest-of")
     if rest_of:
         skipped = _read(Path(rest_of))

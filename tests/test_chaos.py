@@ -13,7 +13,7 @@ from chaos_run import disturbed
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("flow_name", ["scored", "refilled", "carried"])
 @pytest.mark.parametrize("seed", range(3))
@@ -23,14 +23,14 @@ def test_a_run_that_is_harassed_comes_to_its_end_and_is_sound(tmp_path, flow_nam
     assert outcome.done.total() == 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_harassed_run_of_a_real_model_has_the_samples_and_weights_of_one_that_was_left_alone(tmp_path):
     outcome = disturbed("scored", "flows/models/digits", 1, 8, tmp_path)
     assert not outcome.wrong, f"{outcome.wrong}\nThe run is in {tmp_path}."
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("more", [[], ["--carry"]], ids=["plain", "carried"])
 def test_memory_files_and_threads_stay_where_they_are_over_many_samples(more):

@@ -204,7 +204,7 @@ def _chosen(paths: list[Path], most: int | None) -> list[Path]:
     return chosen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits at checkpoints"])
 @pytest.mark.parametrize("how", ["eager", "time-shared", "split"])

@@ -19,7 +19,7 @@ def test_a_killed_run_of_the_embedded_engines_ends_with_the_same_bits(tmp_path, 
     check_images(sorts, {}, spec_of("split"), settings, tmp_path, most=5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", [sorts, ppo], ids=lambda program: program.name)
 @pytest.mark.parametrize("how", ["eager", "time-shared", "split"])
