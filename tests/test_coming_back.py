@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
+from m2flow.channels.memory import MemoryInbox
+from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro.control.census import Census
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.scheduling import missing
 from m2flow.micro.work.store import RowStore
 from m2flow.samples import Batch, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.made_workers import Link, made_worker
 from m2flow.testing.random_programs import difference_of
 from m2flow.testing.world import run_eager, run_planned
 
@@ -122,3 +128,45 @@ def test_of_a_dead_peer_only_what_was_told_stays():
     store.put(0, Batch(make_ids(0, 4)[2:]), "alive")
     assert store.sever("dead", {0: [ids[0], ids[2], ids[3]], 1: [ids[0]]}) == {1: [ids[0]]}
     assert store.ids(0) == [ids[0], ids[2], ids[3]]
+
+
+class InParts(Link):
+    """A link on which a worker hears what was said in parts: the next one each time that it asks."""
+
+    def __init__(self, parts: Sequence[Sequence[m.ToWorker]]) -> None:
+        super().__init__()
+        self._parts = [[m.encode(message) for message in part] for part in parts]
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        return self._parts.pop(0) if self._parts else []
+
+
+@pytest.mark.parametrize("heard_at_once", range(1, 6))
+def test_rows_reach_a_peer_that_has_come_back_however_late_its_death_is_heard_of(heard_at_once, tmp_path):
+    """Told to send to a dead peer, a worker reads on to hear of the death, and perhaps of the return before it."""
+    graph, models, _ = trace(scored, {}, seed=0, assume=0.0)
+    on = spec(1, 1, 3)
+    plan = lower(graph, models, on)
+    planned = next(worker for worker in plan.workers if worker.name == "rollout-0")
+    worker, _, inbox = made_worker(plan, planned, models, on, 0, str(tmp_path), 0, deterministic=False, flush_tokens=64)
+    inbox.open()
+    dead, again = MemoryInbox(), MemoryInbox()
+    gone = dead.open()
+    dead.close()
+    ids = make_ids(1, 2).tolist()
+    said: list[m.ToWorker] = [
+        m.Peers({"functions-0": gone}),
+        m.Push(1, ids, "functions-0"),
+        m.Severed("functions-0", {}),
+        m.Peers({}),
+        m.Peers({"functions-0~1": again.open()}),
+        m.Push(1, ids, "functions-0~1"),
+    ]
+    worker._link = InParts([said[:heard_at_once], *([message] for message in said[heard_at_once:])])
+    worker._store.put(1, Batch(make_ids(1, 2)))
+    for _ in said:
+        worker.turn()
+    assert [(parcel.call, parcel.batch.ids.tolist()) for parcel in again.take()] == [(1, ids)]
+    again.close()
+    inbox.close()
+    worker.close()

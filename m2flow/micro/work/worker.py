@@ -205,12 +205,13 @@ class Worker:
         self._send(m.Fatal(error.to_record()))
 
     def _hear(self) -> None:
-        """A peer takes nothing: perhaps because it is dead."""
-        for message in map(m.decode_to_worker, self._link.receive(0.05)):
-            if isinstance(message, m.Peers | m.Severed):
-                self._take(message)
-            else:
-                self._heard.append(message)
+        """A peer takes nothing: perhaps because it is dead. What is said of peers is taken in the order in which it was said, first what
+        waits here already: who is up by now must not be forgotten again for an older word."""
+        self._heard += map(m.decode_to_worker, self._link.receive(0.05))
+        of_peers = [message for message in self._heard if isinstance(message, m.Peers | m.Severed)]
+        self._heard = deque(message for message in self._heard if not isinstance(message, m.Peers | m.Severed))
+        for message in of_peers:
+            self._take(message)
 
     def _take(self, message: m.ToWorker) -> None:
         match message:
