@@ -17,10 +17,11 @@ def share_of_sevens(sample: Sample) -> float:
 
 @flow
 def long_answers() -> None:
+    """All answers end in one step of the engine, so that parcels fill their room; columns of eight are lent, those of four are not."""
     policy, verifier = Policy("fake"), Reward(share_of_sevens)
-    prompts = Dataset([{"prompt": f"{i * 7919 % 100000}="} for i in range(16)])
+    prompts = Dataset([{"prompt": f"{i * 7919 % 100000}="} for i in range(8)])
     for _ in steps(1):
-        responses = policy.generate(prompts.take(16), n=4, max_new_tokens=3000, min_new_tokens=2500)
+        responses = policy.generate(prompts.take(8), n=4, max_new_tokens=4000, min_new_tokens=4000)
         log(reward=policy.update(responses, verifier.score(responses))["reward"])
 
 
@@ -38,5 +39,5 @@ def test_large_columns_are_lent_in_a_real_run_which_gives_the_eager_answer(tmp_p
     eager = run(tmp_path, channels, eager=True)
     assert (planned.samples_sha256, planned.weights_sha256) == (eager.samples_sha256, eager.weights_sha256)
     ways = planned.channels
-    assert ways["rollout-0 -> functions-0"]["samples"] == ways["rollout-0 -> train-0"]["samples"] == 64
+    assert ways["rollout-0 -> functions-0"]["samples"] == ways["rollout-0 -> train-0"]["samples"] == 32
     assert max(counts.get("shared bytes", 0) for counts in ways.values()) > 100_000
