@@ -18,10 +18,24 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.account import Account
-from m2flow.testing.programs import Filter, Generate, Lag, Log, Look, OnStep, Program, Refill, Score, Union, Update
+from m2flow.testing.programs import (
+    Actor,
+    Demonstrate,
+    Filter,
+    Generate,
+    Lag,
+    Log,
+    Look,
+    OnStep,
+    Program,
+    Refill,
+    Score,
+    Union,
+    Update,
+)
 from m2flow.testing.random_programs import clusters, difference, difference_of, programs, timed_programs
 from m2flow.testing.world import run_eager, run_planned
 
@@ -120,6 +134,44 @@ FOUND = {
 def test_what_was_found_once_stays_right(program, order_seed):
     assert run_eager(program.as_flow(), {}, SPEC).error == ""
     assert difference(program, SPEC, order_seed=order_seed) is None
+
+
+NARROW = {
+    "a generation whose weights come after those of one with a later taker": (
+        Program(
+            num_policies=1,
+            num_steps=1,
+            before=(),
+            body=(
+                replace(ASK, count=1, longest=2),
+                replace(ASK, count=1, longest=2),
+                Demonstrate(policy=0, minibatch=0),
+                Refill(policy=0, dataset=0, n=2, count=2, reward=5, keep=3, most=9),
+                Union(first=1, second=0),
+            ),
+            after=(),
+        ),
+        SPEC.model_copy(update={"placement": "time-shared", "channels": ChannelSpec(max_samples=1)}),
+    ),
+    "the earliest taker ends when all that it took is free already": (
+        Program(
+            num_policies=1,
+            num_steps=2,
+            before=(),
+            body=(replace(ASK, count=1, longest=2), Actor(policy=0, samples=1, numbers=0), Score(reward=0, samples=0)),
+            after=(),
+            staleness=1,
+        ),
+        SPEC.model_copy(update={"placement": "split", "channels": ChannelSpec(max_bytes=100)}),
+    ),
+}
+"""Programs that have stood still for want of room in a channel in which there was nothing."""
+
+
+@pytest.mark.parametrize(("program", "spec"), NARROW.values(), ids=list(NARROW))
+@pytest.mark.parametrize("order_seed", range(3))
+def test_nobody_waits_for_ever_for_room_in_an_empty_channel(program, spec, order_seed):
+    assert difference(program, spec, order_seed=order_seed) is None
 
 
 def test_a_program_counts_the_versions_and_the_steps_that_it_may_see():

@@ -7,9 +7,11 @@ where samples come from, when a generation begins with them: what is derived of 
 group reserves whole, since its members are no use without each other; of a call whose taker needs all of it, all of it does.
 
 What would not fit waits, but for one unit in each channel: the first one, in the order of identity, that the earliest call which takes from
-it still lacks. It may overdraw. Since calls depend on earlier calls alone, the earliest taker can always go on, and so can in the end
-all: nothing waits for room for ever, as long as a unit that is more than a group fits into an empty channel. Plans in which one does not
-are refused (`m2flow.micro.lowering.deadlock`), and here it is never begun. A sample may turn out larger than predicted; that is settled
+it still lacks. It may overdraw. Calls depend on earlier calls alone, so as far as rows go the earliest taker can go on. But engines take
+weights in the order of the generations: one whose taker is early may have to wait for one before it, whose taker is late. So when nothing
+is under way at all, the earliest generation that was refused and can run begins with one unit more (`let`). Nothing waits for room for
+ever, as long as a unit that is more than a group fits into an empty channel. Plans in which one does not are refused
+(`m2flow.micro.lowering.deadlock`), and here it is never begun. A sample may turn out larger than predicted; that is settled
 whatever the room, and others wait the longer. Pure: told what happened, it says what may begin.
 """
 
@@ -115,6 +117,10 @@ class Credits:
         """By the call that takes."""
         self._blocked: dict[int, CallState] = {}
         self._lost: set[str] = set()
+        self._may_be_room = False
+        """Something is free, or another taker is the earliest, since that was last asked."""
+        self._let: CallState | None = None
+        """The generation that may begin with one unit whatever the room."""
 
     @property
     def blocked(self) -> Mapping[int, CallState]:
@@ -142,6 +148,7 @@ class Credits:
                 if claim.room.target == workers[0]:
                     claim.takers[state.call.ordinal] = set()
                     self._taking.setdefault(state.call.ordinal, []).append(claim)
+                    self._may_be_room = True
 
     def num_may_begin(self, state: CallState, worker: str, quota: int) -> int:
         """How many of the rows that are ready, up to a quota, this worker may begin with. The unit that may overdraw is put first."""
@@ -175,6 +182,8 @@ class Credits:
 
     def reserve(self, state: CallState, rows: Iterable[int], worker: str) -> None:
         """These rows are begun with: they, and what belongs to them, count from now on."""
+        if self._let is state:
+            self._let = None
         for claim in self._claims.get(state.call.ordinal, ()):
             for unit in dict.fromkeys(map(claim.unit_of, rows)):
                 if unit not in claim.units:
@@ -215,6 +224,7 @@ class Credits:
         for claim in self._taking.pop(ordinal, ()):
             claim.num_over += 1
             del claim.takers[ordinal]
+            self._may_be_room = True
             for row in list(claim.held):
                 self._perhaps_free(claim, row)
         kept = set() if state.is_failed else state.done if state.result is None else set(state.result)
@@ -247,6 +257,7 @@ class Credits:
     def lost(self, worker: str) -> None:
         """A worker is gone: nothing is on its way to it."""
         self._lost.add(worker)
+        self._may_be_room = True
         for ordinal, claims in self._claims.items():
             for claim in claims:
                 if claim.room.target == worker:
@@ -257,15 +268,17 @@ class Credits:
         """A worker is here again: what is begun from now on is sent to it."""
         self._lost.discard(worker)
 
+    def let(self, state: CallState | None) -> None:
+        """Nothing is under way: this generation may begin with one unit for which there is no room; or none may any more."""
+        self._let = state
+
     def room_came(self) -> list[CallState]:
-        """The calls that were refused, and may be asked again because something is free now."""
-        if not self._has_freed:
+        """The calls that were refused, and may be asked again because something is free now, or they may overdraw."""
+        if not self._may_be_room:
             return []
-        self._has_freed = False
+        self._may_be_room = False
         blocked, self._blocked = self._blocked, {}
         return [state for state in blocked.values() if not state.is_over]
-
-    _has_freed = False
 
     def _num_in_front(self, ready: Iterable[int], claims: list[_Claim], quota: int, *, may_overdraw: bool = False) -> int:
         """How many rows can be begun with, from the first on, before one does not fit."""
@@ -288,6 +301,8 @@ class Credits:
 
     def _bring_forward(self, state: CallState, claims: list[_Claim]) -> bool:
         """Put the unit that may overdraw first, if its rows are ready."""
+        if self._let is state:
+            return True
         for claim in claims:
             unit = claim.next_unit
             if unit is None or not self._may_overdraw(claim, unit):
@@ -302,9 +317,13 @@ class Credits:
         return False
 
     def _may_overdraw(self, claim: _Claim, unit: int) -> bool:
-        """Whether a unit that does not fit is the one that the channel's earliest taker waits for."""
+        """Whether a unit that does not fit is the one that the channel's earliest taker waits for, or nothing else is under way."""
         channel = claim.channel
-        if (unit == _WHOLE and not claim.room.fits) or channel.overdraft is not None:
+        if unit == _WHOLE and not claim.room.fits:
+            return False
+        if self._let is claim.state:
+            return True
+        if channel.overdraft is not None:
             return False
         earliest = min((taker for other in channel.claims.values() for taker in other.takers), default=None)
         return (earliest is None or earliest in claim.takers) and claim.next_unit == unit
@@ -331,7 +350,7 @@ class Credits:
         ordinal = claim.state.call.ordinal
         if channel.overdraft == (ordinal, claim.unit_of(row)) and not any(claim.unit_of(r) == claim.unit_of(row) for r in claim.held):
             channel.overdraft = None
-        self._has_freed = True
+        self._may_be_room = True
 
 
 def _most_new(call: Call) -> int:

@@ -307,10 +307,25 @@ class Scheduler:
                 board.waking.rows_came(state)
 
     def _give_work(self) -> None:
-        """Hand out what can be done now. If nothing is under way, and a policy holds samples back, it is overruled."""
+        """Hand out what can be done now. If nothing is under way, and a policy or a full channel holds samples back, it is overruled."""
         self._ask()
+        if not self._board.tasks and self._credits.blocked:
+            self._overdraw()
         if not self._board.tasks and self._board.active and self._board.placings.force():
             self._ask()
+
+    def _overdraw(self) -> None:
+        """Let the earliest generation that was refused room, and can run, begin with one unit."""
+        board, credits = self._board, self._credits
+        for _, state in sorted(credits.blocked.items()):
+            if state.has_rows_to_begin:
+                credits.let(state)
+                board.waking.feed_all(state)
+                board.waking.wake_role(state.call.role)
+                self._ask()
+                credits.let(None)
+            if board.tasks:
+                return
 
     def _ask(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""
