@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,24 +28,9 @@ from m2flow.micro.record.journal import Journal
 from m2flow.micro.run import Run, Summary
 from m2flow.micro.work.worker import Worker
 from m2flow.spec import ClusterSpec, RunSettings
+from m2flow.testing.made_workers import Link
 
 Hook = Callable[[], None]
-
-
-class _Link:
-    """Both directions between the controller and one worker."""
-
-    def __init__(self) -> None:
-        self.to_worker: deque[bytes] = deque()
-        self.to_controller: deque[bytes] = deque()
-
-    def receive(self, timeout_s: float) -> list[bytes]:
-        received = list(self.to_worker)
-        self.to_worker.clear()
-        return received
-
-    def send(self, message: bytes) -> None:
-        self.to_controller.append(message)
 
 
 class _Listener:
@@ -55,7 +39,7 @@ class _Listener:
     order: random.Random
 
     def __init__(self) -> None:
-        self.links: dict[str, _Link] = {}
+        self.links: dict[str, Link] = {}
 
     def send(self, worker: str, message: bytes) -> None:
         self.links[worker].to_worker.append(message)
@@ -89,7 +73,7 @@ class OneThread(Controller):
         self._listener.order = self.order  # type: ignore[attr-defined]
         self._crew.set_own_address(self._inbox.open())
         for planned in self._plan.workers:
-            link = self._listener.links[planned.name] = _Link()  # type: ignore[attr-defined]
+            link = self._listener.links[planned.name] = Link()  # type: ignore[attr-defined]
             settings = self._launcher.settings_for(planned, "")
             self._workers[planned.name] = Worker(settings, link, MemoryInbox(), MemoryOutbox())
             self._workers[planned.name].open()

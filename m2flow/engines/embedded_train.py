@@ -76,7 +76,7 @@ class EmbeddedTrain(TrainEngine):
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._demonstrations.tokenised(batch).in_order()
         metrics: dict[str, float] = {}
-        if num_tokens := int(_num_masked(batch).sum()):
+        if num_tokens := int(packing.num_masked(batch.ragged("loss_mask")).sum()):
             terms, metrics = self._terms(batch, objective.loss)
             terms.sum().backward()
         return Sums(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics)
@@ -163,7 +163,7 @@ class EmbeddedTrain(TrainEngine):
             return None
         temperature = np.asarray(batch.dense("temperature"), np.float32)
         temperature = np.where(temperature == 0, np.float32(1), temperature)
-        return None if bool((temperature == 1).all()) else self._put(np.repeat(temperature, _num_masked(batch)))
+        return None if bool((temperature == 1).all()) else self._put(np.repeat(temperature, packing.num_masked(batch.ragged("loss_mask"))))
 
     def _check_head(self, head: str, what: str) -> None:
         if self._source.head != head:
@@ -191,7 +191,7 @@ class EmbeddedTrain(TrainEngine):
             elif any(name in given for given in HEAD_OUTPUTS.values()):
                 raise EngineError(f"the loss {loss.name} needs {name}, which a model with a {self._source.head} head does not give")
             elif name == "sequence_lengths":
-                counts = _num_masked(batch)
+                counts = packing.num_masked(batch.ragged("loss_mask"))
                 inputs[name] = self._put(np.repeat(counts.astype(np.float32), counts))
             else:
                 inputs[name] = self._column(
@@ -205,7 +205,7 @@ class EmbeddedTrain(TrainEngine):
             raise EngineError(f"{reason}, and the batch has no column {name!r}; it has {', '.join(sorted(batch.columns))}")
         column = batch[name]
         if not isinstance(column, Ragged):
-            return self._put(np.repeat(column, _num_masked(batch)))
+            return self._put(np.repeat(column, packing.num_masked(batch.ragged("loss_mask"))))
         if column.kind != "numbers" or not np.array_equal(column.offsets, batch.ragged("tokens").offsets):
             raise EngineError(f"{reason}, and column {name!r} has not one number for each token")
         return self._put(column.values[batch.ragged("loss_mask").values.astype(bool)])
@@ -266,12 +266,6 @@ def _per_token(loss: Loss, name: str, value: Any, num_tokens: int) -> Tensor:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise OpError(f"the loss {loss.name} must return one number a token, [{num_tokens}]; {name} is {shape}")
     return value
-
-
-def _num_masked(batch: Batch) -> npt.NDArray[np.int64]:
-    mask = batch.ragged("loss_mask")
-    counts = np.concatenate(([0], np.cumsum(mask.values.astype(np.int64))))
-    return counts[mask.offsets[1:]] - counts[mask.offsets[:-1]]
 
 
 def _token_budget(lengths: npt.NDArray[np.int64], budget: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -76,7 +76,7 @@ class FsdpTrain(EmbeddedTrain):
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._demonstrations.tokenised(batch).in_order()
-        num_masked = _num_masked(batch.ragged("loss_mask"))
+        num_masked = packing.num_masked(batch.ragged("loss_mask"))
         metrics: dict[str, float] = {}
         if num_masked.any():
             own, weight = self._share(batch, num_masked)
@@ -149,7 +149,7 @@ class FsdpTrain(EmbeddedTrain):
         self, batch: Batch, tokens: Ragged, mask: Ragged, compute: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]
     ) -> npt.NDArray[np.float64]:
         """One number for each masked token of the batch, float64 [T], in order, each computed by one rank, known to all."""
-        num_masked = _num_masked(mask)
+        num_masked = packing.num_masked(mask)
         rows = np.flatnonzero(num_masked)
         if not len(rows):
             return np.zeros(0)
@@ -234,9 +234,3 @@ def _whole_state(saved: Any) -> Any:
     if isinstance(saved, list):
         return [_whole_state(value) for value in saved]
     return whole(saved).cpu() if isinstance(saved, Tensor) else saved
-
-
-def _num_masked(mask: Ragged) -> npt.NDArray[np.int64]:
-    """int64 [N]."""
-    counts = np.concatenate(([0], np.cumsum(mask.values.astype(np.int64))))
-    return counts[mask.offsets[1:]] - counts[mask.offsets[:-1]]

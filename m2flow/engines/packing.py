@@ -142,6 +142,13 @@ def batched_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
     return logits
 
 
+def num_masked(loss_mask: Ragged) -> IdArray:
+    """Tokens under the mask of each sample, int64 [N]."""
+    counts = np.concatenate(([0], np.cumsum(loss_mask.values.astype(np.int64))))
+    found: IdArray = counts[loss_mask.offsets[1:]] - counts[loss_mask.offsets[:-1]]
+    return found
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Refuse a model whose attention this file would compute wrongly. Raises `EngineError` that names the feature."""
     config = model.config.get_text_config()
