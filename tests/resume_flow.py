@@ -38,12 +38,12 @@ def disarmed() -> bool:
     return True
 
 
-def watch(pattern: str, now: str) -> None:
-    """Kill as soon as the run's directory has such a file."""
+def watch(now: str, *patterns: str) -> None:
+    """Kill as soon as the run's directory has a file of each pattern."""
 
     def look() -> None:
         while Path(os.environ["M2FLOW_TEST_KILLS"]).exists():
-            if any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob(pattern)):
+            if all(any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob(pattern)) for pattern in patterns):
                 kill_run(now, now)
 
     threading.Thread(target=look, daemon=True).start()
@@ -70,9 +70,9 @@ def dies(killed_in: str = "", num_steps: int = 4) -> None:
     policy, judge = Policy("fake"), Reward(judged)
     prompts = Dataset([{"prompt": f"{i * i}="} for i in range(12)])
     if killed_in == "checkpoint":
-        watch("*/checkpoints/.step-*", "checkpoint")
+        watch("checkpoint", "*/checkpoints/step-*", "*/checkpoints/.step-*")  # one is whole, the next is being written
     if killed_in == "final":
-        watch("*/checkpoints/final*", "final")
+        watch("final", "*/checkpoints/final*")
     for step in steps(num_steps):
         if step == 0:
             arm()
