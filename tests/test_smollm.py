@@ -19,7 +19,7 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(MISSING), reason=f"the extra smollm lacks {', '.join(MISSING)}; `make rest` installs it in .venv-smollm"),
+    pytest.mark.skipif(bool(MISSING), reason=f"the extra smollm lacks {', '.join(MISSING)}; `make rest` installs it in .venv-full"),
 ]
 
 
