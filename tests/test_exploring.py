@@ -16,7 +16,7 @@ from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.recording import MemoryRecord, Recorder
 from m2flow.macro.unknown import Decider, ExploredFloat, Facts, Unknown
 from m2flow.micro.run import Run
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, load_cluster
 from m2flow.testing.world import run_eager
 
 ROWS = [{"prompt": f"{i}="} for i in range(6)]
@@ -357,20 +357,28 @@ def waits_first():
     responses = policy.generate(Dataset([{"prompt": "1="}]).take(1), n=2, max_new_tokens=4)
     if BRANCHES and Reward(share).score(responses).mean() > 0.5:
         log(more=1.0)
+    CUT
     log(said=teacher.logprobs(responses).mean())
 """
 
 
 @pytest.mark.parametrize("branches", [True, False])
-def test_the_plan_says_where_a_run_that_knows_less_begins_with_other_workers(tmp_path, branches):
-    """The search seats the calls that it is shown: of a run, those before Python first waits."""
+def test_by_search_a_run_has_seats_for_what_comes_after_a_wait(tmp_path, branches):
     said = plan_of_waits_first(tmp_path, branches, "auto")
     assert "policy: rollout (fake), teacher: train (fake)" in said
-    assert ("note: m2flow run knows the calls before" in said) == branches
-    if branches:
-        note = said[said.index("note: m2flow run knows") :]
-        assert "waits_first.py:10, where Python first waits" in note
-        assert "rollout-0 (rollout of policy), functions-0" in note
+    assert "note: m2flow run" not in said
+    waits_first, spec = load_flow(str(tmp_path / "waits_first.py")), load_cluster(tmp_path / "fake.yaml")
+    run = Run(waits_first, {}, spec, RunSettings(runs_dir=str(tmp_path / "runs")))
+    assert {slot.role for worker in run.prepare().workers for slot in worker.engines if slot.kind == "train"} == {"teacher"}
+    assert run.execute().samples == 2
+
+
+def test_the_plan_says_where_a_run_that_is_told_less_begins_with_other_workers(tmp_path):
+    cut = "if not Reward(share).score(responses).mean() > 0.5: return"
+    said = plan_of_waits_first(tmp_path, True, "auto", cut=cut, options=("--assume", "0"))
+    assert "teacher: train" not in said
+    note = said[said.index("note: m2flow run, which is told no values") :]
+    assert "train of teacher" in note
 
 
 @pytest.mark.parametrize("placement", ["split", "time-shared"])
@@ -379,21 +387,21 @@ def test_by_rule_a_run_that_knows_less_begins_with_the_workers_of_its_plan(tmp_p
     for engine in ("policy: rollout", "teacher: rollout", "policy: train", "teacher: train"):
         assert engine in said
     assert "note: Python waits for" in said
-    assert "note: m2flow run knows" not in said
+    assert "note: m2flow run" not in said
 
 
 def test_by_search_a_run_that_knows_as_much_begins_with_the_workers_of_its_plan(tmp_path):
     """Python waits, but for the last call of all."""
     said = plan_of_waits_first(tmp_path, False, "auto", more="    float(teacher.logprobs(responses).mean())\n")
     assert "note: Python waits for" in said
-    assert "note: m2flow run knows" not in said
+    assert "note: m2flow run" not in said
 
 
-def plan_of_waits_first(directory, branches, placement, more=""):
+def plan_of_waits_first(directory, branches, placement, more="", cut="", options=()):
     path = directory / "waits_first.py"
-    path.write_text(WAITS_FIRST.replace("BRANCHES", str(branches)) + more)
+    path.write_text(WAITS_FIRST.replace("BRANCHES", str(branches)).replace("CUT", cut or "pass") + more)
     (directory / "fake.yaml").write_text(
         f"placement: {placement}\ncores: 2\ndevice: cpu\nrollout: {{engine: fake}}\ntrain: {{engine: fake}}\n"
         "shapes: {policy: Qwen2.5-0.5B, teacher: Qwen2.5-0.5B}\n"
     )
-    return CliRunner().invoke(cli, ["plan", str(path), "--cluster", str(directory / "fake.yaml")], catch_exceptions=False).output
+    return CliRunner().invoke(cli, ["plan", str(path), "--cluster", str(directory / "fake.yaml"), *options], catch_exceptions=False).output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -11,15 +11,13 @@ import msgspec
 from m2flow.cli.flow_options import flow_command
 from m2flow.errors import OptionError
 from m2flow.macro.drawing import as_dot, place
-from m2flow.macro.exploring import Exploration, explore, follow
+from m2flow.macro.exploring import Exploration, anticipate, explore
 from m2flow.macro.exploring import Path as FlowPath
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.known import Assumption, Known
 from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.pinning import structure_of
-from m2flow.macro.replay import prints_muted
-from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.plan import Plan
@@ -29,9 +27,6 @@ from m2flow.micro.planning import is_searched, question_of, with_shapes
 from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.search.explaining import as_document, explain
 from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
-
-_MOST_ASKED = 1_000
-"""Conditions that are answered along the path that the plan is made for."""
 
 
 @flow_command("plan")
@@ -90,10 +85,7 @@ def command(
     record = read_record(run_dir) if run_dir else None
     known = Known(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)
-    outcomes = [fork.outcome for fork in exploration.longest.forks]
-    whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=_MOST_ASKED).path.graph
-    once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # A line is told once, with its first turn.
-    graph = replace(whole, observations=tuple(reversed(once.values())))
+    graph = anticipate(flow, options, exploration, steps=max(steps, TRACED_STEPS), seed=seed, known=known)
     pinned = read_plan(check) if check else None
     models, choice = exploration.models, None
     if is_searched(spec) and pinned is None:
@@ -117,7 +109,7 @@ def command(
     else:
         placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else []
         is_run_here = pinned is None and not spec.pools
-        otherwise = _run_otherwise(flow, options, seed, spec, plan, lengths, profile) if is_run_here else []
+        otherwise = _run_otherwise(flow, options, seed, spec, plan, profile) if is_run_here else []
         click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise]))
 
 
@@ -150,28 +142,16 @@ def _as_text(exploration: Exploration, target: str, steps: int) -> list[str]:
     return lines
 
 
-def _run_otherwise(
-    flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan, lengths: str, profile: Path | None
-) -> list[str]:
-    """Why `m2flow run` would have other workers than this plan, if it would: it follows no outcomes of what nobody knows yet.
-
-    The rules of `split` and `time-shared` leave room for what nobody knows; the search of `auto` seats the calls that it is shown.
-    """
-    with prints_muted():
-        graph, models, num_steps = trace(flow, options, seed=seed, steps=TRACED_STEPS)
-    calls = {call.ordinal: call for call in graph.calls}
-    first = next((seen for seen in graph.observations if calls[seen.call].engine != "source"), None)
-    if first is None:
-        return []
-    choice = question_of(graph, models, spec, lengths=lengths, profile=profile).choose() if is_searched(spec) else None
-    workers = lower(graph, models, spec, num_steps=num_steps, choice=choice).workers
+def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan, profile: Path | None) -> list[str]:
+    """Why `m2flow run` would have other workers than this plan, if it would: nobody tells it what values will be, or lengths."""
+    exploration = explore(flow, options, seed=seed)
+    graph = anticipate(flow, options, exploration, steps=TRACED_STEPS, seed=seed)
+    choice = question_of(graph, exploration.models, spec, profile=profile).choose() if is_searched(spec) else None
+    workers = lower(graph, exploration.models, spec, num_steps=exploration.num_steps, choice=choice).workers
     if workers == plan.workers:
         return []
     engines = ", ".join(f"{w.name} ({' + '.join(f'{slot.kind} of {slot.role}' for slot in w.engines)})" for w in workers)
-    return [
-        f"note: m2flow run knows the calls before {first.site}, where Python first waits, and follows no outcomes; it would begin with",
-        f"  {engines}",
-    ]
+    return ["note: m2flow run, which is told no values (--assume, --from) and no lengths, would begin with", f"  {engines}"]
 
 
 def _as_json(exploration: Exploration, plan: Plan, origin: Origin) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
 from m2flow.errors import FlowError, TraceError
@@ -32,6 +32,8 @@ MAX_FORKS = 8
 MAX_TURNS = 3
 """Questions at one line in one step: a loop that goes on until a value is right is followed for so many turns."""
 MAX_CALLS = 20_000
+_MOST_ASKED = 1_000
+"""Conditions that are answered along the path that a plan is made for."""
 _NOMINAL = 0.5
 """What an unknown number is where Python needs a plain one."""
 
@@ -85,7 +87,7 @@ class Exploration:
 
 
 class Explorer(Answers, Decider):
-    """Answers on one path: the given outcomes first, then no."""
+    """Answers on one path: the given outcomes first, then what was said there in the step before, then no."""
 
     def __init__(self, known: Known, outcomes: Sequence[bool], max_forks: int) -> None:
         self.forks: list[Fork] = []
@@ -102,6 +104,7 @@ class Explorer(Answers, Decider):
         self._step = -1
         self._names: dict[int, str] = {}
         self._turns: dict[tuple[Site, int], int] = {}
+        self._said: dict[tuple[Site, int], bool] = {}
 
     def value(self, call: Call, observation: Observation, calls: Sequence[Call]) -> object:
         look = Look(observation, len(calls))
@@ -156,7 +159,8 @@ class Explorer(Answers, Decider):
         turn = self._turns[site, self._step] = self._turns.get((site, self._step), 0) + 1
         if position >= self._max_forks or turn > min(MAX_TURNS, self._max_forks):
             self._cut()
-        outcome = self._outcomes[position] if position < len(self._outcomes) else False
+        outcome = self._outcomes[position] if position < len(self._outcomes) else self._said.get((site, turn), False)
+        self._said[site, turn] = outcome
         self.forks.append(Fork(question, site, self._num_calls, outcome))
         return outcome
 
@@ -203,7 +207,7 @@ def follow(
     known: Known | None = None,
     max_forks: int = MAX_FORKS,
 ) -> Followed:
-    """One path: these outcomes of its first conditions, and no to all later ones."""
+    """One path: these outcomes of its first conditions; later ones as in the step before, or no."""
     explorer = Explorer(known or Known(), outcomes, max_forks)
     backend = _Counting(explorer)
     session: Session | None = None
@@ -246,7 +250,18 @@ def explore(
     if not any(one.path.graph.calls for one in good):
         raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
     most = max(one.num_steps for one in good)
-    return Exploration(tuple(one.path for one in followed), good[0].models, most, len(todo))
+    models = {role: model for one in reversed(good) for role, model in one.models.items()}
+    return Exploration(tuple(one.path for one in followed), models, most, len(todo))
+
+
+def anticipate(
+    flow: Flow, options: Mapping[str, object], exploration: Exploration, *, steps: int, seed: int = 0, known: Known | None = None
+) -> MacroGraph:
+    """The calls of so many steps that a plan should have room for: those of the path with the most. A line that waits is told once."""
+    outcomes = [fork.outcome for fork in exploration.longest.forks]
+    whole = follow(flow, options, outcomes, steps=steps, seed=seed, known=known, max_forks=_MOST_ASKED).path.graph
+    once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # With its first turn.
+    return replace(whole, observations=tuple(reversed(once.values())))
 
 
 def _path(graph: MacroGraph, explorer: Explorer, error: FlowError | None) -> Path:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from m2flow.errors import M2FlowError, SpecError, StateLost
+from m2flow.errors import FlowError, M2FlowError, SpecError, StateLost
 from m2flow.macro.eager import EagerBackend
+from m2flow.macro.exploring import anticipate, explore
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
 from m2flow.macro.recording import Recorder
@@ -136,7 +137,11 @@ class Run:
         self.run_dir = Path()
 
     def prepare(self) -> Plan:
-        """Trace the first step and lower it. Runs no engine; makes no directory."""
+        """Trace the first step and lower it. Runs no engine; makes no directory.
+
+        The search seats the calls that it is shown: for it the flow is followed past the values that it waits for, to the outcomes with
+        the most calls. The rules of `split` and `time-shared` leave room for what nobody knows.
+        """
         with prints_muted():  # They come when the flow runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
         if self.spec.pools:
@@ -146,6 +151,10 @@ class Run:
             )
         pinned, is_deterministic, choice = self._pinned_plan, self.settings.deterministic, None
         if is_searched(self.spec) and pinned is None:
+            with contextlib.suppress(FlowError):  # Of invented values; the flow's own errors come when it runs.
+                exploration = explore(self.flow, self.options, seed=self.settings.seed)
+                graph = anticipate(self.flow, self.options, exploration, steps=TRACED_STEPS, seed=self.settings.seed)
+                self._models = dict(exploration.models)
             choice = question_of(graph, self._models, self.spec, profile=self._profile).choose()
         self._plan = lower(
             graph, self._models, self.spec, num_steps=num_steps, deterministic=is_deterministic, choice=choice, pinned=pinned
