@@ -72,20 +72,36 @@ def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], w
 
 def load(path: str, model: Any, source: Model) -> dict[str, Any]:
     """Copy a checkpoint's weights into the model and return its state. Raises `ModelError` if it is incomplete or altered."""
-    directory = Path(path)
-    _verify(directory)
-    device = str(next(model.parameters()).device)
-    loaded = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
     current = model.state_dict()
-    if {name: tensor.shape for name, tensor in loaded.items()} != {name: tensor.shape for name, tensor in current.items()}:
-        raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
+    loaded = read_weights(path, source, {name: tensor.shape for name, tensor in current.items()})
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(spread_like(loaded[name], tensor))
+    return read_state(path, str(next(model.parameters()).device))
+
+
+def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """A checkpoint's weights by the module's names, in the host's memory.
+
+    Raises `ModelError` if it is incomplete, altered, or of another model.
+
+    Args:
+        shapes: what the model has, by the same names.
+    """
+    _verify(Path(path))
+    loaded: dict[str, Tensor] = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
+    if {name: tensor.shape for name, tensor in loaded.items()} != dict(shapes):
+        raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
+    return loaded
+
+
+def read_state(path: str, device: str) -> dict[str, Any]:
+    """A checkpoint's state beside the weights, on a device. Raises `ModelError` if it can't be read."""
+    file = Path(path) / _STATE
     try:
-        state: dict[str, Any] = torch.load(directory / _STATE, map_location=device, weights_only=True)
+        state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ModelError(f"{directory / _STATE} can't be read: {error}") from error
+        raise ModelError(f"{file} can't be read: {error}") from error
     return state
 
 
