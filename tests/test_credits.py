@@ -239,6 +239,37 @@ def test_the_watchdog_names_the_ring_of_a_run_that_was_forced_into_a_halt(monkey
     assert "in step 0" in words
 
 
+@op(granularity="sample")
+def first(sample: Sample) -> int:
+    return len(str(sample["prompt"]))
+
+
+@op(granularity="sample")
+def go_on(value: int) -> int:
+    return value + 1
+
+
+@flow
+def turns(num_turns: int = 4):
+    values = first(Dataset(ROWS).take(2))
+    for _ in range(num_turns):
+        values = go_on(values)
+
+
+def test_calls_of_one_line_that_wait_for_each_other_are_no_ring(monkeypatch):
+    handle, seen = Scheduler.handle, []
+
+    def watched(self, *events):
+        commands = handle(self, *events)
+        seen.append(len(self.waits()))
+        assert ring_of_waits(self.waits()) == []
+        return commands
+
+    monkeypatch.setattr(Scheduler, "handle", watched)
+    assert run_planned(turns, {}, spec_of(max_samples=8), order_seed=1).error == ""
+    assert max(seen) >= 4
+
+
 def test_a_ring_that_changes_is_none():
     one = [Wait("a", "b", "rows, of which 1 of 4 are done"), Wait("b", "a", "its result")]
     other = [Wait("a", "b", "rows, of which 2 of 4 are done"), Wait("b", "a", "its result")]

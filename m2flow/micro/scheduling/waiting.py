@@ -69,8 +69,9 @@ def in_words(ring: Iterable[Wait]) -> str:
 
 
 def name_of(state: CallState) -> str:
-    """A call, so that it can be told from others of its name."""
-    return f"{state.call.name} of {state.call.site}" + (f" in step {state.call.step}" if state.call.step >= 0 else "")
+    """A call, so that it can be told from all others: one line of a loop within a step makes many."""
+    step = f" in step {state.call.step}" if state.call.step >= 0 else ""
+    return f"{state.call.name} of {state.call.site}{step} (call {state.call.ordinal})"
 
 
 def _of_room(who: str, state: CallState, credits: Credits) -> list[Wait]:
