@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
+from m2flow.channels.groups import Group, open_store
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
 from m2flow.channels.weights.checksum import checksum, copy_with_checksum
-from m2flow.channels.weights.groups import BroadcastGroup, open_store
 from m2flow.channels.weights.manifest import differing
 from m2flow.channels.weights.tensors import Tied, once
 from m2flow.channels.weights.torch_tensors import given, seen_tensors, travelling
@@ -58,7 +58,7 @@ def receive(orders: Connection, wanted_bytes: int, num_bytes: int, directory: st
     """The other process: it does as it is told, and answers with the seconds of each part."""
     torch.set_num_threads(1)
     store = open_store("127.0.0.1", port, is_server=False, timeout_s=_TIMEOUT_S)
-    group = BroadcastGroup(store, "flat", 1, 2, host="127.0.0.1", device="cpu", timeout_s=_TIMEOUT_S)
+    group = Group(store, "flat", 1, 2, host="127.0.0.1", device="cpu", timeout_s=_TIMEOUT_S)
     flat = torch.zeros(num_bytes, dtype=torch.uint8).numpy()
     subscribers = {way: Subscriber(way, directory=directory) for way in _WAYS}
     full = {name: torch.zeros_like(tensor) for name, tensor in model(wanted_bytes, torch.float32)}
@@ -117,7 +117,7 @@ def measure(wanted_bytes: int, num_rounds: int) -> dict[str, Any]:
         other = spawn.Process(target=receive, args=(theirs, wanted_bytes, num_bytes, directory, store.port), daemon=True)
         other.start()
         theirs.close()
-        group = BroadcastGroup(store, "flat", 0, 2, host="127.0.0.1", device="cpu", timeout_s=_TIMEOUT_S)
+        group = Group(store, "flat", 0, 2, host="127.0.0.1", device="cpu", timeout_s=_TIMEOUT_S)
         ours.recv()
         publishers = {}
         for number, way in enumerate(_WAYS):

@@ -80,8 +80,9 @@ class FunctionSpec(_Strict):
 class ChannelSpec(_Strict):
     """How workers talk on one host."""
 
-    transport: Literal["ipc", "tcp"] = "ipc"
-    """Unix sockets in a private directory, or TCP."""
+    transport: Literal["ipc", "tcp", "distributed"] = "ipc"
+    """Unix sockets in a private directory, with large columns in shared memory; TCP; or Unix sockets, with large columns over
+    torch.distributed: Gloo, or NCCL between workers that have a GPU each."""
     host: str = "127.0.0.1"
     """With `tcp`: the IPv4 address of this host that sockets listen at. Any but loopback needs `keys`."""
     port: int | None = Field(None, ge=1024, le=65535)

@@ -1,14 +1,17 @@
 """The other process of the channel tests.
 
-python channel_peer.py send ADDRESS NUM | lend ADDRESS ARENA NUM | receive PLACE | hold PLACE | talk ADDRESS NAME TOKEN
+python channel_peer.py send ADDRESS NUM | lend ADDRESS ARENA NUM | pass ADDRESS NUM | receive PLACE | hold PLACE | talk ADDRESS NAME TOKEN
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+import time
+from collections.abc import Sequence
 
 from m2flow.channels.arena import Arena
+from m2flow.channels.pairs import PairReceiver, PairSender
 from m2flow.channels.zeromq import LinkDialer
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.testing.channel_suite import parcel_of, receive_all
@@ -23,7 +26,7 @@ def send(address: str, num_parcels: str) -> None:
 
 def receive(place: str) -> None:
     """Take one parcel, and then nothing."""
-    inbox = ZmqInbox(place, max_parcels=2)
+    inbox = ZmqInbox(place, max_parcels=2, pairs=PairReceiver())
     print(inbox.open(), flush=True)
     while not inbox.receive(30.0):
         pass
@@ -37,6 +40,28 @@ def lend(address: str, arena: str, num_parcels: str) -> None:
     outbox.prefer(address, "shared memory")
     for i in range(int(num_parcels)):
         outbox.send(address, parcel_of(i, num_bytes=1 << 20))
+    print("sent", flush=True)
+    signal.pause()
+
+
+class HeadsOnly(PairSender):
+    """What dies before frames have left."""
+
+    def send(self, frames: Sequence[memoryview], to: str) -> None:
+        pass
+
+
+def pass_on(address: str, num_parcels: str) -> None:
+    """Send over Gloo, so many parcels and a head that nothing follows, and do not end."""
+    pairs = PairSender()
+    outbox = ZmqOutbox(pairs=pairs)
+    outbox.prefer(address, "torch gloo")
+    for i in range(int(num_parcels)):
+        outbox.send(address, parcel_of(i, num_bytes=1 << 20))
+    while pairs.num_on_their_way():
+        time.sleep(0.01)
+    pairs.__class__ = HeadsOnly
+    outbox.send(address, parcel_of(999, num_bytes=1 << 20))
     print("sent", flush=True)
     signal.pause()
 
@@ -64,4 +89,4 @@ def talk(address: str, name: str, token: str) -> None:
 
 
 if __name__ == "__main__":
-    {"send": send, "lend": lend, "receive": receive, "hold": hold, "talk": talk}[sys.argv[1]](*sys.argv[2:])
+    {"send": send, "lend": lend, "pass": pass_on, "receive": receive, "hold": hold, "talk": talk}[sys.argv[1]](*sys.argv[2:])

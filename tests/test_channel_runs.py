@@ -41,3 +41,14 @@ def test_large_columns_are_lent_in_a_real_run_which_gives_the_eager_answer(tmp_p
     ways = planned.channels
     assert ways["rollout-0 -> functions-0"]["samples"] == ways["rollout-0 -> train-0"]["samples"] == 32
     assert max(counts.get("shared bytes", 0) for counts in ways.values()) > 100_000
+
+
+@pytest.mark.slow
+def test_large_columns_go_over_torch_distributed_in_a_real_run_which_gives_the_eager_answer(tmp_path):
+    channels = ChannelSpec(transport="distributed")
+    planned, eager = run(tmp_path, channels), run(tmp_path, channels, eager=True)
+    assert (planned.samples_sha256, planned.weights_sha256) == (eager.samples_sha256, eager.weights_sha256)
+    ways = planned.channels
+    assert ways["rollout-0 -> functions-0"]["samples"] == ways["rollout-0 -> train-0"]["samples"] == 32
+    assert ways["rollout-0 -> train-0"]["bytes over torch.distributed"] > 100_000
+    assert not any("shared bytes" in counts for counts in ways.values())

@@ -21,6 +21,7 @@ from m2flow.channels.arena import Arena
 from m2flow.channels.codec import encode
 from m2flow.channels.contract import Inbox, Outbox, Parcel
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
+from m2flow.channels.pairs import PairReceiver, PairSender
 from m2flow.channels.zeromq import wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.errors import BrokenChannel, ChannelClosed, DecodeError, PortInUse, SpecError
@@ -56,13 +57,35 @@ class SharedMaker(ZmqMaker):
         return _LendingOutbox("test", max_parcels=max_parcels, timeout_s=timeout_s, arena=arena)
 
 
+class PairMaker(ZmqMaker):
+    """Large columns over Gloo."""
+
+    def inbox(self, *, max_parcels: int) -> Inbox:
+        return ZmqInbox(self._place, max_parcels=max_parcels, pairs=PairReceiver())
+
+    def outbox(self, *, max_parcels: int, timeout_s: float) -> Outbox:
+        return _PairOutbox("test", max_parcels=max_parcels, timeout_s=timeout_s, pairs=PairSender())
+
+
+class _PairOutbox(ZmqOutbox):
+    def send(self, address: str, parcel: Parcel) -> None:
+        self.prefer(address, "torch gloo")
+        super().send(address, parcel)
+
+
 class _LendingOutbox(ZmqOutbox):
     def send(self, address: str, parcel: Parcel) -> None:
         self.prefer(address, "shared memory")
         super().send(address, parcel)
 
 
-MAKERS = {"memory": MemoryMaker(), "ipc": ZmqMaker("ipc:"), "tcp": ZmqMaker("tcp"), "shared memory": SharedMaker("ipc:")}
+MAKERS = {
+    "memory": MemoryMaker(),
+    "ipc": ZmqMaker("ipc:"),
+    "tcp": ZmqMaker("tcp"),
+    "shared memory": SharedMaker("ipc:"),
+    "gloo": PairMaker("ipc:"),
+}
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)

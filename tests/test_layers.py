@@ -31,7 +31,12 @@ GROUND_MAY_KNOW = {"errors": set(), "samples": {"errors"}, "recipe": {"errors"},
 FACADE = {"macro", "recipe", "samples"}
 """What `import m2flow` brings: the words of a flow."""
 
-VENDORS = {"zmq": {"channels/zeromq.py", "channels/zeromq_parcels.py"}, "ray": set(), "sglang": set(), "deepspeed": set()}
+VENDORS = {
+    "zmq": {"channels/zeromq.py", "channels/zeromq_parcels.py", "channels/zeromq_peer.py"},
+    "ray": set(),
+    "sglang": set(),
+    "deepspeed": set(),
+}
 """Vendor -> the one file that imports it, or none yet."""
 
 HEAVY = ("torch", "transformers", "ray", "sglang", "deepspeed")

@@ -16,6 +16,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.lowering.legality import accumulation_unit, legal_stages
 from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.lowering.packing import cut
+from m2flow.micro.lowering.routing import _with_transports
 from m2flow.micro.plan import EngineSlot, Plan, Route, Stage, WeightSync, WorkerPlan
 from m2flow.recipe import Sampling
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
@@ -248,6 +249,27 @@ def test_a_route_joins_each_producer_with_each_consumer_and_holds_all_that_a_ste
     assert [r.source for r in plan.routes if r.producer == "dataset.take"] == ["controller", "controller"]
     tcp = plan_of(whole, spec(workers=2, channels=ChannelSpec(transport="tcp")))
     assert {r.transport for r in tcp.routes} == {"same process", "zmq tcp"}
+
+
+@pytest.mark.parametrize(
+    ("transport", "devices", "way"),
+    [
+        ("ipc", ("cpu", "cpu"), "shared memory"),
+        ("distributed", ("cpu", "cpu"), "torch gloo"),
+        ("distributed", ("cuda:0", "cuda:1"), "torch nccl"),
+        ("distributed", ("cuda:0", "cuda:0"), "torch gloo"),
+        ("distributed", ("cuda:0", "cpu"), "torch gloo"),
+    ],
+)
+def test_large_columns_go_by_what_the_spec_says_and_both_ends_have(transport, devices, way):
+    route = Route("policy.generate", "policy.update", "rollout-0", "train-0", "same process", 8)
+    from_us = Route("dataset.take", "policy.generate", "controller", "rollout-0", "same process", 8)
+    hosts = dict(zip(("rollout-0", "train-0"), devices, strict=True))
+    cluster = spec(channels=ChannelSpec(transport=transport))
+    found = _with_transports((route, from_us), {"policy.generate": 1 << 20}, hosts, cluster)
+    assert [each.transport for each in found] == [way, "zmq ipc"]
+    small = _with_transports((route,), {"policy.generate": 1 << 10}, hosts, cluster)
+    assert [each.transport for each in small] == ["zmq ipc"]
 
 
 # The plan

@@ -261,7 +261,7 @@ def test_a_broadcast_of_a_version_that_is_gone_is_refused(pairs: Callable[..., P
 
 def test_who_asks_nobody_is_told_so() -> None:
     receiver = BroadcastReceiver("rollout-0", timeout_s=0.5)
-    with pytest.raises(BrokenChannel, match="nobody hands out weights at"):
+    with pytest.raises(BrokenChannel, match="nobody to meet at"):
         receiver.receive("127.0.0.1:9", 1, -1)
 
 

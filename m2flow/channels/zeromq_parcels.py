@@ -1,12 +1,13 @@
-"""Parcels between processes: over ZeroMQ alone, or with their large columns lent in shared memory and the rest over ZeroMQ.
+"""Parcels between processes: over ZeroMQ alone, or with their large columns beside it: lent in shared memory, or over torch.distributed.
 
     ZmqOutbox --PUSH--> PULL ZmqInbox
 
     a parcel    the frames of `m2flow.channels.codec`
     a loan      one frame that says where the large columns lie (`m2flow.channels.arena`), then the parcel's head frame
+    a passage   one frame that says over which pair of processes they follow (`m2flow.channels.pairs`), then the head frame
     an end      one frame with the sender's name
 
-An inbox takes all three from whoever sends them; which way a parcel goes is the sender's choice (`Outbox.prefer`), per peer. It learns
+An inbox takes all four from whoever sends them; which way a parcel goes is the sender's choice (`Outbox.prefer`), per peer. It learns
 from ZeroMQ when a connection has ended, and raises `BrokenChannel` for a sender that had not said so before. Two workers that send to
 each other from the thread that also receives must keep less in flight than their queues hold, or they wait for each other: that is what
 credits are for (`m2flow.micro.scheduling.credits`).
@@ -20,6 +21,7 @@ import atexit
 import importlib
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -28,34 +30,45 @@ from m2flow.channels.arena import Arena, Borrower, Loan
 from m2flow.channels.codec import FRAME_BYTES, MAX_HEAD_BYTES, cut, decode, encode, num_frame_bytes
 from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.keys import Keys
-from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, Endpoint, Socket, connect, milliseconds, wait
-from m2flow.errors import BrokenChannel, ChannelClosed, DecodeError, EndOfStream
+from m2flow.channels.pairs import PAIRS, Backend, PairReceiver, PairSender, Passage
+from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, Endpoint, Socket, wait
+from m2flow.channels.zeromq_peer import COPY_BELOW_BYTES, END, Peer
+from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, EndOfStream
 
-COPY_BELOW_BYTES = 64 * 1024
-"""Below this, handing a frame to ZeroMQ without a copy costs more than the copy."""
+SHARED_MEMORY = "shared memory"
 
-_LOAN, _END = b"m2l", b"m2e"
+_LOAN, _PASSAGE = b"m2l", b"m2p"
 _LOOK_S = 0.002
-"""Between two looks at the table of loans, which nobody rings a bell for."""
+"""Between two looks at what others have taken, which nobody rings a bell for."""
+_DIES_S = 5.0
+"""A process that dies loses its sockets all at once, but not in one moment."""
 _MAX_NAME_BYTES = 1024
-_loan_encoder = msgspec.msgpack.Encoder()
+Note = TypeVar("Note", Loan, Passage)
+_encoder = msgspec.msgpack.Encoder()
 _loan_decoder = msgspec.msgpack.Decoder(Loan)
+_passage_decoder = msgspec.msgpack.Decoder(Passage)
 
 
 class ZmqInbox(Endpoint, Inbox):
-    """An inbox at a place of this host. `max_parcels` of each sender wait in it, 0: as many as come; the senders' queues come on top."""
+    """An inbox at a place of this host. `max_parcels` of each sender wait in it, 0: as many as come; the senders' queues come on top.
+    Without `pairs` nothing is taken over torch.distributed, and torch not loaded."""
 
     _what = "the inbox"
 
-    def __init__(self, place: str = "ipc:", *, max_parcels: int = 1000, keys: Keys | None = None) -> None:
+    def __init__(
+        self, place: str = "ipc:", *, max_parcels: int = 1000, keys: Keys | None = None, pairs: PairReceiver | None = None
+    ) -> None:
         Endpoint.__init__(self, keys)
         Inbox.__init__(self)
+        self._pairs = pairs
         self._place = place
         self._max_parcels = max_parcels
         self._pending: DecodeError | None = None
         self._borrower = Borrower()
         self._arenas: dict[str, set[str]] = {}
         """Sender -> the arenas that it lent from."""
+        self._groups: dict[str, set[str]] = {}
+        """Sender -> its pairs with us."""
         self._connections: dict[int, str] = {}
         """File descriptor -> the sender that was heard on it last."""
         self._ended_here: list[int] = []
@@ -107,7 +120,7 @@ class ZmqInbox(Endpoint, Inbox):
     def _read(self, frames: list[bytes | memoryview], connection: int) -> Parcel | None:
         """The parcel of a message; None for one that has none."""
         kind = bytes(frames[0][:3])
-        if kind == _END:
+        if kind == END:
             self._ended(frames)
             return None
         num_bytes = num_frame_bytes(frames)
@@ -119,12 +132,18 @@ class ZmqInbox(Endpoint, Inbox):
                 return None  # It died with this on its way; the end of its connection will tell.
             parcel = decode([*frames[1:], *shared])
             self._arenas.setdefault(parcel.sender, set()).add(loan.arena)
+            aside = num_shared = sum(loan.sizes)
+        elif kind == _PASSAGE:
+            found = self._over_a_pair(frames, connection)
+            if found is None:
+                return None
+            parcel, aside, num_shared = *found, 0
         else:
-            loan = None
-            parcel = decode(frames)
+            parcel, aside, num_shared = decode(frames), 0, 0
         statistics = self._counted(parcel.sender)
-        statistics.add(len(parcel.batch), num_bytes + sum(loan.sizes if loan else ()))
-        statistics.num_shared_bytes += sum(loan.sizes if loan else ())
+        statistics.add(len(parcel.batch), num_bytes + aside)
+        statistics.num_shared_bytes += num_shared
+        statistics.num_pair_bytes += aside - num_shared
         if self._connections.get(connection) != parcel.sender or parcel.sender not in self._open_senders:
             self._connections[connection] = parcel.sender
             self._open_senders.add(parcel.sender)
@@ -132,9 +151,27 @@ class ZmqInbox(Endpoint, Inbox):
             self._gone_senders.discard(parcel.sender)
         return parcel
 
+    def _over_a_pair(self, frames: Sequence[bytes | memoryview], connection: int) -> tuple[Parcel, int] | None:
+        """The parcel, and how many of its bytes came so. None: its sender has died meanwhile, which the end of its connection will tell."""
+        passage = _passage_of(frames[0])
+        if self._pairs is None:
+            raise DecodeError("columns over torch.distributed, which this inbox does not take")
+        try:
+            parcel = decode([*frames[1:], *self._pairs.receive(passage)])
+        except BrokenChannel as error:
+            deadline = time.monotonic() + _DIES_S
+            while connection not in self._ended_here:
+                if time.monotonic() > deadline:
+                    raise ChannelError(f"columns of a parcel did not come, and their sender lives: {error.what}") from None
+                wait([self], 0.05)
+                self._ended_here += self._ended_connections()
+            return None
+        self._groups.setdefault(parcel.sender, set()).add(passage.group)
+        return parcel, sum(passage.sizes)
+
     def _ended(self, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            sender = bytes(frames[0][len(_END) :]).decode()
+            sender = bytes(frames[0][len(END) :]).decode()
         except UnicodeDecodeError:
             raise DecodeError("the end of a channel whose sender's name is no text") from None
         if len(frames) != 1 or len(sender) > _MAX_NAME_BYTES:
@@ -161,10 +198,15 @@ class ZmqInbox(Endpoint, Inbox):
     def _let_go(self, sender: str) -> None:
         for arena in self._arenas.pop(sender, ()):
             self._borrower.forget(arena)
+        for group in self._groups.pop(sender, ()):
+            assert self._pairs is not None
+            self._pairs.forget(group)
 
     def close(self) -> None:
         self._release(0.0)
         self._borrower.close()
+        if self._pairs is not None:
+            self._pairs.close()
 
     def _has_pending(self) -> bool:
         return self._pending is not None
@@ -175,11 +217,18 @@ class ZmqOutbox(Outbox):
 
     Each peer has a queue of `max_parcels` here, beside the inbox's own; when both are full, `send` waits up to `timeout_s`. With
     an arena, large columns go to the peers for which the plan says so (`prefer`) in shared memory; where the arena is full, they
-    are sent like the rest, and counted.
+    are sent like the rest, and counted. With pairs they go over torch.distributed where the plan says that.
     """
 
     def __init__(
-        self, name: str = "", *, max_parcels: int = 1000, timeout_s: float = 60.0, keys: Keys | None = None, arena: Arena | None = None
+        self,
+        name: str = "",
+        *,
+        max_parcels: int = 1000,
+        timeout_s: float = 60.0,
+        keys: Keys | None = None,
+        arena: Arena | None = None,
+        pairs: PairSender | None = None,
     ) -> None:
         super().__init__()
         self._name = name
@@ -187,13 +236,19 @@ class ZmqOutbox(Outbox):
         self._timeout_s = timeout_s
         self._keys = keys
         self._arena = arena
-        self._peers: dict[str, _Peer] = {}
-        self._lends_to: set[str] = set()
+        self._pairs = pairs
+        self._peers: dict[str, Peer] = {}
+        self._ways: dict[str, str] = {}
+        """Address -> the way that large columns take there beside the socket."""
         self._is_closed = False
         self._is_registered = False
 
     def prefer(self, address: str, transport: str) -> None:
-        (self._lends_to.add if transport == "shared memory" and self._arena is not None else self._lends_to.discard)(address)
+        can = {SHARED_MEMORY: self._arena, **dict.fromkeys(PAIRS, self._pairs)}
+        if can.get(transport) is not None:
+            self._ways[address] = transport
+        else:
+            self._ways.pop(address, None)
 
     def send(self, address: str, parcel: Parcel) -> None:
         if self._is_closed:
@@ -201,16 +256,13 @@ class ZmqOutbox(Outbox):
         frames = encode(parcel)
         peer = self._peers.get(address) or self._new_peer(address)
         statistics = self._counted(address)
-        num_bytes = num_frame_bytes(frames)
-        loan = self._lent(frames, peer, statistics) if len(frames) > 1 and address in self._lends_to else None
-        try:
-            peer.send(cut(frames) if loan is None else [_LOAN + _loan_encoder.encode(loan), frames[0]], self._timeout_s, statistics)
-        except BaseException:
-            if loan is not None and self._arena is not None:
-                self._arena.take_back(loan)
-            raise
+        way = self._ways.get(address) if len(frames) > 1 else None
+        if way in PAIRS:
+            self._send_over_a_pair(frames, peer, PAIRS[way], statistics)
+        elif way is None or not self._lent(frames, peer, statistics):
+            peer.send(cut(frames), self._timeout_s, statistics)
         peer.senders.add(parcel.sender)
-        statistics.add(len(parcel.batch), num_bytes)
+        statistics.add(len(parcel.batch), num_frame_bytes(frames))
 
     def end(self, address: str) -> None:
         if self._is_closed:
@@ -225,6 +277,8 @@ class ZmqOutbox(Outbox):
             peer.close(0.0)
         if self._arena is not None:
             self._arena.forget(address)
+        if self._pairs is not None:
+            self._pairs.forget(address)
 
     def close(self, *, drain_s: float = 0.0) -> None:
         if not self._is_closed:
@@ -233,6 +287,8 @@ class ZmqOutbox(Outbox):
         deadline = time.monotonic() + drain_s
         for peer in self._peers.values():
             peer.end_now()
+        if self._pairs is not None:
+            self._pairs.close(deadline)
         for peer in self._peers.values():
             peer.close(max(deadline - time.monotonic(), 0.0))
         self._peers.clear()
@@ -240,22 +296,45 @@ class ZmqOutbox(Outbox):
             self._wait_for_loans(deadline)
             self._arena.close()
 
-    def _lent(self, frames: list[bytes | memoryview], peer: _Peer, statistics: Statistics) -> Loan | None:
-        """Loans on their way have the bound that a queue has: their heads are too small to fill one. None: the pool is full."""
+    def _lent(self, frames: list[bytes | memoryview], peer: Peer, statistics: Statistics) -> bool:
+        """Whether the large columns could be lent, and the rest was sent; the pool may be full."""
         arena = self._arena
         assert arena is not None
+        self._wait_for_room(arena, peer, statistics)
+        loan = arena.lend([memoryview(frame) for frame in frames[1:]], peer.address)
+        if loan is None:
+            statistics.num_unshared += 1
+            return False
+        try:
+            peer.send([_LOAN + _encoder.encode(loan), frames[0]], self._timeout_s, statistics)
+        except BaseException:
+            arena.take_back(loan)
+            raise
+        statistics.num_shared_bytes += sum(loan.sizes)
+        return True
+
+    def _send_over_a_pair(self, frames: list[bytes | memoryview], peer: Peer, backend: Backend, statistics: Statistics) -> None:
+        pairs = self._pairs
+        assert pairs is not None
+        self._wait_for_room(pairs, peer, statistics)
+        if pairs.is_broken(peer.address):
+            raise peer.is_gone()
+        large = [memoryview(frame) for frame in cut(frames)[1:]]
+        passage = pairs.announce(large, peer.address, backend)
+        peer.send([_PASSAGE + _encoder.encode(passage), frames[0]], self._timeout_s, statistics)
+        pairs.send(large, peer.address)  # Not before: a head that could not leave is sent again, and what follows it must follow once.
+        statistics.num_pair_bytes += sum(passage.sizes)
+
+    def _wait_for_room(self, aside: Arena | PairSender, peer: Peer, statistics: Statistics) -> None:
+        """Columns on their way beside the socket have the bound that a queue has: their heads are too small to fill one."""
         deadline = time.monotonic() + self._timeout_s
-        while self._max_parcels and arena.num_on_their_way(peer.address) >= self._max_parcels:
+        while self._max_parcels and aside.num_on_their_way(peer.address) >= self._max_parcels:
             start = time.monotonic()
             peer.require_alive()
             if start >= deadline:
                 raise peer.took_nothing(self._timeout_s)
             time.sleep(_LOOK_S)
             statistics.wait_s += time.monotonic() - start
-        loan = arena.lend([memoryview(frame) for frame in frames[1:]], peer.address)
-        statistics.num_unshared += loan is None
-        statistics.num_shared_bytes += sum(loan.sizes) if loan else 0
-        return loan
 
     def _wait_for_loans(self, deadline: float) -> None:
         """A buffer whose loan is still on its way must be there when it comes."""
@@ -263,96 +342,16 @@ class ZmqOutbox(Outbox):
         while self._arena.num_on_their_way() and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
 
-    def _new_peer(self, address: str) -> _Peer:
+    def _new_peer(self, address: str) -> Peer:
         if not self._is_registered:
             # Uncopied frames are Python's memory; pyzmq lets go of it at exit though ZeroMQ's thread may still be sending it, and the
             # process would die of that. What is registered last is called first, so pyzmq's own hook must be there already.
             importlib.import_module("zmq.utils.garbage")
             atexit.register(self.close)
             self._is_registered = True
-        peer = self._peers[address] = _Peer(self._keys)
+        peer = self._peers[address] = Peer(self._keys)
         peer.open(address, self._max_parcels)
         return peer
-
-
-class _Peer(Endpoint):
-    """The way to one inbox."""
-
-    _what = "the way to an inbox"
-
-    def open(self, address: str, max_parcels: int) -> None:
-        self.address = address
-        self.senders: set[str] = set()
-        self._has_taken = self._is_gone = self._has_ended = False
-        socket = self._create(zmq.PUSH, max_parcels)
-        # Queue only for a peer that is there: what is queued for one that never comes would be lost without a word.
-        socket.immediate = True
-        self._watch()
-        connect(socket, address)
-
-    def send(self, frames: Sequence[bytes | memoryview], timeout_s: float, statistics: Statistics) -> None:
-        """Hand one message over, all of its frames or none."""
-        socket = self._opened()
-        if self._has_ended:
-            raise ChannelClosed(f"the channel to {self.address} was ended")
-        deadline: float | None = None
-        while True:
-            self.require_alive()
-            if _send_now(socket, frames):
-                self._has_taken = True
-                return
-            start = time.monotonic()
-            deadline = start + timeout_s if deadline is None else deadline
-            if start >= deadline:
-                raise self.took_nothing(timeout_s)
-            self._wait_until_writable(deadline - start)
-            statistics.wait_s += time.monotonic() - start
-
-    def require_alive(self) -> None:
-        """Raises BrokenChannel: the peer is gone. ZeroMQ would connect anew, to what can't be the same inbox any more."""
-        has_ended = bool(self._ended_connections())  # Before anything was taken it may have been turned away, or not be there yet.
-        self._is_gone = self._is_gone or (has_ended and self._has_taken)
-        if self._is_gone:
-            raise BrokenChannel(f"{self.address} is gone", now="Its worker has died, or was cut off; see its log.")
-
-    def took_nothing(self, timeout_s: float) -> BrokenChannel:
-        return BrokenChannel(
-            f"{self.address} took nothing for {timeout_s:g} s", now="Its worker is gone, or too slow for what it is sent; see its log."
-        )
-
-    def end(self, timeout_s: float, statistics: Statistics) -> None:
-        """Say that this was all."""
-        if not self._has_ended:
-            for sender in sorted(self.senders):
-                self.send([_END + sender.encode()], timeout_s, statistics)
-            self._has_ended = True
-
-    def end_now(self) -> None:
-        """The same, if the peer takes it without waiting."""
-        if not self._has_ended and not self._is_gone:
-            self._has_ended = all(_send_now(self._opened(), [_END + sender.encode()]) for sender in sorted(self.senders))
-
-    def close(self, drain_s: float) -> None:
-        self._release(drain_s)
-
-    def _wait_until_writable(self, timeout_s: float) -> None:
-        """Or until the peer is gone."""
-        poller = zmq.Poller()
-        poller.register(self._opened(), zmq.POLLOUT)
-        if self._monitor is not None:
-            poller.register(self._monitor, zmq.POLLIN)
-        poller.poll(milliseconds(timeout_s))
-
-
-def _send_now(socket: Socket, frames: Sequence[bytes | memoryview]) -> bool:
-    """Whether the message could go without waiting."""
-    try:
-        for frame in frames[:-1]:
-            socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=len(frame) < COPY_BELOW_BYTES)
-        socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
-    except zmq.Again:  # ZeroMQ has rolled back the frames that went before: the whole message goes again.
-        return False
-    return True
 
 
 def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
@@ -368,7 +367,15 @@ def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
 
 
 def _loan_of(frame: bytes | memoryview) -> Loan:
+    return _note_of(frame, _loan_decoder)
+
+
+def _passage_of(frame: bytes | memoryview) -> Passage:
+    return _note_of(frame, _passage_decoder)
+
+
+def _note_of(frame: bytes | memoryview, decoder: msgspec.msgpack.Decoder[Note]) -> Note:
     try:
-        return _loan_decoder.decode(frame[len(_LOAN) :])
+        return decoder.decode(frame[len(_LOAN) :])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"a message that should say where its columns lie is broken: {error}") from None

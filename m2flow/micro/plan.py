@@ -85,7 +85,7 @@ class Route(msgspec.Struct, frozen=True):
     consumer: str
     source: str
     target: str
-    transport: Literal["same process", "shared memory", "zmq ipc", "zmq tcp"]
+    transport: Literal["same process", "shared memory", "zmq ipc", "zmq tcp", "torch gloo", "torch nccl"]
     capacity: int
     """Most samples under way; enough for all that a step produces, and those that staleness lets run beside it, so that nothing waits
     for room across a lease."""

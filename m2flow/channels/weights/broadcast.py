@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.channels.groups import Group, open_store, own_address, split_address
 from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving, pump
-from m2flow.channels.weights.groups import BroadcastGroup, open_store, own_address, split_address
 from m2flow.channels.weights.manifest import Content
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 
@@ -89,7 +89,7 @@ class BroadcastServer:
         self._offer: Offer | None = None
         self._lock = threading.Lock()
         """Held while bytes are sent, and while others take their place."""
-        self._groups: dict[tuple[str, ...], tuple[str, BroadcastGroup]] = {}
+        self._groups: dict[tuple[str, ...], tuple[str, Group]] = {}
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
         self.num_rounds = 0
@@ -173,7 +173,7 @@ class BroadcastServer:
         try:
             if known is None:
                 store = open_store(self._host, self._store.port, is_server=False, timeout_s=self._timeout_s)
-                group = BroadcastGroup(store, name, 0, len(members) + 1, host=self._host, device=self._device, timeout_s=self._timeout_s)
+                group = Group(store, name, 0, len(members) + 1, host=self._host, device=self._device, timeout_s=self._timeout_s)
                 # Groups with a member of these are over: it asks in this one now.
                 self._groups = {key: held for key, held in self._groups.items() if not set(key) & set(members)}
                 self._groups[members] = (name, group)
@@ -187,7 +187,7 @@ class BroadcastServer:
         except BrokenChannel:
             self._groups.pop(members, None)  # Those who are still there ask again.
 
-    def _send(self, body: Bytes, group: BroadcastGroup) -> None:
+    def _send(self, body: Bytes, group: Group) -> None:
         if self._device != "cpu":
             pump([body], group.broadcast, self._bucket_bytes)
             return
@@ -212,7 +212,7 @@ class BroadcastReceiver:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._stores: dict[str, Any] = {}
-        self._groups: dict[str, BroadcastGroup] = {}
+        self._groups: dict[str, Group] = {}
 
     def receive(self, address: str, version: int, base: int) -> tuple[Content, Iterator[Bytes]]:
         """Ask for a version, holding another: what comes, and its buckets, each valid until the next is asked for.
@@ -255,7 +255,7 @@ class BroadcastReceiver:
             raise ChannelError(f"version {version} of the weights is not offered at {address}", now="A newer one has taken its place.")
         group = self._groups.get(answer.group)
         if group is None:
-            group = BroadcastGroup(
+            group = Group(
                 store,
                 answer.group,
                 answer.rank,
@@ -267,7 +267,7 @@ class BroadcastReceiver:
             self._groups = {answer.group: group}
         return answer.content, self._buckets(answer.group, group, answer.content.num_bytes)
 
-    def _buckets(self, name: str, group: BroadcastGroup, num_bytes: int) -> Iterator[Bytes]:
+    def _buckets(self, name: str, group: Group, num_bytes: int) -> Iterator[Bytes]:
         is_whole = False
         try:
             yield from arriving(group.broadcast, num_bytes, self._bucket_bytes)

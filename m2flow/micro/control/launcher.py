@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from m2flow.channels.keys import read_keys, write_keys
+from m2flow.channels.pairs import PAIRS
 from m2flow.errors import InternalError
 from m2flow.micro.control.claims import Claim, remove_leftovers
 from m2flow.micro.plan import Plan, WorkerPlan
@@ -74,7 +75,7 @@ class LocalLauncher:
     def place(self) -> str:
         """Where inboxes listen."""
         channels = self._spec.channels
-        return f"ipc:{self.socket_dir}" if channels.transport == "ipc" else f"tcp:{channels.host}"
+        return f"tcp:{channels.host}" if channels.transport == "tcp" else f"ipc:{self.socket_dir}"
 
     @property
     def _weights_directory(self) -> str:
@@ -128,6 +129,7 @@ class LocalLauncher:
             incarnation=incarnation,
             claim=self._claim.path,
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
+            takes_pairs=any(route.target == worker.name and route.transport in PAIRS for route in self._plan.routes),
             shared_bytes=self._spec.channels.shared_bytes,
             attempt=self._attempt,
             restore={slot.role: self._restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in self._restore},

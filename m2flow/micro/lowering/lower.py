@@ -202,4 +202,4 @@ def _stages(
     stages = chunk(stages, spec)
     stages = pack(stages, spec)
     stages = resize(stages, sizes)
-    return route(graph, stages, spec)
+    return route(graph, stages, workers, spec)

@@ -15,7 +15,7 @@ import msgspec
 
 from m2flow.channels.codec import INLINE_BYTES
 from m2flow.macro.graph import MacroGraph
-from m2flow.micro.plan import Route, Stage
+from m2flow.micro.plan import Route, Stage, WorkerPlan
 from m2flow.micro.work.performing import num_tokens_of
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch
@@ -27,7 +27,9 @@ _TOKEN_BYTES = 4
 """Of the widest columns: a token's id, its log-probability or its version."""
 
 
-def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
+def route(
+    graph: MacroGraph, stages: tuple[Stage, ...], workers: tuple[WorkerPlan, ...], spec: ClusterSpec
+) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
     """The channels, and each stage with where its rows go at once."""
     by_call = dict(zip((call.ordinal for call in graph.calls), stages, strict=True))
     routes: list[Route] = []
@@ -41,7 +43,8 @@ def route(graph: MacroGraph, stages: tuple[Stage, ...], spec: ClusterSpec) -> tu
                 routes += _between(stage, consumer, capacity)
         targets = {c.workers[0] for c in consumers if len(c.workers) == 1}
         routed.append(msgspec.structs.replace(stage, forward_to=tuple(sorted(targets))))
-    return _with_transports(tuple(dict.fromkeys(routes)), _large_columns(graph, by_call), spec), tuple(routed)
+    devices = {worker.name: worker.device for worker in workers}
+    return _with_transports(tuple(dict.fromkeys(routes)), _large_columns(graph, by_call), devices, spec), tuple(routed)
 
 
 def _between(producer: Stage, consumer: Stage, capacity: int) -> Sequence[Route]:
@@ -78,22 +81,35 @@ def _large_columns(graph: MacroGraph, stages: Mapping[int, Stage]) -> dict[str, 
     return found
 
 
-def _with_transports(routes: tuple[Route, ...], large: Mapping[str, int], spec: ClusterSpec) -> tuple[Route, ...]:
+def _with_transports(
+    routes: tuple[Route, ...], large: Mapping[str, int], devices: Mapping[str, str], spec: ClusterSpec
+) -> tuple[Route, ...]:
     """The routes with the way that each pair of workers has, and why."""
     largest: dict[tuple[str, str], int] = {}
     for route in routes:
         pair = (route.source, route.target)
         largest[pair] = max(largest.get(pair, 0), large.get(route.producer, 0))
-    return tuple(_with_transport(route, largest[route.source, route.target], spec) for route in routes)
+    return tuple(_with_transport(route, largest[route.source, route.target], devices, spec) for route in routes)
 
 
-def _with_transport(route: Route, num_bytes: int, spec: ClusterSpec) -> Route:
+def _with_transport(route: Route, num_bytes: int, devices: Mapping[str, str], spec: ClusterSpec) -> Route:
+    by = spec.channels.transport
     if route.source == route.target:
         return msgspec.structs.replace(route, reason="the rows stay where they are")
-    if spec.channels.transport == "tcp":
+    if by == "tcp":
         return msgspec.structs.replace(route, transport="zmq tcp", reason="the spec says tcp")
-    if not spec.channels.shared_bytes:
+    if by == "ipc" and not spec.channels.shared_bytes:
         return msgspec.structs.replace(route, transport="zmq ipc", reason="one host; the spec gives no shared memory")
     if num_bytes <= INLINE_BYTES or route.source == "controller":
         return msgspec.structs.replace(route, transport="zmq ipc", reason=f"one host; columns of up to {INLINE_BYTES >> 10} KiB")
-    return msgspec.structs.replace(route, transport="shared memory", reason=f"one host; columns of up to {-(-num_bytes // 1024):,} KiB")
+    size = f"columns of up to {-(-num_bytes // 1024):,} KiB"
+    if by == "ipc":
+        return msgspec.structs.replace(route, transport="shared memory", reason=f"one host; {size}")
+    if _have_gpus(devices[route.source], devices[route.target]):
+        return msgspec.structs.replace(route, transport="torch nccl", reason=f"the spec says distributed; from GPU to GPU; {size}")
+    return msgspec.structs.replace(route, transport="torch gloo", reason=f"the spec says distributed; {size}")
+
+
+def _have_gpus(one: str, other: str) -> bool:
+    """Whether each end has one of its own: NCCL joins no two processes on the same."""
+    return one.startswith("cuda") and other.startswith("cuda") and one != other

@@ -48,6 +48,7 @@ def _numbers(counted: Statistics) -> list[tuple[str, float]]:
         ("samples", counted.num_samples),
         ("bytes", counted.num_bytes),
         ("shared bytes", counted.num_shared_bytes),
+        ("bytes over torch.distributed", counted.num_pair_bytes),
         ("parcels not shared", counted.num_unshared),
         ("seconds blocked", round(counted.wait_s, 3)),
     ]

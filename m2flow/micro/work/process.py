@@ -20,9 +20,10 @@ import msgspec
 
 from m2flow.channels.arena import Arena, remove_arenas
 from m2flow.channels.beacon import Beacon
+from m2flow.channels.pairs import PAIRS, PairReceiver, PairSender
 from m2flow.channels.weights import remove_segments
 from m2flow.channels.zeromq import LinkDialer, wait
-from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
+from m2flow.channels.zeromq_parcels import SHARED_MEMORY, ZmqInbox, ZmqOutbox
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
 from m2flow.micro.control.claims import remove
@@ -55,11 +56,13 @@ def serve(settings: WorkerSettings, token: str) -> None:
     """Run a worker over ZeroMQ until it is told to stop."""
     # The plan's routes hold all that a step makes, so nobody waits for room while a slow function keeps this worker from reading.
     keys = settings.keys
-    link, inbox = LinkDialer(keys=keys), ZmqInbox(settings.inbox, max_parcels=0, keys=keys)
-    lends = "shared memory" in settings.transports.values()
+    ways = set(settings.transports.values())
+    receiver = PairReceiver(device=settings.device) if settings.takes_pairs else None
+    link, inbox = LinkDialer(keys=keys), ZmqInbox(settings.inbox, max_parcels=0, keys=keys, pairs=receiver)
     # A name of its own: another process may have had this worker's name before, and some of its buffers may still be read.
-    arena = Arena(f"{settings.shared_prefix}-{os.getpid()}", max_bytes=settings.shared_bytes) if lends else None
-    outbox = ZmqOutbox(settings.tag, timeout_s=_ASKS_AFTER_S, keys=keys, arena=arena)
+    arena = Arena(f"{settings.shared_prefix}-{os.getpid()}", max_bytes=settings.shared_bytes) if SHARED_MEMORY in ways else None
+    pairs = PairSender(device=settings.device) if ways & PAIRS.keys() else None
+    outbox = ZmqOutbox(settings.tag, timeout_s=_ASKS_AFTER_S, keys=keys, arena=arena, pairs=pairs)
     link.open(settings.controller, settings.tag, token)
     worker = Worker(settings, link, inbox, outbox)
 

@@ -80,6 +80,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Process id of who started it."""
     transports: dict[str, str] = {}
     """Peer -> the way to it that the plan has chosen (`m2flow.micro.plan.Route.transport`)."""
+    takes_pairs: bool = False
+    """Some send to it over torch.distributed."""
     shared_bytes: int = 0
     """Of its arena (`m2flow.channels.arena`)."""
     attempt: int = 0

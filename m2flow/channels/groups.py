@@ -1,6 +1,7 @@
-"""A torch.distributed group of one process that has weights and those that take them: bytes from the first to all others.
+"""A torch.distributed group of a few processes: bytes from the first to all others, or from one to another.
 
-Gloo on a CPU. NCCL where a GPU is named: buckets then go through a buffer on that GPU (not run on a GPU so far).
+Gloo on a CPU. NCCL where a GPU is named: bytes then go through a buffer on that GPU, which each member must have for itself (not run on
+GPUs so far). Neither encrypts or authenticates. An operation that runs out of time ends the group for all of its members.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import socket
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -19,8 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @final
-class BroadcastGroup:
-    """One member. Rank 0 has the bytes. One thread.
+class Group:
+    """One member. Of a broadcast rank 0 has the bytes. One thread.
 
     Args:
         store: a torch.distributed store that all members reach.
@@ -49,38 +51,61 @@ class BroadcastGroup:
                 torch.cuda.set_device(device)
                 self._group = dist.ProcessGroupNCCL(own, rank, size, timeout)
         except RuntimeError as error:
-            raise BrokenChannel(f"no group for a broadcast of weights came about: {_first_line(error)}") from None
+            raise BrokenChannel(f"no group of processes came about: {_first_line(error)}") from None
 
     def broadcast(self, block: Bytes) -> None:
         """Send this from rank 0, or take it in, elsewhere."""
-        import torch
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        self._move(block, lambda tensors: self._group.broadcast(tensors, options), "a broadcast of weights", is_taken=True)
+
+    def send(self, block: Bytes, to: int) -> None:
+        """Send this to one member. Returns when it has taken it, or the system has."""
+        self._move(block, lambda tensors: self._group.send(tensors, to, 0), "what was sent", is_taken=False)
+
+    def receive(self, block: Bytes, source: int) -> None:
+        """Fill this with what one member sends."""
+        self._move(block, lambda tensors: self._group.recv(tensors, source, 0), "what was to come", is_taken=True)
+
+    def _move(self, block: Bytes, begin: Callable[[list[Any]], Any], what: str, *, is_taken: bool) -> None:
+        import torch
+
         tensor = torch.from_numpy(block)
         try:
             if self._device == "cpu":
-                self._group.broadcast([tensor], options).wait()
+                begin([tensor]).wait()
                 return
             if self._staging is None or len(self._staging) < len(block):
                 self._staging = torch.empty(len(block), dtype=torch.uint8, device=self._device)
             staged = self._staging[: len(block)]
             staged.copy_(tensor)
-            self._group.broadcast([staged], options).wait()
-            tensor.copy_(staged)
+            begin([staged]).wait()
+            if is_taken:
+                tensor.copy_(staged)
+            else:
+                torch.cuda.current_stream(self._device).synchronize()  # NCCL's wait is the stream's, not ours.
         except RuntimeError as error:
-            raise BrokenChannel(f"a broadcast of weights broke off: {_first_line(error)}") from None
+            raise BrokenChannel(f"{what} broke off: {_first_line(error)}") from None
 
 
 def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> Any:
     """The store that members meet at; port 0: one that is free. Raises `BrokenChannel`: nobody is there."""
     import torch.distributed as dist
 
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
-        raise BrokenChannel(f"nobody hands out weights at {host}:{port}: {_first_line(error)}") from None
+        if not is_server:
+            return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        # A socket of ours: torch's own would listen at every interface, whatever the host is called.
+        listener = socket.create_server((host, port))
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BrokenChannel(f"nobody to meet at {host}:{port}: {_first_line(error)}") from None
 
 
 def split_address(address: str) -> tuple[str, int]:
