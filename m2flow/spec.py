@@ -116,6 +116,27 @@ class WeightsSpec(_Strict):
     """Of `broadcast` and `file`: each side has two buffers of this size."""
 
 
+class RaySpec(_Strict):
+    """With `launcher: ray`: the cluster, and what goes to its nodes."""
+
+    address: str = "auto"
+    """`HOST:PORT` of its head, `ray://HOST:10001` from outside of it, or `auto`: the one that this machine is a node of, or that
+    `RAY_ADDRESS` names."""
+    resources: dict[str, str] = {}
+    """Workers of a kind (`rollout`, `train`, `functions`) or of a pool -> a resource that only the nodes meant for them have, like
+    `accelerator_type:H100`, or a name given to `ray start --resources`."""
+    working_dir: str = ""
+    """Copied to every node, for what the flow imports; by default the directory of the flow's file. At most 500 MiB."""
+    env: dict[str, str] = {}
+    """Environment variables of the workers."""
+    autoscales: bool = False
+    """Nodes may be added: a plan that does not fit those of now waits for them."""
+    patience_s: float = Field(60.0, gt=0)
+    """Seconds to wait for room in the cluster."""
+    silent_after_s: float = Field(5.0, gt=0)
+    """Seconds without an answer after which a node counts as lost, with the workers on it."""
+
+
 class PoolSpec(_Strict):
     """Devices of one kind."""
 
@@ -164,8 +185,9 @@ class ClusterSpec(_Strict):
     """The machines, and what runs on them."""
 
     name: str = "cluster"
-    launcher: Literal["local"] = "local"
-    """What starts the workers: child processes of the controller."""
+    launcher: Literal["local", "ray"] = "local"
+    """What starts the workers. `local`: child processes of the controller. `ray`: a Ray cluster; they talk to each other by TCP."""
+    ray: RaySpec = RaySpec()
     device: str = "auto"
     """`cpu`, `cuda:0`, or `auto`: the first GPU if there is one."""
     cores: int | None = Field(None, ge=1)
@@ -189,6 +211,11 @@ class ClusterSpec(_Strict):
     weights: WeightsSpec = WeightsSpec()
     run_ahead_bytes: int = Field(2**30, ge=1)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
+
+    @property
+    def transport(self) -> Literal["ipc", "tcp", "distributed"]:
+        """How workers talk: on several hosts by TCP, whatever `channels` say of one host."""
+        return "tcp" if self.launcher == "ray" else self.channels.transport
 
     def with_policy(self, names: str) -> ClusterSpec:
         """The same with these rollout policies, with plus signs between them; with its own if none are named."""

@@ -33,7 +33,7 @@ FACADE = {"macro", "recipe", "samples"}
 
 VENDORS = {
     "zmq": {"channels/zeromq.py", "channels/zeromq_parcels.py", "channels/zeromq_peer.py"},
-    "ray": set(),
+    "ray": {"micro/control/ray_cluster.py"},
     "sglang": set(),
     "deepspeed": set(),
 }

@@ -160,7 +160,7 @@ def command(
 
 def _prepare_environment(threads: int, *, deterministic: bool) -> None:
     """Set what the matrix libraries read when they are loaded. If the flow has loaded torch already, start this process anew."""
-    from m2flow.micro.control.launcher import engine_environment
+    from m2flow.micro.control.spawning import engine_environment
 
     wanted = engine_environment(threads, deterministic=deterministic)
     os.environ.update(wanted if deterministic else {name: value for name, value in wanted.items() if name not in os.environ})

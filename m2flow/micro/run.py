@@ -27,7 +27,7 @@ from m2flow.micro.attempts import Attempts, only_writer
 from m2flow.micro.control.controller import Controller
 from m2flow.micro.control.interrupting import Shielding, end_now
 from m2flow.micro.control.keeping import Keeper, Keeping, keep_eagerly
-from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.launching import launcher_for
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.planned import PlannedBackend
 from m2flow.micro.control.run_ahead import RunAhead
@@ -144,7 +144,7 @@ class Run:
         """
         with prints_muted():  # They come when the flow runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
-        if self.spec.pools:
+        if self.spec.pools and self.spec.launcher == "local":
             raise SpecError(
                 f"{self.spec.name} has pools of devices, and the local launcher runs on this machine only",
                 now="Plan and simulate with it; to run here, leave `pools` out.",
@@ -260,7 +260,9 @@ class Run:
 
     def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[Outcomes, Controller]:
         restored, parts, attempt = self._restored
-        launcher = LocalLauncher(plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts)
+        launcher = launcher_for(
+            plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts, flow_file=self._flow_file
+        )
         outcomes = Outcomes()
         return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn)
 

@@ -28,7 +28,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.control.crew import Crew
 from m2flow.micro.control.custody import Custody
 from m2flow.micro.control.keeping import Keeper
-from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.plan import Plan, Stage
@@ -105,7 +105,7 @@ class Controller:
         plan: Plan,
         spec: ClusterSpec,
         settings: RunSettings,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         journal: Journal,
         outcomes: Outcomes,
         keeper: Keeper,
@@ -120,7 +120,7 @@ class Controller:
         self._keeper = keeper
         self._scheduler = Scheduler(plan, deterministic=settings.deterministic, restored=restored, max_attempts=settings.sample_attempts)
         place, keys = launcher.place, launcher.keys
-        port = f":{spec.channels.port}" if spec.channels.port and spec.channels.transport == "tcp" else ""
+        port = f":{spec.channels.port}" if spec.channels.port and spec.transport == "tcp" else ""
         self._listener = LinkListener(launcher.token, place + port, keys=keys)
         self._inbox = ZmqInbox(place, keys=keys)
         self._outbox = ZmqOutbox(CONTROLLER, timeout_s=_ASKS_AFTER_S, keys=keys)

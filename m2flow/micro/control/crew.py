@@ -23,7 +23,7 @@ from m2flow.errors import BrokenChannel, M2FlowError, StateLost, WorkerError
 from m2flow.micro import messages as m
 from m2flow.micro.control.census import Census
 from m2flow.micro.control.hanging import Watch
-from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.plan import Plan
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.scheduling.events import CONTROLLER, Event, WorkerJoined, WorkerLost
@@ -59,7 +59,7 @@ class Crew:
         self,
         plan: Plan,
         settings: RunSettings,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         listener: LinkListener,
         outbox: Outbox,
         scheduler: Scheduler,
@@ -198,9 +198,9 @@ class Crew:
         events: list[Event] = []
         for watch in self._watches.values() if pause_s > 0 else ():
             watch.excuse(pause_s)
-        for worker, code in self._launcher.ended().items():
+        for worker, how in self._launcher.ended().items():
             if worker not in self._gone and (worker not in self._ends or worker in self._starting_s):
-                events += self._died(worker, f"was killed by signal {-code}" if code < 0 else f"ended with status {code}")
+                events += self._died(worker, how)
         for worker, watch in list(self._watches.items()):
             how = watch.why_hung(now_s)
             if how:

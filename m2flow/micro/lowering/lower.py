@@ -89,7 +89,7 @@ def lower(
         workers=workers,
         stages=stages,
         routes=routes,
-        syncs=plan_syncs(workers, spec.weights),
+        syncs=plan_syncs(workers, spec.weights, is_one_host=spec.launcher == "local"),
         switches=plan_switches(workers),
         arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
         notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers),

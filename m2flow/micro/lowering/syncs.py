@@ -6,7 +6,8 @@ The cheapest transport by what moves how often, unless the spec names one: withi
 and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share what the trainer's link can
 carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so.
 
-Limit: the local launcher has one host, so between processes the rule always finds shared memory.
+The local launcher has one host, so between processes the rule finds shared memory there. Limit: of a Ray cluster it is not known before
+the run which workers are on one node, so there it finds a broadcast.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from m2flow.micro.plan import SwitchPlan, SyncTransport, WeightSync, WorkerPlan
 from m2flow.spec import WeightsSpec
 
 
-def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec) -> tuple[WeightSync, ...]:
+def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True) -> tuple[WeightSync, ...]:
     """One sync for each pair of a role's trainer and one of its rollout engines."""
     pairs = [
         (slot.role, trainer.name, worker.name)
@@ -29,7 +30,12 @@ def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec) -> tuple[Weig
     ]
     others = Counter((role, source) for role, source, target in pairs if source != target)
     return tuple(
-        WeightSync(role, source, target, *choose_transport(spec, is_same_process=source == target, num_receivers=others[role, source]))
+        WeightSync(
+            role,
+            source,
+            target,
+            *choose_transport(spec, is_same_process=source == target, is_same_host=is_one_host, num_receivers=others[role, source]),
+        )
         for role, source, target in pairs
     )
 

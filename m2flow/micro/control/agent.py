@@ -1,0 +1,171 @@
+"""What a launcher has on a host that is not its own: starts one worker there, keeps what it prints until that is fetched, and ends it.
+
+    launcher --start, follow, kill--> Agent --spawn--> m2flow.micro.work.process
+
+How it is called is the launcher's business (`m2flow.micro.control.ray_launcher`: it is a Ray actor). The worker says where it listens
+itself, over m2flow's own link; what goes between workers never comes here. It ends when the agent's process does, whatever ended that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from m2flow.channels.keys import read_keys
+from m2flow.channels.places import is_private
+from m2flow.micro.control.claims import Claim, remove_leftovers
+from m2flow.micro.control.spawning import how_ended, kill_group, spawn
+from m2flow.micro.work.worker import WorkerSettings
+from m2flow.recipe import Model
+
+_MOST_BYTES = 4 << 20
+"""Of what was printed and not fetched: the newest."""
+_GATHER_S = 0.1
+"""Lines come together."""
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """What an agent is sent to do."""
+
+    settings: WorkerSettings
+    """Of the worker, as on the launcher's host."""
+    token: str
+    keys_file: str
+    """Where each host has the cluster's key, if it has one."""
+    flow_directory: str
+    """A copy of it may be where the agent runs: models under it are then found there, if they are not where the launcher has them."""
+    cwd: str
+    """Where the launcher runs. The worker runs there too if there is such a directory on its host."""
+    device: str
+    """The worker's, as its host calls it."""
+    gpus: str = ""
+    """That it shares with another worker there, as in `CUDA_VISIBLE_DEVICES`; by default those that the agent was given."""
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A worker's process."""
+
+    pid: int
+    address: str
+    """Of its host."""
+    gpus: str
+    """That the agent sees, as in `CUDA_VISIBLE_DEVICES`."""
+
+
+@final
+class Agent:
+    """Of one worker's process. Its methods are called from several threads."""
+
+    def __init__(self, find_address: Callable[[], str]) -> None:
+        """
+        Args:
+            find_address: gives where other hosts of the cluster reach this one, IPv4.
+        """
+        self._address = find_address()
+        self._claim: Claim | None = None
+        self._pid = 0
+        self._how = ""
+        self._printed = bytearray()
+        self._num_lost = 0
+        self._news = threading.Condition()
+
+    def start(self, errand: bytes) -> Started:
+        """Start the worker that an `Errand` in JSON says.
+
+        Raises:
+            SpecError: the cluster's key is not there.
+        """
+        sent = msgspec.json.decode(errand, type=Errand)
+        settings = self._here(sent)
+        reading, writing = os.pipe()
+        try:
+            cwd = sent.cwd if os.path.isdir(sent.cwd) else None
+            process = spawn(settings, sent.token, writing, path=os.environ.get("PYTHONPATH", ""), cwd=cwd, gpus=sent.gpus)
+        finally:
+            os.close(writing)
+        self._pid = process.pid
+        reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
+        reader.start()
+
+        def wait() -> None:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            kill_group(process.pid)  # As long as nobody has waited for it, the group's number can't be another's.
+            process.wait()
+            reader.join(1.0)
+            with self._news:
+                self._how = how_ended(process.returncode)
+                self._news.notify_all()
+
+        threading.Thread(target=wait, daemon=True).start()
+        return Started(process.pid, self._address, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+    def follow(self, timeout_s: float) -> tuple[bytes, str]:
+        """What the worker has printed since the last call, and how it has ended or nothing; without news, only after a time."""
+        with self._news:
+            self._news.wait_for(lambda: self._printed or self._how, timeout_s)
+            if not self._how:
+                self._news.wait_for(lambda: self._how, _GATHER_S)
+            printed, self._printed = bytes(self._printed), bytearray()
+            if self._num_lost:
+                printed = b"[%d bytes are missing here: they came faster than they were fetched]\n" % self._num_lost + printed
+                self._num_lost = 0
+            return printed, self._how
+
+    def kill(self, patience_s: float = 5.0) -> None:
+        """End the worker and what it has started, and remove what it may have left on this host."""
+        with self._news:
+            if self._pid and not self._how:
+                kill_group(self._pid)
+                self._news.wait_for(lambda: self._how, patience_s)
+        if self._claim is not None:
+            self._claim.close()
+
+    def _here(self, sent: Errand) -> WorkerSettings:
+        """The worker's settings as they are on this host."""
+        settings = sent.settings
+        remove_leftovers()
+        prefix = f"m2flow-{secrets.token_hex(4)}"
+        self._claim = Claim(prefix, "", settings.weights.directory)
+        self._claim.open()
+        models = {role: _found(model, sent.flow_directory) for role, model in settings.models.items()}
+        weights = settings.weights
+        if is_private(f"tcp://{weights.host}:0"):
+            weights = msgspec.structs.replace(weights, host=self._address)
+        return msgspec.structs.replace(
+            settings,
+            inbox=f"tcp:{self._address}",
+            keys=read_keys(Path(sent.keys_file).expanduser()) if sent.keys_file else settings.keys,
+            device=sent.device,
+            models=models,
+            shared_prefix=f"{prefix}-{settings.name}",
+            parent=os.getpid(),
+            claim=self._claim.path,
+            weights=weights,
+        )
+
+    def _read(self, pipe: int) -> None:
+        with os.fdopen(pipe, "rb", buffering=0) as file:
+            while block := file.read(1 << 16):
+                with self._news:
+                    self._printed += block
+                    too_many = len(self._printed) - _MOST_BYTES
+                    if too_many > 0:
+                        del self._printed[:too_many]
+                        self._num_lost += too_many
+                    self._news.notify_all()
+
+
+def _found(model: Model, flow_directory: str) -> Model:
+    """The model as it is here: where the launcher has it, or in the copy of the flow's directory."""
+    path = Path(model.path)
+    if not flow_directory or path.exists() or not path.is_relative_to(flow_directory):
+        return model
+    here = Path.cwd() / path.relative_to(flow_directory)
+    return dataclasses.replace(model, path=str(here)) if here.exists() else model
