@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from m2flow.errors import SpecError
 
@@ -41,7 +42,7 @@ class RolloutSpec(_Strict):
     options: dict[str, str | int | float | bool] = {}
     """The engine's own."""
 
-    @field_validator("policy", mode="before")
+    @field_validator("policy", mode="before", json_schema_input_type=str | tuple[str, ...])
     @classmethod
     def _as_several(cls, given: object) -> object:
         """One name may stand without a list."""
@@ -80,9 +81,9 @@ class FunctionSpec(_Strict):
 class ChannelSpec(_Strict):
     """How workers talk on one host."""
 
-    transport: Literal["ipc", "tcp", "distributed"] = "ipc"
+    transport: Literal["ipc", "tcp", "distributed"] | None = None
     """Unix sockets in a private directory, with large columns in shared memory; TCP; or Unix sockets, with large columns over
-    torch.distributed: Gloo, or NCCL between workers that have a GPU each."""
+    torch.distributed: Gloo, or NCCL between workers that have a GPU each. By default `ipc` on one host, `tcp` on several."""
     host: str = "127.0.0.1"
     """With `tcp`: the IPv4 address of this host that sockets listen at. Any but loopback needs `keys`."""
     port: int | None = Field(None, ge=1024, le=65535)
@@ -143,7 +144,9 @@ class PoolSpec(_Strict):
     device: str
     """A name of the device list, like `h100`; `m2flow engines` says where it is and how to add one."""
     nodes: int = Field(1, ge=1)
+    """Hosts."""
     devices_per_node: int = Field(8, ge=1)
+    """Of one host; an engine whose parallel layout needs fast links stays within it."""
     memory_gib: float | None = Field(None, gt=0)
     """Of each device; by default what the device list says."""
     host_memory_gib: float | None = Field(None, gt=0)
@@ -162,21 +165,30 @@ class LayoutSpec(_Strict):
     """What of a parallel layout is fixed; what is left out is the planner's choice."""
 
     tp: int | None = Field(None, ge=1)
+    """Tensor parallel: devices that share each layer."""
     pp: int | None = Field(None, ge=1)
+    """Pipeline parallel: stages of layers."""
     sp: int | None = Field(None, ge=1)
+    """Sequence parallel: devices that share each sequence."""
     dp: int | None = Field(None, ge=1)
+    """Data parallel: replicas, each with its own samples."""
     ep: int | None = Field(None, ge=1)
+    """Expert parallel: devices that share the experts of a layer."""
     zero: Literal[0, 1, 2, 3] | None = None
+    """Stage of ZeRO: what data-parallel trainers share out (1 the optimiser, 2 gradients too, 3 weights too)."""
 
 
 class PinSpec(_Strict):
     """What is fixed for one engine of the flow; what is left out is the planner's choice."""
 
     pool: str | None = None
+    """One of `pools`."""
     devices: tuple[int, int] | None = None
     """The first device of the pool and the one after the last: [0, 8] are the first eight."""
     num_devices: int | None = Field(None, ge=1)
+    """How many it has; which ones is open."""
     layout: LayoutSpec = LayoutSpec()
+    """Its parallel layout."""
     offload: bool | None = None
     """Whether its optimiser lives in the host's memory."""
 
@@ -185,9 +197,11 @@ class ClusterSpec(_Strict):
     """The machines, and what runs on them."""
 
     name: str = "cluster"
+    """Shown with plans and runs."""
     launcher: Literal["local", "ray"] = "local"
     """What starts the workers. `local`: child processes of the controller. `ray`: a Ray cluster; they talk to each other by TCP."""
     ray: RaySpec = RaySpec()
+    """Of `launcher: ray`: which cluster, and what goes to it."""
     device: str = "auto"
     """`cpu`, `cuda:0`, or `auto`: the first GPU if there is one."""
     cores: int | None = Field(None, ge=1)
@@ -205,17 +219,50 @@ class ClusterSpec(_Strict):
     may_offload: bool = True
     """Whether engines that take turns may put what they keep into the host's memory; otherwise all of it must fit beside the others."""
     rollout: RolloutSpec = RolloutSpec()
+    """How responses are generated."""
     train: TrainSpec = TrainSpec()
+    """How weights are trained."""
     functions: FunctionSpec = FunctionSpec()
+    """Where rewards and ops run."""
     channels: ChannelSpec = ChannelSpec()
+    """How workers talk."""
     weights: WeightsSpec = WeightsSpec()
+    """How new weights reach the engines that sample."""
     run_ahead_bytes: int = Field(2**30, ge=1)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> ClusterSpec:
+        """No field contradicts another one that was given."""
+        if self.launcher == "ray":
+            if self.channels.transport not in (None, "tcp"):
+                what = f"'{self.channels.transport}' is for one host, and the launcher is 'ray'; leave it out"
+                _contradiction(("channels", "transport"), what)
+            if self.weights.transport == "shared memory":
+                _contradiction(
+                    ("weights", "transport"), "'shared memory' is for one host, and the launcher is 'ray'; give 'broadcast' or 'file'"
+                )
+            known = ["rollout", "train", "functions", *self.pools]
+            for name in self.ray.resources:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, 1)
+                    _contradiction(("ray", "resources", name), f"no kind of worker and no pool; {_guess(close, known)}")
+        elif self.ray != RaySpec():
+            _contradiction(("ray",), "the launcher is 'local'; say `launcher: ray`, or leave this out")
+        elif self.transport == "ipc":
+            for field in ("host", "port"):
+                if getattr(self.channels, field) != ChannelSpec.model_fields[field].default:
+                    _contradiction(("channels", field), "it is of 'tcp', and the transport is 'ipc'; say `transport: tcp`, or leave it out")
+        for name, pin in self.pin.items():
+            if pin.pool is not None and pin.pool not in self.pools:
+                close = difflib.get_close_matches(pin.pool, self.pools, 1)
+                _contradiction(("pin", name, "pool"), f"there is no pool {pin.pool!r}; {_guess(close, list(self.pools))}")
+        return self
 
     @property
     def transport(self) -> Literal["ipc", "tcp", "distributed"]:
         """How workers talk: on several hosts by TCP, whatever `channels` say of one host."""
-        return "tcp" if self.launcher == "ray" else self.channels.transport
+        return "tcp" if self.launcher == "ray" else self.channels.transport or "ipc"
 
     def with_policy(self, names: str) -> ClusterSpec:
         """The same with these rollout policies, with plus signs between them; with its own if none are named."""
@@ -234,6 +281,14 @@ class ClusterSpec(_Strict):
     @property
     def num_cores(self) -> int:
         return self.cores or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else self.cores or os.cpu_count() or 1
+
+
+def _contradiction(field: tuple[str, ...], what: str) -> NoReturn:
+    raise PydanticCustomError("contradiction", "{what}", {"what": what, "at": field})
+
+
+def _guess(close: list[str], known: list[str]) -> str:
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known) or 'none'}"
 
 
 class RunSettings(_Strict):
@@ -307,30 +362,36 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         return spec.model_copy(update={"devices": str(file.parent / spec.devices)}) if spec.devices else spec
     except ValidationError as error:
         first = error.errors()[0]
-        names = [str(part) for part in first["loc"]]
-        line = _line_of(root, names)
-        now = _nearest(names) if first["type"] == "extra_forbidden" else ""
-        what = f"{'.'.join(names)}: {'no such field' if now or first['type'] == 'extra_forbidden' else first['msg']}"
-        raise SpecError(what, where=f"{path}:{line}", now=now) from None
+        names = [str(part) for part in first.get("ctx", {}).get("at", first["loc"])]
+        line, column = _place_of(root, names)
+        is_unknown = first["type"] == "extra_forbidden"
+        what = f"{'.'.join(names)}: {'no such field' if is_unknown else first['msg']}"
+        raise SpecError(what, where=f"{path}:{line}:{column}", now=_nearest(names) if is_unknown else "") from None
 
 
-def _line_of(node: yaml.Node | None, names: list[str]) -> int:
-    line = 1
+def _place_of(node: yaml.Node | None, names: list[str]) -> tuple[int, int]:
+    """Line and column of a field, or of the innermost that it is in and that is there."""
+    line, column = 1, 1
     for name in names:
-        if not isinstance(node, yaml.MappingNode):
-            break
-        for key, value in node.value:
-            if key.value == name:
-                line, node = key.start_mark.line + 1, value
+        if isinstance(node, yaml.SequenceNode) and name.isdecimal() and int(name) < len(node.value):
+            node = node.value[int(name)]
+            line, column = node.start_mark.line + 1, node.start_mark.column + 1
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == name:
+                    line, column, node = key.start_mark.line + 1, key.start_mark.column + 1, value
+                    break
+            else:
                 break
-    return line
+    return line, column
 
 
 def _nearest(names: list[str]) -> str:
     model: type[BaseModel] = ClusterSpec
     for name in names[:-1]:
-        inner = model.model_fields[name].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            model = inner
+        inner = model.model_fields[name].annotation if name in model.model_fields else None  # Else it is a key of a mapping of models.
+        for part in (inner, *get_args(inner)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                model = part
     close = difflib.get_close_matches(names[-1], model.model_fields, 1)
     return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(model.model_fields)}."

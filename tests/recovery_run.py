@@ -8,12 +8,13 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.errors import M2FlowError
 from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, RaySpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
 
 
 def unhurried(sample: Sample) -> float:
     """Long enough for something to happen to it."""
     time.sleep(0.02)
+    print("judged", flush=True)
     return float(len(sample.tokens) % 3)
 
 
@@ -24,7 +25,7 @@ def ranks(samples: list[Sample]) -> list[int]:
 
 @flow
 def scored(model: str = "fake", num_steps: int = 4) -> None:
-    policy, judge = Policy(model), Reward(unhurried)
+    policy, judge = Policy(model) if model == "fake" else Policy(model, init="random"), Reward(unhurried)
     prompts = Dataset([{"prompt": f"{i}="} for i in range(32)])
     for _ in steps(num_steps):
         responses = policy.generate(prompts.take(8), n=4, max_new_tokens=12)
@@ -34,7 +35,10 @@ def scored(model: str = "fake", num_steps: int = 4) -> None:
 def main(runs_dir: str, model: str, *arguments: str) -> None:
     engine = "fake" if model == "fake" else "embedded"
     given = {name: json.loads(value) for name, _, value in (argument.partition("=") for argument in arguments)}
+    ray = given.pop("ray", None)
     spec = ClusterSpec(
+        launcher="ray" if ray else "local",
+        ray=RaySpec.model_validate(ray or {}),
         placement="split",
         device="cpu",
         cores=4,
@@ -45,11 +49,11 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
     )
     options = {name: given.pop(name) for name in ("num_steps",) if name in given}
     settings = RunSettings(runs_dir=runs_dir, heartbeat_s=0.1, restart_wait_s=0.05, deterministic=engine != "fake", **given)
-    run = Run(scored, {"model": model, **options}, spec, settings)
+    run = Run(scored, {"model": model, **options}, spec, settings, flow_file=__file__)
     said: dict[str, object] = {}
     try:
         summary = run.execute()
-        said |= {"samples": summary.samples_sha256, "weights": summary.weights_sha256, "count": summary.samples}
+        said |= {"run_dir": summary.run_dir, "samples": summary.samples_sha256, "weights": summary.weights_sha256, "count": summary.samples}
     except M2FlowError as error:
         said |= {"error": f"{type(error).__name__}: {error}"}
     said["incidents"] = [[one.at_s, one.kind, one.worker, one.what] for one in read_incidents(run.run_dir)]

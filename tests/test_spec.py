@@ -38,14 +38,14 @@ def test_every_spec_that_comes_with_m2flow_is_valid_and_bears_its_file_name(file
 
 def test_an_unknown_field_is_refused_with_its_line_and_the_nearest_name(tmp_path: Path) -> None:
     error = _refused(tmp_path, "name: mine\nplacment: split\n")
-    assert error.where.endswith("cluster.yaml:2")
+    assert error.where.endswith("cluster.yaml:2:1")
     assert error.what == "placment: no such field"
     assert error.now == "Did you mean 'placement'?"
 
 
 def test_an_unknown_field_further_in_is_found_among_its_neighbours(tmp_path: Path) -> None:
     error = _refused(tmp_path, "train:\n  engine: embedded\n  token_buget: 4\n")
-    assert error.where.endswith(":3")
+    assert error.where.endswith(":3:3")
     assert error.what == "train.token_buget: no such field"
     assert error.now == "Did you mean 'token_budget'?"
 
@@ -57,7 +57,7 @@ def test_a_field_like_no_other_is_answered_with_all_of_them(tmp_path: Path) -> N
 
 def test_a_value_of_the_wrong_type_is_refused_with_its_line_and_reason(tmp_path: Path) -> None:
     error = _refused(tmp_path, "name: mine\nrollout:\n  workers: many\n")
-    assert error.where.endswith(":3")
+    assert error.where.endswith(":3:3")
     assert error.what.startswith("rollout.workers: ")
     assert "integer" in error.what
 
@@ -75,7 +75,7 @@ def test_a_word_that_is_no_choice_is_answered_with_the_choices(tmp_path: Path) -
 
 def test_a_mapping_where_a_section_is_expected_is_refused_with_its_line(tmp_path: Path) -> None:
     error = _refused(tmp_path, "name: mine\ntrain: fast\n")
-    assert error.where.endswith(":2")
+    assert error.where.endswith(":2:1")
     assert error.what.startswith("train: ")
 
 
@@ -117,3 +117,43 @@ def test_a_spec_can_not_be_changed_once_it_is_there() -> None:
 def test_the_number_of_cores_can_be_given_and_is_else_what_this_process_may_use() -> None:
     assert ClusterSpec(cores=7).num_cores == 7
     assert ClusterSpec().num_cores >= 1
+
+
+def test_an_unknown_field_of_a_pool_is_found_among_a_pool_s(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "pools:\n  main: {device: h100, nods: 2}\n")
+    assert error.where.endswith(":2:24")
+    assert (error.what, error.now) == ("pools.main.nods: no such field", "Did you mean 'nodes'?")
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what"),
+    [
+        ("launcher: ray\nchannels: {transport: ipc}\n", ":2:12", "channels.transport: 'ipc' is for one host, and the launcher is 'ray'"),
+        ("launcher: ray\nweights:\n  transport: shared memory\n", ":3:3", "weights.transport: 'shared memory' is for one host"),
+        ("ray: {address: auto, patience_s: 5}\n", ":1:1", "ray: the launcher is 'local'"),
+        (
+            "launcher: ray\nray:\n  resources: {rolout: spot}\n",
+            ":3:15",
+            "ray.resources.rolout: no kind of worker and no pool; did you mean 'rollout'?",
+        ),
+        ("channels: {port: 5555}\n", ":1:12", "channels.port: it is of 'tcp', and the transport is 'ipc'"),
+        (
+            "pools: {main: {device: h100}}\npin:\n  policy: {pool: mian}\n",
+            ":3:12",
+            "pin.policy.pool: there is no pool 'mian'; did you mean 'main'?",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused_at_one_of_them(tmp_path: Path, text: str, place: str, what: str) -> None:
+    error = _refused(tmp_path, text)
+    assert error.where.endswith(place)
+    assert error.what.startswith(what)
+
+
+@pytest.mark.parametrize("text", ["launcher: ray\n", "channels: {transport: tcp, port: 5555}\n"])
+def test_a_spec_that_was_written_down_in_full_is_read_back(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    spec = load_cluster(file)
+    assert ClusterSpec.model_validate(spec.model_dump(mode="json")) == spec
+    assert spec.transport == "tcp"

@@ -28,6 +28,7 @@ _COMMANDS = {
     "profile": "Measure what a flow's work takes, for the planner.",
     "view": "Write the timeline of a run as a page for the browser.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
+    "cluster": "Write and check cluster specs: the machines, and what runs on them.",
     "keys": "Make the key that the channels of a cluster use between hosts.",
     "doctor": "Check what this machine has and what is missing.",
     "engines": "List the engines, what they can do, and which work here.",

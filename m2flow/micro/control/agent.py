@@ -8,6 +8,7 @@ itself, over m2flow's own link; what goes between workers never comes here. It e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -83,6 +84,8 @@ class Agent:
             SpecError: the cluster's key is not there.
         """
         sent = msgspec.json.decode(errand, type=Errand)
+        with contextlib.suppress(OSError):  # Ray gives its workers the lowest priorities, for the sake of its own processes.
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         settings = self._here(sent)
         reading, writing = os.pipe()
         try:

@@ -68,7 +68,7 @@ def holders(plan: Plan, spec: ClusterSpec) -> dict[str, str]:
         members = [plan.worker(name) for name in bundle.workers]
         for worker in members:
             around = [other for other in members if _has_all(other, worker)]
-            found[worker.name] = max(around, key=lambda other: (_size(other), other.name == worker.name)).name if around else worker.name
+            found[worker.name] = max(around, key=_size).name if around else worker.name
     return found
 
 

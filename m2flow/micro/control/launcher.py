@@ -22,7 +22,7 @@ from typing import final
 
 import msgspec
 
-from m2flow.channels.keys import read_keys, write_keys
+from m2flow.channels.keys import Keys, read_keys, write_keys
 from m2flow.channels.pairs import PAIRS
 from m2flow.micro.control.claims import Claim, remove_leftovers
 from m2flow.micro.control.spawning import how_ended, kill_group, spawn
@@ -61,7 +61,7 @@ class Launcher(ABC):
         self._attempt = attempt
         self._restore = dict(restore or {})
         self.token = secrets.token_hex(16)
-        self.keys = read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
+        self.keys = keys_of(spec)
         self._prefix = f"m2flow-{secrets.token_hex(4)}"
         self._controller = ""
 
@@ -226,6 +226,15 @@ class LocalLauncher(Launcher):
             self.kill(worker)
         self._claim.close()
         self._sockets.cleanup()
+
+
+def keys_of(spec: ClusterSpec) -> Keys | None:
+    """The cluster's key, if the spec names a file with one.
+
+    Raises:
+        SpecError: there is none, or others can read it.
+    """
+    return read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
 
 
 def make_keys(path: Path) -> None:

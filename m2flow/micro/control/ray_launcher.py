@@ -183,6 +183,7 @@ class RayLauncher(Launcher):
         if keys_file:
             settings = msgspec.structs.replace(settings, keys=None)
         errand = Errand(settings, self.token, keys_file, self._flow_directory, os.getcwd(), self._device_of(worker), gpus)
+        self.log_path(worker.name).touch()
         index = next(i for i, bundle in enumerate(self._bundles) if worker.name in bundle.workers)
         own_gpus = num_gpus([worker], self._spec) if holder == worker.name else 0
         agent = self._cluster.agent(index, f"{self._run_dir.name} {settings.tag} {self._prefix}", gpus=own_gpus)

@@ -1,0 +1,104 @@
+"""Agents, which start workers on other hosts, here without the cluster that carries their calls; and what a run says that has no Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from m2flow.channels.keys import Keys, write_keys
+from m2flow.cli.main import cli
+from m2flow.errors import SpecError
+from m2flow.micro.control.agent import Agent, Errand
+from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
+from m2flow.micro.work.worker import WorkerSettings
+from m2flow.recipe import Model
+from m2flow.spec import ClusterSpec, RunSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+FUNCTIONS = WorkerPlan("functions-0", "cpu", 1, (EngineSlot("*", "function", "python"),))
+
+
+def settings(tmp_path: Path, models: dict[str, Model] | None = None, **changes: object) -> WorkerSettings:
+    plan = Plan("f", "c", "split", "", (FUNCTIONS,), (), (), (), (), ())
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    launcher = LocalLauncher(plan, ClusterSpec(), RunSettings(), models or {}, tmp_path)
+    found = launcher.settings_for(FUNCTIONS, "tcp://127.0.0.1:1")
+    launcher.stop(())
+    return msgspec.structs.replace(found, **changes)
+
+
+def errand(sent: WorkerSettings, *, keys_file: str = "", flow_directory: str = "") -> bytes:
+    return msgspec.json.encode(Errand(sent, "secret", keys_file, flow_directory, os.getcwd(), "cpu"))
+
+
+def end(agent: Agent) -> tuple[str, str]:
+    """All that the worker printed, and how it ended."""
+    printed, how = b"", ""
+    deadline = time.monotonic() + 60
+    while not how and time.monotonic() < deadline:
+        more, how = agent.follow(1.0)
+        printed += more
+    return printed.decode(), how
+
+
+def test_an_agent_starts_a_worker_and_ends_it_with_what_it_leaves(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").glob("m2flow-*.owner"))
+    agent = Agent(lambda: "127.0.0.1")
+    started = agent.start(errand(settings(tmp_path)))
+    assert (started.address, psutil.Process(started.pid).ppid()) == ("127.0.0.1", os.getpid())
+    assert agent.follow(0.01) == (b"", "")
+    claims = set(Path("/dev/shm").glob("m2flow-*.owner")) - before
+    agent.kill()
+    assert end(agent) == ("", "was killed by signal 9")
+    assert not psutil.pid_exists(started.pid)
+    assert str(started.pid) not in [path.name for path in claims if path.exists()]
+
+
+def test_an_agent_tells_what_a_worker_printed_that_failed(tmp_path: Path) -> None:
+    agent = Agent(lambda: "127.0.0.1")
+    agent.start(errand(settings(tmp_path, run_dir=str(tmp_path / "logs" / "\0"))))
+    printed, how = end(agent)
+    agent.kill()
+    assert how == "ended with status 1"
+    assert "Traceback" in printed
+
+
+def test_an_agent_without_the_cluster_s_key_says_so_and_starts_nothing(tmp_path: Path) -> None:
+    agent = Agent(lambda: "127.0.0.1")
+    with pytest.raises(SpecError, match=r"can't read the key .*nowhere\.key"):
+        agent.start(errand(settings(tmp_path), keys_file=str(tmp_path / "nowhere.key")))
+    agent.kill()
+
+
+def test_settings_of_a_worker_are_those_of_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, copy = tmp_path / "flows", tmp_path / "copy"
+    (copy / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    write_keys(tmp_path / "key", Keys("a" * 40, "b" * 40))
+    sent = settings(tmp_path, {"policy": Model(str(elsewhere / "models" / "tiny")), "judge": Model("/nowhere/else")})
+    agent = Agent(lambda: "10.0.0.7")
+    body = errand(sent, keys_file=str(tmp_path / "key"), flow_directory=str(elsewhere))
+    here = agent._here(msgspec.json.decode(body, type=Errand))
+    agent.kill()
+    assert (here.inbox, here.weights.host, here.keys) == ("tcp:10.0.0.7", "10.0.0.7", Keys("a" * 40, "b" * 40))
+    assert here.shared_prefix != sent.shared_prefix
+    assert here.shared_prefix.startswith(os.path.basename(here.claim).removesuffix(".owner"))
+    assert here.models == {"policy": Model(str(copy / "models" / "tiny")), "judge": Model("/nowhere/else")}
+
+
+def test_a_run_on_ray_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    spec = tmp_path / "ray.yaml"
+    spec.write_text("launcher: ray\nrollout: {engine: fake}\ntrain: {engine: fake}\n")
+    said = CliRunner().invoke(cli, ["run", str(ROOT / "flows" / "grpo.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path)])
+    assert said.exit_code != 0
+    assert "Ray is not installed here" in said.output
+    assert "pip install 'm2flow[ray]'" in said.output

@@ -1,0 +1,95 @@
+"""`m2flow cluster`: specs are written, checked, and described for editors."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from m2flow.cli.cluster_schema import as_text, documentation
+from m2flow.cli.main import cli
+from m2flow.spec import ClusterSpec, load_cluster
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def m2flow(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def test_the_published_schema_is_that_of_the_code() -> None:
+    assert (ROOT / "clusters" / "schema.json").read_text() == as_text(), "m2flow cluster schema > clusters/schema.json"
+    assert m2flow("cluster", "schema").output == as_text()
+
+
+def test_the_schema_says_what_every_field_is() -> None:
+    described = json.loads(as_text())
+    sections = {**described["$defs"], "ClusterSpec": described}
+    assert {"RolloutSpec", "RaySpec", "PoolSpec", "LayoutSpec"} <= sections.keys()
+    for name, section in sections.items():
+        assert section["additionalProperties"] is False
+        assert all(field["description"] for field in section["properties"].values()), name
+    assert described["properties"]["launcher"]["enum"] == ["local", "ray"]
+
+
+def test_every_field_is_documented_where_it_is_declared() -> None:
+    documented = documentation()
+    models = [ClusterSpec, *(type(getattr(ClusterSpec(), name)) for name in ClusterSpec.model_fields)]
+    for model in models:
+        if model.__module__ == "m2flow.spec":
+            assert {field for name, field in documented if name == model.__name__} == set(model.model_fields)
+
+
+def test_init_writes_a_spec_of_this_machine_that_check_finds_nothing_missing_for(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    said = m2flow("cluster", "init", file)
+    assert said.exit_code == 0, said.output
+    spec = load_cluster(file)
+    assert (spec.name, spec.launcher) == ("mine", "local")
+    assert spec.num_cores >= 1
+    checked = m2flow("cluster", "check", file, "--flow", ROOT / "flows" / "grpo.py", "--json")
+    found = json.loads(checked.output)["this machine"]
+    assert {"python", "shared memory", "disk", "rollout engine", "train engine", "model"} <= {one["name"] for one in found}
+    assert [one for one in found if one["name"] in ("model", "train engine") and one["state"] != "ok"] == []
+
+
+def test_init_does_not_write_over_a_spec(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\n")
+    said = m2flow("cluster", "init", file)
+    assert (said.exit_code, file.read_text()) == (2, "name: mine\n")
+    assert "--force" in said.output
+
+
+def missing(tmp_path: Path, text: str, *arguments: object) -> dict[str, str]:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    checked = m2flow("cluster", "check", file, "--json", *arguments)
+    assert checked.exit_code == 1
+    found = json.loads(checked.output.partition("\nmissing:")[0])["this machine"]
+    return {one["name"]: one["value"] for one in found if one["state"] == "missing"}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("rollout: {engine: embeded}\n", "rollout engine", "embeded"),
+        ("channels: {transport: tcp, keys: nowhere.key}\n", "key", "can't read the key nowhere.key"),
+        ("device: cuda:0\n", "gpu devices", "none, and the spec says device: cuda:0"),
+    ],
+)
+def test_check_says_what_is_missing(tmp_path: Path, text: str, name: str, value: str) -> None:
+    if name == "gpu devices" and Path("/dev/nvidia0").exists():
+        pytest.skip("there is a GPU")
+    assert value in missing(tmp_path, text)[name]
+
+
+def test_check_finds_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}" in missing(tmp_path, f"channels: {{transport: tcp, port: {port}}}\n")["port"]

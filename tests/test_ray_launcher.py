@@ -1,0 +1,163 @@
+"""Runs on a Ray cluster of several nodes on this machine: the answers of a local run, also when workers and nodes are lost."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).with_name("recovery_run.py")
+Said = Mapping[str, Any]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is missing; `make rest` installs it in .venv-full"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without room for workers, and three nodes. All of them say that they are this machine, by its address on the network."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for resources in ({"trains": 1}, {"samples": 1}, {"samples": 1}):
+            cluster.add_node(num_cpus=4, resources=resources)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def start(runs_dir: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), str(runs_dir), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def ended(process: subprocess.Popen[str]) -> Said:
+    try:
+        said, errors = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, errors
+    return dict(json.loads(said.splitlines()[-1]))
+
+
+@functools.cache
+def local(*arguments: str) -> Said:
+    with tempfile.TemporaryDirectory() as runs_dir:
+        return ended(start(Path(runs_dir), *arguments))
+
+
+def on_ray(cluster: Any, **more: object) -> str:
+    resources = {"train": "trains", "rollout": "samples", "functions": "trains"}
+    return f"ray={json.dumps({'address': cluster.address, 'resources': resources, **more})}"
+
+
+def workers(cluster: Any) -> dict[str, psutil.Process]:
+    """Worker processes that Ray's nodes have, by name; whoever is their parent now."""
+    session = os.path.realpath(cluster.head_node.get_session_dir_path())
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if "m2flow.micro.work.process" in process.cmdline() and session in process.environ().get("PYTHONPATH", ""):
+                found[process.cmdline()[-1]] = process
+        except psutil.Error:
+            pass
+    return found
+
+
+def until(is_so: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def written(runs_dir: Path) -> int:
+    return sum(path.stat().st_size for path in runs_dir.glob("*/segments/*.seg"))
+
+
+def same(one: Said, other: Said) -> bool:
+    return [one.get(name) for name in ("samples", "weights", "count")] == [other[name] for name in ("samples", "weights", "count")]
+
+
+def test_a_run_on_ray_gives_the_digests_of_a_local_one_brings_every_log_and_leaves_nobody(cluster: Any, tmp_path: Path) -> None:
+    said = ended(start(tmp_path, "fake", on_ray(cluster)))
+    assert same(said, local("fake")), said
+    assert said["incidents"] == []
+    logs = {path.name for path in (tmp_path / Path(said["run_dir"]).name / "logs").glob("*.log")}
+    assert logs == {f"{name}.log" for name in ("rollout-0", "rollout-1", "train-0", "functions-0", "functions-1")}
+    printed = [(tmp_path / Path(said["run_dir"]).name / "logs" / f"functions-{i}.log").read_text().split() for i in range(2)]
+    assert sorted(printed[0] + printed[1]) == ["judged"] * 128
+    until(lambda: not workers(cluster), "a worker is left")
+
+
+def test_embedded_engines_give_the_same_weights_on_ray(cluster: Any, tmp_path: Path) -> None:
+    digits = str(Path(__file__).parent.parent / "flows" / "models" / "digits")
+    said = ended(start(tmp_path, digits, "num_steps=2", on_ray(cluster)))
+    assert same(said, local(digits, "num_steps=2")), said
+
+
+def test_a_killed_worker_is_started_again_with_another_actor(cluster: Any, tmp_path: Path) -> None:
+    process = start(tmp_path, "fake", on_ray(cluster))
+    try:
+        until(lambda: written(tmp_path) and "rollout-1" in workers(cluster), "it has not begun")
+        workers(cluster)["rollout-1"].kill()
+        said = ended(process)
+    finally:
+        process.kill()
+    assert same(said, local("fake")), said
+    kinds = [(kind, worker) for _, kind, worker, _ in said["incidents"]]
+    assert kinds == [("lost", "rollout-1"), ("started again", "rollout-1")]
+
+
+def test_workers_end_when_their_driver_is_killed(cluster: Any, tmp_path: Path) -> None:
+    process = start(tmp_path, "fake", on_ray(cluster))
+    until(lambda: written(tmp_path), "it has not begun")
+    assert workers(cluster)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    until(lambda: not workers(cluster), "a worker is left")
+
+
+def test_a_node_that_hangs_is_noticed_in_seconds_and_its_workers_come_back_elsewhere(cluster: Any, tmp_path: Path) -> None:
+    process = start(tmp_path, "fake", "num_steps=8", on_ray(cluster, silent_after_s=3.0))
+    stopped: list[psutil.Process] = []
+    try:
+        until(lambda: written(tmp_path) and "rollout-1" in workers(cluster), "it has not begun")
+        agent = workers(cluster)["rollout-1"].parent()
+        assert agent is not None
+        raylet = agent.parent()
+        assert raylet is not None
+        stopped = [raylet, *raylet.children(recursive=True)]
+        for one in stopped:
+            one.suspend()
+        begun_s = time.monotonic()
+        until(lambda: "lost" in incidents(tmp_path), "nobody has noticed")
+        assert time.monotonic() - begun_s < 14
+        said = ended(process)
+    finally:
+        process.kill()
+        for one in stopped:
+            one.resume()
+    assert same(said, local("fake", "num_steps=8")), said
+
+
+def incidents(runs_dir: Path) -> list[str]:
+    from m2flow.micro.record.ledger import read_incidents
+
+    return [one.kind for path in runs_dir.glob("*/ledger.db") for one in read_incidents(path.parent)]
