@@ -9,6 +9,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
@@ -40,9 +41,10 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
+# As many processes as cores, each with one thread for torch: with more they get into each other's way. JOBS=0 is one process.
 core: $(VENV)/.installed
 	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
-	$(BIN)/pytest -q -m "not slow and not gpu and not long" --write-skipped=$(SKIPPED)/core.tsv
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu and not long" --write-skipped=$(SKIPPED)/core.tsv
 
 # A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run.
 rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.

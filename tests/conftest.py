@@ -4,17 +4,22 @@
     --long                 random programs twenty times as many, and the tests marked `long`
     --rest-of=FILE         what `-m "not slow and not gpu and not long"` left out, and what FILE says was skipped then
 
-The group of a test is its mark, or else its file.
+The group of a test is its mark, or else its file. Under pytest-xdist (`-n 2`) whoever collects and runs the tests tells it to the
+process that reports: with each report of a test that was skipped, and at its own end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 _MARKS = ("gpu", "slow", "long")
+_GROUP = "m2flow-group"
+"""The key of a test's group in its reports, and of those left out in what a process of xdist hands over."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +54,6 @@ class _Account:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._groups: dict[str, str] = {}
         self._lines: list[str] = []
         self._left_out: set[str] = set()
 
@@ -57,18 +61,30 @@ class _Account:
         if not self._config.getoption("--rest-of"):
             self._left_out.update(_group(item) for item in items)
 
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        self._groups[item.nodeid] = _group(item)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        report = yield
+        if report.skipped:
+            report.user_properties.append((_GROUP, _group(item)))
+        return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self._take(report)
+        self._take(report, "")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._take(report)
+        self._take(report, str(dict(report.user_properties).get(_GROUP, "")))
 
-    def _take(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput[_GROUP] = sorted(self._left_out)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._left_out.update(getattr(node, "workeroutput", {}).get(_GROUP, ()))
+
+    def _take(self, report: pytest.CollectReport | pytest.TestReport, group: str) -> None:
         if report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
-            group = self._groups.get(report.nodeid) or Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_")
+            group = group or Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_")
             reason = str(report.longrepr[2]).removeprefix("Skipped: ")
             self._lines.append(f"did not run: {group} ({reason})\t{report.nodeid}\n")
 

@@ -74,9 +74,17 @@ def test_what_is_asked_of_a_dead_worker_when_two_are_known_to_be_lost_at_once_is
     census.begin("b", "b", {}, ["c"])
     lost = census.done()
     assert next(lost) == ("a", {})
-    assert census.is_dead("b"), "the scheduler does not know yet"
-    census.not_sent("b", "c", 7, [3])
+    census.told("b", m.Push(7, [3], "c"))  # The scheduler does not know yet.
     assert next(lost) == ("b", {"c": {7: [3]}})
+
+
+def test_what_a_dead_worker_should_take_over_from_an_earlier_call_and_send_on_is_missing_where_it_should_go():
+    census = Census()
+    census.begin("a", "a", {"c": {1: [5]}}, ["c", "d"])
+    census.told("a", m.Adopt(2, 1, [5], ["c", "d~1"]))
+    census.told("c", m.Adopt(2, 1, [6], ["d~1"]))  # It lives.
+    census.answered("c", m.Missing("a", {}))
+    assert list(census.done()) == [("a", {"c": {2: [5]}, "d": {2: [5]}})]
 
 
 BUGS = {

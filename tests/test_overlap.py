@@ -20,7 +20,7 @@ def length(sample: Sample) -> float:
 
 
 @flow
-def skewed(model: str, num_steps: int = 2, call_by_call: bool = False) -> None:
+def skewed(model: str, num_steps: int = 1, call_by_call: bool = False) -> None:
     """The random model ends each response by itself, so lengths are geometric."""
     policy = Policy(model, init="random")
     reward = Reward(length)
@@ -42,7 +42,7 @@ def trace_of(folder: Path, *, call_by_call: bool) -> list[Span]:
     spec = ClusterSpec(device="cpu", placement="split", rollout=rollout, train=TrainSpec(threads=1, token_budget=64))
     run = Run(skewed, {"model": model, "call_by_call": call_by_call}, spec, RunSettings(runs_dir=str(folder / "runs")))
     summary = run.execute()
-    assert summary.samples == 2 * 24 * 4
+    assert summary.samples == 24 * 4
     return read_spans(Path(summary.run_dir))
 
 

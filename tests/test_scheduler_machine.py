@@ -99,6 +99,10 @@ def test_every_rule_holds_on_random_walks(request, dies):
         walks += 1
 
 
+def test_a_dead_worker_that_should_take_over_finished_samples_and_send_them_on_has_not_sent_them():
+    random_walk(5092, 90, dies=True)  # It was told so between its death and the others' answers.
+
+
 def test_a_sample_of_a_refill_that_fails_does_not_keep_those_before_it_from_being_tried():
     model = Model(roles, cluster("split", 1, 64, 4096, 1))
     try:

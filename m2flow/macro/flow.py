@@ -195,7 +195,11 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch is None:
+        return
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)  # `manual_seed` would write down the stack for each kind of device that is not here.
+    else:
         torch.manual_seed(seed)
 
 

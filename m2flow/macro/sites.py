@@ -100,13 +100,15 @@ def _read(innermost: FrameType, count: int) -> tuple[Site, list[CodeType]]:
 def site_of(frames: list[tuple[str, int, str]]) -> Site:
     """From (file, line, function), innermost first."""
     (filename, line, _), *outer = frames
-    path = tuple(f"{_shorten(f)}:{n} in {name}" for f, n, name in reversed(outer) if name != "<module>")
-    return Site(_shorten(filename), line, linecache.getline(filename, line).strip(), path)
+    here = os.getcwd()
+    path = tuple(f"{_shorten(f, here)}:{n} in {name}" for f, n, name in reversed(outer) if name != "<module>")
+    return Site(_shorten(filename, here), line, linecache.getline(filename, line).strip(), path)
 
 
-def _shorten(filename: str) -> str:
+@functools.lru_cache(maxsize=4096)
+def _shorten(filename: str, here: str) -> str:
     path = Path(filename)
     try:
-        return str(path.resolve().relative_to(Path.cwd()))
+        return str(path.resolve().relative_to(here))
     except ValueError:
         return str(path)

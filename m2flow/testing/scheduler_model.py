@@ -334,9 +334,8 @@ class Model:
                 case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker == LEDGER:
                     stopped = {packed: self._stopped[packed] for packed in ids} if call < 0 else {}
                     self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids), stopped))
-                case Send(worker, m.Push(call=call, ids=ids, to=to)) if self._census.is_dead(worker):
-                    self._census.not_sent(worker, worker_of(to), call, ids)
                 case Send(worker, message):
+                    self._census.told(worker, message)
                     self._told(worker, message)
                 case Resolve(call, _):
                     assert call not in self.resolved, f"call {call} is done twice"

@@ -52,7 +52,6 @@ from m2flow.micro.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from m2flow.micro.scheduling.roster import worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work import performing
 from m2flow.micro.work.inprocess import InProcess
@@ -365,9 +364,8 @@ class World(Backend):
                         self._collected.put(push.call, rows, CONTROLLER)
                     elif to in self._addresses:
                         self._outbox.send(self._addresses[to], Parcel(push.call, rows, CONTROLLER))
-                case Send(worker, m.Push(call=call, ids=ids, to=to)) if self._census.is_dead(worker):
-                    self._census.not_sent(worker, worker_of(to), call, ids)
                 case Send(worker, message):
+                    self._census.told(worker, message)
                     self._tell(worker, message)
                 case Discarded(call, last):
                     self._discarded[call] = last

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from m2flow.micro import messages as m
+from m2flow.micro.scheduling.roster import worker_of
 
 Sent = Mapping[str, Mapping[int, Iterable[int]]]
 """Place -> call -> rows."""
@@ -49,12 +50,15 @@ class Census:
         """Whether some answer is waited for."""
         return bool(self._dead)
 
-    def is_dead(self, worker: str) -> bool:
-        return worker in self._dead
-
     def not_sent(self, worker: str, to: str, call: int, rows: Iterable[int]) -> None:
         """A dead worker was told to send these rows."""
         self._dead[worker].add(to, call, rows)
+
+    def told(self, worker: str, message: m.ToWorker) -> None:
+        """What the scheduler tells a worker that it does not know to be dead: what that would send comes from nobody."""
+        if worker in self._dead and isinstance(message, m.Push | m.Adopt):
+            for tag in (message.to,) if isinstance(message, m.Push) else message.forward_to:
+                self.not_sent(worker, worker_of(tag), message.call, message.ids)
 
     def answered(self, place: str, message: m.Missing) -> None:
         for dead in self._dead.values():

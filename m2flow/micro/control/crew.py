@@ -128,8 +128,7 @@ class Crew:
         Raises:
             BrokenChannel: it lives, and takes nothing.
         """
-        if self._census.is_dead(worker) and isinstance(message, m.Push):
-            self._census.not_sent(worker, worker_of(message.to), message.call, message.ids)
+        self._census.told(worker, message)
         if worker not in self._knows:
             return
         for call in m.calls_of(message) if isinstance(message, m.Task) else ():
