@@ -1,11 +1,15 @@
 """The example specs: each loads, says what it is for, and has room for the model that its comment plans with."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
+from click.testing import CliRunner
 
 from m2flow import load_flow
+from m2flow.cli.main import cli
 from m2flow.macro.tracing import trace
 from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
@@ -48,3 +52,61 @@ def test_the_model_of_an_example_s_comment_fits_it(name: str) -> None:
         assert all(units.values()), (engine, units)
         for pool, unit in units.items():
             assert costs.fits(engine, pool, unit)
+
+
+SHORT = ("--num-steps", "1", "--warm-steps", "1")
+PLANS = {
+    "laptop": ("time-shared", {"cpu"}),
+    "gpu-shared": ("time-shared", {"cpu", "cuda:0"}),
+    "h100-8-split": ("split", {"main", "cpu"}),
+    "h100-2x8": ("split", {"sampling", "training", "cpu"}),
+    "h20-h100": ("", {"train", "decode", "cpu"}),
+    "h100-1024": ("", {"main", "cpu"}),
+    "ray": ("split", {"cpu"}),
+}
+"""What a user begins with, from a laptop to 128 nodes -> how rollout and training share it, if the spec says so, and what may be used."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_an_example_is_planned_without_its_machines(name: str) -> None:
+    path = ROOT / "clusters" / f"{name}.yaml"
+    shape = re.findall(r"--shape policy=\S+", path.read_text())[:1]
+    said = CliRunner().invoke(cli, ["plan", f"{ROOT}/flows/grpo.py", "--cluster", str(path), *SHORT, "--json", *" ".join(shape).split()])
+    assert said.exit_code == 0, said.output
+    plan = json.loads(said.output)["plan"]
+    mode, devices = PLANS[name]
+    assert mode in ("", plan["mode"])
+    assert {worker["device"].partition("[")[0] for worker in plan["workers"]} <= devices
+
+
+def test_separate_nodes_keep_what_generates_from_what_trains() -> None:
+    path = ROOT / "clusters" / "h100-2x8.yaml"
+    said = CliRunner().invoke(
+        cli, ["plan", f"{ROOT}/flows/grpo.py", "--cluster", str(path), *SHORT, "--json", "--shape", "policy=Qwen2.5-7B"]
+    )
+    at = {
+        (slot["kind"], worker["device"].partition("[")[0])
+        for worker in json.loads(said.output)["plan"]["workers"]
+        for slot in worker["engines"]
+    }
+    assert at == {("rollout", "sampling"), ("train", "training"), ("function", "cpu")}
+
+
+def test_the_kuberay_example_has_the_nodes_that_its_spec_asks_for() -> None:
+    spec = load_cluster(ROOT / "clusters" / "kuberay" / "spec.yaml")
+    manifest = yaml.safe_load((ROOT / "clusters" / "kuberay" / "raycluster.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayCluster")
+    groups = {group["groupName"]: group for group in manifest["spec"]["workerGroupSpecs"]}
+    for group in groups.values():
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert group["groupName"] in group["rayStartParams"]["resources"]
+    assert set(spec.ray.resources.values()) <= groups.keys()
+    limits = {name: group["template"]["spec"]["containers"][0]["resources"]["limits"] for name, group in groups.items()}
+    assert spec.rollout.threads is not None
+    assert spec.rollout.threads <= int(limits["sampling"]["cpu"])
+    assert int(limits["sampling"]["nvidia.com/gpu"]) == 1
+    assert spec.rollout.workers <= groups["sampling"]["maxReplicas"]
+    pods = [manifest["spec"]["headGroupSpec"], *groups.values()]
+    for pod in pods:
+        inside = pod["template"]["spec"]
+        assert {mount["name"] for mount in inside["containers"][0]["volumeMounts"]} == {volume["name"] for volume in inside["volumes"]}

@@ -88,7 +88,7 @@ def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> 
     Args:
         shapes: what the model has, by the same names.
     """
-    _verify(Path(path))
+    verify(Path(path))
     loaded: dict[str, Tensor] = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
     if {name: tensor.shape for name, tensor in loaded.items()} != dict(shapes):
         raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
@@ -105,7 +105,8 @@ def read_state(path: str, device: str) -> dict[str, Any]:
     return state
 
 
-def _verify(directory: Path) -> None:
+def verify(directory: Path) -> None:
+    """Raises `ModelError` if a checkpoint is incomplete or altered."""
     manifest = directory / _MANIFEST
     try:
         expected: dict[str, tuple[int, str]] = json.loads(manifest.read_text())
