@@ -54,8 +54,10 @@ class TrainSpec(_Strict):
 
     engine: str = "embedded"
     """A train engine's name; `m2flow engines` lists them."""
+    ranks: int = Field(1, ge=1)
+    """Processes that hold a model together, each on a GPU or with threads of its own; more than 1 for engines that offer it."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads; by default its share of the machine."""
+    """CPU threads of a rank; by default its share of the machine."""
     token_budget: int = Field(8192, ge=1)
     """Tokens that a micro-batch is filled up to."""
     options: dict[str, str | int | float | bool] = {}

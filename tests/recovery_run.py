@@ -36,14 +36,16 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
     engine = "fake" if model == "fake" else "embedded"
     given = {name: json.loads(value) for name, _, value in (argument.partition("=") for argument in arguments)}
     ray = given.pop("ray", None)
+    ranks = given.pop("ranks", 0)
+    train = engine if not ranks else "fake-ranks" if model == "fake" else "fsdp"
     spec = ClusterSpec(
         launcher="ray" if ray else "local",
         ray=RaySpec.model_validate(ray or {}),
-        placement="split",
+        placement=given.pop("placement", "split"),
         device="cpu",
         cores=4,
-        rollout=RolloutSpec(engine=engine, workers=2, max_running=8, threads=1),
-        train=TrainSpec(engine=engine, token_budget=200, threads=1),
+        rollout=RolloutSpec(engine=engine, workers=given.pop("rollouts", 2), max_running=8, threads=1),
+        train=TrainSpec(engine=train, ranks=max(ranks, 1), token_budget=200, threads=1, options=given.pop("train_options", {})),
         functions=FunctionSpec(workers=2, chunk=4),
         weights=WeightsSpec(transport=given.pop("transport", "auto"), changes="always"),
     )

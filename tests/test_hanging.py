@@ -47,6 +47,31 @@ def test_a_worker_that_waits_in_the_middle_of_a_turn_hangs():
     assert watched(lambda now_s: min(int(now_s), 30), idle) == "made no turn for 10 s and did nothing"
 
 
+def of_two_ranks(cpu_s: Callable[[float], float], *, last_beat_s: float = 100.0) -> str:
+    """What is said of a process that is at one turn and waits, while the other rank of its trainer beats so long."""
+    watch = Watch(0.0, hung_after_s=10.0, turn_limit_s=None, num_ranks=2)
+    for tenth in range(1, 1001):
+        now_s = tenth / 10
+        if now_s <= last_beat_s:
+            watch.rank_beat(now_s, 1, cpu_s(now_s))
+        watch.beat(now_s, 1, idle(now_s), is_in_users_code=False)
+        if why := watch.why_hung(now_s):
+            return f"{why}; rank {watch.silent_rank(now_s)}"
+    return ""
+
+
+def test_a_rank_that_waits_for_one_that_works_does_not_hang():
+    assert not of_two_ranks(lambda now_s: 0.9 * now_s)
+
+
+def test_ranks_that_wait_for_each_other_hang():
+    assert of_two_ranks(idle) == "made no turn for 10 s and did nothing; rank 0"
+
+
+def test_a_silent_rank_is_named_and_not_the_one_that_waits_for_it():
+    assert of_two_ranks(lambda now_s: 0.9 * now_s, last_beat_s=30.0) == "has a rank 1 that gave no sign of life for 10 s; rank 1"
+
+
 def test_a_worker_that_stops_after_much_work_hangs():
     assert watched(lambda now_s: 1, lambda now_s: min(now_s, 50.0)) == "made no turn for 60 s and did nothing"
 

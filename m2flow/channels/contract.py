@@ -16,9 +16,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from m2flow.errors import BrokenChannel, EndOfStream
 from m2flow.samples import Batch
+
+
+class ControlLink(Protocol):
+    """A worker's end of the link to its controller."""
+
+    def receive(self, timeout_s: float) -> list[bytes]: ...
+
+    def send(self, message: bytes) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -296,6 +296,13 @@ class TrainEngine(Engine):
         """The weights, by Hugging Face name, without a copy where they lie here whole; else gathered one by one. Each must be valid until
         the next is asked for."""
 
+    def copy_from(self, source: TrainEngine) -> None:
+        """Take the weights that another engine of the same kind and ranks has now; what the other lacks (a head of its own) stays."""
+        target = dict(self.weights())
+        for name, tensor in source.weights():
+            if name in target:
+                target[name][...] = tensor
+
     @abstractmethod
     def save(self, path: str) -> None:
         """Write model and tokenizer in Hugging Face format, and the optimisers' state beside them, to a directory."""

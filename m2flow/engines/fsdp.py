@@ -24,10 +24,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from m2flow.engines import checkpoint, scalar_head
 from m2flow.engines.adamw import Optimizers
-from m2flow.engines.contract import Capabilities, ParallelLayouts
+from m2flow.engines.contract import Capabilities, ParallelLayouts, TrainEngine
 from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.ranked_train import RankedTrain, Root
-from m2flow.engines.spread import whole
+from m2flow.engines.spread import spread_like, whole
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW
 
@@ -67,6 +67,19 @@ class FsdpTrain(RankedTrain):
         """Each whole on every rank, one after the other; all ranks go through them together."""
         for name, tensor in _named_weights(self._model):
             yield from checkpoint_tensors(self._model, name, whole(tensor).detach())
+
+    def copy_from(self, source: TrainEngine) -> None:
+        given, waiting = iter(source.weights()), dict[str, Tensor]()
+        for name, tensor in _named_weights(self._model):
+            full = whole(tensor).detach().clone()
+            for part, view in checkpoint_tensors(self._model, name, full):
+                while part not in waiting and (found := next(given, None)) is not None:
+                    waiting[found[0]] = found[1]  # Whole ones are new each time, so they stay as they are.
+                if part in waiting:
+                    view.copy_(waiting.pop(part))
+            tensor.detach().copy_(spread_like(full, tensor))
+        for _ in given:  # All ranks go to the end.
+            pass
 
     def save(self, path: str) -> None:
         """In the format of the embedded trainer, which can go on from it, as can any number of ranks."""

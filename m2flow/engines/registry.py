@@ -96,6 +96,12 @@ _BUILT_IN = (
         Capabilities("train", heads=_HEADS),
         "Exact integers in place of gradients: for tests of schedules.",
     ),
+    EngineInfo(
+        "fake-ranks",
+        "m2flow.testing.fake_ranks:FakeRanks",
+        Capabilities("train", heads=_HEADS, parallel_layouts=ParallelLayouts(dp=None)),
+        "The fake trainer over any number of ranks: for tests of trainers of several processes.",
+    ),
 )
 
 

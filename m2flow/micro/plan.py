@@ -38,6 +38,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     engines: tuple[EngineSlot, ...]
     lease: str = ""
     """The lease that its rollout and train engines take turns with; empty if it has only one of them."""
+    ranks: int = 1
+    """Of its trainer: processes that hold one model together, each on a device, or with threads, of its own."""
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -178,9 +180,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         lines = [f"plan of {self.flow} on {self.cluster}: {self.mode}, {len(self.workers)} workers"]
-        lines += _table(
-            (w.name, f"{w.device}, {_count(w.threads, 'thread')}", _slots(w), f"lease {w.lease}" if w.lease else "") for w in self.workers
-        )
+        lines += _table((w.name, _where(w), _slots(w), f"lease {w.lease}" if w.lease else "") for w in self.workers)
         lines += ["calls"]
         lines += _table((s.call, f"@{s.unit}", ", ".join(s.workers) or "controller", _how(s)) for s in self.stages)
         lines += ["routes"]
@@ -208,6 +208,11 @@ class Plan(msgspec.Struct, frozen=True):
 
 def _table(rows: Iterable[Sequence[object]]) -> list[str]:
     return in_columns(rows) or ["  none"]
+
+
+def _where(worker: WorkerPlan) -> str:
+    one = f"{worker.device}, {_count(worker.threads, 'thread')}"
+    return f"{worker.ranks} ranks: {one} each" if worker.ranks > 1 else one
 
 
 def _slots(worker: WorkerPlan) -> str:

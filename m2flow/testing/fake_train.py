@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,12 @@ from m2flow.recipe import HEAD_OUTPUTS, AdamW, Model
 from m2flow.samples import Batch, Ragged
 from m2flow.testing.fakes import FAKE_EOS, FAKE_WEIGHT, encode_fake, fake_hash, initial_fake_weights
 
-_PRIME = (1 << 61) - 1
+PRIME = (1 << 61) - 1
 _MASK = (1 << 64) - 1
 _STATE = "fake_train.json"
 _COMPUTED = {"sequence_lengths"}.union(*HEAD_OUTPUTS.values())
 
 
-@final
 class FakeTrain(TrainEngine):
     """Everything that a train engine does, in integers. Log-probabilities, values and scores are multiples of 1/1024."""
 
@@ -80,7 +79,7 @@ class FakeTrain(TrainEngine):
         for row, sample in enumerate(batch.ids.tolist()):
             parts = [_row_bytes(batch, column, row) for column in ("tokens", "loss_mask", *columns.values())]
             value = _digest(self._weights.tobytes(), struct.pack("<q", sample), recipe, *parts)
-            self._gradient = (self._gradient + value) % _PRIME
+            self._gradient = (self._gradient + value) % PRIME
             # Small enough for sums of them to be exact in float64.
             loss += value % (1 << 20)
         num_tokens = int(np.count_nonzero(mask.values))
@@ -177,4 +176,4 @@ def _digest(*parts: bytes) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
-    return int.from_bytes(digest.digest(), "little") % _PRIME
+    return int.from_bytes(digest.digest(), "little") % PRIME

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,8 @@ import msgspec
 from m2flow.channels.keys import read_keys
 from m2flow.channels.places import is_private
 from m2flow.micro.control.claims import Claim, remove_leftovers
-from m2flow.micro.control.spawning import how_ended, kill_group, spawn
+from m2flow.micro.control.processes import start
+from m2flow.micro.control.spawning import kill_group
 from m2flow.micro.work.worker import WorkerSettings
 from m2flow.recipe import Model
 
@@ -71,7 +73,8 @@ class Agent:
         """
         self._address = find_address()
         self._claim: Claim | None = None
-        self._pid = 0
+        self._pids: list[int] = []
+        self._directory = ""
         self._how = ""
         self._printed = bytearray()
         self._num_lost = 0
@@ -90,24 +93,23 @@ class Agent:
         reading, writing = os.pipe()
         try:
             cwd = sent.cwd if os.path.isdir(sent.cwd) else None
-            process = spawn(settings, sent.token, writing, path=os.environ.get("PYTHONPATH", ""), cwd=cwd, gpus=sent.gpus)
+            outputs, path = [writing] * settings.gang.num_ranks, os.environ.get("PYTHONPATH", "")
+            processes = start(settings, sent.token, outputs, self._directory, path=path, cwd=cwd, gpus=sent.gpus)
         finally:
             os.close(writing)
-        self._pid = process.pid
+        self._pids = processes.pids
         reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
         reader.start()
 
         def wait() -> None:
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            kill_group(process.pid)  # As long as nobody has waited for it, the group's number can't be another's.
-            process.wait()
+            how = processes.wait()
             reader.join(1.0)
             with self._news:
-                self._how = how_ended(process.returncode)
+                self._how = how
                 self._news.notify_all()
 
         threading.Thread(target=wait, daemon=True).start()
-        return Started(process.pid, self._address, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        return Started(processes.pid, self._address, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     def follow(self, timeout_s: float) -> tuple[bytes, str]:
         """What the worker has printed since the last call, and how it has ended or nothing; without news, only after a time."""
@@ -124,8 +126,9 @@ class Agent:
     def kill(self, patience_s: float = 5.0) -> None:
         """End the worker and what it has started, and remove what it may have left on this host."""
         with self._news:
-            if self._pid and not self._how:
-                kill_group(self._pid)
+            if self._pids and not self._how:
+                for pid in self._pids:
+                    kill_group(pid)
                 self._news.wait_for(lambda: self._how, patience_s)
         if self._claim is not None:
             self._claim.close()
@@ -135,7 +138,8 @@ class Agent:
         settings = sent.settings
         remove_leftovers()
         prefix = f"m2flow-{secrets.token_hex(4)}"
-        self._claim = Claim(prefix, "", settings.weights.directory)
+        self._directory = tempfile.mkdtemp(prefix="m2flow-") if settings.gang.num_ranks > 1 else ""
+        self._claim = Claim(prefix, self._directory, settings.weights.directory)
         self._claim.open()
         models = {role: _found(model, sent.flow_directory) for role, model in settings.models.items()}
         weights = settings.weights

@@ -41,7 +41,7 @@ def bundles(plan: Plan, spec: ClusterSpec) -> tuple[Bundle, ...]:
     return tuple(
         Bundle(
             tuple(worker.name for worker in workers),
-            sum(worker.threads for worker in workers),
+            sum(worker.threads * worker.ranks for worker in workers),
             num_gpus(workers, spec),
             _resource(workers[0], spec),
         )
@@ -57,7 +57,7 @@ def num_gpus(workers: list[WorkerPlan], spec: ClusterSpec) -> int:
         if pool in spec.pools and spec.pools[pool].device != "cpu":
             devices.update((pool, device) for device in range(first, stop))
         elif worker.device.startswith("cuda"):
-            devices.add(worker.lease or worker.name)
+            devices.update((worker.lease or worker.name, rank) for rank in range(worker.ranks))
     return len(devices)
 
 
@@ -114,7 +114,7 @@ def _group(worker: WorkerPlan, spec: ClusterSpec) -> tuple[str, object]:
             num_nodes = (stop - 1) // size - first // size + 1
             raise PlanError(
                 f"{worker.name} has the devices {first} to {stop - 1} of {pool}, which are on {num_nodes} nodes",
-                now=f"A worker is one process on one node. Pin it to at most {size} devices: pin: {{NAME: {{num_devices: {size}}}}}",
+                now=f"A worker is on one node, with all its ranks. Pin it to at most {size} devices: pin: {{NAME: {{num_devices: {size}}}}}",
             )
         return pool, first // size
     return ("lease", worker.lease) if worker.lease else ("worker", worker.name)

@@ -27,7 +27,7 @@ from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.plan import Plan
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.scheduling.events import CONTROLLER, Event, WorkerJoined, WorkerLost
-from m2flow.micro.scheduling.roster import tag_of, worker_of
+from m2flow.micro.scheduling.roster import rank_tag, split_rank, tag_of, worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work.peers import Peers
 from m2flow.spec import RunSettings
@@ -80,6 +80,7 @@ class Crew:
         self._journal = journal
         self._sever = sever
         self._num_started = dict.fromkeys([worker.name for worker in plan.workers], 0)
+        self._num_ranks = {worker.name: worker.ranks for worker in plan.workers}
         self._addresses: dict[str, str] = {}
         self._peers = Peers(outbox, self._note_dead)
         self._knows: dict[str, set[int]] = {}
@@ -106,19 +107,21 @@ class Crew:
 
     def heard(self, peer: str, body: bytes) -> tuple[str, m.ToController] | None:
         """Something has come: from whom, and what, if it counts."""
-        tag = peer.removesuffix(BEAT)
+        tag, rank = split_rank(peer.removesuffix(BEAT))
         worker = worker_of(tag)
         if tag != self._tag(worker) or (worker in self._ends and worker not in self._starting_s):
             return None
         now_s, watch = time.monotonic(), self._watches.get(worker)
-        if watch is not None:
+        if watch is not None and not rank:
             watch.seen(now_s)
         if not body:
             return None
         message = m.decode_to_controller(body)
         if not isinstance(message, m.Pulse):
             return worker, message
-        if watch is not None:
+        if watch is not None and rank:
+            watch.rank_beat(now_s, rank, message.cpu_s)
+        elif watch is not None:
             watch.beat(now_s, message.num_turns, message.cpu_s, is_in_users_code=message.is_in_users_code)
         return None
 
@@ -169,7 +172,9 @@ class Crew:
         self._knows[worker] = set()
         self._up_s[worker] = now_s = time.monotonic()
         limits = self._settings
-        self._watches[worker] = Watch(now_s, hung_after_s=limits.hung_after_s, turn_limit_s=limits.turn_limit_s)
+        self._watches[worker] = Watch(
+            now_s, hung_after_s=limits.hung_after_s, turn_limit_s=limits.turn_limit_s, num_ranks=self._num_ranks[worker]
+        )
         self._addresses[self._tag(worker)] = ready.address
         if not self._was_ready:
             self._was_ready = self._knows.keys() == self._num_started.keys()
@@ -203,6 +208,7 @@ class Crew:
         for worker, watch in list(self._watches.items()):
             how = watch.why_hung(now_s)
             if how:
+                self._launcher.blame(worker, watch.silent_rank(now_s))
                 events += self._died(worker, how, is_hung=True)
         for worker, since_s in list(self._starting_s.items()):
             if now_s - since_s > self._settings.start_timeout_s:
@@ -244,8 +250,9 @@ class Crew:
         self._num_deaths[worker] = 1 + (0 if self._lived_long(worker) else self._num_deaths[worker])
         end = _End(named, self._launcher.log_tail(worker), returns=self._num_deaths[worker] <= self._settings.restarts)
         self._ends[worker] = end
-        for peer in (tag, tag + BEAT):
-            self._listener.forget(peer)
+        for name in (rank_tag(tag, rank) for rank in range(self._num_ranks[worker])):
+            for peer in (name, name + BEAT):
+                self._listener.forget(peer)
         self._peers.sever(tag)
         if not self._scheduler.is_vital(worker):
             self._warn(f"the worker {worker} {named}; " + ("it is started again" if end.returns else "it is given up"))

@@ -9,9 +9,9 @@ ends itself when its parent is gone, so nothing is left behind even if the contr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +25,10 @@ import msgspec
 from m2flow.channels.keys import Keys, read_keys, write_keys
 from m2flow.channels.pairs import PAIRS
 from m2flow.micro.control.claims import Claim, remove_leftovers
-from m2flow.micro.control.spawning import how_ended, kill_group, spawn
+from m2flow.micro.control.processes import Processes, start
 from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.rollouts.policies import report_every
+from m2flow.micro.work.gang import GangSettings
 from m2flow.micro.work.weight_syncing import weight_settings
 from m2flow.micro.work.worker import WorkerSettings
 from m2flow.recipe import Model
@@ -125,6 +126,7 @@ class Launcher(ABC):
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),
             incarnation=incarnation,
+            gang=GangSettings(num_ranks=worker.ranks),
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             takes_pairs=any(route.target == worker.name and route.transport in PAIRS for route in self._plan.routes),
             shared_bytes=self._spec.channels.shared_bytes,
@@ -132,6 +134,9 @@ class Launcher(ABC):
             restore={slot.role: self._restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in self._restore},
             weights=weight_settings(worker.name, self._plan.syncs, self._spec.weights, self._weights_directory),
         )
+
+    def blame(self, worker: str, rank: int) -> None:  # noqa: B027  # Who has one log for all ranks has nothing to do.
+        """It is this rank of a worker that hangs: what is said of its process and its log is about that."""
 
     def has_trainer(self, worker: str) -> bool:
         """Whether weights are trained there."""
@@ -165,7 +170,7 @@ class LocalLauncher(Launcher):
         super().__init__(plan, spec, settings, models, run_dir, attempt=attempt, restore=restore)
         self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
         self._claim = Claim(self._prefix, self._sockets.name, self._weights_directory)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Processes] = {}
 
     @property
     def socket_dir(self) -> str:
@@ -189,33 +194,33 @@ class LocalLauncher(Launcher):
         self._processes[worker] = self._spawn(self._plan.worker(worker), self._controller, incarnation)
 
     def kill(self, worker: str) -> None:
-        process = self._processes[worker]
-        if process.poll() is None:
-            kill_group(process.pid)
-            process.wait()
+        self._processes[worker].kill()
 
     def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
         settings = super().settings_for(worker, controller, incarnation)
         return msgspec.structs.replace(settings, claim=self._claim.path)
 
-    def _spawn(self, worker: WorkerPlan, controller: str, incarnation: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, worker: WorkerPlan, controller: str, incarnation: int) -> Processes:
         settings = self.settings_for(worker, controller, incarnation)
         path = os.pathsep.join(path for path in sys.path if path)
-        with self.log_path(worker.name).open("ab") as log:
-            return spawn(settings, self.token, log, path=path)
+        with contextlib.ExitStack() as logs:
+            outputs = [logs.enter_context(self._log_of(worker.name, rank).open("ab")) for rank in range(worker.ranks)]
+            return start(settings, self.token, outputs, self.socket_dir, path=path)
 
     def ended(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name, process in self._processes.items():
-            if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                kill_group(process.pid)  # As long as nobody has waited for it, the group's number can't be another's.
-                process.wait()
-            if process.returncode is not None:
-                found[name] = how_ended(process.returncode)
-        return found
+        return {name: how for name, processes in self._processes.items() if (how := processes.how_ended())}
 
     def pid(self, worker: str) -> int:
         return self._processes[worker].pid
+
+    def blame(self, worker: str, rank: int) -> None:
+        self._processes[worker].rank = rank
+
+    def log_path(self, worker: str) -> Path:
+        return self._log_of(worker, self._processes[worker].rank if worker in self._processes else 0)
+
+    def _log_of(self, worker: str, rank: int) -> Path:
+        return self._run_dir / "logs" / (f"{worker}.{rank}.log" if rank else f"{worker}.log")
 
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         deadline = time.monotonic() + patience_s

@@ -1,4 +1,4 @@
-"""A worker's process, on the host where this is called: how it is started, how it ended, and how it is ended.
+"""A process of a worker, on the host where this is called: how it is started, how it ended, and how it is ended.
 
     WorkerSettings, secret --spawn--> m2flow.micro.work.process
 
@@ -17,6 +17,7 @@ from typing import IO
 import msgspec
 
 from m2flow.errors import InternalError
+from m2flow.micro.scheduling.roster import rank_tag
 from m2flow.micro.work.process import TOKEN_VARIABLE
 from m2flow.micro.work.worker import WorkerSettings
 
@@ -24,7 +25,7 @@ from m2flow.micro.work.worker import WorkerSettings
 def spawn(
     settings: WorkerSettings, token: str, output: IO[bytes] | int, *, path: str, cwd: str | None = None, gpus: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start a worker.
+    """Start a worker, or a rank of one.
 
     Args:
         output: what it prints goes there.
@@ -41,8 +42,9 @@ def spawn(
         "PYTHONUNBUFFERED": "1",
         **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
     }
+    module = "m2flow.micro.work.rank" if settings.gang.rank else "m2flow.micro.work.process"
     process = subprocess.Popen(
-        [sys.executable, "-m", "m2flow.micro.work.process", settings.tag],  # The name is for people who look at `ps`.
+        [sys.executable, "-m", module, rank_tag(settings.tag, settings.gang.rank)],  # The name is for people who look at `ps`.
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,

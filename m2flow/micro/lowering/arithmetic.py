@@ -14,13 +14,14 @@ TRACED_STEPS = 100
 """Steps that are traced before a run, for its arithmetic; the plan itself needs the first."""
 
 
-def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int) -> tuple[Line, ...]:
+def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_ranks: int = 1) -> tuple[Line, ...]:
     """Lines about the step of the flow and about the whole run.
 
     Args:
         graph: as many steps as were traced, with what comes before and after them.
         num_steps: steps of the outermost iterator; 0 for a flow without one.
         token_budget: tokens that a micro-batch is filled up to.
+        num_ranks: of the trainer, which divide a micro-batch among them.
     """
     iterator = "of the flow's outermost iterator" if num_steps else "this flow has no iterator of m2flow"
     lines = {"steps": Line("steps", str(max(num_steps, 1)), iterator)}
@@ -33,7 +34,7 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int) -> tuple
             total[1] += tokens
             lines.setdefault(line.name, line)
         elif call.method == "update":
-            num_optimizer_steps, *more = _update(graph, call, token_budget)
+            num_optimizer_steps, *more = _update(graph, call, token_budget, num_ranks)
             total[2] += num_optimizer_steps
             lines |= {line.name: line for line in more if line.name not in lines}
     num_traced = len({call.step for call in graph.calls if call.step >= 0})
@@ -61,7 +62,7 @@ def _generation(call: Call) -> tuple[int, int, Line]:
     return samples, samples * sampling.max_new_tokens, Line(f"samples of {call.site}", f"{samples:,}", formula)
 
 
-def _update(graph: MacroGraph, call: Call, token_budget: int) -> tuple[int, Line, Line]:
+def _update(graph: MacroGraph, call: Call, token_budget: int, num_ranks: int) -> tuple[int, Line, Line]:
     """Optimiser steps of one update, and the lines that say how they and their micro-batches come about."""
     size, epochs = call.options["minibatch_size"], call.options["epochs"]
     assert isinstance(epochs, int)
@@ -76,13 +77,14 @@ def _update(graph: MacroGraph, call: Call, token_budget: int) -> tuple[int, Line
     smaller = f"; the last has {last}, divided by its own count" if minibatches and last != size else "; none is dropped"
     longest = _longest(graph, source) * n * min(size, prompts)
     num_steps = epochs * minibatches
+    where = "on 1 rank" if num_ranks == 1 else f"each over {num_ranks} ranks"
     return (
         num_steps,
         Line(f"optimiser steps of {call.site}", f"{num_steps:,}", f"{epochs} epochs x ceil({prompts:,} prompts / {size:,}){smaller}"),
         Line(
             f"gradient accumulation of {call.site}",
             f"at most {max(1, math.ceil(longest / token_budget))}",
-            f"ceil({longest:,} tokens of a mini-batch at most / {token_budget:,}) micro-batches a step, on 1 rank",
+            f"ceil({longest:,} tokens of a mini-batch at most / {token_budget:,}) micro-batches a step, {where}",
         ),
     )
 

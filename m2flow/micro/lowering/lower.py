@@ -22,6 +22,7 @@ from m2flow.micro.lowering.deadlock import check_room
 from m2flow.micro.lowering.legality import legal_stages
 from m2flow.micro.lowering.packing import pack
 from m2flow.micro.lowering.placement import check_place, check_places, device_of, place_stages, place_workers, places
+from m2flow.micro.lowering.ranks import check_ranks
 from m2flow.micro.lowering.room import as_pinned, give_rooms, limit
 from m2flow.micro.lowering.routing import route
 from m2flow.micro.lowering.seating import seat_sizes, seat_workers
@@ -67,6 +68,7 @@ def lower(
         sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
     else:
         workers = place_workers(graph, models, spec, deterministic=deterministic)
+    check_ranks(workers)
     routes, stages = _stages(first, workers, spec, sizes)
     # Staleness is what the whole trace says.
     routes = limit(first, stages, routes, workers, spec, staleness=graph.staleness)
@@ -91,7 +93,12 @@ def lower(
         routes=routes,
         syncs=plan_syncs(workers, spec.weights, is_one_host=spec.launcher == "local"),
         switches=plan_switches(workers),
-        arithmetic=arithmetic(graph, num_steps=num_steps, token_budget=spec.train.token_budget),
+        arithmetic=arithmetic(
+            graph,
+            num_steps=num_steps,
+            token_budget=spec.train.token_budget,
+            num_ranks=max((worker.ranks for worker in workers), default=1),
+        ),
         notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers),
         choice=choice,
         policies=spec.rollout.policy,

@@ -34,18 +34,20 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
     device = device_of(spec)
     is_shared = spec.placement == "time-shared"
-    num_device_workers = spec.rollout.workers if is_shared or not train else spec.rollout.workers + 1
+    ranks = spec.train.ranks if train else 1
+    # Time-shared, rank 0 is in a process with a rollout engine; the others have none beside them.
+    num_device_workers = spec.rollout.workers + (ranks - 1 if is_shared or not train else ranks)
     share = max(1, spec.num_cores // max(num_device_workers, 1))
     threads = (1, 1) if deterministic else (spec.rollout.threads or share, spec.train.threads or share)
 
     workers = []
     if is_shared and (rollout or train):
         lease = "device-0" if rollout and train else ""
-        workers.append(WorkerPlan("device-0", device, max(threads), rollout + train, lease))
+        workers.append(WorkerPlan("device-0", device, max(threads), rollout + train, lease, ranks))
         workers += [WorkerPlan(f"rollout-{i}", device, threads[0], rollout) for i in range(1, spec.rollout.workers) if rollout]
     else:
         workers += [WorkerPlan(f"rollout-{i}", device, threads[0], rollout) for i in range(spec.rollout.workers) if rollout]
-        workers += [WorkerPlan("train-0", device, threads[1], train)] if train else []
+        workers += [WorkerPlan("train-0", device, threads[1], train, ranks=ranks)] if train else []
     functions = (EngineSlot("*", "function", "python"),)
     workers += [WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers)]
     return tuple(workers)

@@ -46,12 +46,19 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
             continue  # Its slots go to the worker of the rollout engines there.
         name = "device" if is_one_process else kind
         both = engines + slots[other] if is_one_process else engines
+        ranks = _ranks(place, spec) if any(slot.kind == "train" for slot in both) else 1
+        own = max(1, threads[place] // ranks)
         workers.append(
-            WorkerPlan(f"{name}-{count[name]}", _device_name(place, spec, device), threads[place], tuple(dict.fromkeys(both)), lease)
+            WorkerPlan(f"{name}-{count[name]}", _device_name(place, spec, device), own, tuple(dict.fromkeys(both)), lease, ranks)
         )
         count[name] += 1
     functions = (EngineSlot("*", "function", "python"),)
     return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
+
+
+def _ranks(place: _Place, spec: ClusterSpec) -> int:
+    """Of a trainer: in a pool each device is one; on this machine the spec says it."""
+    return place[2] - place[1] if spec.pools else spec.train.ranks
 
 
 def seat_sizes(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:

@@ -82,3 +82,21 @@ def worker_of(tag: str) -> str:
     'rollout-0'
     """
     return tag.partition("~")[0]
+
+
+def rank_tag(tag: str, rank: int) -> str:
+    """The name of one of the processes that a worker has at the same time; that of rank 0 is the worker's own.
+
+    >>> rank_tag("train-0~2", 1)
+    'train-0~2#1'
+    """
+    return f"{tag}#{rank}" if rank else tag
+
+
+def split_rank(name: str) -> tuple[str, int]:
+    """
+    >>> split_rank("train-0~2#1"), split_rank("train-0")
+    (('train-0~2', 1), ('train-0', 0))
+    """
+    tag, _, rank = name.partition("#")
+    return tag, int(rank or 0)

@@ -27,6 +27,7 @@ from m2flow.channels.zeromq_parcels import SHARED_MEMORY, ZmqInbox, ZmqOutbox
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
 from m2flow.micro.control.claims import remove
+from m2flow.micro.work.gang import Gang
 from m2flow.micro.work.worker import Worker, WorkerSettings
 
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
@@ -36,7 +37,7 @@ _ASKS_AFTER_S = 0.5
 """While a peer takes nothing for so long, the worker listens whether it is dead."""
 
 
-def _watch_parent(settings: WorkerSettings) -> None:
+def watch_parent(settings: WorkerSettings) -> None:
     """End this process when the one that started it is gone, whatever the main thread is doing."""
 
     def watch() -> None:
@@ -64,7 +65,8 @@ def serve(settings: WorkerSettings, token: str) -> None:
     pairs = PairSender(device=settings.device) if ways & PAIRS.keys() else None
     outbox = ZmqOutbox(settings.tag, timeout_s=_ASKS_AFTER_S, keys=keys, arena=arena, pairs=pairs)
     link.open(settings.controller, settings.tag, token)
-    worker = Worker(settings, link, inbox, outbox)
+    gang = Gang(settings.gang, token)
+    worker = Worker(settings, link, inbox, outbox, gang.make_train)
 
     def pulse() -> bytes:
         return m.encode(m.Pulse(worker.num_turns, time.process_time(), worker.is_in_users_code))
@@ -72,6 +74,7 @@ def serve(settings: WorkerSettings, token: str) -> None:
     beacon = Beacon(settings.controller, settings.tag, token, period_s=settings.heartbeat_s, payload=pulse, keys=keys)
     beacon.open()
     try:
+        gang.open()
         worker.open()
         while not worker.is_stopping:
             if not worker.has_work:
@@ -84,6 +87,7 @@ def serve(settings: WorkerSettings, token: str) -> None:
         worker.fail(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()))
     finally:
         worker.close()
+        gang.close()
         _drain(link, inbox)
         beacon.close()
         outbox.close(drain_s=1.0)
@@ -106,7 +110,7 @@ def main() -> None:
     """The entry point: settings on standard input, the run's secret in the environment."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
-    _watch_parent(settings)
+    watch_parent(settings)
     serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
 
 

@@ -24,7 +24,7 @@ from m2flow.engines.contract import (
     Tensor,
     TrainEngine,
 )
-from m2flow.engines.registry import make_function, make_rollout, make_train
+from m2flow.engines.registry import make_function, make_rollout
 from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import GENERATED
@@ -35,6 +35,7 @@ from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.scheduling.staleness import check_admission, check_given
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.arguments import Arguments
+from m2flow.micro.work.gang import MakeTrain, make_own_train
 from m2flow.micro.work.instances import Instances
 from m2flow.micro.work.leaving import Leave, Leaving
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
@@ -83,10 +84,12 @@ class Workbench:
         restore: Mapping[str, str] | None = None,
         worker: str = "",
         weights: WeightSettings = WeightSettings(),  # noqa: B008
+        make_train: MakeTrain = make_own_train,
     ) -> None:
         self._slots = tuple(slots)
         self._models = models
         self._settings = settings
+        self._make_train = make_train
         self._run_seed = run_seed
         self._recorder = recorder
         self._gather_ns = gather_s * 1e9
@@ -117,7 +120,7 @@ class Workbench:
                 self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], self._settings["rollout"])
                 self._rollout[slot.role].start()
             else:
-                self._train[slot.role] = make_train(slot.engine, self._models[slot.role], self._settings["train"])
+                self._train[slot.role] = self._make_train(slot, self._models[slot.role], self._settings["train"])
                 self._train[slot.role].start()
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
@@ -364,11 +367,7 @@ class Workbench:
 
     def copy_weights(self, call: Call) -> None:
         """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own."""
-        source = self._engine(self._train, str(call.options["source"])).weights()
-        target = dict(self._engine(self._train, call.role).weights())
-        for name, tensor in source:
-            if name in target:
-                target[name][...] = tensor
+        self._engine(self._train, call.role).copy_from(self._engine(self._train, str(call.options["source"])))
 
     def publish(self, role: str, version: int) -> Manifest:
         """Hand out a role's trained weights."""

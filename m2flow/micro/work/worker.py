@@ -14,11 +14,10 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
-from m2flow.channels.contract import Inbox, Outbox, Parcel
+from m2flow.channels.contract import ControlLink, Inbox, Outbox, Parcel
 from m2flow.channels.keys import Keys
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError, M2FlowError, unexpected
@@ -31,6 +30,7 @@ from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.channel_counts import ChannelCounts
+from m2flow.micro.work.gang import GangSettings, MakeTrain, make_own_train
 from m2flow.micro.work.notebook import Notebook
 from m2flow.micro.work.peers import Peers
 from m2flow.micro.work.store import RowStore, stopped_at
@@ -91,6 +91,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     weights: WeightSettings = WeightSettings()
     incarnation: int = 0
     """How many processes this worker was before."""
+    gang: GangSettings = GangSettings()
+    """Of a trainer with several ranks: which of them this process is."""
     claim: str = ""
     """The file that says what the run has on this host (`m2flow.micro.control.claims`)."""
 
@@ -103,23 +105,23 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
         return {
             "rollout": EngineSettings(**common, options=self.rollout_options),  # type: ignore[arg-type]
-            "train": EngineSettings(**common, options=self.train_options),  # type: ignore[arg-type]
+            "train": EngineSettings(
+                **common,  # type: ignore[arg-type]
+                options=self.train_options,
+                rank=self.gang.rank,
+                num_ranks=self.gang.num_ranks,
+                rendezvous=self.gang.rendezvous,
+            ),
             "function": EngineSettings(options={"concurrency": self.function_concurrency, "patience_s": self.function_patience_s}),
         }
-
-
-class ControlLink(Protocol):
-    """The worker's end of the link to its controller."""
-
-    def receive(self, timeout_s: float) -> list[bytes]: ...
-
-    def send(self, message: bytes) -> None: ...
 
 
 class Worker:
     """What a worker does, on whatever links and channels it is given. `open`, then `turn` until `is_stopping`, then `close`."""
 
-    def __init__(self, settings: WorkerSettings, link: ControlLink, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self, settings: WorkerSettings, link: ControlLink, inbox: Inbox, outbox: Outbox, make_train: MakeTrain = make_own_train
+    ) -> None:
         self.settings = settings
         self.is_stopping = False
         self._recorder = Recorder(settings.name)
@@ -134,6 +136,7 @@ class Worker:
             restore=settings.restore,
             worker=settings.name,
             weights=settings.weights,
+            make_train=make_train,
         )
         self._link = link
         self._inbox = inbox

@@ -1,0 +1,334 @@
+"""Rank 0 of a trainer of several ranks: what is asked of its engines is asked of all ranks, in the same order, with the same rows.
+
+    worker's tasks --> GangTrain, rank 0 --words, rows--> ranks 1, 2, ... (`m2flow.micro.work.rank`)
+                                         <--answers-----
+
+The other ranks know no tasks: rank 0 does a task when its rows are here, and passes on what that asks of the engine, so order, credits and
+endings are those of a worker of one process. A call ends when every rank has ended it. Ranks that end it differently (one has raised, or
+is in a collective that another does not come to) are not at the same place any more: the call fails with the rank's number, and so
+does all that comes after it. A rank that is gone takes rank 0 with it: the launcher ends a gang as a whole.
+
+Words are msgpack, rows are frames of `m2flow.channels.codec`, a loss is cloudpickle: they go over a Unix socket in the run's private
+directory, which the run's secret opens. Limit: all ranks on one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Literal, NoReturn, TypeVar, final
+
+import cloudpickle
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.channels.codec import encode_batch
+from m2flow.engines.contract import EngineSettings, Objective, Sums, Tensor, TrainEngine
+from m2flow.engines.registry import make_train
+from m2flow.errors import EngineError, ErrorRecord, M2FlowError, error_from_record
+from m2flow.micro.plan import EngineSlot
+from m2flow.recipe import AdamW, Loss, Model
+from m2flow.samples import Batch
+
+GRACE_S = 5.0
+"""When a rank has failed at a call, the others have so long to come to its end."""
+_MOURNS_S = 30.0
+"""Rank 0 waits so long to be ended after another rank is gone, then it ends itself."""
+
+_T = TypeVar("_T")
+
+MakeTrain = Callable[[EngineSlot, Model, EngineSettings], TrainEngine]
+Plain = Literal["start", "stop", "onload", "offload", "discard", "weights"]
+Computed = Literal["logprobs", "values", "scores"]
+
+
+def make_own_train(slot: EngineSlot, model: Model, settings: EngineSettings) -> TrainEngine:
+    """The train engine of one process."""
+    return make_train(slot.engine, model, settings)
+
+
+class GangSettings(msgspec.Struct, frozen=True):
+    """Which rank of its worker a process is, and where it meets the others."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    meeting: str = ""
+    """The Unix socket at which rank 0 listens to the others."""
+    rendezvous: str = ""
+    """Where their engines meet (`m2flow.engines.contract.EngineSettings.rendezvous`)."""
+
+
+class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What rank 0 says to the others, and they to it."""
+
+
+class Do(Word, frozen=True):
+    """Call this method of a role's engine, which takes nothing."""
+
+    role: str
+    method: Plain
+
+
+class Accumulate(Word, frozen=True):
+    """Add up the gradient of a micro-batch, which follows."""
+
+    role: str
+    loss: bytes
+    """cloudpickle of a `Loss`; empty: the last one."""
+
+
+class Apply(Word, frozen=True):
+    """One optimiser step."""
+
+    role: str
+    optimizer: AdamW
+    denominator: float
+
+
+class Compute(Word, frozen=True):
+    """Numbers of the samples that follow."""
+
+    role: str
+    method: Computed
+
+
+class CopyFrom(Word, frozen=True):
+    """Take the weights that another role's engine has."""
+
+    role: str
+    source: str
+
+
+class File(Word, frozen=True):
+    """Write a checkpoint, or read one."""
+
+    role: str
+    method: Literal["save", "load"]
+    path: str
+
+
+class Heard(Word, frozen=True):
+    """Rank 0 knows that a rank has failed."""
+
+
+class End(Word, frozen=True):
+    """Finish."""
+
+
+class Here(Word, frozen=True):
+    """A rank has come."""
+
+    rank: int
+
+
+class Answer(Word, frozen=True):
+    """A rank has done what it was told to, or could not."""
+
+    error: ErrorRecord | None = None
+
+
+Said = Do | Accumulate | Apply | Compute | CopyFrom | File | Heard | End
+_encode = msgspec.msgpack.Encoder().encode
+_said: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_here: msgspec.msgpack.Decoder[Here] = msgspec.msgpack.Decoder(Here)
+
+
+def say(link: Connection, word: Word) -> None:
+    link.send_bytes(_encode(word))
+
+
+def heard(link: Connection) -> Said:
+    return _said.decode(link.recv_bytes())
+
+
+@final
+class Gang:
+    """The other ranks, as rank 0 has them. `open` waits until all are there; its launcher ends it if one can't come."""
+
+    def __init__(self, settings: GangSettings, secret: str) -> None:
+        self._settings = settings
+        self._secret = secret
+        self._links: dict[int, Connection] = {}
+        self._broken = ""
+
+    def open(self) -> None:
+        if self._settings.num_ranks == 1:
+            return
+        with Listener(self._settings.meeting, "AF_UNIX", self._settings.num_ranks, authkey=self._secret.encode()) as listener:
+            while len(self._links) < self._settings.num_ranks - 1:
+                link = listener.accept()
+                self._links[_here.decode(link.recv_bytes()).rank] = link
+
+    def close(self) -> None:
+        """Let the others go. May be called twice."""
+        for link in self._links.values():
+            with contextlib.suppress(OSError):  # It is gone already.
+                say(link, End())
+            link.close()
+        self._links = {}
+
+    def make_train(self, slot: EngineSlot, model: Model, settings: EngineSettings) -> TrainEngine:
+        """A train engine on every rank; of one rank, the engine itself."""
+        own = make_own_train(slot, model, settings)
+        return GangTrain(slot.role, own, self) if self._links else own
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the ranks are not at the same place any more."""
+        return bool(self._broken)
+
+    def together(self, word: Said, work: Callable[[], _T], rows: Batch | None = None) -> _T:
+        """Do some work here, and what is the same on all others.
+
+        Raises:
+            EngineError: it failed on another rank, but not here; or the ranks are not at the same place any more.
+        """
+        self.tell(word, rows)
+        try:
+            result = work()
+        except Exception as error:
+            self.failed(error)
+        self.succeeded()
+        return result
+
+    def tell(self, word: Said, rows: Batch | None = None) -> None:
+        if self._broken:
+            raise EngineError(f"the ranks of this trainer are not at the same place any more: {self._broken}")
+        body = encode_batch(rows) if rows is not None else None
+        for rank, link in self._links.items():
+            try:
+                say(link, word)
+                if body is not None:
+                    link.send_bytes(body)
+            except OSError:
+                _mourn(rank)
+
+    def succeeded(self) -> None:
+        """It went well here: hear how it went elsewhere."""
+        failures = self._answers(None)
+        if not failures:
+            return
+        rank, record = min(failures.items())
+        self._broken = f"rank {rank}: {record.what}"
+        error = error_from_record(record)
+        raise type(error)(f"rank {rank} of this trainer: {error.what}", where=error.where, now=error.now, remote=error.remote)
+
+    def failed(self, error: Exception) -> NoReturn:
+        """It failed here. Where it failed everywhere, the ranks are together still."""
+        failures = self._answers(GRACE_S)
+        if len(failures) < len(self._links):
+            self._broken = f"rank 0: {error.what if isinstance(error, M2FlowError) else repr(error)}"
+        raise error
+
+    def _answers(self, limit_s: float | None) -> dict[int, ErrorRecord]:
+        """Which ranks failed, when all have answered, or some seconds after the first has failed."""
+        waited = dict(self._links)
+        failures: dict[int, ErrorRecord] = {}
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while waited:
+            ready = wait(list(waited.values()), None if deadline is None else deadline - time.monotonic())
+            if not ready:
+                break
+            for rank, link in list(waited.items()):
+                if link not in ready:
+                    continue
+                try:
+                    answer = _answer.decode(link.recv_bytes())
+                except (EOFError, OSError):
+                    _mourn(rank)
+                del waited[rank]
+                if answer.error is not None:
+                    failures[rank] = answer.error
+                    say(link, Heard())
+                    deadline = deadline if deadline is not None else time.monotonic() + GRACE_S
+        return failures
+
+
+def _mourn(rank: int) -> NoReturn:
+    """Another rank is gone. The launcher, who knows how it ended, ends this one too."""
+    print(f"rank {rank} of this trainer is gone", file=sys.stderr, flush=True)
+    time.sleep(_MOURNS_S)
+    os._exit(1)
+
+
+@final
+class GangTrain(TrainEngine):
+    """An engine whose calls all ranks make. What it gives is what it gives on rank 0."""
+
+    def __init__(self, role: str, own: TrainEngine, gang: Gang) -> None:
+        self.name, self.capabilities = own.name, own.capabilities
+        self._role = role
+        self._own = own
+        self._gang = gang
+        self._last_loss: Loss | None = None
+
+    def start(self) -> None:
+        self._gang.together(Do(self._role, "start"), self._own.start)
+
+    def stop(self) -> None:
+        if self._gang.is_broken:
+            self._own.stop()
+        else:
+            self._gang.together(Do(self._role, "stop"), self._own.stop)
+
+    def onload(self) -> None:
+        self._gang.together(Do(self._role, "onload"), self._own.onload)
+
+    def offload(self) -> None:
+        self._gang.together(Do(self._role, "offload"), self._own.offload)
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        is_new = objective.loss is not self._last_loss
+        body = cloudpickle.dumps(objective.loss) if is_new else b""
+        self._last_loss = objective.loss
+        return self._gang.together(Accumulate(self._role, body), lambda: self._own.accumulate(batch, objective), batch)
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        return self._gang.together(Apply(self._role, optimizer, denominator), lambda: self._own.apply(optimizer, denominator))
+
+    def discard(self) -> None:
+        self._gang.together(Do(self._role, "discard"), self._own.discard)
+
+    def logprobs(self, batch: Batch) -> Batch:
+        return self._gang.together(Compute(self._role, "logprobs"), lambda: self._own.logprobs(batch), batch)
+
+    def values(self, batch: Batch) -> Batch:
+        return self._gang.together(Compute(self._role, "values"), lambda: self._own.values(batch), batch)
+
+    def scores(self, batch: Batch) -> Batch:
+        return self._gang.together(Compute(self._role, "scores"), lambda: self._own.scores(batch), batch)
+
+    def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
+        return self._own.num_training_tokens(batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """One after the other, gathered on all ranks. Whoever stops in the middle leaves the rest to be gathered."""
+        self._gang.tell(Do(self._role, "weights"))
+        own = iter(self._own.weights())
+        try:
+            while (found := next(own, None)) is not None:
+                yield found
+        except GeneratorExit:
+            for _ in own:
+                pass
+            self._gang.succeeded()
+            raise
+        except Exception as error:
+            self._gang.failed(error)
+        self._gang.succeeded()
+
+    def copy_from(self, source: TrainEngine) -> None:
+        assert isinstance(source, GangTrain)
+        self._gang.together(CopyFrom(self._role, source._role), lambda: self._own.copy_from(source._own))
+
+    def save(self, path: str) -> None:
+        self._gang.together(File(self._role, "save", path), lambda: self._own.save(path))
+
+    def load(self, path: str) -> None:
+        self._gang.together(File(self._role, "load", path), lambda: self._own.load(path))

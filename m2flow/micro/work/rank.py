@@ -1,0 +1,153 @@
+"""A rank of a trainer, after the first: a process that calls its engines as rank 0 says (`m2flow.micro.work.gang`).
+
+    python -m m2flow.micro.work.rank    settings on standard input, the run's secret in the environment
+
+It has no tasks and sends no results; its heartbeat, and an error that rank 0 can't hear of (being in a collective that this rank does not
+come to), go to the controller. It ends when rank 0 says so, when rank 0 is gone, and when the process that started it is.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Client, Connection
+
+import msgspec
+
+from m2flow.channels.beacon import Beacon
+from m2flow.channels.codec import decode_batch
+from m2flow.channels.zeromq import LinkDialer
+from m2flow.engines.contract import Objective, TrainEngine
+from m2flow.engines.registry import make_train
+from m2flow.errors import InternalError, M2FlowError, unexpected
+from m2flow.micro import messages as m
+from m2flow.micro.scheduling.roster import rank_tag
+from m2flow.micro.work.gang import (
+    GRACE_S,
+    Accumulate,
+    Answer,
+    Apply,
+    Compute,
+    CopyFrom,
+    Do,
+    End,
+    File,
+    Heard,
+    Here,
+    Said,
+    heard,
+    say,
+)
+from m2flow.micro.work.process import TOKEN_VARIABLE, watch_parent
+from m2flow.micro.work.worker import WorkerSettings
+from m2flow.recipe import Loss
+from m2flow.samples import Batch
+
+_POLL_S = 0.02
+
+
+class Rank:
+    """The engines of one rank."""
+
+    def __init__(self, settings: WorkerSettings, link: Connection) -> None:
+        train = settings.engine_settings()["train"]
+        slots = [slot for slot in settings.engines if slot.kind == "train"]
+        self._link = link
+        self._engines: Mapping[str, TrainEngine] = {s.role: make_train(s.engine, settings.models[s.role], train) for s in slots}
+        self._losses: dict[str, Loss] = {}
+
+    def serve(self, when_unheard: Callable[[M2FlowError], None]) -> None:
+        """Do what is said until the end.
+
+        Args:
+            when_unheard: is told an error that rank 0 does not listen to.
+        Raises:
+            EOFError: rank 0 is gone.
+        """
+        while not isinstance(word := heard(self._link), End):
+            rows = decode_batch(self._link.recv_bytes()) if isinstance(word, Accumulate | Compute) else None
+            try:
+                self._do(word, rows)
+            except Exception as error:
+                known = error if isinstance(error, M2FlowError) else unexpected(type(word).__name__, error)
+                say(self._link, Answer(known.to_record()))
+                if not self._link.poll(GRACE_S):
+                    when_unheard(known)
+                if not isinstance(heard(self._link), Heard):
+                    raise InternalError("rank 0 goes on after an error that it has not heard") from error
+            else:
+                say(self._link, Answer())
+
+    def _do(self, word: Said, rows: Batch | None) -> None:
+        assert not isinstance(word, Heard | End)
+        engine = self._engines[word.role]
+        match word:
+            case Do(method="weights"):
+                for _ in engine.weights():
+                    pass
+            case Do(method=method):
+                getattr(engine, method)()
+            case Accumulate(role=role, loss=loss):
+                assert rows is not None
+                if loss:
+                    self._losses[role] = pickle.loads(loss)
+                engine.accumulate(rows, Objective(self._losses[role]))
+            case Apply(optimizer=optimizer, denominator=denominator):
+                engine.apply(optimizer, denominator)
+            case Compute(method=computed):
+                assert rows is not None
+                getattr(engine, computed)(rows)
+            case CopyFrom(source=source):
+                engine.copy_from(self._engines[source])
+            case File(method=way, path=path):
+                getattr(engine, way)(path)
+
+
+def _meet(settings: WorkerSettings, secret: str) -> Connection:
+    """A link to rank 0, which may not listen yet."""
+    while True:
+        try:
+            link = Client(settings.gang.meeting, "AF_UNIX", authkey=secret.encode())
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(_POLL_S)
+        else:
+            say(link, Here(settings.gang.rank))
+            return link
+
+
+def main() -> None:
+    """The entry point."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch_parent(settings)
+    secret, tag = os.environ.pop(TOKEN_VARIABLE, ""), rank_tag(settings.tag, settings.gang.rank)
+
+    def report(error: M2FlowError) -> None:
+        where = f" (worker {settings.name}, rank {settings.gang.rank}, pid {os.getpid()})"
+        named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
+        dialer = LinkDialer(keys=settings.keys)
+        dialer.open(settings.controller, tag, secret)
+        dialer.send(m.encode(m.Fatal(named.to_record())))
+        dialer.close(drain_s=1.0)
+
+    def pulse() -> bytes:
+        return m.encode(m.Pulse(0, time.process_time(), True))
+
+    beacon = Beacon(settings.controller, tag, secret, period_s=settings.heartbeat_s, payload=pulse, keys=settings.keys)
+    beacon.open()
+    link = _meet(settings, secret)
+    try:
+        Rank(settings, link).serve(report)
+    except EOFError:
+        sys.exit("rank 0 is gone")
+    finally:
+        link.close()
+        beacon.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""FSDP2 over two ranks in real runs: rewards, losses and samples are the embedded trainer's; a killed rank changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_recovery import disturbed, undisturbed
+
+from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
+from m2flow.micro.run import Run, Summary
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+
+pytestmark = pytest.mark.slow
+
+DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
+
+
+def digits_seen(sample: Sample) -> float:
+    return len(set(str(sample.text))) / 8
+
+
+@flow
+def sorts(num_steps: int = 3) -> None:
+    """Two epochs, so that the loss is no zero; a reference that has other weights than the model began with."""
+    policy, verifier = Policy(DIGITS, init="random"), Reward(digits_seen)
+    prompts = Dataset([{"prompt": f"{i * 7919 % 10000}="} for i in range(12)], shuffle=False)
+    first = policy.generate(prompts.take(4), n=2, max_new_tokens=8)
+    policy.update(first, verifier.score(first), optimizer=AdamW(1e-2))
+    reference = Reference(policy)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=8)
+        rewards = verifier.score(responses)
+        metrics = policy.update(
+            responses, rewards, reference=reference.logprobs(responses), loss=ppo_clip(kl_coef=0.1), optimizer=AdamW(1e-3), epochs=2
+        )
+        log(reward=rewards.mean(), total=metrics["loss"])
+
+
+def run(runs_dir: Path, engine: str, ranks: int, placement: str) -> tuple[Summary, list[dict[str, float]]]:
+    spec = ClusterSpec(
+        placement=placement,  # type: ignore[arg-type]
+        device="cpu",
+        cores=2,
+        rollout=RolloutSpec(threads=1),
+        train=TrainSpec(engine=engine, ranks=ranks, threads=1, token_budget=60),
+    )
+    summary = Run(sorts, {}, spec, RunSettings(runs_dir=str(runs_dir), deterministic=True)).execute()
+    lines = [json.loads(line)["values"] for line in (Path(summary.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return summary, [line for line in lines if "loss" in line or "reward" in line]
+
+
+@pytest.mark.parametrize("placement", ["split", "time-shared"])
+def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: Path, placement: str) -> None:
+    (alone, expected), (spread, found) = (run(tmp_path, engine, ranks, placement) for engine, ranks in (("embedded", 1), ("fsdp", 2)))
+    assert spread.samples_sha256 == alone.samples_sha256
+    assert len(found) == len(expected) > 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-5, atol=1e-5, err_msg=str((one, other)))
+    assert any(abs(line["kl"]) > 1e-6 for line in found if "kl" in line)
+
+
+def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    arguments = (str(DIGITS), "ranks=2", "rollouts=1", "retry_wait_s=0.0", "num_steps=3")
+    said = disturbed(tmp_path, arguments, "train-0#1", 12_000, lambda process: process.kill())
+    assert said.get("error") is None
+    assert said["incidents"][0][1:3] == ["lost", "train-0"]
+    alone = undisturbed(*arguments)
+    assert {key: said[key] for key in ("samples", "weights")} == {key: alone[key] for key in ("samples", "weights")}

@@ -1,0 +1,85 @@
+"""Ranks of a trainer in the spec and in the plan; and what its processes see of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from m2flow import load_flow
+from m2flow.engines.contract import ParallelLayouts
+from m2flow.errors import EngineError, PlanError
+from m2flow.macro.tracing import trace
+from m2flow.micro.control.processes import gpus_of_ranks
+from m2flow.micro.lowering.lower import lower
+from m2flow.micro.lowering.ranks import check_ranks, most_ranks
+from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec, load_cluster
+
+ROOT = Path(__file__).parents[1]
+
+
+def plan_of(spec: ClusterSpec) -> Plan:
+    graph, models, num_steps = trace(load_flow(f"{ROOT}/flows/grpo.py"), {}, steps=1)
+    return lower(graph, models, spec, num_steps=num_steps)
+
+
+def spec_of(placement: str, engine: str = "fsdp", ranks: int = 2, rollouts: int = 1) -> ClusterSpec:
+    return ClusterSpec(
+        placement=placement,  # type: ignore[arg-type]
+        device="cpu",
+        cores=8,
+        rollout=RolloutSpec(workers=rollouts),
+        train=TrainSpec(engine=engine, ranks=ranks),
+    )
+
+
+def test_the_ranks_of_a_trainer_are_one_worker_of_the_plan_and_share_the_cores_with_the_others() -> None:
+    plan = plan_of(spec_of("split", ranks=3))
+    train = plan.worker("train-0")
+    assert (train.ranks, train.threads, plan.worker("rollout-0").threads) == (3, 2, 2)
+    assert [worker.name for worker in plan.workers] == ["rollout-0", "train-0", "functions-0"]
+    assert "train-0      3 ranks: cpu, 2 threads each" in str(plan)
+    assert "micro-batches a step, each over 3 ranks" in str(plan)
+
+
+def test_time_shared_the_first_rank_takes_turns_with_rollout() -> None:
+    plan = plan_of(spec_of("time-shared", ranks=2, rollouts=2))
+    device = plan.worker("device-0")
+    assert (device.ranks, device.lease) == (2, "device-0")
+    assert plan.worker("rollout-1").ranks == 1
+    assert device.threads == 8 // 3
+
+
+def test_a_plan_of_several_ranks_survives_its_file() -> None:
+    plan = plan_of(load_cluster(ROOT / "clusters" / "fsdp-2-ranks-cpu.yaml"))
+    assert msgspec.json.decode(plan.to_json(), type=Plan) == plan
+
+
+def test_an_engine_gets_no_more_ranks_than_it_offers() -> None:
+    with pytest.raises(PlanError, match=r"'embedded' has at most 1 rank, and train-0 is to have 2") as caught:
+        plan_of(spec_of("split", "embedded"))
+    assert "fsdp" in caught.value.now
+
+
+def test_only_trainers_have_several_ranks() -> None:
+    slots = (EngineSlot("policy", "rollout", "embedded"),)
+    with pytest.raises(PlanError, match="trains nothing"):
+        check_ranks([WorkerPlan("rollout-0", "cpu", 1, slots, ranks=2)])
+    with pytest.raises(PlanError, match="has 0 ranks"):
+        check_ranks([WorkerPlan("rollout-0", "cpu", 1, slots, ranks=0)])
+
+
+def test_ranks_are_what_all_degrees_come_to() -> None:
+    assert most_ranks(ParallelLayouts()) == 1
+    assert most_ranks(ParallelLayouts(tp=2, dp=4)) == 8
+    assert most_ranks(ParallelLayouts(dp=None)) is None
+
+
+def test_a_rank_sees_its_own_gpu_and_no_other() -> None:
+    assert gpus_of_ranks("train-0", "cuda:1", 2, "") == ("cuda:0", ["1", "2"])
+    assert gpus_of_ranks("train-0", "cuda:0", 2, "4,5,7") == ("cuda:0", ["4", "5"])
+    assert gpus_of_ranks("train-0", "cpu", 2, "4") == ("cpu", ["", ""])
+    with pytest.raises(EngineError, match="has 2 ranks from cuda:1 on, and of GPUs there are 2"):
+        gpus_of_ranks("train-0", "cuda:1", 2, "4,5")
