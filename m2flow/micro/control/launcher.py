@@ -135,7 +135,7 @@ class Launcher(ABC):
             weights=weight_settings(worker.name, self._plan.syncs, self._spec.weights, self._weights_directory),
         )
 
-    def blame(self, worker: str, rank: int) -> None:  # noqa: B027  # Who has one log for all ranks has nothing to do.
+    def blame(self, worker: str, rank: int) -> None:  # Who has one log for all ranks has nothing to do.
         """It is this rank of a worker that hangs: what is said of its process and its log is about that."""
 
     def has_trainer(self, worker: str) -> bool:
