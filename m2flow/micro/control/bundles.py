@@ -114,7 +114,7 @@ def _group(worker: WorkerPlan, spec: ClusterSpec) -> tuple[str, object]:
             num_nodes = (stop - 1) // size - first // size + 1
             raise PlanError(
                 f"{worker.name} has the devices {first} to {stop - 1} of {pool}, which are on {num_nodes} nodes",
-                now=f"A worker is on one node, with all its ranks. Pin it to at most {size} devices: pin: {{NAME: {{num_devices: {size}}}}}",
+                now=f"A worker is on one node, with its ranks. Pin it to at most {size} devices: pin: {{NAME: {{num_devices: {size}}}}}",
             )
         return pool, first // size
     return ("lease", worker.lease) if worker.lease else ("worker", worker.name)
