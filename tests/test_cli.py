@@ -297,9 +297,10 @@ def test_view_and_trace_find_the_newest_run(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text("{}")
         moment = (tmp_path / name / "config.json").stat().st_mtime - age
         os.utime(tmp_path / name / "config.json", (moment, moment))
-    newest = m2flow("view", "--runs-dir", str(tmp_path))
-    assert newest.stdout.strip() == str(tmp_path / "grpo-2" / "timeline.html")
-    assert (tmp_path / "grpo-2" / "timeline.html").is_file()
+    page = tmp_path / "page.html"
+    newest = m2flow("view", "--runs-dir", str(tmp_path), "--html", str(page))
+    assert newest.stdout.strip() == str(page)
+    assert page.read_text().startswith("<!doctype html>")
     named = m2flow("trace", "grpo-1", "--runs-dir", str(tmp_path), "-o", str(tmp_path / "t.json.gz"))
     assert named.exit_code == 0, named.output
     assert (tmp_path / "t.json.gz").is_file()

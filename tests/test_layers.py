@@ -36,6 +36,8 @@ VENDORS = {
     "ray": {"micro/control/ray_cluster.py"},
     "sglang": set(),
     "deepspeed": set(),
+    "starlette": {"micro/viewing/serving.py"},
+    "uvicorn": {"micro/viewing/serving.py"},
 }
 """Vendor -> the one file that imports it, or none yet."""
 

@@ -26,7 +26,7 @@ _COMMANDS = {
     "samples": "Show the samples of a run, choose among them, or write them to a file.",
     "simulate": "Say what would happen, on a virtual clock: a flow's steps, or generation alone.",
     "profile": "Measure what a flow's work takes, for the planner.",
-    "view": "Write the timeline of a run as a page for the browser.",
+    "view": "Show runs in the browser, live; or write one as a file.",
     "export": "Write the trained model of a run for other tools, as a Hugging Face directory.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
     "cluster": "Write and check cluster specs: the machines, and what runs on them.",

@@ -1,8 +1,9 @@
-"""`m2flow view`: the timeline of a run as one page for the browser."""
+"""`m2flow view`: a run, or a folder of runs, as a page in the browser; or a run as one file."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import webbrowser
 from pathlib import Path
@@ -15,34 +16,65 @@ from m2flow.errors import SpecError
 
 @click.command("view")
 @click.argument("run", required=False)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Where the page goes.  [default: in RUN]")
+@click.option("--html", "out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write one file instead: no server.")
 @click.option("--open", "is_opened", is_flag=True, help="Open it in a browser.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to answer on; any but loopback asks for a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8265, show_default=True, help="0: any that is free.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
-def command(run: str | None, out: Path | None, is_opened: bool, runs_dir: Path) -> None:
-    """Write the timeline of a run as a page for the browser, and print its path.
+def command(run: str | None, out: Path | None, is_opened: bool, host: str, port: int, runs_dir: Path) -> None:
+    """Show a run in the browser: its schedule, samples, graph, training and health. Live while it goes on.
 
-    RUN is a run directory or its name; the newest one by default. The run may still be going on. The page needs no server and no
-    network.
+    RUN is a run directory or its name, or a directory with several runs, which can then be compared; by default all of --runs-dir, the
+    newest first. The page is served on this machine's loopback until Ctrl-C. With --html the newest run, or RUN, is written as one
+    file that opens without a server or a network.
 
     \b
-    Example:
+    Examples:
+      m2flow view
       m2flow view runs/grpo-20260102-030405 --open
+      m2flow view runs/grpo-20260102-030405 --html grpo.html
     """
-    from m2flow.observe.timeline import write_timeline
+    if out is not None:
+        _export(find_run(run, runs_dir), out, is_opened=is_opened)
+        return
+    from m2flow.micro.viewing.folder import Folder
+    from m2flow.micro.viewing.serving import LOOPBACK, open_socket, serve
 
-    run_dir = find_run(run, runs_dir)
-    page = out or run_dir / "timeline.html"
+    folder = Folder(_place(run, runs_dir))
+    token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
+    with open_socket(host, port) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        click.echo(f"{address}  (Ctrl-C ends it)")
+        if is_opened:
+            _open(address)
+        serve(folder, listener, token=token)
+
+
+def _place(run: str | None, runs_dir: Path) -> Path:
+    """What is shown: a run, or a directory of runs."""
+    if run is not None and Path(run).is_dir() and not (Path(run) / "config.json").is_file() and any(Path(run).glob("*/config.json")):
+        return Path(run)
+    if run is None:
+        find_run(None, runs_dir)  # There is one, or the message says how to make one.
+        return runs_dir
+    return find_run(run, runs_dir)
+
+
+def _export(run_dir: Path, out: Path, *, is_opened: bool) -> None:
+    from m2flow.micro.viewing.exporting import write_page
+
     try:
-        write_timeline(run_dir, page)
+        write_page(run_dir, out)
     except OSError as error:
-        raise SpecError(f"can't write {page}: {error.strerror}", now="Give another place with --out.") from None
-    click.echo(page)
+        raise SpecError(f"can't write {out}: {error.strerror}", now="Give another place with --html.") from None
+    click.echo(out)
     if is_opened:
-        if _has_display():
-            webbrowser.open(page.resolve().as_uri())
-        else:
-            click.echo("No display here: copy the file to where a browser is.", err=True)
+        _open(out.resolve().as_uri())
 
 
-def _has_display() -> bool:
-    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+def _open(address: str) -> None:
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(address)
+    else:
+        click.echo("No display here: open it where a browser is.", err=True)

@@ -43,7 +43,7 @@ class MetricsWriter:
     def open(self, goes_on_at: int | None = None) -> MetricsWriter:
         """`goes_on_at`: the size that the file had when the run's other records were last certain; what came after will come again."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        path = _metrics_path(self._run_dir)
+        path = metrics_path(self._run_dir)
         if goes_on_at is not None and path.exists() and path.stat().st_size > goes_on_at:
             os.truncate(path, goes_on_at)
             self._rewrite_board()
@@ -120,11 +120,11 @@ def read_metrics(run_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _lines(run_dir: str | Path) -> Iterator[_Line]:
-    path = _metrics_path(run_dir)
+    path = metrics_path(run_dir)
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(msgspec.DecodeError):
             yield msgspec.json.decode(text, type=_Line)
 
 
-def _metrics_path(run_dir: str | Path) -> Path:
+def metrics_path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "metrics.jsonl"

@@ -56,7 +56,7 @@ class TraceStore:
     """Appends the blocks of all workers to the trace of a run. A context manager; one writer a run."""
 
     def __init__(self, run_dir: str | Path) -> None:
-        self.path = _spans_path(run_dir)
+        self.path = spans_path(run_dir)
         self.num_cut_bytes = 0
         """Bytes of a torn tail that `open` cut off."""
         self._file: BinaryIO | None = None
@@ -95,7 +95,7 @@ class TraceStore:
 
 def read_trace(run_dir: str | Path) -> Trace:
     """The spans and counts of a run, also of one that is still running. A run without a trace has an empty one."""
-    path = _spans_path(run_dir)
+    path = spans_path(run_dir)
     if not path.exists():
         return Trace()
     content = path.read_bytes()
@@ -203,16 +203,20 @@ def _evenly(positions: list[int], number: int) -> list[int]:
 
 
 def _payloads(content: bytes) -> Iterator[bytes]:
-    """The whole records from the start, up to the first that is cut or damaged."""
+    return (payload for _, payload in records_in(content))
+
+
+def records_in(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Where each whole record ends, and the block that it holds, from the start up to the first that is cut or damaged."""
     at = 0
     while at + _HEADER.size <= len(content):
         length, checksum = _HEADER.unpack_from(content, at)
         payload = content[at + _HEADER.size : at + _HEADER.size + length]
         if len(payload) < length or zlib.crc32(payload) != checksum:
             return
-        yield payload
         at += _HEADER.size + length
+        yield at, payload
 
 
-def _spans_path(run_dir: str | Path) -> Path:
+def spans_path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "trace" / "spans.msgpack"

@@ -130,6 +130,19 @@ class SampleBook:
         for packed, *values in self._rows(f"SELECT id, {names} FROM book {_condition(where)} ORDER BY {by}{cut}"):
             yield self._entry(packed, values)
 
+    def table(self, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Of every sample the packed identity and some of `COLUMNS`, in the order of identity. No text is read."""
+        return self._rows(f"SELECT id, {', '.join(column for column in columns if column in COLUMNS)} FROM book ORDER BY id")
+
+    def rows_of(self, packed: int) -> Batch:
+        """A sample's row as its worker wrote it.
+
+        Raises:
+            EngineError: a segment file is damaged or missing.
+        """
+        segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
+        return self._row((segment, *place), packed)
+
     def _entry(self, packed: int, values: Sequence[Any]) -> Entry:
         known = dict(zip(COLUMNS, values, strict=True))
         segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]

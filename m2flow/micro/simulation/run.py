@@ -44,6 +44,7 @@ from m2flow.micro.scheduling.relaxed import Relaxed
 from m2flow.micro.scheduling.roster import tag_of, worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.staleness import window
+from m2flow.micro.simulation.causes import Doing, causes_of
 from m2flow.micro.simulation.clock import Clock
 from m2flow.micro.simulation.decoding import Life
 from m2flow.micro.simulation.drawn import Drawn
@@ -422,19 +423,18 @@ class Simulation:
     # Why devices are idle
 
     def _causes(self) -> dict[str, str]:
-        busy, blocked = self._num_busy, self._driver.blocked
-        waits = "credits" if blocked == "memory" else "barrier"
-        if busy["sync"]:
-            return {"rollout": "sync", "train": "sync"}
-        if self._num_generating:
-            return {"rollout": "tail", "train": "rollout" if self._num_generating == self._num_instances else "tail"}
-        if busy["train"]:
-            return {"rollout": "staleness", "train": "barrier"}
-        if busy["function"]:
-            return {"rollout": "reward", "train": "reward"}
-        if any(self._switching.values()):
-            return {"rollout": "switch", "train": "switch"}
-        return {"rollout": waits, "train": waits}
+        busy = self._num_busy
+        return causes_of(
+            Doing(
+                num_generating=self._num_generating,
+                num_instances=self._num_instances,
+                syncs=busy["sync"] > 0,
+                trains=busy["train"] > 0,
+                judges=busy["function"] > 0,
+                switches=any(self._switching.values()),
+                lacks_memory=self._driver.blocked == "memory",
+            )
+        )
 
     def _kind_of(self, task: m.Task) -> str:
         return self._calls[task.call].engine if task.call >= 0 else "train"

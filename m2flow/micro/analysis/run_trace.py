@@ -1,0 +1,218 @@
+"""A run's trace with what the ledger adds: for each span the step it belongs to, and what kind of work it is.
+
+    TraceColumns, KnownCalls, plan.json --RunTrace.refresh--> step, kind, group [S]; steps, versions
+
+A kind is what a viewer gives a colour: a line of the flow, or a kind of machinery (switches, weights on their way, sending). A decode step
+does not say for whom it decodes; it is counted to the call of the sample that was admitted last before it ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.micro.analysis.known_calls import KnownCalls
+from m2flow.micro.plan import Plan
+from m2flow.observe.schedule.columns import TraceColumns
+from m2flow.observe.spans import SpanName
+
+IntArray = npt.NDArray[np.int64]
+
+GROUPS = ("rollout", "train", "function", "other", "sync", "switch", "wait", "life")
+"""What a span is work of, or what it is instead of work."""
+ROLLOUT, TRAIN, FUNCTION, OTHER, SYNC, SWITCH, WAIT, LIFE = range(len(GROUPS))
+_BY_NAME = {
+    SpanName.WEIGHTS_PUBLISH: SYNC,
+    SpanName.WEIGHTS_LOAD: SYNC,
+    SpanName.SWITCH: SWITCH,
+    SpanName.SEND: WAIT,
+    SpanName.WAIT: WAIT,
+    SpanName.SAMPLE: LIFE,
+}
+_BY_ENGINE = {"rollout": ROLLOUT, "train": TRAIN, "function": FUNCTION}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What has one colour."""
+
+    label: str
+    line: str
+    """`flows/grpo.py:23`; empty for machinery."""
+    group: str
+    """`call`, `machinery` or `wait`."""
+    text: str = ""
+    """The source line."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """From the end of the step before it to the end of its last work; times in ns."""
+
+    step: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """When weights were first published, or loaded where nobody publishes."""
+
+    version: int
+    role: str
+    at: int
+
+
+@final
+class RunTrace:
+    """Follows one run; one thread at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.columns = TraceColumns(run_dir)
+        self.calls = KnownCalls(run_dir)
+        self.plan: Plan | None = None
+        self.kinds: list[Kind] = []
+        none = np.zeros(0, np.int64)
+        self.kind: IntArray = none
+        """[S], positions in `kinds`."""
+        self.group: IntArray = none
+        """[S], positions in `GROUPS`."""
+        self.step: IntArray = none
+        """[S]; -1: of no step, or not known."""
+        self.call: IntArray = none
+        """[S]; -1: of no call, or not known."""
+        self.steps: list[Step] = []
+        self.versions: list[Version] = []
+
+    def refresh(self, most_bytes: int = 1 << 62) -> bool:
+        """Take in what is new. Answers whether there was any."""
+        if self.plan is None:
+            self.plan = read_plan_of(self.run_dir)
+        known = len(self.calls.by_ordinal)
+        is_new = self.columns.refresh(most_bytes)
+        self.calls.refresh(self.columns)
+        if is_new or len(self.calls.by_ordinal) != known or len(self.group) != self.columns.num_spans:
+            self._derive()
+            return True
+        return False
+
+    @property
+    def start(self) -> int:
+        """ns; 0 if there is no span yet."""
+        return int(self.columns["start"].min()) if self.columns.num_spans else 0
+
+    @property
+    def end(self) -> int:
+        return int(self.columns["end"].max()) if self.columns.num_spans else 0
+
+    def _derive(self) -> None:
+        columns = self.columns
+        name, engine = columns["name"], columns["engine"]
+        by_name = np.array([_BY_NAME.get(SpanName(text), -1) if text in set(SpanName) else -1 for text in columns.names.texts], np.int64)
+        by_engine = np.array([_BY_ENGINE.get(text, OTHER) for text in columns.engines.texts], np.int64)
+        self.group = np.where(by_name[name] >= 0, by_name[name], by_engine[engine]) if len(name) else name
+        self.call = self._calls()
+        most = max([int(self.call.max(initial=-1)), *self.calls.by_ordinal]) + 1
+        step_of_call = np.full(most + 1, -1, np.int64)
+        for ordinal, call in self.calls.by_ordinal.items():
+            step_of_call[ordinal] = call.step
+        self.step = np.where(columns["step"] >= 0, columns["step"], step_of_call[self.call])
+        self._derive_kinds(most)
+        self.steps = self._find_steps()
+        self.versions = self._find_versions()
+
+    def _calls(self) -> IntArray:
+        """The call of each span; of decode steps, by the lives beside them."""
+        columns = self.columns
+        call = columns["call"].copy()
+        unknown = (call < 0) & (self.group == ROLLOUT)
+        for worker in np.unique(columns["worker"][unknown]).tolist():
+            lives = np.flatnonzero((self.group == LIFE) & (columns["worker"] == worker))
+            if not len(lives):
+                continue
+            lives = lives[np.argsort(columns["start"][lives], kind="stable")]
+            mine = np.flatnonzero(unknown & (columns["worker"] == worker))
+            at = np.searchsorted(columns["start"][lives], columns["end"][mine], side="left") - 1
+            call[mine] = columns["call"][lives[np.maximum(at, 0)]]
+        return call
+
+    def _derive_kinds(self, num_calls: int) -> None:
+        """Calls by their line, in the order of the program; then machinery; then waiting."""
+        columns, found = self.columns, dict[tuple[str, str], int]()
+        self.kinds = []
+
+        def kind_at(kind: Kind) -> int:
+            key = (kind.label, kind.line)
+            if key not in found:
+                found[key] = len(self.kinds)
+                self.kinds.append(kind)
+            return found[key]
+
+        of_call = np.full(num_calls + 1, -1, np.int64)
+        seen = set(np.unique(self.call).tolist())
+        for ordinal, call in sorted(self.calls.by_ordinal.items()):
+            if ordinal in seen:
+                of_call[ordinal] = kind_at(Kind(call.name, call.site, "call", call.text.strip()))
+        self.kind = of_call[self.call]
+        self.kind[np.isin(self.group, (SYNC, SWITCH, WAIT))] = -1
+        rest = np.flatnonzero(self.kind < 0)
+        # What is left says what it is by its name, or by its label and line: a few combinations, however many spans.
+        width = len(columns.labels.texts) + 1
+        high = len(columns.sites.texts) + 1
+        keys = ((columns["name"][rest] * width + columns["label"][rest] + 1) * high + columns["site"][rest] + 1) * len(GROUPS)
+        unique, first, inverse = np.unique(keys + self.group[rest], return_index=True, return_inverse=True)
+        order = np.argsort(self.group[rest[first]] * len(rest) + first)
+        kinds = np.zeros(len(unique), np.int64)
+        for at in order.tolist():
+            span = int(rest[first[at]])
+            group = int(self.group[span])
+            label, site = int(columns["label"][span]), int(columns["site"][span])
+            if group in (SYNC, SWITCH, WAIT):
+                kinds[at] = kind_at(Kind(columns.names.texts[int(columns["name"][span])], "", "wait" if group == WAIT else "machinery"))
+            else:
+                line = columns.sites.texts[site] if site >= 0 else ""
+                text = columns.labels.texts[label] if label >= 0 and line else columns.names.texts[int(columns["name"][span])]
+                kinds[at] = kind_at(Kind(text, line, "call"))
+        self.kind[rest] = kinds[inverse.reshape(-1)]
+
+    def _find_steps(self) -> list[Step]:
+        inside = np.flatnonzero((self.step >= 0) & (self.group != WAIT))
+        if not len(inside):
+            return []
+        numbers, at = np.unique(self.step[inside], return_inverse=True)
+        start = np.full(len(numbers), np.iinfo(np.int64).max)
+        end = np.zeros(len(numbers), np.int64)
+        np.minimum.at(start, at, self.columns["start"][inside])
+        np.maximum.at(end, at, self.columns["end"][inside])
+        ends = np.maximum.accumulate(end)
+        begins = np.concatenate([start[:1], ends[:-1]])
+        return [Step(*row) for row in zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True)]
+
+    def _find_versions(self) -> list[Version]:
+        columns, found = self.columns, dict[tuple[str, int], int]()
+        names = columns.names.texts
+        for name in (SpanName.WEIGHTS_PUBLISH, SpanName.WEIGHTS_LOAD):
+            if name not in names:
+                continue
+            mine = np.flatnonzero((columns["name"] == names.index(name)) & (columns["version"] >= 0))
+            published = {role for role, _ in found} if name == SpanName.WEIGHTS_LOAD else set()
+            for span in mine[np.argsort(columns["end"][mine], kind="stable")].tolist():
+                label = int(columns["label"][span])
+                role = columns.labels.texts[label] if label >= 0 else ""
+                if role not in published:
+                    found.setdefault((role, int(columns["version"][span])), int(columns["end"][span]))
+        return sorted((Version(version, role, at) for (role, version), at in found.items()), key=lambda one: one.at)
+
+
+def read_plan_of(run_dir: Path) -> Plan | None:
+    """The plan of a run; None if it has none that can be read."""
+    try:
+        return msgspec.json.decode((run_dir / "plan.json").read_bytes(), type=Plan)
+    except (OSError, msgspec.DecodeError):
+        return None

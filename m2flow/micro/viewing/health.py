@@ -1,0 +1,192 @@
+"""How the processes of a run are: what they last said, what was lost and started again, how full their channels are, what they printed.
+
+RunTrace, ledger.db, logs/ --health_of--> Health
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sqlite3
+from pathlib import Path
+from typing import final
+
+import msgspec
+import numpy as np
+
+from m2flow.micro.analysis.run_trace import RunTrace
+from m2flow.micro.record.ledger import read_incidents
+
+_CHANNEL = re.compile(r"channel to (?P<target>.+): (?P<what>[a-z ]+)")
+_MOST_LOG_BYTES = 256 * 1024
+
+
+@final
+class WorkerHealth(msgspec.Struct):
+    """A process."""
+
+    name: str
+    device: str
+    threads: int
+    engines: list[str]
+    num_spans: int
+    last_us: int | None
+    """When its last span ended, since the run's first; None: it has said nothing."""
+    num_losses: int
+    has_log: bool
+
+
+@final
+class ChannelHealth(msgspec.Struct):
+    """What a worker has sent to another."""
+
+    source: str
+    target: str
+    parcels: float
+    samples: float
+    num_bytes: float
+    blocked_s: float
+
+
+@final
+class Happened(msgspec.Struct):
+    """Something that happened to a worker, or an attempt's beginning or end. Unix seconds."""
+
+    at_s: float
+    kind: str
+    who: str
+    what: str
+
+
+@final
+class Health(msgspec.Struct):
+    """Of one run."""
+
+    workers: list[WorkerHealth]
+    channels: list[ChannelHealth]
+    happened: list[Happened]
+    failed_calls: list[tuple[int, str, str, str]]
+    """Ordinal, name, line, error."""
+    num_lost_tokens: int
+    logs: list[str]
+
+
+@final
+class State(msgspec.Struct):
+    """Of one run."""
+
+    name: str
+    """`running`, `done`, `stopped`, `simulated`, `unknown`."""
+    reason: str
+    began_s: float
+    ended_s: float | None
+    num_attempts: int
+
+
+def state_of(run_dir: Path) -> State:
+    """Whether a run goes on: by the ledger's attempts, and by the process that holds it."""
+    if not (run_dir / "ledger.db").is_file():
+        name = "simulated" if (run_dir / "report.json").is_file() else "unknown"
+        return State(name, "", (run_dir / "config.json").stat().st_mtime, None, 0)
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+            found = db.execute("SELECT began, ended, reason FROM attempts ORDER BY number").fetchall()
+    except sqlite3.Error as error:
+        return State("unknown", str(error), 0.0, None, 0)
+    if not found:
+        return State("running" if _is_held(run_dir) else "unknown", "", (run_dir / "config.json").stat().st_mtime, None, 0)
+    _, ended, reason = found[-1]
+    if ended is None:
+        held = _is_held(run_dir)
+        return State("running" if held else "stopped", "" if held else "its process is gone", found[0][0], None, len(found))
+    return State("done" if reason == "done" else "stopped", reason or "", found[0][0], ended, len(found))
+
+
+def health_of(run_dir: Path, trace: RunTrace) -> Health:
+    """What is known by now."""
+    incidents = []
+    failed: list[tuple[int, str, str, str]] = []
+    attempts: list[Happened] = []
+    lost = 0
+    with contextlib.suppress(sqlite3.Error):
+        incidents = [Happened(one.at_s, one.kind, one.worker, one.what) for one in read_incidents(run_dir)]
+        with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+            failed = db.execute(
+                "SELECT ordinal, name, site, error FROM calls WHERE error IS NOT NULL ORDER BY ordinal LIMIT 100"
+            ).fetchall()
+            lost = db.execute("SELECT coalesce(sum(num_tokens), 0) FROM lost").fetchone()[0]
+            for number, began, ended, reason in db.execute("SELECT number, began, ended, reason FROM attempts ORDER BY number"):
+                attempts.append(Happened(began, "began", f"attempt {number + 1}", ""))
+                if ended is not None:
+                    attempts.append(Happened(ended, "ended", f"attempt {number + 1}", reason or ""))
+    logs = log_names(run_dir)
+    losses = {name: sum(one.who == name and one.kind == "lost" for one in incidents) for name in {one.who for one in incidents}}
+    return Health(
+        _workers(trace, losses, set(logs)),
+        _channels(trace),
+        sorted([*incidents, *attempts], key=lambda one: one.at_s),
+        failed,
+        lost,
+        logs,
+    )
+
+
+def log_names(run_dir: Path) -> list[str]:
+    return sorted(path.stem for path in (run_dir / "logs").glob("*.log") if path.is_file())
+
+
+def log_text(run_dir: Path, worker: str) -> str:
+    """The end of what a worker printed. Raises KeyError: it has no log."""
+    if worker not in log_names(run_dir):
+        raise KeyError(worker)
+    with (run_dir / "logs" / f"{worker}.log").open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(file.tell() - _MOST_LOG_BYTES, 0))
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _workers(trace: RunTrace, losses: dict[str, int], logs: set[str]) -> list[WorkerHealth]:
+    columns = trace.columns
+    seen = columns.workers.texts
+    planned = {worker.name: worker for worker in trace.plan.workers} if trace.plan else {}
+    found = []
+    for name in {**dict.fromkeys(planned), **dict.fromkeys(seen)}:
+        plan = planned.get(name)
+        mine = columns["worker"] == seen.index(name) if name in seen else np.zeros(0, bool)
+        last = int(columns["end"][mine].max() - trace.start) // 1000 if mine.any() else None
+        engines = [f"{slot.kind} {slot.role}" if slot.role != "*" else "functions" for slot in plan.engines] if plan else []
+        found.append(
+            WorkerHealth(
+                name,
+                plan.device if plan else "",
+                plan.threads if plan else 0,
+                engines,
+                int(mine.sum()),
+                last,
+                losses.get(name, 0),
+                name in logs,
+            )
+        )
+    return found
+
+
+def _channels(trace: RunTrace) -> list[ChannelHealth]:
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for (track, name), counter in trace.columns.counters.items():
+        told = _CHANNEL.fullmatch(name)
+        if told:
+            found.setdefault((track.partition("/")[0], told["target"]), {})[told["what"]] = counter.values[-1]
+    return [
+        ChannelHealth(source, target, of.get("parcels", 0.0), of.get("samples", 0.0), of.get("bytes", 0.0), of.get("seconds blocked", 0.0))
+        for (source, target), of in sorted(found.items())
+    ]
+
+
+def _is_held(run_dir: Path) -> bool:
+    """Whether the process that wrote its number into the run's lock still lives. The lock itself is left alone: a run may want it now."""
+    try:
+        os.kill(int((run_dir / "run.lock").read_text().strip()), 0)
+    except (OSError, ValueError) as error:
+        return isinstance(error, PermissionError)
+    return True

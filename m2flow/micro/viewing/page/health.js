@@ -1,0 +1,72 @@
+// Workers, channels, what happened to them, and what they printed.
+
+import { el, errorState, loadingState, replace } from "m2flow/dom.js";
+import { bytes, compact, count, micros, moment, seconds } from "m2flow/format.js";
+
+const EVERY_MS = 2000;
+const SILENT_US = 15e6;
+
+export class HealthView {
+  constructor(viewer, place) {
+    this.viewer = viewer;
+    this.place = place;
+    this.log = "";
+  }
+
+  async show(summary) {
+    this.summary = summary;
+    replace(this.place, loadingState("Asking after the workers"));
+    await this.fetch();
+  }
+
+  async update(summary) {
+    this.summary = summary;
+    if (performance.now() - this.asked > EVERY_MS) await this.fetch();
+  }
+
+  async fetch() {
+    this.asked = performance.now();
+    const { source, run } = this.viewer;
+    try {
+      this.health = await source.health(run);
+      if (!this.log && this.health.logs.length) this.log = this.health.logs[0];
+      this.text = this.log ? await source.log(run, this.log) : "";
+    } catch (error) {
+      replace(this.place, errorState("The run's health can't be shown", error));
+      return;
+    }
+    this.render();
+  }
+
+  render() {
+    const { health, summary } = this;
+    const old = this.place.querySelector(".page");
+    const scrolled = old?.scrollTop ?? 0;
+    const isLive = summary.state.name === "running";
+    const heads = (names) => el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col", class: name.startsWith("#") ? "num" : "" }, name.replace("#", "")))));
+    const said = (worker) => {
+      if (worker.last_us === null) return el("span", { class: "quiet" }, "nothing yet");
+      const ago = summary.total - worker.last_us;
+      return isLive && ago > SILENT_US ? el("span", { style: { color: "var(--warn)" } }, `${micros(ago)} ago`) : isLive ? `${micros(ago)} ago` : `at ${micros(worker.last_us)}`;
+    };
+    const page = el("div", { class: "page", tabindex: 0, role: "region", "aria-label": "Health" },
+      el("section", {}, el("h2", {}, "Run"), el("table", { class: "grid" }, el("tbody", {}, [
+        ["state", el("span", { class: `badge ${summary.state.name}` }, summary.state.name)], ["why it ended", summary.state.name === "stopped" ? summary.state.reason : ""], ["began", moment(summary.state.began_s)], ["took", summary.state.ended_s ? seconds(summary.state.ended_s - summary.state.began_s) : ""], ["attempts", summary.state.num_attempts > 1 ? count(summary.state.num_attempts) : ""], ["flow", el("code", {}, summary.flow)], ["cluster", `${summary.cluster}${summary.mode ? `, ${summary.mode}` : ""}`], ["options", Object.entries(summary.options).map(([name, value]) => `${name}=${value}`).join("  ")], ["tokens lost", health.num_lost_tokens ? count(health.num_lost_tokens) : ""], ["trace not readable", summary.num_lost_bytes && !isLive ? bytes(summary.num_lost_bytes) : ""],
+      ].filter(([, value]) => value !== "").map(([name, value]) => el("tr", {}, el("th", { scope: "row", style: { width: "150px" } }, name), el("td", {}, value)))))),
+      health.failed_calls.length ? el("section", {}, el("h2", {}, "Calls that failed"), el("table", { class: "grid" }, heads(["#call", "name", "line", "error"]), el("tbody", {}, health.failed_calls.map(([ordinal, name, line, error]) => el("tr", {}, el("td", { class: "num" }, ordinal), el("td", {}, name), el("td", {}, el("code", {}, line)), el("td", {}, error)))))) : null,
+      el("section", {}, el("h2", {}, "Workers"), health.workers.length ? el("table", { class: "grid" }, heads(["worker", "device", "engines", "#threads", "#spans", "last said something", "#lost"]), el("tbody", {}, health.workers.map((worker) => el("tr", {}, el("td", {}, worker.name), el("td", {}, worker.device), el("td", {}, worker.engines.join(", ")), el("td", { class: "num" }, worker.threads || ""), el("td", { class: "num" }, count(worker.num_spans)), el("td", {}, said(worker)), el("td", { class: "num", style: worker.num_losses ? { color: "var(--bad)" } : {} }, worker.num_losses ? `${worker.num_losses} times` : "no"))))) : el("p", { class: "quiet" }, "No worker has begun.")),
+      el("section", {}, el("h2", {}, "Channels"), health.channels.length ? el("table", { class: "grid" }, heads(["from", "to", "#parcels", "#samples", "#sent", "#blocked"]), el("tbody", {}, health.channels.map((one) => el("tr", {}, el("td", {}, one.source), el("td", {}, one.target), el("td", { class: "num" }, compact(one.parcels)), el("td", { class: "num" }, compact(one.samples)), el("td", { class: "num" }, bytes(one.num_bytes)), el("td", { class: "num" }, seconds(one.blocked_s)))))) : el("p", { class: "quiet" }, "Nothing was sent between workers.")),
+      el("section", {}, el("h2", {}, "What happened"), health.happened.length ? el("table", { class: "grid" }, heads(["when", "what", "to", "because"]), el("tbody", {}, health.happened.map((one) => el("tr", {}, el("td", {}, moment(one.at_s)), el("td", {}, one.kind), el("td", {}, one.who), el("td", {}, one.what))))) : el("p", { class: "quiet" }, "Nothing out of the ordinary.")),
+      el("section", {}, el("h2", {}, "Log"), health.logs.length ? [
+        el("div", { class: "actions", role: "group", "aria-label": "Whose log" }, health.logs.map((name) => el("button", { class: "button", type: "button", "aria-pressed": String(name === this.log), onclick: () => { this.log = name; this.fetch(); } }, name))),
+        el("pre", { class: "log", tabindex: 0, "aria-label": `Log of ${this.log}` }, this.text || "It has printed nothing."),
+      ] : el("p", { class: "quiet" }, "There are no logs.")));
+    const kept = this.place.querySelector("pre.log");
+    const atEnd = !kept || kept.scrollTop + kept.clientHeight >= kept.scrollHeight - 4;
+    const was = kept?.scrollTop ?? 0;
+    replace(this.place, page);
+    page.scrollTop = scrolled;
+    const log = page.querySelector("pre.log");
+    if (log) log.scrollTop = atEnd ? log.scrollHeight : was;
+  }
+}

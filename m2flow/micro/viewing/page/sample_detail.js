@@ -1,0 +1,82 @@
+// One sample: prompt, response token by token, rewards, life. What a model wrote goes into text nodes only.
+
+import { el, facts, hideTip, showTip } from "m2flow/dom.js";
+import { count, micros, number } from "m2flow/format.js";
+
+const MODES = { version: "version", logprob: "log-probability", advantage: "advantage" };
+const MOST_SHOWN = 6000;
+
+export function sampleDetail(page, { row, data, onclose, schedule }) {
+  const advantage = row >= 0 ? data.advantage[row] : null;
+  const tokens = el("div", { class: page.has_texts ? "tokens" : "tokens ids", tabindex: 0, role: "region", "aria-label": "Prompt and response, token by token" });
+  const scale = el("div", { class: "scale" });
+  const buttons = Object.entries(MODES).map(([mode, name]) => el("button", { class: "button", type: "button", "data-mode": mode, onclick: () => paint(mode) }, name));
+  const paint = (mode) => {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
+    fill(tokens, page, mode, advantage);
+    scale.replaceChildren(...legend(page, mode, advantage));
+  };
+  paint(new Set(page.versions.filter((one) => one !== null)).size > 1 ? "version" : "logprob");
+  const place = row >= 0 && data.start[row] !== null ? el("button", { class: "button", type: "button", onclick: () => schedule(data.start[row], (data.trained[row] ?? data.end[row]) - data.start[row]) }, "Show it in the schedule") : null;
+  const rewards = Object.entries(page.rewards);
+  return [
+    el("section", {},
+      el("h2", {}, `Sample ${page.call}/${page.prompt}/${page.member}`, el("button", { class: "icon", type: "button", "aria-label": "Close", onclick: onclose }, "×")),
+      facts([["asked for by", `${page.name}, ${page.site}, step ${page.step}`], ["tokens", `${count(page.prompt_tokens)} of the prompt, ${count(page.response_tokens)} generated; ended by ${page.finish}`], ["mean log-probability", number(mean(page.logprobs), 4)], ["advantage", advantage === null ? "" : `${number(advantage, 4)} in its group`], ["waited", row >= 0 && data.wait[row] !== null ? `${micros(data.wait[row])} for training` : ""], ["staleness", row >= 0 && data.staleness[row] !== null ? count(data.staleness[row]) : ""]]),
+      place ? el("div", { class: "actions" }, place) : null),
+    el("section", {}, el("h2", {}, "Tokens"), el("div", { class: "actions", role: "group", "aria-label": "Colour tokens by" }, buttons), scale, tokens,
+      page.num_left_out ? el("p", { class: "quiet" }, `${count(page.num_left_out)} more tokens are not shown.`) : null,
+      page.has_texts ? null : el("p", { class: "quiet" }, "Tokens are shown as numbers until the run has a checkpoint with its tokenizer."),
+      page.has_texts ? null : [el("h3", {}, "Prompt"), el("div", { class: "tokens" }, page.prompt_text), el("h3", {}, "Response"), el("div", { class: "tokens" }, page.response_text)]),
+    el("section", {}, el("h2", {}, "Rewards"), rewards.length ? facts(rewards.map(([by, value]) => [by, number(value, 5)])) : el("p", { class: "quiet" }, "None yet.")),
+    el("section", {}, el("h2", {}, "Life"), el("ol", { class: "life" }, page.life.map((event) => el("li", {}, event)))),
+  ];
+}
+
+function fill(place, page, mode, advantage) {
+  const parts = page.pieces.slice(0, MOST_SHOWN).map((piece, i) => {
+    const made = el("span", { class: page.kinds[i] === 1 ? "generated" : "prompt", "data-i": i }, piece);
+    const background = page.kinds[i] === 1 ? shade(page, mode, i, advantage) : null;
+    if (background) made.style.background = background;
+    return made;
+  });
+  place.replaceChildren(...parts);
+  place.onpointermove = (event) => {
+    const i = event.target.dataset?.i;
+    if (i === undefined) return hideTip();
+    const per = page.advantages.length ? page.advantages[i] : page.kinds[i] === 1 ? advantage : null;
+    return showTip(event, el("b", {}, JSON.stringify(page.pieces[i])), facts([["token", i], ["log-probability", number(page.logprobs[i], 4)], ["probability", page.logprobs[i] === null ? "" : number(Math.exp(page.logprobs[i]), 3)], ["version", page.versions[i]], ["advantage", number(per, 4)]]));
+  };
+  place.onpointerleave = hideTip;
+}
+
+/** Mixed into the background, so that text stays readable in both themes. */
+function shade(page, mode, i, advantage) {
+  const mix = (name, share) => `color-mix(in srgb, var(--${name}) ${Math.round(share * 100)}%, transparent)`;
+  if (mode === "version") {
+    if (page.versions[i] === null || page.versions[i] === undefined) return null;
+    return mix(`c${versionsOf(page).indexOf(page.versions[i]) % 8}`, 0.38);
+  }
+  if (mode === "logprob") {
+    const value = page.logprobs[i];
+    return value === null || value === undefined ? null : mix("c3", Math.min(Math.max(-value / 5, 0), 1) * 0.7);
+  }
+  const value = page.advantages.length ? page.advantages[i] : advantage;
+  return value === null || value === undefined || !value ? null : mix(value > 0 ? "c0" : "c3", Math.min(Math.abs(value) / 2, 1) * 0.6);
+}
+
+const versionsOf = (page) => [...new Set(page.versions.filter((one) => one !== null))].sort((a, b) => a - b);
+
+function legend(page, mode, advantage) {
+  const entry = (background, text) => { const box = el("i", { class: "swatch" }); box.style.background = background; return el("span", {}, box, text); };
+  const mix = (name, share) => `color-mix(in srgb, var(--${name}) ${Math.round(share * 100)}%, transparent)`;
+  if (mode === "version") return versionsOf(page).map((version, at) => entry(mix(`c${at % 8}`, 0.38), `version ${version}`));
+  if (mode === "logprob") return [0, -1, -2.5, -5].map((value) => entry(mix("c3", Math.min(-value / 5, 1) * 0.7), value === -5 ? "-5 and below" : String(value)));
+  if (!page.advantages.length && advantage === null) return [el("span", {}, "Its group has no spread to compare it with.")];
+  return [entry(mix("c0", 0.6), "above its group"), entry(mix("c3", 0.6), "below"), page.advantages.length ? null : el("span", {}, "one number for all tokens: (reward - mean) / deviation of its group")].filter(Boolean);
+}
+
+function mean(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+}

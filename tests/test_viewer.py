@@ -1,0 +1,200 @@
+"""The viewer's server: what it answers, to whom, and what it does not give away. The page in a browser is in `test_viewer_page.py`."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import http.client
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from observed_run import record_run, store_run
+from viewed import HOSTILE, make_run, make_traced, served
+
+from m2flow.cli.main import cli
+from m2flow.micro.viewing.exporting import write_page
+from m2flow.micro.viewing.page import ASSETS
+
+
+def get(address: str, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    link.request("GET", path, headers=headers)
+    answer = link.getresponse()
+    body = answer.read()
+    link.close()
+    return answer, body
+
+
+def ask(address: str, path: str) -> Any:
+    answer, body = get(address, path)
+    assert answer.status == 200, body
+    found = json.loads(body)
+    return ask(address, path) if isinstance(found, dict) and set(found) == {"loading"} else found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder)
+    make_traced(folder / "traced")
+    return folder
+
+
+def test_the_runs_of_a_folder_are_listed_with_their_state(runs: Path) -> None:
+    with served(runs) as address:
+        found = {run["name"]: run for run in ask(address, "/api/runs")}
+    (made,) = set(found) - {"traced"}
+    assert found[made]["state"]["name"] == "done"
+    assert found["traced"]["state"]["name"] == "unknown"
+
+
+def test_a_window_has_the_bars_of_the_lanes_that_were_asked_for(runs: Path) -> None:
+    with served(runs / "traced") as address:
+        summary = ask(address, "/api/runs/traced/summary")
+        names = [lane["name"] for lane in summary["lanes"]]
+        assert names == ["rollout-0", "rollout-1", "reward-0", "trainer-0"]
+        assert [version for version, _, _ in summary["marks"]["versions"]] == [1, 2, 3]
+        assert [step for step, _, _ in summary["marks"]["steps"]] == [0, 1, 2]
+        window = f"/api/runs/traced/schedule?from=0&to={summary['total']}&width=1000"
+        (lane,) = ask(address, window + "&lanes=0&expanded=0")
+        assert lane["lane"] == 0
+        assert sum(len(row["s"]) for row in lane["life"]) == 3 * 8
+        assert max(lane["running"]) == 8
+        assert ask(address, window + "&lanes=3")[0]["life"] == []
+        whole = ask(address, f"/api/runs/traced/span/{lane['work'][0]['i'][0]}")
+        assert (whole["name"], whole["line"], whole["label"]) == ("rollout.prefill", "flows/grpo.py:31", "policy.generate")
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/runs/traced/schedule?from=0&to=1&width=0&lanes=0", 400),
+        ("/api/runs/traced/schedule?from=0&to=x&width=9&lanes=0", 400),
+        ("/api/runs/traced/span/99999999", 404),
+        ("/api/runs/traced/log/nobody", 404),
+        ("/api/runs/traced/samples/0/0/0", 404),
+        ("/api/runs/none/summary", 404),
+        ("/nowhere", 404),
+    ],
+)
+def test_what_can_not_be_answered_is_said_so_and_nothing_breaks(runs: Path, path: str, status: int) -> None:
+    with served(runs) as address:
+        ask(address, "/api/runs/traced/summary")
+        answer, body = get(address, path)
+        assert answer.status == status
+        assert json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/../summary", "/api/runs/%2e%2e/summary", "/api/runs/..%2f..%2fetc/summary", "/api/runs/outside/summary",
+        "/api/runs/traced/log/..%2f..%2fsecret", "/api/runs/traced/log/%2e%2e%2fsecret", "/page/..%2fpage.py", "/page/../../serving.py",
+        "/page/%2e%2e%2findex.html",
+    ],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
+    make_traced(tmp_path / "runs" / "traced")
+    make_traced(tmp_path / "elsewhere")
+    (tmp_path / "secret.log").write_text("tell no one")
+    (tmp_path / "runs" / "outside").symlink_to(tmp_path / "elsewhere")
+    with served(tmp_path / "runs") as address:
+        assert [run["name"] for run in ask(address, "/api/runs")] == ["traced"]
+        answer, body = get(address, path)
+        assert answer.status == 404
+        assert b"tell no one" not in body
+
+
+def test_loopback_is_answered_only_under_its_own_names(runs: Path) -> None:
+    with served(runs) as address:
+        assert get(address, "/api/runs", Host="evil.example")[0].status == 403
+        assert get(address, "/api/runs", Host="localhost:1")[0].status == 200
+
+
+def test_elsewhere_a_token_is_asked_for_once_and_kept_in_a_cookie(runs: Path) -> None:
+    with served(runs, token="open-sesame") as address:
+        assert get(address, "/api/runs")[0].status == 401
+        assert get(address, "/?token=guess")[0].status == 401
+        answer, _ = get(address, "/?token=open-sesame")
+        assert (answer.status, answer.headers["location"]) == (303, "/")
+        cookie = answer.headers["set-cookie"]
+        assert {"HttpOnly", "SameSite=strict"} <= {part.strip() for part in cookie.split(";")}
+        assert get(address, "/api/runs", Cookie=cookie.partition(";")[0])[0].status == 200
+
+
+def test_the_page_may_run_its_own_scripts_only(runs: Path) -> None:
+    with served(runs) as address:
+        answer, body = get(address, "/")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        for place in re.findall(r'(?:src|href)="(/[^"]+)"', body.decode()):
+            assert get(address, place)[0].status == 200
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        link.request("POST", "/api/runs")
+        assert link.getresponse().status == 405
+        link.close()
+
+
+def test_no_part_of_the_page_takes_text_for_markup() -> None:
+    for name, path in ASSETS.items():
+        if name.endswith(".js") and name != "uPlot.js":
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser", path.read_text()
+            ), name
+
+
+def test_samples_are_columns_and_one_of_them_has_its_text_as_it_is(runs: Path) -> None:
+    with served(runs) as address:
+        run = next(one["name"] for one in ask(address, "/api/runs") if one["name"] != "traced")
+        table = ask(address, f"/api/runs/{run}/samples")
+        assert {len(table[key]) for key in ("call", "reward", "tokens", "wait", "advantage")} == {24}
+        assert {table["endings"][ending] for ending in table["ending"]} == {"consumed"}
+        page = ask(address, f"/api/runs/{run}/samples/{table['call'][5]}/{table['prompt'][5]}/{table['member'][5]}")
+        assert page["prompt_text"].endswith(f" {HOSTILE}")
+        assert len(page["pieces"]) == len(page["kinds"]) == len(page["logprobs"])
+        assert ask(address, f"/api/runs/{run}/training")["series"]
+        assert {node["name"] for node in ask(address, f"/api/runs/{run}/graph")["nodes"]} >= {"policy.generate", "policy.update"}
+
+
+def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2flow.micro.viewing.run_view._EVERY_S", 0.0)
+    monkeypatch.setattr("m2flow.micro.viewing.run_view._REST", 0.0)
+    make_traced(tmp_path / "live", num_steps=1)
+    with served(tmp_path) as address:
+        first = ask(address, "/api/runs/live/summary")
+        store_run(tmp_path / "live", record_run(num_steps=2, start_ns=2 * 10**12))
+        second = ask(address, "/api/runs/live/summary")
+        assert second["revision"] > first["revision"]
+        assert second["num_spans"] > first["num_spans"]
+
+
+def test_a_run_that_has_recorded_nothing_yet_has_answers(tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.json").write_text("{}")
+    with served(tmp_path) as address:
+        assert ask(address, "/api/runs/begun/summary")["num_spans"] == 0
+        for what in ("samples", "graph", "training", "health", "analysis"):
+            ask(address, f"/api/runs/begun/{what}")
+
+
+def test_the_exported_page_holds_its_data_and_its_scripts_and_asks_nobody(runs: Path, tmp_path: Path) -> None:
+    write_page(runs / "traced", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert not re.search(r'(?:src|href)="(?!data:)', page)
+    packed = re.search(r'id="data">([^<]+)<', page)
+    assert packed is not None
+    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    assert sum(len(row["s"]) for lane in data["schedule"]["lanes"] for row in lane["work"]) > 0
+    assert data["summary"]["name"] == "traced"
+
+
+def test_view_writes_a_file_and_names_a_missing_run(runs: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["view", str(runs / "traced"), "--html", str(tmp_path / "a" / "page.html")])
+    assert (done.exit_code, done.stdout.strip()) == (0, str(tmp_path / "a" / "page.html"))
+    missing = CliRunner().invoke(cli, ["view", "nothing", "--runs-dir", str(runs)])
+    assert missing.exit_code == 2
