@@ -22,7 +22,7 @@ from m2flow.macro.ops import log, op, steps
 from m2flow.macro.refill import informative
 from m2flow.macro.roles import Policy, Reference, Reward
 from m2flow.macro.user_roles import Role, call
-from m2flow.recipe import AdamW, Counts, Loss, Sampling
+from m2flow.recipe import AdamW, Counts, Lora, Loss, Sampling
 from m2flow.samples import Batch, Finish, Sample, SampleId
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "Dataset",
     "Finish",
     "Flow",
+    "Lora",
     "Loss",
     "Metrics",
     "Number",

@@ -18,6 +18,27 @@ def is_count(value: object) -> bool:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Train adapters of low rank beside linear layers, instead of their weights: W + alpha / rank * B A.
+
+    Source:
+        Hu et al. 2021, arXiv:2106.09685.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ()
+    """The last part of the names of layers (`q_proj`); none: every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        if not is_count(self.rank):
+            raise OptionError(f"the rank of adapters is {self.rank!r:.60}; it must be a whole number, 1 or more")
+        if not isinstance(self.alpha, int | float) or not self.alpha > 0:
+            raise OptionError(f"the alpha of adapters is {self.alpha!r:.60}; it must be a number above 0")
+        object.__setattr__(self, "targets", (self.targets,) if isinstance(self.targets, str) else tuple(self.targets))
+
+
+@dataclass(frozen=True)
 class Model:
     """Where a model comes from."""
 
@@ -35,6 +56,8 @@ class Model:
     """Whether the flow can generate from it. From a reference, a critic or a reward model it can't."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """What engines that sample hold the weights in, rounded from `dtype`; None: the same."""
+    lora: Lora | None = None
+    """Train these adapters; None: train all weights."""
 
 
 @dataclass(frozen=True)

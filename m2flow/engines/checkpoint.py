@@ -1,6 +1,7 @@
 """A trainer's checkpoint on disk: a Hugging Face model directory, with the optimisers' state and a manifest beside it.
 
     path/  config.json, *.safetensors, tokenizer.*     what any tool reads
+           adapter/                                    of a model with adapters; the weights are then base and adapters together
            m2flow_state.pt                             optimisers' state: tensors and numbers, read without unpickling code
            m2flow_checkpoint.json                      size and SHA-256 of every file
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from m2flow.engines import lora
 from m2flow.engines.hf_model import load_model
 from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.spread import spread_like
@@ -31,16 +33,13 @@ from m2flow.recipe import Model
 if TYPE_CHECKING:
     from m2flow.engines.hf_model import TextCodec
 
-_MANIFEST, _STATE = "m2flow_checkpoint.json", "m2flow_state.pt"
+_MANIFEST, _STATE, _ADAPTER = "m2flow_checkpoint.json", "m2flow_state.pt", "adapter"
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """The weights by checkpoints' names, without a copy and without gradient; a tied one comes once, under its first name."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:  # By object: tensors without values share an address.
-            seen.add(id(tensor))
-            yield from checkpoint_tensors(model, name, tensor.detach())
+    for name, tensor in lora.whole_state(model):
+        yield from checkpoint_tensors(model, name, tensor.detach())
 
 
 def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], weights: Mapping[str, Tensor] | None = None) -> None:
@@ -53,10 +52,14 @@ def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], w
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
+        if lora.is_adapted(model):
+            weights = dict(lora.whole_state(model))
+            lora.write_adapter(model, fresh / _ADAPTER)
         model.save_pretrained(str(fresh), state_dict=weights)
         codec.save(str(fresh))
         torch.save(dict(state), fresh / _STATE)
-        manifest = {file.name: [file.stat().st_size, _digest(file)] for file in sorted(fresh.iterdir())}
+        files = [file for file in sorted(fresh.rglob("*")) if file.is_file()]
+        manifest = {str(file.relative_to(fresh)): [file.stat().st_size, _digest(file)] for file in files}
         (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if target.exists():
             target.rename(old)
@@ -72,12 +75,17 @@ def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], w
 
 def load(path: str, model: Any, source: Model) -> dict[str, Any]:
     """Copy a checkpoint's weights into the model and return its state. Raises `ModelError` if it is incomplete or altered."""
+    device = str(next(model.parameters()).device)
+    if lora.is_adapted(model):
+        _verify(Path(path))
+        lora.read_adapter(model, Path(path) / _ADAPTER)
+        return read_state(path, device)
     current = model.state_dict()
     loaded = read_weights(path, source, {name: tensor.shape for name, tensor in current.items()})
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(spread_like(loaded[name], tensor))
-    return read_state(path, str(next(model.parameters()).device))
+    return read_state(path, device)
 
 
 def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

@@ -76,6 +76,8 @@ class Capabilities:
     """With `deterministic=True`, results are a function of identity: bitwise, whatever else runs."""
     heads: tuple[str, ...] = ("lm",)
     """Train: which `m2flow.recipe.Model.head` it can hold."""
+    lora: bool = False
+    """Train: it can train adapters of low rank."""
     devices: tuple[str, ...] = ("cpu",)
     parallel_layouts: ParallelLayouts = ParallelLayouts()
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2flow.engines import allocator, checkpoint, packing, scalar_head
+from m2flow.engines import allocator, checkpoint, lora, packing, scalar_head
 from m2flow.engines.adamw import Optimizers
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
@@ -44,7 +44,7 @@ class EmbeddedTrain(TrainEngine):
     """Packed forward and backward passes over a model that this process holds."""
 
     name = "embedded"
-    capabilities = Capabilities("train", heads=tuple(scalar_head.HEADS), devices=("cpu", "cuda"))
+    capabilities = Capabilities("train", heads=tuple(scalar_head.HEADS), lora=True, devices=("cpu", "cuda"))
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -57,6 +57,8 @@ class EmbeddedTrain(TrainEngine):
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._settings.device, attention=packing.ATTENTION)
         packing.check_model(self._model)
+        if self._source.lora is not None:
+            lora.adapt(self._model, self._source.lora, self._source.seed)
         self._optimizers = Optimizers(self._model.parameters())
         self._demonstrations = Demonstrations(self._codec)
 

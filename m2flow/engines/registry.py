@@ -57,7 +57,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_train:EmbeddedTrain",
-        Capabilities("train", heads=_HEADS, devices=_DEVICES),
+        Capabilities("train", heads=_HEADS, lora=True, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
         ("torch", "transformers"),
     ),
@@ -138,6 +138,12 @@ def find_engine(name: str, kind: EngineKind) -> EngineInfo:
     return info
 
 
+def check_adapters() -> None:
+    """Raises MissingExtra: what models with adapters need is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtra("a policy with lora=... needs peft", now="pip install 'm2flow[lora]'")
+
+
 def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:
     return cast(RolloutEngine, _load(find_engine(name, "rollout"))(model, settings))
 
@@ -146,6 +152,8 @@ def make_train(name: str, model: Model, settings: EngineSettings) -> TrainEngine
     info = find_engine(name, "train")
     if model.head not in info.capabilities.heads:
         raise EngineError(f"the train engine {name!r} can't hold a model with a {model.head} head", now="See `m2flow engines`.")
+    if model.lora is not None and not info.capabilities.lora:
+        raise EngineError(f"the train engine {name!r} can't train adapters", now="See `m2flow engines`, or leave `lora=` out.")
     return cast(TrainEngine, _load(info)(model, settings))
 
 

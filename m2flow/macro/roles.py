@@ -18,7 +18,7 @@ from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS,
 from m2flow.macro.late import carries, check_late, check_line
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.macro.refill import Keep, refill
-from m2flow.recipe import COMPUTED, AdamW, Loss, Model, Sampling, is_count
+from m2flow.recipe import COMPUTED, AdamW, Lora, Loss, Model, Sampling, is_count
 from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
@@ -43,6 +43,7 @@ class Policy(Role):
             sampled token's log-probability is then that of the rounded weights.
         chat: put prompts through the tokenizer's chat template.
         optimizer: for `update` calls that bring none.
+        lora: train adapters of low rank, not the weights themselves. Engines that sample get the sum of both.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Policy(Role):
         rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         chat: bool = False,
         optimizer: AdamW | None = None,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__(name, "Policy")
         self.optimizer = optimizer or AdamW()
-        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, rollout_dtype=rollout_dtype))
+        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, rollout_dtype=rollout_dtype, lora=lora))
 
     def generate(
         self,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from m2flow.engines.contract import Capabilities
-from m2flow.engines.registry import engines
+from m2flow.engines.registry import check_adapters, engines
 from m2flow.errors import PlanError
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.late import carries, keeps_cache
 from m2flow.micro.plan import WorkerPlan
+from m2flow.recipe import Model
 
 
 @functools.cache
@@ -46,6 +47,23 @@ def check_abilities(call: Call, workers: Iterable[WorkerPlan]) -> None:
                     where=call.site.describe(),
                     now="Take late='drop', or another engine; `m2flow engines` says what each can do.",
                 )
+
+
+def check_lora(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> None:
+    """
+    Raises:
+        PlanError: a role's adapters can't be trained by its engine. MissingExtra: what adapters need is not installed.
+    """
+    for worker in workers:
+        for slot in worker.engines:
+            if slot.kind == "train" and slot.role in models and models[slot.role].lora is not None:
+                if not any(info.capabilities.lora for info in engines() if info.kind == "train" and info.name == slot.engine):
+                    can = [info.name for info in engines() if info.kind == "train" and info.capabilities.lora]
+                    raise PlanError(
+                        f"{slot.role} has lora=..., and the train engine {slot.engine!r} can't train adapters",
+                        now=f"Leave `lora=` out, or take one of {', '.join(can)} as `train: {{engine: ...}}` in the cluster spec.",
+                    )
+                check_adapters()
 
 
 def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, CallKind, MacroGraph
 from m2flow.macro.soundness import asynchrony
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
-from m2flow.micro.lowering.abilities import check_abilities, notes_on_abilities
+from m2flow.micro.lowering.abilities import check_abilities, check_lora, notes_on_abilities
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.chunking import Sizes, chunk, resize, sizes_of
 from m2flow.micro.lowering.deadlock import check_room
@@ -75,6 +75,7 @@ def lower(
     routes = routes if pinned is None else as_pinned(routes, pinned.routes)
     check_room(routes, stages, workers)
     stages = give_rooms(first, stages, routes, workers)
+    check_lora(models, workers)
     for call in graph.calls:
         check_abilities(call, workers)
     names = graph.names()
