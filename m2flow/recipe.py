@@ -35,7 +35,8 @@ class Lora:
             raise OptionError(f"the rank of adapters is {self.rank!r:.60}; it must be a whole number, 1 or more")
         if not isinstance(self.alpha, int | float) or not self.alpha > 0:
             raise OptionError(f"the alpha of adapters is {self.alpha!r:.60}; it must be a number above 0")
-        object.__setattr__(self, "targets", (self.targets,) if isinstance(self.targets, str) else tuple(self.targets))
+        targets: object = self.targets
+        object.__setattr__(self, "targets", (targets,) if isinstance(targets, str) else tuple(self.targets))
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,11 @@ def test_before_the_first_step_weights_are_those_of_the_model_without_adapters(m
 
 
 @needs_peft
+def test_who_takes_weights_one_by_one_computes_with_gradients_meanwhile(model: Model) -> None:
+    assert all(torch.is_grad_enabled() for _ in started(model).weights())
+
+
+@needs_peft
 def test_only_layers_with_adapters_change_and_what_is_sent_computes_what_is_trained(model: Model) -> None:
     targets = ("q_proj", "down_proj")
     engine = started(replace(model, lora=Lora(4, 8, targets)))

@@ -41,7 +41,7 @@ def adapt(model: Any, recipe: Lora, seed: int) -> None:
     check_adapters()
     import peft
 
-    config = peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=list(recipe.targets) or "all-linear")  # type: ignore[arg-type]
+    config = peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=list(recipe.targets) or "all-linear")
     config.base_model_name_or_path = str(getattr(model.config, "_name_or_path", ""))
     try:
         with torch.random.fork_rng(devices=[]):
@@ -67,9 +67,12 @@ def whole_state(model: Any) -> Iterator[tuple[str, Tensor]]:
             continue
         seen.add(id(tensor))
         stem, _, last = name.rpartition(".base_layer.")
-        if stem in layers:
-            with torch.no_grad():
-                yield f"{stem}.{last}", tensor + layers[stem].get_delta_weight(_NAME) if last == "weight" else tensor
+        if stem in layers and last == "weight":
+            with torch.no_grad():  # Left before the tensor is handed out: who takes it would compute without gradient.
+                tensor = tensor + layers[stem].get_delta_weight(_NAME)
+            yield f"{stem}.{last}", tensor
+        elif stem in layers:
+            yield f"{stem}.{last}", tensor
         elif not any(f".{part}.{_NAME}." in name for part in ("lora_A", "lora_B")):
             yield name, tensor
 
