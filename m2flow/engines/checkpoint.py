@@ -77,7 +77,7 @@ def load(path: str, model: Any, source: Model) -> dict[str, Any]:
     """Copy a checkpoint's weights into the model and return its state. Raises `ModelError` if it is incomplete or altered."""
     device = str(next(model.parameters()).device)
     if lora.is_adapted(model):
-        _verify(Path(path))
+        verify(Path(path))
         lora.read_adapter(model, Path(path) / _ADAPTER)
         return read_state(path, device)
     current = model.state_dict()
