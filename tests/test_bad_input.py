@@ -296,6 +296,7 @@ def test_an_eager_run_can_be_interrupted_inside_a_reward(place: Path) -> None:
 
 def test_deterministic_eager_runs_set_the_environment_before_torch_is_loaded(place: Path) -> None:
     stand_in = "import os\nTensor, FOUND = object, (os.environ.get('MKL_CBWR'), os.environ.get('OMP_NUM_THREADS'))\n"
+    stand_in += "class accelerator:\n    current_accelerator = staticmethod(lambda: 'some')\n"
     (place / "torch.py").write_text(stand_in + "def manual_seed(seed): ...\ndef get_rng_state(): ...\ndef set_rng_state(state): ...\n")
     (place / "bad.py").write_text("import torch\n" + FLOW.replace('print("the flow speaks")', 'print("FOUND", *torch.FOUND)'))
     done = subprocess.run(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,15 @@ def begun(tmp_path: Path, killed_in: str, *more: str) -> subprocess.CompletedPro
     return m2flow(tmp_path, "tests/resume_flow.py", "--killed-in", killed_in, *options, *more)
 
 
+@functools.cache
+def whole_run(*more: str) -> dict[str, object]:
+    """The summary of a run that nothing befalls."""
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(json.loads(begun(Path(folder), "", *more).stdout.splitlines()[-1]))
+
+
 def check_killed_and_resumed(tmp_path: Path, killed_in: str, *more: str) -> None:
-    (tmp_path / "whole").mkdir()
-    whole = json.loads(begun(tmp_path / "whole", killed_in, *more).stdout.splitlines()[-1])
+    whole = whole_run(*more)
     (tmp_path / "kills").write_text("")
     killed = begun(tmp_path, killed_in, *more)
     assert killed.returncode == -9, killed.stderr
@@ -60,8 +68,7 @@ def test_a_run_killed_between_a_gradient_and_its_step_is_resumed_from_the_comman
 
 @pytest.mark.timeout(240)
 def test_a_run_whose_trainer_dies_goes_on_from_its_last_checkpoint_by_itself(tmp_path):
-    (tmp_path / "whole").mkdir()
-    whole = json.loads(begun(tmp_path / "whole", "trainer").stdout.splitlines()[-1])
+    whole = whole_run()
     (tmp_path / "kills").write_text("")
     went_on = begun(tmp_path, "trainer")
     assert went_on.returncode == 0, went_on.stderr
