@@ -19,6 +19,7 @@ from m2flow.engines.fsdp import FsdpTrain
 from m2flow.engines.ranks import shares
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW, Loss, Model
+from m2flow.testing.fake_ranks import FakeRanks
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.scalar_suite import ScalarHeadSuite
 from m2flow.testing.train_suite import LINEAR, PPO, RECIPE, TrainEngineSuite, copied, distance, metric_weights, samples, started
@@ -43,6 +44,17 @@ class TestFsdp(TrainEngineSuite):
 
     def make(self) -> TrainEngine:
         return Mirrored(FsdpTrain, self.model, EngineSettings(), self.followers)
+
+
+class TestFakeRanks(TrainEngineSuite):
+    """The stand-in for a trainer of several ranks keeps the same contract."""
+
+    @pytest.fixture(autouse=True)
+    def _take(self, followers: Followers) -> None:
+        self.followers = followers
+
+    def make(self) -> TrainEngine:
+        return Mirrored(FakeRanks, Model("fake"), EngineSettings(), self.followers)
 
 
 class TestFsdpHeads(ScalarHeadSuite):

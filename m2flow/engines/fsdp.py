@@ -82,10 +82,11 @@ class FsdpTrain(RankedTrain):
             pass
 
     def save(self, path: str) -> None:
-        """In the format of the embedded trainer, which can go on from it, as can any number of ranks."""
-        state = {"optimizers": _whole_state(self._optimizers.state())}
-        weights = {name: whole(tensor).detach().cpu() for name, tensor in _named_weights(self._model)}
-        self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights) if self._ranks.rank == 0 else None)
+        """In the format of the embedded trainer, which can go on from it, as can any number of ranks. Rank 0 keeps what is gathered."""
+        is_writer = self._ranks.rank == 0
+        state = {"optimizers": _whole_state(self._optimizers.state(), keeps=is_writer)}
+        weights = {name: _gathered(tensor, keeps=is_writer) for name, tensor in _named_weights(self._model)}
+        self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights) if is_writer else None)
 
     def load(self, path: str) -> None:
         self._together(lambda: super(FsdpTrain, self).load(path))
@@ -125,10 +126,16 @@ def _named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _whole_state(saved: Any) -> Any:
-    """Optimisers' state with every tensor whole, in the host's memory. Collective."""
+def _whole_state(saved: Any, *, keeps: bool) -> Any:
+    """Optimisers' state with every tensor whole, in the host's memory, on ranks that keep it. Collective."""
     if isinstance(saved, dict):
-        return {key: _whole_state(value) for key, value in saved.items()}
+        return {key: _whole_state(value, keeps=keeps) for key, value in saved.items()}
     if isinstance(saved, list):
-        return [_whole_state(value) for value in saved]
-    return whole(saved).cpu() if isinstance(saved, Tensor) else saved
+        return [_whole_state(value, keeps=keeps) for value in saved]
+    return _gathered(saved, keeps=keeps) if isinstance(saved, Tensor) else saved
+
+
+def _gathered(tensor: Tensor, *, keeps: bool) -> Tensor:
+    """The whole, in the host's memory; nothing on a rank that does not keep it. Collective."""
+    found = whole(tensor).detach()
+    return found.cpu() if keeps else found.new_empty(0)

@@ -27,7 +27,7 @@ from m2flow.recipe import AdamW, Model
 from m2flow.samples import Batch
 
 Factory = Callable[[Model, EngineSettings], TrainEngine]
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 
 
 class Followers:
@@ -79,6 +79,8 @@ def _follow(end: Connection) -> None:
             elif method == "weights":
                 for _ in engines[number].weights():
                     pass
+            elif method == "copy_from":
+                engines[number].copy_from(engines[arguments[0]])
             else:
                 getattr(engines[number], method)(*arguments)
         except M2FlowError as error:
@@ -144,6 +146,12 @@ class Mirrored(TrainEngine):
         found = list(self._own.weights())
         self._followers.wait()
         return iter(found)
+
+    def copy_from(self, source: TrainEngine) -> None:
+        assert isinstance(source, Mirrored)
+        self._followers.tell(self._number, "copy_from", source._number)
+        self._own.copy_from(source._own)
+        self._followers.wait()
 
     def save(self, path: str) -> None:
         self._all("save", path)

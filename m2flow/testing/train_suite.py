@@ -126,6 +126,16 @@ class TrainEngineSuite:
         with started(self.make()) as one, started(self.make()) as other:
             assert distance(copied(one), copied(other)) == 0
 
+    def test_it_takes_the_weights_of_another(self) -> None:
+        with started(self.make()) as source, started(self.make()) as target:
+            source.accumulate(samples(self.vocabulary), PPO)
+            source.apply(LINEAR, 1.0)
+            changed = copied(source)
+            assert distance(copied(target), changed) > 0
+            target.copy_from(source)
+            assert distance(copied(target), changed) == 0
+            assert distance(copied(source), changed) == 0
+
     def test_each_recipe_has_state_of_its_own(self) -> None:
         batch = samples(self.vocabulary)
         other = AdamW(lr=1e-3, weight_decay=0.1)

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Literal, NoReturn, TypeVar, final
 
@@ -162,8 +163,9 @@ class Gang:
             return
         with Listener(self._settings.meeting, "AF_UNIX", self._settings.num_ranks, authkey=self._secret.encode()) as listener:
             while len(self._links) < self._settings.num_ranks - 1:
-                link = listener.accept()
-                self._links[_here.decode(link.recv_bytes()).rank] = link
+                with contextlib.suppress(AuthenticationError, ConnectionError, EOFError):  # None of ours, or gone by now.
+                    link = listener.accept()
+                    self._links[_here.decode(link.recv_bytes()).rank] = link
 
     def close(self) -> None:
         """Let the others go. May be called twice."""

@@ -53,11 +53,9 @@ _POLL_S = 0.02
 class Rank:
     """The engines of one rank."""
 
-    def __init__(self, settings: WorkerSettings, link: Connection) -> None:
-        train = settings.engine_settings()["train"]
-        slots = [slot for slot in settings.engines if slot.kind == "train"]
+    def __init__(self, engines: Mapping[str, TrainEngine], link: Connection) -> None:
+        self._engines = engines
         self._link = link
-        self._engines: Mapping[str, TrainEngine] = {s.role: make_train(s.engine, settings.models[s.role], train) for s in slots}
         self._losses: dict[str, Loss] = {}
 
     def serve(self, when_unheard: Callable[[M2FlowError], None]) -> None:
@@ -73,7 +71,7 @@ class Rank:
             try:
                 self._do(word, rows)
             except Exception as error:
-                known = error if isinstance(error, M2FlowError) else unexpected(type(word).__name__, error)
+                known = error if isinstance(error, M2FlowError) else unexpected(getattr(word, "method", type(word).__name__), error)
                 say(self._link, Answer(known.to_record()))
                 if not self._link.poll(GRACE_S):
                     when_unheard(known)
@@ -140,8 +138,9 @@ def main() -> None:
     beacon = Beacon(settings.controller, tag, secret, period_s=settings.heartbeat_s, payload=pulse, keys=settings.keys)
     beacon.open()
     link = _meet(settings, secret)
+    train, slots = settings.engine_settings()["train"], [slot for slot in settings.engines if slot.kind == "train"]
     try:
-        Rank(settings, link).serve(report)
+        Rank({slot.role: make_train(slot.engine, settings.models[slot.role], train) for slot in slots}, link).serve(report)
     except EOFError:
         sys.exit("rank 0 is gone")
     finally:
