@@ -28,6 +28,9 @@ class RolloutSpec(_Strict):
     """A rollout engine's name; `m2flow engines` lists them."""
     workers: int = Field(1, ge=1)
     """Instances, each a process with the whole model. Time-shared, there is one for each trainer: 1."""
+    spare: int = Field(0, ge=0)
+    """Further ones, which are not there when a run begins and may join while it goes on (`m2flow cluster scale`). Not with a placement that
+    is searched for."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of an instance; by default its share of the machine."""
     max_running: int = Field(256, ge=1)
@@ -255,6 +258,10 @@ class ClusterSpec(_Strict):
             for field in ("host", "port"):
                 if getattr(self.channels, field) != ChannelSpec.model_fields[field].default:
                     _contradiction(("channels", field), "it is of 'tcp', and the transport is 'ipc'; say `transport: tcp`, or leave it out")
+        if self.rollout.spare and (self.pools or self.placement == "auto"):
+            _contradiction(
+                ("rollout", "spare"), "nobody can join where the placement is searched for; say `placement: split`, without pools"
+            )
         for name, pin in self.pin.items():
             if pin.pool is not None and pin.pool not in self.pools:
                 close = difflib.get_close_matches(pin.pool, self.pools, 1)

@@ -1,6 +1,7 @@
 """A run whose workers are killed, in a process of its own, for `test_recovery`: recovery_run.py RUNS_DIR ENGINE [SETTING=VALUE ...]."""
 
 import json
+import os
 import sys
 import time
 
@@ -14,6 +15,8 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RaySpec, RolloutSpec, RunSett
 def unhurried(sample: Sample) -> float:
     """Long enough for something to happen to it."""
     time.sleep(0.02)
+    while os.path.exists(os.environ.get("HELD_BY", "")):
+        time.sleep(0.01)
     print("judged", flush=True)
     return float(len(sample.tokens) % 3)
 
@@ -44,7 +47,7 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
         placement=given.pop("placement", "split"),
         device="cpu",
         cores=4,
-        rollout=RolloutSpec(engine=engine, workers=given.pop("rollouts", 2), max_running=8, threads=1),
+        rollout=RolloutSpec(engine=engine, workers=given.pop("rollouts", 2), spare=given.pop("spare", 0), max_running=8, threads=1),
         train=TrainSpec(engine=train, ranks=max(ranks, 1), token_budget=200, threads=1, options=given.pop("train_options", {})),
         functions=FunctionSpec(workers=2, chunk=4),
         weights=WeightsSpec(transport=given.pop("transport", "auto"), changes="always"),

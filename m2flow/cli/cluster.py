@@ -9,6 +9,7 @@ from m2flow.cli.lazy import LazyGroup
 _COMMANDS = {
     "init": "Write a spec for this machine, or for a Ray cluster.",
     "check": "Say what is missing on which node, before a run.",
+    "scale": "Have rollout workers join a run that goes on, or leave it.",
     "schema": "Print the JSON Schema of specs, for editors.",
 }
 """Name -> a line; the command is `m2flow.cli.cluster_<name>.command`."""

@@ -40,6 +40,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     """The lease that its rollout and train engines take turns with; empty if it has only one of them."""
     ranks: int = 1
     """Of its trainer: processes that hold one model together, each on a device, or with threads, of its own."""
+    is_spare: bool = False
+    """Not there when the run begins; it may join (`m2flow cluster scale`)."""
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -180,7 +182,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         lines = [f"plan of {self.flow} on {self.cluster}: {self.mode}, {len(self.workers)} workers"]
-        lines += _table((w.name, _where(w), _slots(w), f"lease {w.lease}" if w.lease else "") for w in self.workers)
+        lines += _table((w.name, _where(w), _slots(w), f"lease {w.lease}" if w.lease else "may join" * w.is_spare) for w in self.workers)
         lines += ["calls"]
         lines += _table((s.call, f"@{s.unit}", ", ".join(s.workers) or "controller", _how(s)) for s in self.stages)
         lines += ["routes"]

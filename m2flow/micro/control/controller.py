@@ -30,6 +30,7 @@ from m2flow.micro.control.custody import Custody
 from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.control.outcomes import Outcomes
+from m2flow.micro.control.scaling import requests
 from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.journal import Journal
@@ -257,6 +258,9 @@ class Controller:
         """Raises InternalError: everybody waits for everybody. Room in limited channels goes into the trace."""
         if now_s - self._looked_s >= 1.0:
             self._looked_s = now_s
+            if self._crew.is_ready:
+                for request in requests(self._launcher.run_dir):
+                    self._tell_of(request.answered_by(self._crew.scale))
             halted = self._watchdog.look(self._scheduler.waits(), now_s)
             if halted is not None:
                 raise halted

@@ -19,7 +19,7 @@ from typing import final
 
 from m2flow.channels.contract import Outbox, Parcel
 from m2flow.channels.zeromq import LinkListener
-from m2flow.errors import BrokenChannel, M2FlowError, StateLost, WorkerError
+from m2flow.errors import BrokenChannel, M2FlowError, SpecError, StateLost, WorkerError
 from m2flow.micro import messages as m
 from m2flow.micro.control.census import Census
 from m2flow.micro.control.hanging import Watch
@@ -96,6 +96,14 @@ class Crew:
         """In a row, none of them after a long life."""
         self._census = Census()
         self._gone: set[str] = set()
+        self._away = {worker.name for worker in plan.workers if worker.is_spare}
+        """May join, and run no process."""
+        self._leaving: set[str] = set()
+        """Were told to, and are not known to be lost yet."""
+        self._rollouts = [worker.name for worker in plan.workers if {slot.kind for slot in worker.engines} == {"rollout"}]
+        self._samples_elsewhere = any(
+            slot.kind == "rollout" for worker in plan.workers if worker.name not in self._rollouts for slot in worker.engines
+        )
         self._was_ready = False
         self._checked_s = time.monotonic()
 
@@ -177,13 +185,16 @@ class Crew:
         )
         self._addresses[self._tag(worker)] = ready.address
         if not self._was_ready:
-            self._was_ready = self._knows.keys() == self._num_started.keys()
-            if self._was_ready:
-                self._announce()
-            return []
+            self._was_ready = self._knows.keys() == self._num_started.keys() - self._away
+            if not self._was_ready:
+                return []
+            self._announce()
+            return [WorkerLost(spare, how="has not joined") for spare in sorted(self._away)]
+        joins = not self._num_deaths[worker]
         del self._ends[worker], self._starting_s[worker]
         self._announce()
-        self._journal.incident("started again", worker, f"process {self._num_started[worker] + 1}, pid {ready.pid}")
+        kind = "joined" if joins else "started again"
+        self._journal.incident(kind, worker, f"process {self._num_started[worker] + 1}, pid {ready.pid}")
         return [WorkerJoined(worker, self._num_started[worker])]
 
     @property
@@ -216,6 +227,9 @@ class Crew:
         for worker, missing in itertools.islice(self._census.done(), 1):  # What the scheduler says of it may still count on the next.
             end = self._ends[worker]
             self._plan_restart(worker, now_s)
+            if worker in self._leaving:
+                self._leaving.discard(worker)
+                self._away.add(worker)
             events.append(WorkerLost(worker, end.returns, missing, end.how, end.last_words))
         for worker in [worker for worker, due_s in self._due_s.items() if due_s <= now_s]:
             del self._due_s[worker]
@@ -228,6 +242,35 @@ class Crew:
         """A worker leaves, and nobody has told it to: it failed, and could not say why."""
         return self._died(worker, "ended", is_hung=True)
 
+    def scale(self, change: int) -> tuple[list[Event], str]:
+        """Have so many rollout workers join, or leave; what the scheduler should know, and what to say to who asked for it.
+
+        Raises:
+            SpecError: there are not so many.
+        """
+        if change >= 0:
+            joining = sorted(self._away)[:change]
+            if len(joining) < change:
+                raise SpecError(
+                    f"{len(joining)} more rollout workers can join this run, not {change}",
+                    now=f"How many may is in its cluster spec: rollout: {{spare: {change}}}",
+                )
+            now_s = time.monotonic()
+            for worker in joining:
+                self._away.discard(worker)
+                self._ends[worker], self._num_deaths[worker], self._due_s[worker] = _End("has not joined", "", returns=True), 0, now_s
+            return [], f"{', '.join(joining)} will join" if joining else "nothing is to change"
+        there = [worker for worker in self._rollouts if worker in self._knows and not self._scheduler.is_vital(worker)]
+        most = len(there) if self._samples_elsewhere else max(0, len(there) - 1)
+        if -change > most:
+            raise SpecError(f"{most} rollout workers can leave this run, not {-change}", now="Somebody must be left to generate.")
+        leaving = there[change:]
+        events: list[Event] = []
+        for worker in leaving:
+            self._leaving.add(worker)
+            events += self._died(worker, "was told to leave", is_hung=True, may_return=False)
+        return events, f"{', '.join(leaving)} left; what they were at goes on elsewhere"
+
     def answered(self, worker: str, message: m.Missing) -> None:
         self._census.answered(worker, message)
 
@@ -236,7 +279,7 @@ class Crew:
         ended = [worker for worker in self._launcher.ended() if worker not in self._ends]
         return self._error(ended[0], "ended") if ended else error
 
-    def _died(self, worker: str, how: str, *, is_hung: bool = False) -> list[Event]:
+    def _died(self, worker: str, how: str, *, is_hung: bool = False, may_return: bool = True) -> list[Event]:
         tag, was_up = self._tag(worker), worker in self._knows
         named = f"{how} (pid {self._launcher.pid(worker)})"
         doing = self._scheduler.running().get(worker)
@@ -248,13 +291,13 @@ class Crew:
         if not self._was_ready:
             raise self._error(worker, how)
         self._num_deaths[worker] = 1 + (0 if self._lived_long(worker) else self._num_deaths[worker])
-        end = _End(named, self._launcher.log_tail(worker), returns=self._num_deaths[worker] <= self._settings.restarts)
+        end = _End(named, self._launcher.log_tail(worker), returns=may_return and self._num_deaths[worker] <= self._settings.restarts)
         self._ends[worker] = end
         for name in (rank_tag(tag, rank) for rank in range(self._num_ranks[worker])):
             for peer in (name, name + BEAT):
                 self._listener.forget(peer)
         self._peers.sever(tag)
-        if not self._scheduler.is_vital(worker):
+        if may_return and not self._scheduler.is_vital(worker):
             self._warn(f"the worker {worker} {named}; " + ("it is started again" if end.returns else "it is given up"))
         for known in (self._watches, self._knows, self._starting_s):
             known.pop(worker, None)

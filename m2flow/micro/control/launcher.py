@@ -58,7 +58,7 @@ class Launcher(ABC):
         self._spec = spec
         self._settings = settings
         self._models = models
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._attempt = attempt
         self._restore = dict(restore or {})
         self.token = secrets.token_hex(16)
@@ -73,7 +73,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self, controller: str) -> None:
-        """Start every worker; they connect to the controller's address by themselves."""
+        """Start every worker but spare ones; they connect to the controller's address by themselves."""
 
     @abstractmethod
     def restart(self, worker: str, incarnation: int) -> None:
@@ -97,7 +97,7 @@ class Launcher(ABC):
 
     @property
     def _weights_directory(self) -> str:
-        return self._spec.weights.directory or str(self._run_dir.resolve() / "weights")
+        return self._spec.weights.directory or str(self.run_dir.resolve() / "weights")
 
     def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
         """All that a worker must know to start; on this host, if the launcher does not say otherwise."""
@@ -112,7 +112,7 @@ class Launcher(ABC):
             threads=worker.threads,
             deterministic=self._settings.deterministic,
             run_seed=self._settings.seed,
-            run_dir=str(self._run_dir.resolve()),
+            run_dir=str(self.run_dir.resolve()),
             shared_prefix=f"{self._prefix}-{worker.name}",
             rollout_options=self._spec.rollout.options,
             train_options=self._spec.train.options,
@@ -143,7 +143,7 @@ class Launcher(ABC):
         return any(slot.kind == "train" for planned in self._plan.workers if planned.name == worker for slot in planned.engines)
 
     def log_path(self, worker: str) -> Path:
-        return self._run_dir / "logs" / f"{worker}.log"
+        return self.run_dir / "logs" / f"{worker}.log"
 
     def log_tail(self, worker: str) -> str:
         """The last lines that a worker printed."""
@@ -187,7 +187,8 @@ class LocalLauncher(Launcher):
         remove_leftovers()
         self._claim.open()
         for worker in self._plan.workers:
-            self._processes[worker.name] = self._spawn(worker, controller, 0)
+            if not worker.is_spare:
+                self._processes[worker.name] = self._spawn(worker, controller, 0)
         self._controller = controller
 
     def restart(self, worker: str, incarnation: int) -> None:

@@ -68,7 +68,7 @@ class RayCluster:
         self._flow_directory = flow_directory
         self._ray: Any = None
         self._was_open = False
-        self._group: Any = None
+        self._groups: list[Any] = []
         self._ready: Any = None
 
     def open(self) -> None:
@@ -91,10 +91,10 @@ class RayCluster:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, self._ray.exceptions.RayError) as error:
             raise SpecError(
                 f"there is no Ray cluster at {self._spec.address!r}: {_first_line(error)}",
-                now="`ray start --head` starts one on this machine; ray: {address: HOST:PORT} in the spec names another.",
+                now="`ray start --head` starts one; ray: {address: ...} names another. For one with a token, set RAY_AUTH_MODE=token.",
             ) from None
         finally:
             handler()
@@ -122,21 +122,24 @@ class RayCluster:
         """Those that are alive."""
         return [Node(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in self._ray.nodes() if n["Alive"]]
 
-    def reserve(self, wanted: Sequence[Bundle]) -> None:
-        """Ask for room; `has_room` says when it is there."""
+    def reserve(self, wanted: Sequence[Bundle]) -> Any:
+        """Ask for room, a placement group. Does not wait for it."""
         from ray.util.placement_group import placement_group
 
-        self._group = placement_group([_resources(bundle) for bundle in wanted], strategy="PACK")
-        self._ready = self._group.ready()
+        group = placement_group([_resources(bundle) for bundle in wanted], strategy="PACK")
+        self._groups.append(group)
+        self._ready = self._ready or group.ready()
+        return group
 
     def has_room(self) -> bool:
+        """Whether that which was asked for first is there."""
         return bool(self._ray.wait([self._ready], timeout=0.0)[0])
 
-    def agent(self, index: int, name: str, *, gpus: int) -> Any:
-        """An actor with an `Agent`, in the room of a bundle; it starts when that is there."""
+    def agent(self, group: Any, index: int, name: str, *, gpus: int) -> Any:
+        """An actor with an `Agent`, in the room of a group's bundle; it starts when that is there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True)
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True)
         kind = self._ray.remote(Agent)
         # A processor core of a bundle is for the worker's process, which Ray does not know of.
         options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": _CALLS_AT_ONCE}
@@ -177,7 +180,10 @@ class RayCluster:
         """What a function gives on every node, or the error that came of it."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        task = self._ray.remote(function)
+        def ask() -> Any:  # Ray takes functions, and not what can be called like one.
+            return function()
+
+        task = self._ray.remote(ask)
         asked = {
             node.name: (node, task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote())
             for node in self.nodes()
@@ -195,10 +201,10 @@ class RayCluster:
         """Give the room back and disconnect. May be called twice."""
         if self._ray is None:
             return
-        if self._group is not None:
+        for group in self._groups:
             with contextlib.suppress(Exception):  # The cluster is gone.
-                self._ray.util.remove_placement_group(self._group)
-            self._group = self._ready = None
+                self._ray.util.remove_placement_group(group)
+        self._groups, self._ready = [], None
         if not self._was_open:
             self._ray.shutdown()
         self._ray = None

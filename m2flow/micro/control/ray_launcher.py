@@ -76,6 +76,9 @@ class RayLauncher(Launcher):
         self._cluster = RayCluster(spec.ray, flow_directory=flow_directory)
         self._bundles: tuple[Bundle, ...] = ()
         self._holders: dict[str, str] = {}
+        self._begins = tuple(worker for worker in plan.workers if not worker.is_spare)
+        self._room: dict[str, tuple[Any, int]] = {}
+        """Worker -> a placement group, and which of its bundles."""
         self._flow_directory = flow_directory
         self._host = ""
         self._lock = threading.Lock()
@@ -93,7 +96,8 @@ class RayLauncher(Launcher):
         """
         self._cluster.open()
         try:
-            self._bundles, self._holders = bundles(self._plan, self._spec), holders(self._plan, self._spec)
+            from_start = msgspec.structs.replace(self._plan, workers=self._begins)
+            self._bundles, self._holders = bundles(from_start, self._spec), holders(self._plan, self._spec)
             short = lacking(self._bundles, self._cluster.nodes())
             if short and not self._spec.ray.autoscales:
                 raise PlanError(
@@ -117,13 +121,18 @@ class RayLauncher(Launcher):
     def start(self, controller: str) -> None:
         self._controller = controller
         self._began_s = time.monotonic()
-        self._cluster.reserve(self._bundles)
-        for worker in self._plan.workers:
+        group = self._cluster.reserve(self._bundles)
+        self._room = {name: (group, index) for index, bundle in enumerate(self._bundles) for name in bundle.workers}
+        for worker in self._begins:
             if self._holders[worker.name] == worker.name:
                 self._begin(worker, 0)
         self._thread.start()
 
     def restart(self, worker: str, incarnation: int) -> None:
+        if worker not in self._room:
+            joining = msgspec.structs.replace(self._plan.worker(worker), is_spare=False)
+            group = self._cluster.reserve(bundles(msgspec.structs.replace(self._plan, workers=(joining,)), self._spec))
+            self._room[worker] = group, 0
         self._begin(self._plan.worker(worker), incarnation)
 
     def kill(self, worker: str) -> None:
@@ -184,9 +193,9 @@ class RayLauncher(Launcher):
             settings = msgspec.structs.replace(settings, keys=None)
         errand = Errand(settings, self.token, keys_file, self._flow_directory, os.getcwd(), self._device_of(worker), gpus)
         self.log_path(worker.name).touch()
-        index = next(i for i, bundle in enumerate(self._bundles) if worker.name in bundle.workers)
+        group, index = self._room[worker.name]
         own_gpus = num_gpus([worker], self._spec) if holder == worker.name else 0
-        agent = self._cluster.agent(index, f"{self._run_dir.name} {settings.tag} {self._prefix}", gpus=own_gpus)
+        agent = self._cluster.agent(group, index, f"{self.run_dir.name} {settings.tag} {self._prefix}", gpus=own_gpus)
         hosted = _Hosted(worker.name, agent, time.monotonic())
         hosted.pending = self._cluster.call(agent, "start", msgspec.json.encode(errand))
         with self._lock:
@@ -230,7 +239,7 @@ class RayLauncher(Launcher):
             return
         if isinstance(answer, Started):
             hosted.started = answer
-            for worker in self._plan.workers:
+            for worker in self._begins:
                 if self._holders[worker.name] == hosted.worker != worker.name and worker.name not in self._hosted:
                     self._begin(worker, 0)
         else:

@@ -44,13 +44,18 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     if is_shared and (rollout or train):
         lease = "device-0" if rollout and train else ""
         workers.append(WorkerPlan("device-0", device, max(threads), rollout + train, lease, ranks))
-        workers += [WorkerPlan(f"rollout-{i}", device, threads[0], rollout) for i in range(1, spec.rollout.workers) if rollout]
+        workers += [_sampling(i, device, threads[0], rollout, spec) for i in range(1, spec.rollout.workers + spec.rollout.spare) if rollout]
     else:
-        workers += [WorkerPlan(f"rollout-{i}", device, threads[0], rollout) for i in range(spec.rollout.workers) if rollout]
+        workers += [_sampling(i, device, threads[0], rollout, spec) for i in range(spec.rollout.workers + spec.rollout.spare) if rollout]
         workers += [WorkerPlan("train-0", device, threads[1], train, ranks=ranks)] if train else []
     functions = (EngineSlot("*", "function", "python"),)
     workers += [WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers)]
     return tuple(workers)
+
+
+def _sampling(number: int, device: str, threads: int, slots: tuple[EngineSlot, ...], spec: ClusterSpec) -> WorkerPlan:
+    """One that only generates."""
+    return WorkerPlan(f"rollout-{number}", device, threads, slots, is_spare=number >= spec.rollout.workers)
 
 
 def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:

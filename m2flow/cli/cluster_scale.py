@@ -1,0 +1,34 @@
+"""`m2flow cluster scale`: more or fewer rollout workers, while a run goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from m2flow.cli.rundirs import find_run
+from m2flow.errors import OptionError
+
+
+@click.command("scale")
+@click.argument("run")
+@click.argument("change", metavar="rollout=+N|-N")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+@click.option("--patience", "patience_s", type=float, default=15.0, show_default=True, metavar="S", help="Seconds to wait for its answer.")
+def command(run: str, change: str, runs_dir: Path, patience_s: float) -> None:
+    """Have N rollout workers join a RUN that goes on, or leave it. The samples are the same; only the time changes.
+
+    As many may join as its cluster spec has spare: `rollout: {workers: 2, spare: 4}`. Who leaves is killed: what it was at goes on
+    elsewhere from what was last written down. A run that is resumed begins with its spec's workers again.
+
+    \b
+    Example:
+      m2flow cluster scale grpo-20260102-030405 rollout=+2
+    """
+    from m2flow.micro.control.scaling import ask
+
+    found = re.fullmatch(r"rollout=([+-]\d+)", change)
+    if found is None:
+        raise OptionError(f"{change}: only rollout workers join and leave, by a number with its sign", now="Example: rollout=+2")
+    click.echo(ask(find_run(run, runs_dir), int(found[1]), patience_s=patience_s))
