@@ -279,6 +279,11 @@ class ClusterSpec(_Strict):
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"policy": policies})}) if policies else self
 
     @property
+    def without_spare(self) -> ClusterSpec:
+        """The same, and nobody may join."""
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"spare": 0})}) if self.rollout.spare else self
+
+    @property
     def planned_pools(self) -> dict[str, PoolSpec]:
         """What the planner places on: `pools`, or this machine as a pool named "". On a CPU its cores are the devices, and an engine on
         k of them has k threads, which its layout counts as `tp=k`; a GPU is one device."""

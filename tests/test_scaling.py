@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -88,3 +89,16 @@ def test_what_is_no_change_of_rollout_workers_is_refused(tmp_path: Path) -> None
 def test_nobody_is_spare_where_the_placement_is_searched_for() -> None:
     with pytest.raises(ValueError, match="nobody can join where the placement is searched for"):
         ClusterSpec(placement="auto", rollout=RolloutSpec(spare=1))
+
+
+def test_a_simulation_is_of_those_who_are_there_from_the_start(tmp_path: Path) -> None:
+    def simulated(spare: int) -> str:
+        spec = tmp_path / f"spare-{spare}.yaml"
+        spec.write_text(f"name: same\nplacement: split\ncores: 4\nrollout: {{workers: 2, spare: {spare}}}\n")
+        flow = Path(__file__).parent.parent / "flows" / "grpo.py"
+        options = ["--num-steps", "1", "--warm-steps", "1", "--eval-every", "9"]
+        said = CliRunner().invoke(cli, ["simulate", str(flow), "--cluster", str(spec), *options])
+        assert said.exit_code == 0, said.output
+        return re.sub(r"simulated in [0-9.]+ s", "simulated", said.output)
+
+    assert simulated(0) == simulated(3)

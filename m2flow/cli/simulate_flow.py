@@ -109,7 +109,7 @@ def command(
     from m2flow.micro.simulation.scenario import prepare
 
     wanted = asked(ctx, cluster, source, profile, assume, seed)
-    spec = with_shapes(wanted.spec, shapes).with_policy(policy)
+    spec = with_shapes(wanted.spec, shapes).with_policy(policy).without_spare  # Nobody joins a simulation.
     source, profile, seed = wanted.lengths, wanted.profile, wanted.seed
     known = Known(tuple(Assumption.parse(text) for text in wanted.assume))
     for doubt in read_profile(profile).doubts(spec) if profile else ():
