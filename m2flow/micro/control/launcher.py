@@ -221,7 +221,7 @@ class LocalLauncher(Launcher):
         return self._log_of(worker, self._processes[worker].rank if worker in self._processes else 0)
 
     def _log_of(self, worker: str, rank: int) -> Path:
-        return self._run_dir / "logs" / (f"{worker}.{rank}.log" if rank else f"{worker}.log")
+        return self.run_dir / "logs" / (f"{worker}.{rank}.log" if rank else f"{worker}.log")
 
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         deadline = time.monotonic() + patience_s
