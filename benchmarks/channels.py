@@ -3,8 +3,9 @@
     python benchmarks/channels.py [--seconds S] [--rounds R] [--ray-python PYTHON] [--only PART ...]
 
 stream  Rollout samples (256 prompt and 1,024 response tokens, with all token columns and texts) go to another process in parcels of 16 and
-        64, through codec, `ZmqOutbox` and `ZmqInbox`, over ipc, tcp and with large columns in shared memory; and as the same bytes, encoded
-        once and in one frame, through bare pyzmq PUSH and PULL.
+        64, through codec, `ZmqOutbox` and `ZmqInbox`, over ipc, tcp, and with large columns in shared memory or over Gloo; and as the same
+        bytes, encoded once and in one frame, through bare pyzmq PUSH and PULL. All processes keep freed memory, as workers do
+        (`m2flow.channels.kept_memory`).
 sizes   The same with one column of 1 KB, 64 KB, 1 MB and 64 MB.
 shared  The way from the producer's array to a read-only view in the consumer, one parcel at a time with warm buffers, by one clock; against
         one memcpy of the same bytes between warm buffers.
@@ -37,6 +38,8 @@ import zmq
 from m2flow.channels import codec
 from m2flow.channels.arena import Arena
 from m2flow.channels.contract import Parcel
+from m2flow.channels.kept_memory import keep_freed_memory
+from m2flow.channels.pairs import PairReceiver, PairSender
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.samples import Batch, Column, Ragged, Segment, make_ids
 
@@ -77,11 +80,12 @@ def batch_of(what: int) -> Batch:
     return rollout_batch(what) if what > 0 else Batch(make_ids(0, 1), {"payload": np.ones((1, -what), np.uint8)})
 
 
-def send_ours(address: str, orders: Connection, is_shared: bool) -> None:
+def send_ours(address: str, orders: Connection, transport: str) -> None:
     """Sends what it is told, as often as it is told."""
-    arena = Arena(f"m2flow-bench-{secrets.token_hex(4)}", max_bytes=2 << 30) if is_shared else None
-    outbox = ZmqOutbox(arena=arena)
-    outbox.prefer(address, "shared memory")
+    keep_freed_memory()
+    arena = Arena(f"m2flow-bench-{secrets.token_hex(4)}", max_bytes=2 << 30) if transport == "shared memory" else None
+    outbox = ZmqOutbox(arena=arena, pairs=PairSender())
+    outbox.prefer(address, transport)
     while order := orders.recv():
         what, num_parcels = order
         batch = batch_of(what)
@@ -95,6 +99,7 @@ def send_ours(address: str, orders: Connection, is_shared: bool) -> None:
 
 def send_bare(address: str, orders: Connection) -> None:
     """The same bytes in one frame, encoded once."""
+    keep_freed_memory()
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.sndhwm = _HIGH_WATER
         socket.connect(address)
@@ -126,7 +131,7 @@ def measure_streams(transport: str, whats: dict[str, int], seconds: float, num_r
     """Of each kind of parcel, ours over one transport against bare sockets of the same kind."""
     place = "tcp" if transport == "tcp" else "ipc:"
     results: list[dict[str, object]] = []
-    inbox = ZmqInbox(place)
+    inbox = ZmqInbox(place, pairs=PairReceiver())
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, closing(inbox):
         address = inbox.open()
         pull.rcvhwm = _HIGH_WATER
@@ -135,7 +140,7 @@ def measure_streams(transport: str, whats: dict[str, int], seconds: float, num_r
         assert isinstance(endpoint, bytes)
         orders: list[Connection] = []
         senders = []
-        for send, arguments in ((send_ours, (address, transport == "shared memory")), (send_bare, (endpoint.rstrip(b"\0").decode(),))):
+        for send, arguments in ((send_ours, (address, transport)), (send_bare, (endpoint.rstrip(b"\0").decode(),))):
             ours, theirs = _SPAWN.Pipe()
             senders.append(_SPAWN.Process(target=send, args=(arguments[0], theirs, *arguments[1:]), daemon=True))
             senders[-1].start()
@@ -305,14 +310,17 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()},
         "codec": [measure_codec(num_samples) for num_samples in (1, 16, 64)],
     }
-    transports = ("ipc", "tcp", "shared memory")
+    keep_freed_memory()
+    transports = ("ipc", "tcp", "shared memory", "torch gloo")
     met: dict[str, bool | None] = {}
     if "stream" in arguments.only:
         whats = {"16 samples": 16, "64 samples": 64}
         streams = [found for t in transports for found in measure_streams(t, whats, arguments.seconds, arguments.rounds)]
         report["stream"] = streams
-        batches = [float(str(found["speed_over_pyzmq"])) for found in streams if found["parcel"] == "64 samples"]
-        met[f"at least {TARGETS['stream']} of pyzmq, 64 samples a parcel"] = min(batches) >= TARGETS["stream"]
+        for found in streams:
+            if found["parcel"] == "64 samples":
+                speed = float(str(found["speed_over_pyzmq"]))
+                met[f"at least {TARGETS['stream']} of pyzmq, 64 samples a parcel, {found['transport']}"] = speed >= TARGETS["stream"]
     if "sizes" in arguments.only:
         whats = {name: -size for name, size in SIZES.items()}
         report["sizes"] = [found for t in transports for found in measure_streams(t, whats, arguments.seconds, arguments.rounds)]

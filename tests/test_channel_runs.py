@@ -21,7 +21,7 @@ def long_answers() -> None:
     policy, verifier = Policy("fake"), Reward(share_of_sevens)
     prompts = Dataset([{"prompt": f"{i * 7919 % 100000}="} for i in range(8)])
     for _ in steps(1):
-        responses = policy.generate(prompts.take(8), n=4, max_new_tokens=4000, min_new_tokens=4000)
+        responses = policy.generate(prompts.take(8), n=4, max_new_tokens=5000, min_new_tokens=5000)
         log(reward=policy.update(responses, verifier.score(responses))["reward"])
 
 

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from m2flow.channels import codec
 from m2flow.channels.arena import Borrower, Loan
+from m2flow.channels.pairs import PairReceiver, Passage
 from m2flow.channels.zeromq import MAX_MESSAGE_BYTES
-from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox, _loan_of
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox, _loan_of, _passage_of
 from m2flow.errors import BrokenChannel, DecodeError
 from m2flow.micro import messages as m
 from m2flow.testing.channel_suite import parcel_of, receive_all
@@ -40,11 +41,17 @@ def _parcel(data: bytes) -> object:
     return codec.decode([data])
 
 
+def _passage(data: bytes) -> object:
+    return PairReceiver().receive(_passage_of(data))
+
+
+_PASSAGE = b"m2p" + msgspec.msgpack.encode(Passage("127.0.0.2:5000", "pair-0123456789abcdef", "gloo", (70_000, 12)))
 _LOAN = b"m2l" + msgspec.msgpack.encode(Loan("m2flow-hostile", 3, (70_000, 12)))
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[bytes]]] = {
     "parcel": (_parcel, [b"".join(codec.encode(parcel_of(i, num_samples=i % 4))) for i in range(8)]),
     "batch of a segment": (codec.decode_batch, [codec.encode_batch(parcel_of(i, num_bytes=3 * i).batch) for i in range(4)]),
     "loan": (_borrow, [_LOAN]),
+    "passage": (_passage, [_PASSAGE]),
     "message to a worker": (
         m.decode_to_worker,
         [
@@ -58,7 +65,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[bytes]]] = {
     ),
 }
 EXPECTED = (DecodeError, BrokenChannel)
-"""The latter of a loan whose lender is gone."""
+"""The latter of a loan whose lender is gone, or of a passage to nobody."""
 
 _NASTY = [
     b"\xdd\xff\xff\xff\xff",
@@ -125,7 +132,7 @@ many = settings(max_examples=300, deadline=None, suppress_health_check=list(Heal
 @given(st.binary(max_size=90) | _values.map(msgspec.msgpack.encode))
 def test_what_was_never_a_message_is_a_clean_error(name, data):
     decode = DECODERS[name][0]
-    for prefix in (b"", b"m2f\1" + struct.pack("<I", len(data)), b"m2l"):
+    for prefix in (b"", b"m2f\1" + struct.pack("<I", len(data)), b"m2l", b"m2p"):
         is_refused_cleanly(decode, prefix + data)
 
 

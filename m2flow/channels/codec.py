@@ -33,9 +33,9 @@ from m2flow.samples import Batch, Column, Ragged
 FORMAT = 1
 """Counted up with every change of the layout; a peer of another format is refused by name."""
 
-INLINE_BYTES = 64 * 1024
-"""Columns up to this size are copied into the head frame. The processor time of a parcel is flat from 32 to 256 KiB here, and twice as
-high where large columns are copied too: most of that is for the fresh pages of the frame."""
+INLINE_BYTES = 128 * 1024
+"""Columns up to this size are copied into the head frame. A frame costs two processes some 30 microseconds, whatever its size; a copy of
+so many bytes less, as long as it goes to memory that was used before (`m2flow.channels.kept_memory`)."""
 
 FRAME_BYTES = 4 << 20
 """Large columns travel in pieces of this size."""
@@ -57,6 +57,9 @@ _MAGIC = b"m2f"
 _ALIGNMENT = 8
 _PADDING = [bytes(-left % _ALIGNMENT) for left in range(_ALIGNMENT)]
 _ONE_FRAME = (1 << 63) - 1
+_INT64, _BOOL = DTYPES["int64"], DTYPES["bool"]
+_FEW_BYTES = 16 * 1024
+"""Up to so many, bytes are looked through faster as a text than as an array."""
 _FEW_ROWS = 8
 """Up to so many, numbers are compared faster one by one than by arrays."""
 
@@ -118,16 +121,31 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
     """
     if not frames:
         raise DecodeError("a message without frames")
-    views = [_aligned(frame) for frame in frames]
-    header, start = _read_header(views[0])
-    reader = _ArrayReader(views, start, header.inline_bytes)
-    ids = reader.take(DTYPES["int64"], (header.num_rows,), "ids")
+    head = _aligned(frames[0])
+    header, start = _read_header(head)
+    arrays = _ArrayReader(head, frames[1:], start, header.inline_bytes)
+    num_rows, take = header.num_rows, arrays.take
+    ids = take(_INT64, (num_rows,), "ids")
     columns: dict[str, Column] = {}
     for column in header.columns:
-        if column.name in columns:
-            raise DecodeError(f"column {column.name!r} comes twice")
-        columns[column.name] = _read_column(reader, column, header.num_rows)
-    reader.finish()
+        name, kind, shape, dtype = column.name, column.kind, column.shape, DTYPES[column.dtype]
+        if name in columns:
+            raise DecodeError(f"column {name!r} comes twice")
+        if kind == "dense":
+            if shape[:1] != (num_rows,):
+                raise DecodeError(f"column {name!r}: shape {shape} in a batch of {num_rows} rows")
+            columns[name] = values = take(dtype, shape, name)
+        else:
+            if kind != "numbers" and (column.dtype != "uint8" or len(shape) != 1):
+                raise DecodeError(f"column {name!r}: {kind} of type {column.dtype} {shape}")
+            offsets = cast("npt.NDArray[np.int64]", take(_INT64, (num_rows + 1,), name))
+            values = take(dtype, shape, name)
+            if not _do_rise(offsets, shape[0]):
+                raise DecodeError(f"column {name!r}: offsets that do not rise from 0 to its {shape[0]} values")
+            columns[name] = Ragged(values, offsets, kind)
+        if dtype is _BOOL:
+            _check_booleans(values, name)
+    arrays.finish()
     return Parcel(header.call, Batch(cast("npt.NDArray[np.int64]", ids), columns), header.sender)
 
 
@@ -203,42 +221,42 @@ def _read_header(frame: memoryview) -> tuple[_Header, int]:
 class _ArrayReader:
     """Cuts the arrays of a message out of its frames, in their order."""
 
-    def __init__(self, frames: list[memoryview], start: int, inline_bytes: int) -> None:
-        self._head = frames[0]
-        self._large = frames[1:]
+    __slots__ = ("_head", "_inline_bytes", "_large", "_next", "_next_large", "_size")
+
+    def __init__(self, head: memoryview, large: Sequence[Buffer], start: int, inline_bytes: int) -> None:
+        self._head = head
+        self._size = len(head)
+        self._large = large
         self._next = start
         self._next_large = 0
         self._inline_bytes = inline_bytes
 
     def take(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str) -> npt.NDArray[np.generic]:
-        num_bytes = self._num_bytes(dtype, shape, name)
+        num_bytes = shape[0] * dtype.itemsize if len(shape) == 1 and 0 < shape[0] < 1 << 56 else self._num_bytes(dtype, shape, name)
+        start = self._next
+        if 0 < num_bytes <= self._inline_bytes:
+            if num_bytes > self._size - start:
+                raise DecodeError(f"column {name!r}: {num_bytes:,} bytes by its shape, {max(self._size - start, 0):,} left in the frame")
+            self._next = start + num_bytes + -num_bytes % _ALIGNMENT
+            return np.ndarray(shape, dtype, self._head, start)
         if num_bytes == 0:
             empty = np.zeros(shape, dtype)
             empty.flags.writeable = False
             return empty
-        if num_bytes > self._inline_bytes:
-            if self._next_large == len(self._large):
-                raise DecodeError(f"column {name!r}: its frame is missing")
-            frame = self._next_frame(num_bytes, name)
-            return np.ndarray(shape, dtype, frame)
-        start = self._next
-        if num_bytes > len(self._head) - start:
-            left = max(len(self._head) - start, 0)
-            raise DecodeError(f"column {name!r}: {num_bytes:,} bytes by its shape, {left:,} left in the frame")
-        self._next = start + num_bytes + -num_bytes % _ALIGNMENT
-        return np.ndarray(shape, dtype, self._head, start)
+        if self._next_large == len(self._large):
+            raise DecodeError(f"column {name!r}: its frame is missing")
+        return np.ndarray(shape, dtype, self._next_frame(num_bytes, name))
 
     def _next_frame(self, num_bytes: int, name: str) -> memoryview:
         """The next large column, put together from its pieces if it came in several. They are here, so its size is no mere claim."""
-        end, found = self._next_large, 0
-        while found < num_bytes and end < len(self._large):
-            found += len(self._large[end])
-            end += 1
-        pieces = self._large[self._next_large : end]
+        pieces, found = [], 0
+        while found < num_bytes and self._next_large < len(self._large):
+            pieces.append(memoryview(self._large[self._next_large]))
+            found += pieces[-1].nbytes
+            self._next_large += 1
         if found != num_bytes:
             raise DecodeError(f"column {name!r}: {num_bytes:,} bytes by its shape, {found:,} in its frames")
-        self._next_large = end
-        return pieces[0] if len(pieces) == 1 else _aligned(b"".join(pieces))
+        return _aligned(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     @staticmethod
     def _num_bytes(dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str) -> int:
@@ -253,23 +271,8 @@ class _ArrayReader:
         return num_bytes
 
     def finish(self) -> None:
-        if self._next != len(self._head) or self._next_large != len(self._large):
+        if self._next != self._size or self._next_large != len(self._large):
             raise DecodeError("a message with bytes left over")
-
-
-def _read_column(reader: _ArrayReader, column: _ColumnHeader, num_rows: int) -> Column:
-    name, kind, dtype = column.name, column.kind, DTYPES[column.dtype]
-    if kind == "dense":
-        if column.shape[:1] != (num_rows,):
-            raise DecodeError(f"column {name!r}: shape {column.shape} in a batch of {num_rows} rows")
-        return _checked_values(reader.take(dtype, column.shape, name), name)
-    if kind != "numbers" and (column.dtype != "uint8" or len(column.shape) != 1):
-        raise DecodeError(f"column {name!r}: {kind} of type {column.dtype} {column.shape}")
-    offsets = cast("npt.NDArray[np.int64]", reader.take(DTYPES["int64"], (num_rows + 1,), name))
-    values = _checked_values(reader.take(dtype, column.shape, name), name)
-    if not _do_rise(offsets, len(values)):
-        raise DecodeError(f"column {name!r}: offsets that do not rise from 0 to its {len(values)} values")
-    return Ragged(values, offsets, kind)
 
 
 def _do_rise(offsets: npt.NDArray[np.int64], end: int) -> bool:
@@ -280,14 +283,15 @@ def _do_rise(offsets: npt.NDArray[np.int64], end: int) -> bool:
     return bool(offsets[0] == 0 and offsets[-1] == end and (offsets[1:] >= offsets[:-1]).all())
 
 
-def _checked_values(values: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
-    # A boolean byte above 1 makes numpy's logic disagree with itself (`a & b`, `a == True`, indexing).
-    if values.dtype.kind == "b" and values.size and int(values.view(np.uint8).max()) > 1:
+def _check_booleans(values: npt.NDArray[np.generic], name: str) -> None:
+    """A byte above 1 makes numpy's logic disagree with itself (`a & b`, `a == True`, indexing)."""
+    if values.size and (values.tobytes().translate(None, b"\0\1") if values.size <= _FEW_BYTES else int(values.view(np.uint8).max()) > 1):
         raise DecodeError(f"column {name!r}: bytes that are not booleans")
-    return values
 
 
 def _aligned(frame: Buffer) -> memoryview:
+    if type(frame) is bytes:
+        return memoryview(frame)  # Python aligns what it allocates.
     view = memoryview(frame)
     if not view.c_contiguous:
         raise DecodeError("a frame that is not contiguous")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -59,33 +59,35 @@ class Group:
 
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._move(block, lambda tensors: self._group.broadcast(tensors, options), "a broadcast of weights", is_taken=True)
+        self._move([block], lambda tensors: self._group.broadcast(tensors, options), "a broadcast of weights", is_taken=True)
 
-    def send(self, block: Bytes, to: int) -> None:
-        """Send this to one member. Returns when it has taken it, or the system has."""
-        self._move(block, lambda tensors: self._group.send(tensors, to, 0), "what was sent", is_taken=False)
+    def send(self, blocks: Sequence[Bytes], to: int) -> None:
+        """Send these to one member, which takes as many together. Returns when it has taken them, or the system has."""
+        self._move(blocks, lambda tensors: self._group.send(tensors, to, 0), "what was sent", is_taken=False)
 
-    def receive(self, block: Bytes, source: int) -> None:
-        """Fill this with what one member sends."""
-        self._move(block, lambda tensors: self._group.recv(tensors, source, 0), "what was to come", is_taken=True)
+    def receive(self, blocks: Sequence[Bytes], source: int) -> None:
+        """Fill these with what one member sends together."""
+        self._move(blocks, lambda tensors: self._group.recv(tensors, source, 0), "what was to come", is_taken=True)
 
-    def _move(self, block: Bytes, begin: Callable[[list[Any]], Any], what: str, *, is_taken: bool) -> None:
+    def _move(self, blocks: Sequence[Bytes], begin: Callable[[list[Any]], Any], what: str, *, is_taken: bool) -> None:
         import torch
 
-        tensor = torch.from_numpy(block)
+        tensors = [torch.from_numpy(block) for block in blocks]
         try:
             if self._device == "cpu":
-                begin([tensor]).wait()
+                for work in [begin([tensor]) for tensor in tensors]:
+                    work.wait()
                 return
-            if self._staging is None or len(self._staging) < len(block):
-                self._staging = torch.empty(len(block), dtype=torch.uint8, device=self._device)
-            staged = self._staging[: len(block)]
-            staged.copy_(tensor)
-            begin([staged]).wait()
-            if is_taken:
-                tensor.copy_(staged)
-            else:
-                torch.cuda.current_stream(self._device).synchronize()  # NCCL's wait is the stream's, not ours.
+            for tensor in tensors:
+                if self._staging is None or len(self._staging) < len(tensor):
+                    self._staging = torch.empty(len(tensor), dtype=torch.uint8, device=self._device)
+                staged = self._staging[: len(tensor)]
+                staged.copy_(tensor)
+                begin([staged]).wait()
+                if is_taken:
+                    tensor.copy_(staged)
+                else:
+                    torch.cuda.current_stream(self._device).synchronize()  # NCCL's wait is the stream's, not ours.
         except RuntimeError as error:
             raise BrokenChannel(f"{what} broke off: {_first_line(error)}") from None
 

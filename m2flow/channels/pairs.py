@@ -19,9 +19,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import msgspec
 import numpy as np
@@ -40,6 +40,8 @@ _WAITS_S = 7 * 86_400.0
 """For what was announced. Whoever dies ends a wait at once, whoever hangs is killed; and a time-out would end the pair for both."""
 _MAX_GROUP_NAME = 64
 _MAX_FRAMES = 1 << 16
+_NUM_TOGETHER = 16
+T = TypeVar("T")
 _SENDER, _RECEIVER = 0, 1
 
 
@@ -139,8 +141,8 @@ class _Way:
             try:
                 if not self.is_broken:
                     pair = pair or _pair(self.store, self.group, _SENDER, self.device)
-                    for frame in frames:
-                        pair.send(_writable(frame), _RECEIVER)
+                    for some in _together(frames):
+                        pair.send([_writable(frame) for frame in some], _RECEIVER)
             except BrokenChannel:
                 self.is_broken = True
             with self._lock:
@@ -180,14 +182,14 @@ class PairReceiver:
             device = self._device if passage.backend == "nccl" else "cpu"
             pair = self._pairs[passage.group] = _pair(passage.store, passage.group, _RECEIVER, device)
         frames = []
-        for size in passage.sizes:  # One by one: no memory is taken for what does not come.
-            frame = np.empty(size, np.uint8)
+        for sizes in _together(passage.sizes):  # Some at a time: no more memory is taken for what does not come.
+            some = [np.empty(size, np.uint8) for size in sizes]
             try:
-                pair.receive(frame, _SENDER)
+                pair.receive(some, _SENDER)
             except BrokenChannel:
                 self._pairs.pop(passage.group, None)
                 raise
-            frames.append(frame.data)
+            frames += [frame.data for frame in some]
         return frames
 
     def forget(self, group: str) -> None:
@@ -207,6 +209,11 @@ def _pair(store: str, name: str, rank: int, device: str) -> Group:
         raise BrokenChannel(f"nobody to meet at {store}: {error.strerror or error}") from None
     met = open_store(host, port, is_server=False, timeout_s=_MEETS_S)
     return Group(met, name, rank, 2, host=host, device=device, timeout_s=_WAITS_S)
+
+
+def _together(frames: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Frames that are under way at the same time."""
+    return (frames[i : i + _NUM_TOGETHER] for i in range(0, len(frames), _NUM_TOGETHER))
 
 
 def _writable(frame: memoryview) -> Bytes:

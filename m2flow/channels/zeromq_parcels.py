@@ -43,6 +43,8 @@ _LOOK_S = 0.002
 _DIES_S = 5.0
 """A process that dies loses its sockets all at once, but not in one moment."""
 _MAX_NAME_BYTES = 1024
+_MAX_BYTES_AT_ONCE = 16 << 20
+"""That are given in one go: more would be taken out of the processor's cache, and out of memory that the system has to clear first."""
 Note = TypeVar("Note", Loan, Passage)
 _encoder = msgspec.msgpack.Encoder()
 _loan_decoder = msgspec.msgpack.Decoder(Loan)
@@ -103,12 +105,13 @@ class ZmqInbox(Endpoint, Inbox):
 
     def _take(self, socket: Socket, parcels: list[Parcel]) -> None:
         """Add what is here. That may be nothing though the socket is readable: a peer that is turned away makes it so."""
-        while len(parcels) < MAX_MESSAGES_AT_ONCE:
+        num_bytes = 0
+        while len(parcels) < MAX_MESSAGES_AT_ONCE and num_bytes < _MAX_BYTES_AT_ONCE:
             frames, connection = _receive_frames(socket)
             if not frames:
                 return
             try:
-                parcel = self._read(frames, connection)
+                parcel, size = self._read(frames, connection)
             except DecodeError as error:
                 if not parcels:
                     raise
@@ -116,27 +119,28 @@ class ZmqInbox(Endpoint, Inbox):
                 return
             if parcel is not None:
                 parcels.append(parcel)
+                num_bytes += size
 
-    def _read(self, frames: list[bytes | memoryview], connection: int) -> Parcel | None:
-        """The parcel of a message; None for one that has none."""
+    def _read(self, frames: list[bytes | memoryview], connection: int) -> tuple[Parcel | None, int]:
+        """The parcel of a message, None for one that has none; and its bytes."""
         kind = bytes(frames[0][:3])
         if kind == END:
             self._ended(frames)
-            return None
+            return None, 0
         num_bytes = num_frame_bytes(frames)
         if kind == _LOAN:
             loan = _loan_of(frames[0])
             try:
                 shared = self._borrower.borrow(loan)
             except BrokenChannel:
-                return None  # It died with this on its way; the end of its connection will tell.
+                return None, 0  # It died with this on its way; the end of its connection will tell.
             parcel = decode([*frames[1:], *shared])
             self._arenas.setdefault(parcel.sender, set()).add(loan.arena)
             aside = num_shared = sum(loan.sizes)
         elif kind == _PASSAGE:
             found = self._over_a_pair(frames, connection)
             if found is None:
-                return None
+                return None, 0
             parcel, aside, num_shared = *found, 0
         else:
             parcel, aside, num_shared = decode(frames), 0, 0
@@ -149,7 +153,7 @@ class ZmqInbox(Endpoint, Inbox):
             self._open_senders.add(parcel.sender)
             self._ended_senders.discard(parcel.sender)
             self._gone_senders.discard(parcel.sender)
-        return parcel
+        return parcel, num_bytes + aside
 
     def _over_a_pair(self, frames: Sequence[bytes | memoryview], connection: int) -> tuple[Parcel, int] | None:
         """The parcel, and how many of its bytes came so. None: its sender has died meanwhile, which the end of its connection will tell."""

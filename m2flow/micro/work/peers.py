@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import final
 
 from m2flow.channels.contract import Outbox, Parcel, Statistics
-from m2flow.errors import BrokenChannel
+from m2flow.errors import BrokenChannel, InternalError
 from m2flow.micro.scheduling.roster import worker_of
 
 _MOST_S = 300.0
@@ -24,20 +24,26 @@ _MOST_S = 300.0
 class Peers:
     """Sends rows to them."""
 
-    def __init__(self, outbox: Outbox, hear: Callable[[], None]) -> None:
+    def __init__(self, outbox: Outbox, hear: Callable[[], None], *, knows_all: bool = True) -> None:
         """
         Args:
             hear: takes what the controller says of peers meanwhile: it is called while one takes nothing.
+            knows_all: this process was there when the run began, so it was told of every peer while that lived. One that was started
+                again does not know who died before.
         """
         self._outbox = outbox
         self._hear = hear
+        self._knows_all = knows_all
         self._addresses: dict[str, str] = {}
+        self._known: set[str] = set()
+        """All that were ever announced."""
         self._dead: set[str] = set()
 
     def announce(self, addresses: Mapping[str, str], transports: Mapping[str, str]) -> None:
         """These are there now, and no others; by worker, the way to it that the plan has chosen."""
         for tag in self._addresses.keys() - addresses.keys():
             self._drop(tag)
+        self._known |= addresses.keys()
         self._addresses = {tag: address for tag, address in addresses.items() if tag not in self._dead}
         for tag, address in self._addresses.items():
             if worker_of(tag) in transports:
@@ -57,8 +63,10 @@ class Peers:
         """Hand rows over; False if the peer is dead, and nobody is to have them.
 
         Raises:
-            BrokenChannel: it lives, and took nothing for five minutes.
+            BrokenChannel: it lives, and took nothing for five minutes. InternalError: there was never such a peer.
         """
+        if self._knows_all and tag not in self._known:
+            raise InternalError(f"rows of call {parcel.call} are for {tag!r}, and nobody has told {parcel.sender} of such a process")
         start_s = time.monotonic()
         while (address := self._addresses.get(tag)) is not None:
             try:

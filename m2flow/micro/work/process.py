@@ -20,6 +20,7 @@ import msgspec
 
 from m2flow.channels.arena import Arena, remove_arenas
 from m2flow.channels.beacon import Beacon
+from m2flow.channels.kept_memory import keep_freed_memory
 from m2flow.channels.pairs import PAIRS, PairReceiver, PairSender
 from m2flow.channels.weights import remove_segments
 from m2flow.channels.zeromq import LinkDialer, wait
@@ -111,6 +112,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
     watch_parent(settings)
+    keep_freed_memory()
     serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
 
 

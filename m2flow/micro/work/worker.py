@@ -145,7 +145,7 @@ class Worker:
         )
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
-        self._peers = Peers(outbox, self._hear)
+        self._peers = Peers(outbox, self._hear, knows_all=not settings.incarnation)
         self._channel_counts = ChannelCounts(self._recorder)
         self._heard: deque[m.ToWorker] = deque()
         """What the controller has said and is not done yet."""
