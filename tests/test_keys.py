@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import stat
 from collections.abc import Callable, Iterator
 
@@ -42,13 +43,13 @@ def test_a_channel_with_a_key_is_a_channel(check: Callable[[Maker], None]) -> No
 @contextlib.contextmanager
 def stranger(address: str, kind: int, server: str = "", own: Keys | None = None) -> Iterator[zmq.Socket[bytes]]:
     """A socket without a key, or with one of its own and what it takes for the listener's."""
-    with zmq.Context() as context, context.socket(kind) as socket:
-        socket.linger = 0
+    with zmq.Context() as context, context.socket(kind) as made:
+        made.linger = 0
         if own is not None:
-            socket.curve_serverkey = server.encode()
-            socket.curve_publickey, socket.curve_secretkey = own.public.encode(), own.secret.encode()
-        socket.connect(address)
-        yield socket
+            made.curve_serverkey = server.encode()
+            made.curve_publickey, made.curve_secretkey = own.public.encode(), own.secret.encode()
+        made.connect(address)
+        yield made
 
 
 OTHER = new_keys()
@@ -64,10 +65,10 @@ def test_a_stranger_is_not_heard_by_an_inbox_and_disturbs_nobody(who):
     inbox, outbox = ZmqInbox("tcp", keys=KEYS), ZmqOutbox("friend", keys=KEYS)
     address = inbox.open()
     try:
-        with stranger(address, zmq.PUSH, *STRANGERS[who]) as socket:
+        with stranger(address, zmq.PUSH, *STRANGERS[who]) as other:
             for _ in range(20):
                 with contextlib.suppress(zmq.Again):
-                    socket.send(b"let me in", zmq.NOBLOCK)
+                    other.send(b"let me in", zmq.NOBLOCK)
             outbox.send(address, parcel_of(7))
             (parcel,) = receive_all(inbox, 1)
             assert_same_parcel(parcel, parcel_of(7))
@@ -78,20 +79,41 @@ def test_a_stranger_is_not_heard_by_an_inbox_and_disturbs_nobody(who):
         inbox.close()
 
 
+def test_a_friend_who_gets_the_descriptor_of_a_stranger_that_was_turned_away_is_not_taken_for_gone():
+    inbox, outboxes = ZmqInbox("tcp", keys=KEYS), [ZmqOutbox(f"friend-{i}", keys=KEYS) for i in range(8)]
+    address = inbox.open()
+    host, _, port = address.removeprefix("tcp://").partition(":")
+    try:
+        with contextlib.ExitStack() as strangers:
+            for _ in range(40):
+                raw = strangers.enter_context(socket.create_connection((host, int(port))))
+                raw.sendall(b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(52, b"\0"))
+                while raw.recv(1000):  # Until it is turned away.
+                    pass
+        for i, outbox in enumerate(outboxes):
+            outbox.send(address, parcel_of(i, sender=f"friend-{i}"))
+        assert {parcel.call for parcel in receive_all(inbox, len(outboxes))} == set(range(8))
+        assert inbox.receive(0.2) == []
+    finally:
+        for outbox in outboxes:
+            outbox.close()
+        inbox.close()
+
+
 @pytest.mark.parametrize("who", STRANGERS)
 def test_a_stranger_learns_nothing_from_the_control_link_even_with_the_token(who):
     listener, friend = LinkListener(_TOKEN, "tcp", keys=KEYS), LinkDialer(keys=KEYS)
     address = listener.open()
     try:
-        with stranger(address, zmq.DEALER, *STRANGERS[who]) as socket:
+        with stranger(address, zmq.DEALER, *STRANGERS[who]) as other:
             with contextlib.suppress(zmq.Again):
-                socket.send_multipart([b"m2flow-hello-1", b"rollout-0", _TOKEN.encode()], zmq.NOBLOCK)
+                other.send_multipart([b"m2flow-hello-1", b"rollout-0", _TOKEN.encode()], zmq.NOBLOCK)
             friend.open(address, "rollout-0", _TOKEN)
             friend.send(b"mine")
             assert listener.receive(30.0) == [("rollout-0", b"mine")]
             listener.send("rollout-0", b"secret")
             assert friend.receive(30.0) == [b"secret"]
-            assert not socket.poll(300)
+            assert not other.poll(300)
             assert listener.num_dropped == 0
     finally:
         friend.close()

@@ -28,6 +28,7 @@ import zmq
 
 from m2flow.channels.arena import Arena, Borrower, Loan
 from m2flow.channels.codec import FRAME_BYTES, MAX_HEAD_BYTES, cut, decode, encode, num_frame_bytes
+from m2flow.channels.connections import Connections, inode_of
 from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.keys import Keys
 from m2flow.channels.pairs import PAIRS, Backend, PairReceiver, PairSender, Passage
@@ -71,10 +72,7 @@ class ZmqInbox(Endpoint, Inbox):
         """Sender -> the arenas that it lent from."""
         self._groups: dict[str, set[str]] = {}
         """Sender -> its pairs with us."""
-        self._connections: dict[int, str] = {}
-        """File descriptor -> the sender that was heard on it last."""
-        self._ended_here: list[int] = []
-        """Connections that have ended, and of which no word was said yet."""
+        self._connections = Connections()
         self._open_senders: set[str] = set()
         self._ended_senders: set[str] = set()
         self._gone_senders: set[str] = set()
@@ -92,7 +90,7 @@ class ZmqInbox(Endpoint, Inbox):
         parcels: list[Parcel] = []
         deadline = time.monotonic() + timeout_s
         while True:
-            self._ended_here += self._ended_connections()  # First, so that what came on them before is here too.
+            self._connections.ended(self._ended_connections())  # First, so that what came on them before is here too.
             self._take(socket, parcels)
             if parcels or self._pending is not None:
                 return parcels
@@ -148,8 +146,8 @@ class ZmqInbox(Endpoint, Inbox):
         statistics.add(len(parcel.batch), num_bytes + aside)
         statistics.num_shared_bytes += num_shared
         statistics.num_pair_bytes += aside - num_shared
-        if self._connections.get(connection) != parcel.sender or parcel.sender not in self._open_senders:
-            self._connections[connection] = parcel.sender
+        if self._connections.sender_on(connection) != parcel.sender or parcel.sender not in self._open_senders:
+            self._connections.heard(connection, parcel.sender)
             self._open_senders.add(parcel.sender)
             self._ended_senders.discard(parcel.sender)
             self._gone_senders.discard(parcel.sender)
@@ -157,18 +155,17 @@ class ZmqInbox(Endpoint, Inbox):
 
     def _over_a_pair(self, frames: Sequence[bytes | memoryview], connection: int) -> tuple[Parcel, int] | None:
         """The parcel, and how many of its bytes came so. None: its sender has died meanwhile, which the end of its connection will tell."""
-        passage = _passage_of(frames[0])
+        passage, inode = _passage_of(frames[0]), inode_of(connection)
         if self._pairs is None:
             raise DecodeError("columns over torch.distributed, which this inbox does not take")
         try:
             parcel = decode([*frames[1:], *self._pairs.receive(passage)])
         except BrokenChannel as error:
             deadline = time.monotonic() + _DIES_S
-            while connection not in self._ended_here:
+            while inode >= 0 and inode_of(connection) == inode:
                 if time.monotonic() > deadline:
                     raise ChannelError(f"columns of a parcel did not come, and their sender lives: {error.what}") from None
-                wait([self], 0.05)
-                self._ended_here += self._ended_connections()
+                time.sleep(_LOOK_S)
             return None
         self._groups.setdefault(parcel.sender, set()).add(passage.group)
         return parcel, sum(passage.sizes)
@@ -187,8 +184,7 @@ class ZmqInbox(Endpoint, Inbox):
 
     def _raise_ends(self) -> None:
         """Nothing is left to give. Connections may have ended: of senders that had not, one is told at a time."""
-        while self._ended_here:
-            sender = self._connections.pop(self._ended_here.pop(0), None)
+        while (sender := self._connections.next_gone()) is not None:
             if sender in self._open_senders:
                 self._open_senders.discard(sender)
                 self._gone_senders.add(sender)
