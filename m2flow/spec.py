@@ -110,8 +110,9 @@ class ChannelSpec(_Strict):
 class WeightsSpec(_Strict):
     """How new weights reach the engines that sample."""
 
-    transport: Literal["auto", "shared memory", "broadcast", "file"] = "auto"
-    """Between processes; inside one it is a copy. `auto`: what the plan finds cheapest."""
+    transport: Literal["auto", "shared memory", "cuda ipc", "broadcast", "file"] = "auto"
+    """Between processes; inside one it is a copy. `auto`: what the plan finds cheapest; `cuda ipc`, which lends them on the trainer's GPU,
+    only where it is asked for."""
     directory: str = ""
     """Of `file`: one that all workers reach; by default in the run's directory."""
     host: str = "127.0.0.1"

@@ -64,6 +64,22 @@ class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     changes: tuple[Change, ...] = ()
 
 
+class DeviceBuffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Memory that others can map."""
+
+    handle: bytes
+    num_bytes: int
+
+
+class DeviceLoan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the tensors of a manifest lie."""
+
+    device: str
+    buffers: tuple[DeviceBuffer, ...]
+    places: tuple[tuple[int, int], ...]
+    """Of each tensor: the buffer, and its offset there."""
+
+
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A publication."""
 
@@ -77,6 +93,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """A whole model and what changed since, oldest first; only the last ones are of interest to who holds an earlier version."""
     address: str = ""
     """Where a broadcast can be asked for."""
+    lent: DeviceLoan | None = None
+    """Where they lie on a device of this host (`m2flow.channels.weights.device`)."""
 
     def whole(self) -> Content:
         return Content(self.version, -1, self.num_bytes, self.tensors, self.tied)

@@ -41,6 +41,15 @@ def travelling(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> 
             yield name, _of_torch(tensor.cpu())
 
 
+def on_device(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Torch tensors as they are lent on the device that they are on; floating-point ones converted to `dtype` as by `travelling`."""
+    import torch
+
+    for name, tensor in tensors:
+        is_float = not isinstance(tensor, Tied) and str(tensor.dtype).removeprefix("torch.") in _FLOATS
+        yield name, tensor.detach().to(getattr(torch, dtype)) if is_float and dtype is not None else tensor
+
+
 def given(weights: Iterable[tuple[str, Weight]], like: object) -> Iterator[tuple[str, Any]]:
     """What travelled, as engines take it.
 

@@ -14,12 +14,17 @@ from __future__ import annotations
 
 from collections import Counter
 
+from m2flow.errors import PlanError
 from m2flow.micro.plan import SwitchPlan, SyncTransport, WeightSync, WorkerPlan
 from m2flow.spec import WeightsSpec
 
 
 def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True) -> tuple[WeightSync, ...]:
-    """One sync for each pair of a role's trainer and one of its rollout engines."""
+    """One sync for each pair of a role's trainer and one of its rollout engines.
+
+    Raises:
+        PlanError: the spec's transport can't join one of them.
+    """
     pairs = [
         (slot.role, trainer.name, worker.name)
         for worker in workers
@@ -28,6 +33,14 @@ def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_hos
         for trainer in workers
         if any(other.kind == "train" and other.role == slot.role for other in trainer.engines)
     ]
+    devices = {worker.name: worker.device for worker in workers}
+    for role, source, target in pairs:
+        for name in (source, target):
+            if spec.transport == "cuda ipc" and source != target and not devices[name].startswith("cuda"):
+                raise PlanError(
+                    f"the weights of {role} go from {source} to {target} by cuda ipc, and {name} has no GPU (it has {devices[name]})",
+                    now="Take another transport in the cluster spec: weights: {transport: auto}.",
+                )
     others = Counter((role, source) for role, source, target in pairs if source != target)
     return tuple(
         WeightSync(

@@ -14,9 +14,10 @@ from typing import Any, final
 import msgspec
 
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
+from m2flow.channels.weights.device import CudaMemory, DeviceWeights, DeviceWeightsReader
 from m2flow.channels.weights.manifest import Seen, TensorEntry, differing, listed, seen
 from m2flow.channels.weights.tensors import Tied, Weight, once
-from m2flow.channels.weights.torch_tensors import given, seen_tensors, travelling
+from m2flow.channels.weights.torch_tensors import given, on_device, seen_tensors, travelling
 from m2flow.engines.contract import RolloutEngine, TrainEngine
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.plan import WeightSync
@@ -26,6 +27,7 @@ from m2flow.recipe import Model
 from m2flow.spec import WeightsSpec
 
 SHARED_MEMORY = "shared memory"
+CUDA_IPC = "cuda ipc"
 
 
 class WeightSettings(msgspec.Struct, frozen=True):
@@ -70,6 +72,8 @@ class WeightSyncing:
         self._settings = settings
         self._recorder = recorder
         self._publishers: dict[str, Publisher] = {}
+        self._lenders: dict[str, DeviceWeights] = {}
+        self._borrowers: dict[str, DeviceWeightsReader] = {}
         self._subscribers: dict[str, Subscriber] = {}
         self._unlisted: dict[str, frozenset[str]] = {}
         """Role -> tensors that its engine does not list as they are published; absent before its first load."""
@@ -80,6 +84,10 @@ class WeightSyncing:
         """Hand out a role's trained weights."""
         with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role) as span:
             start = time.monotonic()
+            if self._settings.publishes.get(role) == (CUDA_IPC,):
+                manifest = self._lent(role, version, engine)
+                span.set(num_bytes=manifest.num_bytes, transport=CUDA_IPC, gb_per_s=_rate(manifest.num_bytes, start))
+                return manifest
             publisher = self._publishers.get(role)
             if publisher is None:
                 publisher = self._publishers[role] = Publisher(f"{self._prefix}-{role}", self._options(role))
@@ -98,6 +106,9 @@ class WeightSyncing:
         Raises:
             ChannelError: they were damaged on their way. EngineError: the engine holds something else than was published.
         """
+        if self._settings.loads.get(role) == CUDA_IPC:
+            self._borrow(role, version, manifest, engine, under_requests=under_requests)
+            return
         subscriber = self._subscribers.get(role)
         if subscriber is None:
             directory, bucket_bytes = self._settings.directory, self._settings.bucket_bytes
@@ -119,6 +130,28 @@ class WeightSyncing:
                 self._say(role, wrong, transport, lambda: subscriber.tensors(manifest, transport))
             self._held[role] = manifest.version
             span.set(num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
+
+    def _lent(self, role: str, version: int, engine: TrainEngine) -> Manifest:
+        """A version, lent on the GPU that it is on."""
+        lender = self._lenders.get(role)
+        if lender is None:
+            device = _device_of(engine)
+            lender = self._lenders[role] = DeviceWeights(CudaMemory(device), device)
+        return lender.write(on_device(once(engine.weights()), self._rollout_dtype(role)), version=version)
+
+    def _borrow(self, role: str, version: int, manifest: Manifest, engine: RolloutEngine, *, under_requests: bool) -> None:
+        reader = self._borrowers.get(role)
+        if reader is None:
+            reader = self._borrowers[role] = DeviceWeightsReader(CudaMemory(_device_of(engine)))
+        unlisted = self._unlisted.get(role)
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
+            start = time.monotonic()
+            arriving = reader.read(manifest, verify=unlisted is None or len(unlisted) > 0)
+            engine.load_weights(arriving, version, under_requests=under_requests)
+            wrong, self._unlisted[role] = _compared(manifest.tensors, engine)
+            if wrong:
+                self._say(role, wrong, CUDA_IPC, None)
+            span.set(num_bytes=manifest.num_bytes, transport=CUDA_IPC, gb_per_s=_rate(manifest.num_bytes, start))
 
     def copy(self, role: str, version: int, trainer: TrainEngine, engine: RolloutEngine, *, under_requests: bool = False) -> None:
         """Take the weights of a trainer of this process in, tensor by tensor."""
@@ -158,6 +191,10 @@ class WeightSyncing:
             publisher.close()
         for subscriber in self._subscribers.values():
             subscriber.close()
+        for reader in self._borrowers.values():
+            reader.close()
+        for lender in self._lenders.values():
+            lender.close()
 
     def _options(self, role: str) -> WeightOptions:
         settings = self._settings
@@ -207,6 +244,11 @@ def _plain(tensors: Iterable[tuple[str, Weight | Tied]]) -> Iterator[tuple[str, 
 def _first(engine: RolloutEngine) -> Any:
     """One of the engine's own tensors."""
     return next((tensor for _, tensor in engine.weights()), None)
+
+
+def _device_of(engine: TrainEngine | RolloutEngine) -> str:
+    """Where its weights are."""
+    return str(next(tensor.device for _, tensor in engine.weights()))
 
 
 def _rate(num_bytes: int, start: float) -> float:

@@ -1,0 +1,233 @@
+"""Weights on a GPU, lent to other processes of the host where they lie: no byte goes through the host's memory.
+
+    trainer.weights() --DeviceWeights.write--> buffers on the trainer's GPU --Manifest: handles, places--> DeviceWeightsReader.read
+
+The buffers stay from one version to the next, and so do a reader's mappings of them. Conversion of type and checksums are computed on the
+GPU. Whoever reads must have read before the next `write`, as with shared memory.
+
+Buffers come from the driver and not from torch, whose own way of lending keeps a count for one borrower of each loan. `memory` is
+`CudaMemory` but in tests, where files take its place. Limit: CUDA IPC was not run on a GPU so far, and takes processes that see the same
+GPUs under the same names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+from m2flow.channels.weights.manifest import DeviceBuffer, DeviceLoan, Manifest, TensorEntry, listed, padded
+from m2flow.channels.weights.tensors import Tied, num_bytes_of
+from m2flow.channels.weights.torch_tensors import checksum_on_device
+from m2flow.errors import ChannelClosed, ChannelError, DecodeError
+
+BUFFER_BYTES = 256 << 20
+"""Tensors share buffers of this size; a larger one has its own."""
+
+
+class DeviceMemory(ABC):
+    """What gives memory that another process can map. Tensors are flat, of uint8."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> tuple[Any, bytes]:
+        """A tensor, and the handle that others map it by."""
+
+    @abstractmethod
+    def map(self, handle: bytes, num_bytes: int) -> Any:
+        """Another process' memory. Raises `ChannelError`: it is gone."""
+
+    @abstractmethod
+    def free(self, tensor: Any) -> None:
+        """What `allocate` gave."""
+
+    @abstractmethod
+    def unmap(self, tensor: Any) -> None:
+        """What `map` gave."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until everything that was asked of the device is done."""
+
+
+@final
+class DeviceWeights:
+    """The owner's side. One thread."""
+
+    def __init__(self, memory: DeviceMemory, device: str) -> None:
+        self._memory = memory
+        self._device = device
+        self._buffers: list[tuple[Any, bytes]] = []
+        self._is_closed = False
+
+    def write(self, tensors: Iterable[tuple[str, Any]], *, version: int = -1) -> Manifest:
+        """Copy these torch tensors in, over the last ones, one by one. A `Tied` is named only.
+
+        Raises:
+            ChannelError: a name that comes twice.
+        """
+        if self._is_closed:
+            raise ChannelClosed("the weights on the device are closed")
+        entries: dict[str, TensorEntry] = {}
+        tied: dict[str, str] = {}
+        places: list[tuple[int, int]] = []
+        buffer, offset, total = -1, 0, 0
+        for name, tensor in tensors:
+            if name in entries or name in tied:
+                raise ChannelError(f"tensor {name!r} comes twice")
+            if isinstance(tensor, Tied):
+                tied[name] = tensor.to
+                continue
+            source = tensor.detach().contiguous().reshape(-1)
+            size = source.numel() * source.element_size()
+            while buffer < 0 or offset + padded(size) > len(self._buffers[buffer][0]):
+                buffer, offset = buffer + 1, 0
+                if buffer == len(self._buffers):
+                    self._buffers.append(self._memory.allocate(max(BUFFER_BYTES, padded(size))))
+            target = self._buffers[buffer][0][offset : offset + size]
+            if size:
+                target.view(source.dtype).copy_(source)
+            kind = str(tensor.dtype).removeprefix("torch.")
+            entries[name] = TensorEntry(name, kind, tuple(tensor.shape), total, checksum_on_device(target))
+            places.append((buffer, offset))
+            offset, total = offset + padded(size), total + padded(size)
+        self._memory.finish()
+        lent = tuple(DeviceBuffer(handle, len(memory)) for memory, handle in self._buffers)
+        return Manifest(
+            "", total, tuple(entries.values()), version, tuple(tied.items()), lent=DeviceLoan(self._device, lent, tuple(places))
+        )
+
+    def close(self) -> None:
+        """Free the buffers. May be called twice."""
+        self._is_closed = True
+        for tensor, _ in self._buffers:
+            self._memory.free(tensor)
+        self._buffers.clear()
+
+
+@final
+class DeviceWeightsReader:
+    """The reading side; keeps its mappings from one `read` to the next. One thread."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._mapped: dict[bytes, Any] = {}
+
+    def read(self, manifest: Manifest, *, verify: bool = True) -> Iterator[tuple[str, Any]]:
+        """The tensors by all of their names, as views of the owner's buffers: not to be written, valid until its next `write`.
+
+        Args:
+            verify: all are verified before the first is given.
+        Raises:
+            ChannelError: the buffers are gone, or tensors differ from what was written; they are named.
+            DecodeError: a manifest that does not fit its buffers.
+        """
+        loan = manifest.lent
+        if loan is None or len(loan.places) != len(manifest.tensors):
+            raise DecodeError("a manifest that does not say where on a device its tensors lie")
+        for handle in self._mapped.keys() - {buffer.handle for buffer in loan.buffers}:
+            self._memory.unmap(self._mapped.pop(handle))
+        parts = [(entry, self._part(entry, loan, *place)) for entry, place in zip(manifest.tensors, loan.places, strict=True)]
+        wrong = [entry.name for entry, raw in parts if checksum_on_device(raw) != entry.checksum] if verify else []
+        if wrong:
+            raise ChannelError(
+                f"{len(wrong)} of {len(parts)} tensors on {loan.device} are not what was written: {listed(wrong)}",
+                now="Either they were written over while they were read, or memory is faulty. Please report this run.",
+            )
+        return _named(manifest, parts)
+
+    def close(self) -> None:
+        """Let go of the mappings: views given out are void. May be called twice."""
+        for tensor in self._mapped.values():
+            self._memory.unmap(tensor)
+        self._mapped.clear()
+
+    def _part(self, entry: TensorEntry, loan: DeviceLoan, number: int, offset: int) -> Any:
+        if not 0 <= number < len(loan.buffers) or offset < 0 or offset % 64 or offset + entry.num_bytes > loan.buffers[number].num_bytes:
+            raise DecodeError(f"tensor {entry.name!r} of shape {entry.shape} at {offset:,} does not fit buffer {number}")
+        buffer = loan.buffers[number]
+        if buffer.handle not in self._mapped:
+            self._mapped[buffer.handle] = self._memory.map(buffer.handle, buffer.num_bytes)
+        return self._mapped[buffer.handle][offset : offset + entry.num_bytes]
+
+
+def _named(manifest: Manifest, parts: Iterable[tuple[TensorEntry, Any]]) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    others: dict[str, list[str]] = {}
+    for name, to in manifest.tied:
+        others.setdefault(to, []).append(name)
+    for entry, raw in parts:
+        num_bytes_of(entry.name, entry.dtype, entry.shape)
+        tensor = raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
+        for name in (entry.name, *others.get(entry.name, ())):
+            yield name, tensor
+
+
+class _Handle(ctypes.Structure):
+    """`CUipcMemHandle` of cuda.h, which goes by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class _OnDevice:
+    """What torch takes for an array on the GPU without a copy."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+@final
+class CudaMemory(DeviceMemory):
+    """A GPU's memory, lent by CUDA IPC.
+
+    Source: CUDA driver API, cuMemAlloc, cuIpcGetMemHandle, cuIpcOpenMemHandle.
+    """
+
+    _LAZY_PEER_ACCESS = 1
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._found: ctypes.CDLL | None = None
+
+    def allocate(self, num_bytes: int) -> tuple[Any, bytes]:
+        address, handle = ctypes.c_uint64(), _Handle()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return self._tensor(address.value, num_bytes), ctypes.string_at(ctypes.byref(handle), ctypes.sizeof(handle))
+
+    def map(self, handle: bytes, num_bytes: int) -> Any:
+        if len(handle) != ctypes.sizeof(_Handle):
+            raise DecodeError(f"a handle of {len(handle)} bytes")
+        address = ctypes.c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(self._LAZY_PEER_ACCESS))
+        return self._tensor(address.value, num_bytes)
+
+    def free(self, tensor: Any) -> None:
+        self._call("cuMemFree_v2", ctypes.c_uint64(tensor.data_ptr()))
+
+    def unmap(self, tensor: Any) -> None:
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(tensor.data_ptr()))
+
+    def finish(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+
+    def _tensor(self, address: int, num_bytes: int) -> Any:
+        import torch
+
+        return torch.as_tensor(_OnDevice(address, num_bytes), device=self._device)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if self._found is None:
+            import torch
+
+            torch.cuda.set_device(self._device)
+            torch.zeros(1, device=self._device)  # torch makes the context that the driver then works in.
+            self._found = ctypes.CDLL("libcuda.so.1")
+        code = int(getattr(self._found, name)(*arguments))
+        if code:
+            text = ctypes.c_char_p()
+            self._found.cuGetErrorString(code, ctypes.byref(text))
+            raise ChannelError(f"{name} on {self._device}: {(text.value or b'error').decode()} ({code})")
