@@ -27,6 +27,7 @@ _COMMANDS = {
     "simulate": "Say what would happen, on a virtual clock: a flow's steps, or generation alone.",
     "profile": "Measure what a flow's work takes, for the planner.",
     "view": "Show runs in the browser, live; or write one as a file.",
+    "analyze": "Say why the steps of a run took what they took, and what would be faster.",
     "export": "Write the trained model of a run for other tools, as a Hugging Face directory.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
     "cluster": "Write and check cluster specs: the machines, and what runs on them.",

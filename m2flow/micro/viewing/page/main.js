@@ -130,7 +130,7 @@ class Viewer {
     const children = [
       el("a", { class: "brand", href: "#", "aria-label": "m2flow: all runs" }, mark(), "m2flow"),
       this.run && this.runs.length > 1
-        ? el("select", { "aria-label": "Run", onchange: (event) => { location.hash = `${encodeURIComponent(event.target.value)}/${this.name}`; } }, this.runs.map((run) => el("option", { value: run.name, selected: run.name === this.run }, run.name)))
+        ? [el("h1", { class: "unseen" }, this.run), el("select", { "aria-label": "Run", onchange: (event) => { location.hash = `${encodeURIComponent(event.target.value)}/${this.name}`; } }, this.runs.map((run) => el("option", { value: run.name, selected: run.name === this.run }, run.name)))]
         : el("h1", {}, this.run || "Runs"),
       summary && el("span", { class: `badge ${summary.state.name}`, title: summary.state.reason || moment(summary.state.began_s) }, summary.state.name === "stopped" ? `stopped${summary.state.reason ? `: ${summary.state.reason.slice(0, 40)}` : ""}` : summary.state.name),
       this.run && el("nav", { class: "tabs", "aria-label": "Views" }, Object.entries(VIEWS).map(([name, [label]]) => el("a", { href: this.link(name), "aria-current": name === this.name ? "page" : null }, label))),

@@ -165,7 +165,7 @@ export class SamplesView {
   header() {
     replace(this.head, this.shown.map((column) => {
       const isOn = column.key === this.sort.key;
-      return el("button", { type: "button", role: "columnheader", "data-left": column.isLeft ?? null, "aria-sort": isOn ? (this.sort.isDown ? "descending" : "ascending") : null, style: { width: `${column.width}px` }, onclick: () => { this.sort = { key: column.key, isDown: isOn ? !this.sort.isDown : column.key !== "at" }; this.choose_(); } }, column.name, isOn ? (this.sort.isDown ? " ↓" : " ↑") : "");
+      return el("div", { role: "columnheader", "data-left": column.isLeft ?? null, "aria-sort": isOn ? (this.sort.isDown ? "descending" : "ascending") : null, style: { width: `${column.width}px` } }, el("button", { type: "button", onclick: () => { this.sort = { key: column.key, isDown: isOn ? !this.sort.isDown : column.key !== "at" }; this.choose_(); } }, column.name, isOn ? (this.sort.isDown ? " ↓" : " ↑") : ""));
     }));
   }
 

@@ -80,7 +80,7 @@ export class TrainingView {
       replace(this.place, emptyState("No metrics yet", "They appear after the first step: what the flow logs, what updates report, and how fast it went."));
       return;
     }
-    const place = el("div", { class: "charts" });
+    const place = el("div", { class: "charts", tabindex: 0, role: "region", "aria-label": "Metrics over steps" });
     const others = runs.filter((one) => one.name !== run);
     replace(this.place,
       el("div", { class: "filters" },

@@ -1,0 +1,135 @@
+"""`m2flow analyze`: why a run's steps took what they took, and what would make them shorter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from m2flow.cli.resume import recorded_options
+from m2flow.cli.rundirs import find_run
+from m2flow.cli.simulate_flow import causes, table
+from m2flow.errors import M2FlowError
+
+if TYPE_CHECKING:
+    from m2flow.micro.analysis.report import Analysis, StepAnalysis
+    from m2flow.micro.analysis.suggestions import Suggestions
+
+_MOST_STEPS = 20
+
+
+@click.command("analyze")
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--suggest/--no-suggest", default=True, help="Simulate what would be faster, with what the run measured.  [default: suggest]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> None:
+    """Say why a run's steps took what they took.
+
+    RUN is a run directory or its name; the newest one by default. The run may still be going on. Each step is held against the bound that
+    no schedule of it can beat; each second in which a device was idle has a cause; the critical path names the lines of the flow that the
+    step waited for. What is suggested was simulated with the costs and lengths that the run itself measured.
+
+    \b
+    Example:
+      m2flow analyze runs/grpo-20260102-030405
+    """
+    from m2flow.micro.analysis.idle import idle_of
+    from m2flow.micro.analysis.report import analysis_of
+    from m2flow.micro.analysis.run_trace import RunTrace
+
+    run_dir = find_run(run, runs_dir)
+    trace = RunTrace(run_dir)
+    trace.refresh()
+    analysis = analysis_of(trace, idle_of(trace))
+    suggestions, why_not = _suggested(run_dir) if suggest and analysis.steps else (None, "")
+    if as_json:
+        document = {"analysis": analysis, "suggestions": suggestions}
+        click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
+        return
+    mode = f"{trace.plan.mode} on {trace.plan.cluster}" if trace.plan else "no plan"
+    click.echo("\n".join([f"{run_dir}: {mode}", *_text(analysis)]))
+    if suggestions is not None:
+        click.echo("\n".join(_suggestions(suggestions)))
+    elif why_not:
+        click.echo(f"\nnothing is suggested: {why_not}", err=True)
+
+
+def _suggested(run_dir: Path) -> tuple[Suggestions | None, str]:
+    """Or why there are none."""
+    from m2flow.macro.flow import load_flow
+    from m2flow.micro.analysis.suggestions import suggestions_of
+    from m2flow.micro.record.rundir import read_config
+
+    try:
+        config = read_config(run_dir)
+        if not Path(config.flow.partition(":")[0]).is_file():
+            return None, f"its flow is {config.flow} in {config.directory}, which is not here"
+        flow = load_flow(config.flow)
+        return suggestions_of(run_dir, flow, recorded_options(flow, config.options)), ""
+    except M2FlowError as error:
+        return None, str(error).partition("\n")[0]
+
+
+def _text(analysis: Analysis) -> list[str]:
+    if not analysis.steps:
+        return ["no step has been recorded"]
+    whole = f"{len(analysis.steps)} steps in {analysis.makespan_s:,.2f} s"
+    lines = [f"{whole}, {analysis.efficiency:.0%} of the bound" if analysis.efficiency is not None else whole]
+    if analysis.predicted_step_s is not None:
+        lines.append(f"planned: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s")
+    num_devices = sum(device.num_devices for device in analysis.devices)
+    lines += [
+        "",
+        *table([("step", "seconds", "bound", "of", "efficiency", "tokens", "staleness", "idle for"), *_rows(analysis, num_devices)]),
+    ]
+    left = len(analysis.steps) - _MOST_STEPS
+    lines += [f"(the last {_MOST_STEPS}; --json has all {len(analysis.steps)})"] * (left > 0)
+    rows = [("device", "", "busy", "idle for")]
+    for device in analysis.devices:
+        whole_s = device.busy_s + sum(device.idle_s.values())
+        rows.append((device.name, device.kinds, f"{device.busy_s / whole_s:.0%}" if whole_s else "", causes(device.idle_s, whole_s)))
+    lines += ["", *table(rows)]
+    rows = [("critical path", "", "share", "s a step", "planned")]
+    for share, stage in zip(analysis.path, analysis.stages, strict=True):
+        planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
+        rows.append((share.label, share.line, f"{share.share:.1%}", f"{stage.seconds:,.3f}", planned))
+    lines += ["", *table(rows)]
+    if analysis.length_bias:
+        rows = [("samples", "number", "mean tokens", "mean reward")]
+        for one in analysis.length_bias:
+            length, reward = ("" if value is None else f"{value:,.3f}" for value in (one.length, one.reward))
+            rows.append((one.name, f"{one.num:,}", length, reward))
+        lines += ["", *table(rows)]
+    others = ", ".join(f"{tokens:,} {ending}" for ending, tokens in analysis.other_tokens.items())
+    lines += ["", f"tokens trained on: {analysis.trained_tokens:,}" + (f"; of other samples: {others}" if others else "")]
+    return [*lines, f"decode step: {analysis.decode}"]
+
+
+def _rows(analysis: Analysis, num_devices: int) -> list[tuple[str, ...]]:
+    def row(step: StepAnalysis) -> tuple[str, ...]:
+        best = max(step.bounds_s, key=lambda name: step.bounds_s[name], default="")
+        return (
+            str(step.step),
+            f"{step.makespan_s:,.3f}",
+            f"{step.bounds_s[best]:,.3f}" if best else "",
+            best.replace("_between_releases", "").replace("_", " "),
+            "" if step.efficiency is None else f"{step.efficiency:.0%}",
+            f"{step.tokens:,}",
+            " ".join(f"{behind}:{count}" for behind, count in step.staleness.items()),
+            causes(step.idle_s, step.makespan_s * num_devices),
+        )
+
+    return [row(step) for step in analysis.steps[-_MOST_STEPS:]]
+
+
+def _suggestions(suggestions: Suggestions) -> list[str]:
+    lines = ["", f"simulated with what it measured: {suggestions.simulated_step_s:,.3f} s a step as it was"]
+    if not suggestions.found:
+        return [*lines, "no other placement, and no older weights, would be faster by 3% or more"]
+    for one in suggestions.found:
+        what = f"{one.what}{' (this changes what is trained)' if one.changes_mathematics else ''}"
+        lines.append(f"  {one.step_s:,.3f} s, {one.gain:.0%} less: {what}")
+    return lines

@@ -1,0 +1,266 @@
+"""The viewer's page in a real browser: each view, live, exported, with hostile text, with a million spans, and without a mouse."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from large_trace import make_large
+from observed_run import record_run, store_run
+from viewed import HOSTILE, make_run, make_traced, served
+
+from m2flow.micro.viewing.exporting import write_page
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+SIZE = {"width": 1280, "height": 800}
+WAIT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that must not fail: what it throws ends the test."""
+    context = browser.new_context(viewport=SIZE)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    failures: list[str] = []
+    page.on("pageerror", lambda error: failures.append(str(error)))
+    page.on("console", lambda message: failures.append(message.text) if message.type == "error" and "404" not in message.text else None)
+    yield page
+    assert page.evaluate("document.documentElement.dataset.failed ?? ''") == ""
+    context.close()
+    assert not failures
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder, num_steps=4)
+    make_traced(folder / "traced")
+    return folder
+
+
+def made(runs: Path) -> str:
+    return next(path.name for path in runs.iterdir() if path.name != "traced")
+
+
+def painted(page: Page) -> None:
+    until(page, "Number(document.querySelector('.scroll canvas')?.dataset.painted) > 0")
+
+
+def shown_s(page: Page) -> str:
+    return page.locator("#range").inner_text()
+
+
+def until(page: Page, expression: str, was: object = None) -> Any:
+    """What an expression in `was` gives as soon as that is true. The page's content policy keeps Playwright's own waiting from evaluating
+    anything there, so it is asked from here."""
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while not (found := page.evaluate(f"(was) => {expression}", was)):
+        assert time.monotonic() < deadline, f"this did not come true: {expression}"
+        page.wait_for_timeout(30)
+    return found
+
+
+def test_the_runs_are_listed_and_one_leads_to_its_schedule(page: Page, runs: Path) -> None:
+    with served(runs) as address:
+        page.goto(address)
+        page.get_by_role("link", name="traced", exact=True).click()
+        painted(page)
+        page.get_by_role("heading", name="Where the time went").wait_for()
+        page.get_by_role("button", name=re.compile("policy.update")).first.wait_for()
+        table = page.locator("table.unseen").first
+        assert "trainer-0" in (table.text_content() or "")
+
+
+def test_the_schedule_is_zoomed_panned_and_pointed_at(page: Page, runs: Path) -> None:
+    with served(runs / "traced") as address:
+        page.goto(address)
+        painted(page)
+        whole = shown_s(page)
+        canvas = page.locator(".scroll canvas")
+        canvas.focus()
+        page.keyboard.press("w")
+        until(page, "document.querySelector('#range').textContent !== was", whole)
+        closer = shown_s(page)
+        page.keyboard.press("d")
+        page.keyboard.press("f")
+        until(page, "document.querySelector('#range').textContent === was", whole)
+        assert closer != whole
+        page.get_by_role("button", name="1", exact=True).click()  # Step 1, in the table of steps.
+        until(page, "document.querySelector('#range').textContent !== was", whole)
+        box = canvas.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 560, box["y"] + 75)
+        page.locator("#tip").wait_for()
+        page.mouse.click(box["x"] + 560, box["y"] + 75)
+        page.get_by_role("button", name="Zoom to it").wait_for()
+        page.keyboard.press("Escape")
+        page.get_by_role("heading", name="Where the time went").wait_for()
+
+
+def test_a_line_of_the_flow_is_shown_alone_and_found_again_from_its_span(page: Page, runs: Path) -> None:
+    with served(runs / "traced") as address:
+        page.goto(address)
+        painted(page)
+        line = page.locator(".legend").get_by_role("button", name=re.compile("policy.update"))
+        line.click()
+        assert line.get_attribute("aria-pressed") == "true"
+        page.locator(".scroll canvas").focus()
+        page.keyboard.press("Escape")
+        until(page, "!document.querySelector('.legend [aria-pressed=true]')")
+
+
+def test_samples_are_sorted_filtered_grouped_and_read_and_their_text_is_only_text(page: Page, runs: Path) -> None:
+    with served(runs) as address:
+        page.goto(f"{address}#{made(runs)}/samples")
+        assert until(page, "document.querySelector('.table .body')?.dataset.rows") == "32"
+        page.get_by_role("columnheader", name=re.compile("^tokens")).click()
+        values = page.locator(".row").evaluate_all("(rows) => rows.map((row) => Number(row.children[5].textContent))")
+        assert values == sorted(values, reverse=True)
+        page.get_by_label("step, at least").fill("3")
+        assert until(page, "document.querySelector('.table .body').dataset.rows === '8' && 8") == 8
+        page.get_by_label("step, at least").fill("9")
+        page.get_by_text("No sample meets all of these").wait_for()
+        page.get_by_label("step, at least").fill("")
+        page.get_by_role("button", name="By group").click()
+        assert until(page, "document.querySelector('.table .body').dataset.rows === '16' && 16") == 16
+        page.locator(".row").first.click()
+        page.get_by_role("heading", name="Life").wait_for()
+        told = page.locator("aside").inner_text()
+        assert "onerror=" in told
+        assert "<script>" in told
+        for mode in ("version", "log-probability", "advantage"):
+            page.get_by_role("button", name=mode).click()
+        assert page.locator("aside img, aside script, main script").count() == 0
+        assert "taken" not in page.title()
+
+
+def test_the_graph_training_and_health_show_what_the_run_did(page: Page, runs: Path) -> None:
+    with served(runs) as address:
+        page.goto(f"{address}#{made(runs)}/graph")
+        page.get_by_role("button", name=re.compile("policy.generate")).first.wait_for()
+        assert page.locator(".graph path.effect").count() >= 1
+        page.get_by_role("link", name="Training").click()
+        page.locator(".card[data-metric=reward] canvas").wait_for()
+        page.get_by_label("Compare with a run").select_option("traced")
+        page.get_by_role("button", name=re.compile("traced")).wait_for()
+        page.get_by_role("link", name="Health").click()
+        page.get_by_role("heading", name="What happened").wait_for()
+        assert "attempt 1" in page.locator(".page").inner_text()
+
+
+def test_a_run_that_goes_on_moves_by_itself(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2flow.micro.viewing.health._is_held", lambda _: True)
+    run = make_run(tmp_path, num_steps=1)
+    with sqlite3.connect(run / "ledger.db") as db:
+        db.execute("UPDATE attempts SET ended=NULL, reason=NULL")
+    db.close()
+    (run / "trace" / "spans.msgpack").unlink(missing_ok=True)
+    with served(tmp_path) as address:
+        page.goto(address)
+        page.get_by_text("No spans yet").wait_for()
+        store_run(run, record_run(num_steps=1))
+        painted(page)
+        assert until(page, "document.querySelector('.figures dd').textContent") == "1"
+        store_run(run, record_run(num_steps=3, start_ns=2 * 10**12))
+        until(page, "document.querySelector('.figures dd').textContent === '3'")
+
+
+def test_the_exported_file_opens_from_the_disk_and_asks_no_network(page: Page, runs: Path, tmp_path: Path) -> None:
+    write_page(runs / made(runs), tmp_path / "page.html")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if not request.url.startswith(("file:", "data:")) else None)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.get_by_role("link", name="Samples").click()
+    page.locator(".row").first.click()
+    page.get_by_role("heading", name="Life").wait_for()
+    assert HOSTILE[:30] in page.locator("aside").inner_text()
+    for view in ("Graph", "Training", "Health", "Schedule"):
+        page.get_by_role("link", name=view).click()
+        until(page, "!document.querySelector('main .spinner')")
+    assert asked == []
+    assert "taken" not in page.title()
+
+
+def test_a_million_spans_and_a_hundred_thousand_samples_leave_the_page_at_ease(page: Page, tmp_path: Path) -> None:
+    make_large(tmp_path / "large")
+    with served(tmp_path) as address:
+        page.goto(address)
+        painted(page)
+        page.evaluate(
+            "() => { window.longest = 0; new PerformanceObserver((list) => { for (const entry of list.getEntries())"
+            " window.longest = Math.max(window.longest, entry.duration); }).observe({ type: 'longtask' }); }"
+        )
+        page.locator(".scroll canvas").focus()
+        for key in "wwwdwwaassff":
+            before = page.locator(".scroll canvas").get_attribute("data-painted")
+            page.keyboard.press(key)
+            until(page, "document.querySelector('.scroll canvas').dataset.painted !== was", before)
+        page.get_by_role("link", name="Samples").click()
+        assert int(until(page, "document.querySelector('.table .body')?.dataset.rows")) > 90_000
+        assert page.locator(".row").count() < 100
+        page.get_by_role("columnheader", name=re.compile("^tokens")).click()
+        until(page, "document.querySelector('.table .body').dataset.sorted === 'tokens true'")
+        page.evaluate("document.querySelector('.table').scrollTop = 1e6")
+        until(page, "Number(document.querySelector('.row').getAttribute('aria-rowindex')) > 30000")
+        assert page.evaluate("window.longest") < 5000  # A page that froze would be far beyond, on however busy a machine.
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_can_be_used_by_everyone(browser: Browser, runs: Path, theme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    context = browser.new_context(viewport=SIZE, color_scheme=theme)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    found: list[str] = []
+    with served(runs) as address:
+        for view in (
+            "traced/schedule",
+            f"{made(runs)}/samples",
+            f"{made(runs)}/graph",
+            f"{made(runs)}/training",
+            f"{made(runs)}/health",
+            "",
+        ):
+            page.goto("about:blank")
+            page.goto(f"{address}#{view}")
+            until(page, "!document.querySelector('main .spinner') && document.querySelector('main').children.length > 0")
+            if view.endswith("samples"):
+                page.locator(".row").first.click()
+                page.get_by_role("heading", name="Life").wait_for()
+            for violation in axe.run(page, context="html").response["violations"]:
+                found += [f"{view} {theme}: {violation['id']}: {node['html'][:160]}" for node in violation["nodes"][:3]]
+    context.close()
+    assert not found, "\n".join(found)
+
+
+def test_what_is_missing_is_said_on_the_page(browser: Browser, tmp_path: Path) -> None:
+    context = browser.new_context(viewport=SIZE)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    with served(tmp_path) as address:
+        page.goto(address)
+        page.get_by_text("No runs here yet").wait_for()
+        page.goto(f"{address}#gone/schedule")
+        page.get_by_text("This run can't be shown").wait_for()
+    context.close()
