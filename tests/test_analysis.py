@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from observed_run import record_run, store_run
@@ -16,6 +17,7 @@ from m2flow.micro.analysis.idle import CAUSES, devices_of, idle_of
 from m2flow.micro.analysis.report import OVERHEAD, analysis_of
 from m2flow.micro.analysis.run_trace import RunTrace
 from m2flow.observe.recorder import Recorder
+from m2flow.observe.spans import SpanBlock
 from m2flow.samples import SampleId
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,16 @@ def traced(run_dir: Path) -> RunTrace:
     trace = RunTrace(run_dir)
     assert trace.refresh()
     return trace
+
+
+def aligned() -> list[SpanBlock]:
+    return [msgspec.structs.replace(block, anchor_ns=0) for block in record_run()]
+
+
+def drained(recorder: Recorder) -> SpanBlock:
+    """With times as they were given: recorders read the clock apart from each other."""
+    recorder.anchor_ns = 0
+    return recorder.drain()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +66,7 @@ def test_the_trace_of_a_simulated_run_gives_the_simulators_own_account_of_idle_t
 
 
 def test_busy_and_idle_fill_the_run_and_idle_stretches_do_not_overlap(tmp_path: Path) -> None:
-    trace = traced(store_run(tmp_path, record_run()))
+    trace = traced(store_run(tmp_path, aligned()))
     for idle in idle_of(trace):
         assert (idle.start[1:] >= idle.end[:-1]).all()
         whole = idle.busy_seconds(trace.start, trace.end) + sum(idle.seconds(trace.start, trace.end).values())
@@ -68,11 +80,11 @@ def test_while_others_generate_an_instance_without_samples_is_in_the_tail_and_tr
         recorder.add("sample", 0, end * MS, **about, sample=SampleId(0, end, 0), num_tokens=end)
         recorder.add("rollout.step", 0, end * MS, **about, num_samples=1)
     recorders[2].add("train.accumulate", 10 * MS, 12 * MS, call=1, step=0, label="policy.update", flow_line="f.py:2")
-    trace = traced(store_run(tmp_path, [recorder.drain() for recorder in recorders]))
+    trace = traced(store_run(tmp_path, [drained(recorder) for recorder in recorders]))
     found = {idle.device.name: idle.seconds(trace.start, trace.end) for idle in idle_of(trace)}
-    assert found["rollout-1"] == pytest.approx({"tail": 0.006, "staleness": 0.002}, rel=1e-4)
-    assert found["rollout-0"] == pytest.approx({"staleness": 0.002}, rel=1e-4)
-    assert found["train-0"] == pytest.approx({"rollout": 0.004, "tail": 0.006}, rel=1e-4)
+    assert found["rollout-1"] == pytest.approx({"tail": 0.006, "staleness": 0.002})
+    assert found["rollout-0"] == pytest.approx({"staleness": 0.002})
+    assert found["train-0"] == pytest.approx({"rollout": 0.004, "tail": 0.006})
 
 
 def test_a_slow_reward_is_the_cause_and_leads_the_critical_path(tmp_path: Path) -> None:
@@ -84,16 +96,16 @@ def test_a_slow_reward_is_the_cause_and_leads_the_critical_path(tmp_path: Path) 
     score = {"call": 1, "step": 0, "label": "judge.score", "flow_line": "f.py:2", "num_samples": 1, "samples": [sample]}
     judge.add("function.call", 2 * MS, 9 * MS, **score)
     trainer.add("train.accumulate", 9 * MS, 10 * MS, call=2, step=0, label="policy.update", flow_line="f.py:3", samples=[sample])
-    trace = traced(store_run(tmp_path, [recorder.drain() for recorder in (rollout, judge, trainer)]))
+    trace = traced(store_run(tmp_path, [drained(recorder) for recorder in (rollout, judge, trainer)]))
     analysis = analysis_of(trace, idle_of(trace))
     shares = {share.label: share.share for share in analysis.path}
-    assert shares == pytest.approx({"judge.score": 0.7, "policy.generate": 0.2, "policy.update": 0.1}, rel=1e-3)
+    assert shares == pytest.approx({"judge.score": 0.7, "policy.generate": 0.2, "policy.update": 0.1})
     assert analysis.path[0].line == "f.py:2"
     assert max(analysis.steps[0].idle_s, key=lambda cause: analysis.steps[0].idle_s[cause]) == "reward"
 
 
 def test_the_links_of_a_critical_path_follow_each_other_to_the_steps_end(tmp_path: Path) -> None:
-    trace = traced(store_run(tmp_path, record_run()))
+    trace = traced(store_run(tmp_path, aligned()))
     path = CriticalPath(trace, devices_of(trace))
     for step in trace.steps:
         links = path.of(step)

@@ -92,17 +92,17 @@ def _text(analysis: Analysis) -> list[str]:
         whole_s = device.busy_s + sum(device.idle_s.values())
         rows.append((device.name, device.kinds, f"{device.busy_s / whole_s:.0%}" if whole_s else "", causes(device.idle_s, whole_s)))
     lines += ["", *table(rows)]
-    rows = [("critical path", "", "share", "s a step", "planned")]
+    path = [("critical path", "", "share", "s a step", "planned")]
     for share, stage in zip(analysis.path, analysis.stages, strict=True):
         planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
-        rows.append((share.label, share.line, f"{share.share:.1%}", f"{stage.seconds:,.3f}", planned))
-    lines += ["", *table(rows)]
+        path.append((share.label, share.line, f"{share.share:.1%}", f"{stage.seconds:,.3f}", planned))
+    lines += ["", *table(path)]
     if analysis.length_bias:
-        rows = [("samples", "number", "mean tokens", "mean reward")]
+        classes = [("samples", "number", "mean tokens", "mean reward")]
         for one in analysis.length_bias:
             length, reward = ("" if value is None else f"{value:,.3f}" for value in (one.length, one.reward))
-            rows.append((one.name, f"{one.num:,}", length, reward))
-        lines += ["", *table(rows)]
+            classes.append((one.name, f"{one.num:,}", length, reward))
+        lines += ["", *table(classes)]
     others = ", ".join(f"{tokens:,} {ending}" for ending, tokens in analysis.other_tokens.items())
     lines += ["", f"tokens trained on: {analysis.trained_tokens:,}" + (f"; of other samples: {others}" if others else "")]
     return [*lines, f"decode step: {analysis.decode}"]

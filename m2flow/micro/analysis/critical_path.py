@@ -89,12 +89,13 @@ class CriticalPath:
                 found += self._latest(self._judged[:, 0], self._judged[:, 1], samples, start)
             found += self._latest(columns["sample"][self._lives], self._lives, samples, start)
         elif group == SYNC and columns["version"][span] >= 0:
-            same = self._syncs[(columns["version"][self._syncs] == columns["version"][span]) & (self._end[self._syncs] <= start)]
+            same = self._syncs[columns["version"][self._syncs] == columns["version"][span]]
             found += same.tolist()
         elif group == LIFE:
             same = self._syncs[(columns["worker"][self._syncs] == columns["worker"][span]) & (self._end[self._syncs] <= start)]
             found += same[-1:].tolist()
-        found = [other for other in found if other >= 0 and other != span and self._end[other] <= start + _SLACK_NS]
+        # What began no earlier can't have held it up, whatever the clocks say; so the way back ends.
+        found = [other for other in found if other >= 0 and self._start[other] < start and self._end[other] <= start + _SLACK_NS]
         return max(found, key=lambda other: int(self._end[other]), default=-1)
 
     def _last_on(self, worker: int, before: int, span: int) -> int:
@@ -115,5 +116,5 @@ class CriticalPath:
         return [int(spans[np.argmax(self._end[spans])])] if len(spans) else []
 
 
-_SLACK_NS = 50_000
-"""By which the clocks of two processes of a host may seem to differ, with the time between reading them and writing down."""
+_SLACK_NS = 500_000
+"""By which the clocks of two processes of a busy host may seem to differ: each is read once against the time of day."""
