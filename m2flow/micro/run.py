@@ -221,7 +221,7 @@ class Run:
 
     def _attempt(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         clear_leftovers(self.run_dir)
-        self._journal = Journal(self.run_dir, self._past)
+        self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager)
         self._journal.open()
         reason = "killed"
         try:

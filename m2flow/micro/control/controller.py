@@ -280,8 +280,13 @@ class Controller:
                 if given is not None:
                     self._rows.put(call.ordinal, given)
                     self._gathered.append(Recalled(call, stage, given.ids.tolist(), performing.num_tokens_of(given), list(left)))
+                else:
+                    self._gathered.append(CallAdded(call, stage))
+                restored = self._journal.restored(call, stage)
+                if restored is not None:
+                    self._gathered.append(restored)
+                if given is not None:
                     return
-                self._gathered.append(CallAdded(call, stage))
                 rows = call.options.get("rows")
                 if isinstance(rows, Batch):
                     self._rows.put(call.ordinal, rows)

@@ -38,8 +38,6 @@ class Custody:
 
     def told(self, message: Unsaid) -> None:
         """A worker says how far samples are, or that rows are done."""
-        if not isinstance(message, m.GivenUp) and message.segment is not None:
-            self._left.reported(message.segment)
         call = self._calls.get(message.call)
         match message:
             case m.GivenUp():
@@ -56,6 +54,10 @@ class Custody:
                 self._journal.samples_given_up(message.call, message.ids, message.num_generated)
             case _:
                 pass
+        if not isinstance(message, m.GivenUp) and message.segment is not None:
+            self._left.reported(message.segment)
+            if call is None or call.engine == "rollout":
+                self._journal.taken_in(message.segment[0], message.segment[1] + message.segment[2])
 
     def begins(self, worker: str, task: m.Generate) -> None:
         """A worker is given samples."""
@@ -76,6 +78,7 @@ class Custody:
                 self._journal.given(call, ids)
             case Expired(_, ids):
                 self._journal.expired(call, ids)
+                self._journal.make_certain()
 
     def settle(self, worker: str, reason: str) -> tuple[m.Finished | m.Aborted | m.Flushed, ...]:
         """A worker has ended by itself, or was killed: write down what it could not say any more, and count what is lost with it.
@@ -89,6 +92,9 @@ class Custody:
         for message in left.messages:
             self.told(message)
         self._journal.tokens_lost(left.running, worker, reason)
+        for meter in left.meters:
+            self._journal.taken_in(meter)
+        self._journal.make_certain()  # What of it is made anew now must not be taken for what was there, by who finds both.
         return tuple(message for message in left.messages if not isinstance(message, m.GivenUp))
 
     def read_back(self, push: m.Push) -> Batch:

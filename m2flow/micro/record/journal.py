@@ -9,14 +9,17 @@ from pathlib import Path
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
-from m2flow.micro.record.decisions import Decisions, Stretch
+from m2flow.micro.plan import Stage
+from m2flow.micro.record.decisions import Decisions, Stretch, given_by
 from m2flow.micro.record.flow_record import LedgerWriter
 from m2flow.micro.record.ledger import Ledger
 from m2flow.micro.record.length_bias import as_metrics
 from m2flow.micro.record.past import Past
 from m2flow.micro.record.reading_back import read_back
 from m2flow.micro.record.segments import Place
+from m2flow.micro.record.taking_up import TakingUp
 from m2flow.micro.record.tally import Tally
+from m2flow.micro.scheduling.events import Restored
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.spans import SpanBlock
 from m2flow.observe.store import TraceStore
@@ -26,7 +29,8 @@ from m2flow.samples import Batch, Finish
 class Journal:
     """One run's records."""
 
-    def __init__(self, run_dir: Path, past: Past | None = None) -> None:
+    def __init__(self, run_dir: Path, past: Past | None = None, *, keeps: bool = False) -> None:
+        """With `keeps`, what an earlier attempt at the run left unfinished goes on (`restored`); else it begins anew."""
         self.tally = Tally() if past is None else past.tally
         self._past = past
         self._attempt = 0 if past is None else past.attempt
@@ -35,17 +39,41 @@ class Journal:
         """What the flow's thread writes: its calls, and what it saw."""
         self._metrics = MetricsWriter(run_dir)
         self._trace = TraceStore(run_dir)
+        self._run_dir, self._keeps = run_dir, keeps
+        self._taking_up: TakingUp | None = None
+        self._known: dict[str, int] = {}
+        """Files of workers, up to where they are taken in, as the ledger does not know yet."""
 
     def open(self) -> None:
         self._ledger.open()
         if self._past is None:
             self._ledger.attempt_began(0, "", 0)
         else:
-            self._past.take_up(self._ledger)
+            self._taking_up = self._past.take_up(self._ledger, self._run_dir, keeps=self._keeps)
         self._metrics.open(None if self._past is None else self._past.metrics_size)
         self._trace.open()
         self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))
+        self._ledger.before_commit.append(self._write_known)
         self._ledger.commit()
+
+    def restored(self, call: Call, stage: Stage) -> Restored | None:
+        """What an earlier attempt left of a call that goes on now, if it did."""
+        found = None if self._taking_up is None else self._taking_up.of(call, stage)
+        for message in found.finished if found is not None else ():
+            if message.stretches:
+                self.decided(call, given_by(call.ordinal, message.ids, message.stretches))
+            if call.engine == "rollout" and not self._is_known(call):
+                self.tally.num_samples += len(message.ids)
+                self.tally.num_tokens += sum(message.num_generated)
+        return found
+
+    def taken_in(self, file: str, size: int = 1) -> None:
+        """All that a worker's segment file says up to this byte is told; or all of a meter."""
+        self._known[file] = size
+
+    def _write_known(self) -> None:
+        known, self._known = self._known, {}
+        self._ledger.knows(known)
 
     def ended(self, reason: str) -> None:
         """The attempt is over: `done`, or why not."""
@@ -214,6 +242,10 @@ class Journal:
 
     def step_done(self, step: int) -> None:
         self.tally.num_steps = max(self.tally.num_steps, step + 1)
+        self._ledger.commit()
+
+    def make_certain(self) -> None:
+        """What was told so far outlives this process."""
         self._ledger.commit()
 
     def commit_if_due(self) -> None:

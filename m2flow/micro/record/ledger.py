@@ -52,6 +52,7 @@ CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, 
 CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
 CREATE TABLE results (call INTEGER PRIMARY KEY, ids BLOB);
 CREATE TABLE marks (name TEXT PRIMARY KEY, value INTEGER);
+CREATE TABLE known (file TEXT PRIMARY KEY, size INTEGER);
 CREATE TABLE attempts (number INTEGER PRIMARY KEY, began REAL, ended REAL, reason TEXT, checkpoint TEXT, num_calls INTEGER,
     reapplied INTEGER);
 """
@@ -64,10 +65,6 @@ IS_CURRENT = "NOT EXISTS (SELECT 1 FROM expired e WHERE e.sample = s.id AND e.se
 _KNOWN = f"""
 SELECT coalesce(max(known), 0) FROM (SELECT num_generated AS known FROM samples s WHERE id = :id AND {IS_CURRENT}
 UNION ALL SELECT num_generated FROM prefixes WHERE sample = :id UNION ALL SELECT num_generated FROM given_up WHERE sample = :id)
-"""
-_ENDS = """
-SELECT segment, max(offset + size) FROM (SELECT segment, offset, size FROM samples UNION ALL SELECT segment, offset, size FROM prefixes)
-GROUP BY segment
 """
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[Stretch, ...]).decode
@@ -167,7 +164,7 @@ class Ledger:
         records = []
         with self._lock:
             for packed, count in running.items():
-                known = self._db.execute(_KNOWN, {"id": packed}).fetchone()[0]
+                known = self.tokens_of(packed)
                 if count > known:
                     records.append((packed, SampleId.unpack(packed).call, worker, count - known, reason))
         self._many("INSERT INTO lost VALUES (?,?,?,?,?)", records)
@@ -181,10 +178,14 @@ class Ledger:
         """Nobody needs the rows of a function's result any more."""
         self._run("DELETE FROM made WHERE call=?", (call,))
 
-    def ends(self) -> dict[str, int]:
-        """Segment file -> where the last record ends that is known."""
+    def knows(self, files: Mapping[str, int]) -> None:
+        """How far the files that workers write beside the ledger are taken in: segments up to a byte; meters, which are 1 then, whole."""
+        self._many("INSERT OR REPLACE INTO known VALUES (?,?)", list(files.items()))
+
+    def tokens_of(self, sample: int) -> int:
+        """How many generated tokens of a sample are written down, as it is now."""
         with self._lock:
-            return dict(self._db.execute(_ENDS))
+            return int(self._db.execute(_KNOWN, {"id": sample}).fetchone()[0])
 
     def select(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
         """What a query finds, also of what is not committed yet."""
@@ -263,20 +264,9 @@ class Ledger:
         """`done`, or why it did not come to the program's end."""
         self._run("UPDATE attempts SET ended=?, reason=? WHERE number=?", (time.time(), reason, number))
 
-    def take_up(self, first_redone: int, num_calls: int) -> None:
-        """Go back to what goes on from a checkpoint: what was consumed after it will be consumed again, and calls that were not over are
-        made again. Of calls beyond the first `num_calls` nothing stays."""
-        with self._lock:
-            self._run("DELETE FROM consumption WHERE update_call >= ?", (first_redone,))
-            self._run("CREATE TEMP TABLE again AS SELECT ordinal FROM calls WHERE state <> 'done' OR ordinal >= ?", (num_calls,))
-            for table in ("rewards", "discarded", "decisions", "dropped", "filtered", "failed", "expired", "results", "cursors"):
-                self._run(f"DELETE FROM {table} WHERE call IN (SELECT ordinal FROM again)")
-            self._run("DELETE FROM calls WHERE ordinal IN (SELECT ordinal FROM again)")
-            self._run("DROP TABLE again")
-            for table in ("samples", "seen"):
-                self._run(f"DELETE FROM {table} WHERE call >= ?", (num_calls,))
-            self._run("DELETE FROM seen WHERE kind='error'")
-            self._run("DELETE FROM record WHERE kind='call' AND position >= ?", (num_calls,))
+    def change(self, statement: str, values: Sequence[object] = ()) -> None:
+        """Whatever else is to be written."""
+        self._run(statement, values)
 
     def forget_looks(self, first: int) -> None:
         """The program will look again, from its look of this number on."""

@@ -33,6 +33,8 @@ class Left:
     """In the order in which things happened; their tasks count for nothing."""
     running: dict[int, int] = field(default_factory=dict)
     """Sample -> tokens that it had there."""
+    meters: list[str] = field(default_factory=list)
+    """Names of the files that said so."""
 
 
 @final
@@ -58,12 +60,14 @@ class LeftBehind:
                 messages.append(self._message(found, calls))
                 self.reported(found.place)
         running: dict[int, int] = {}
+        meters: list[str] = []
         for path in segment_files(self._directory, worker):
             meter = path.with_suffix(".meter")
             if meter not in self._read:
                 self._read.add(meter)
+                meters.append(meter.name)
                 running.update(read_meter(meter).running)
-        return Left(messages, running)
+        return Left(messages, running, meters)
 
     def _message(self, found: Found, calls: Mapping[int, Call]) -> Unsaid:
         rows = read_segment(self._directory, found.place)

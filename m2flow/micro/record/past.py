@@ -4,8 +4,8 @@
                                       --> trainers (parts of the checkpoint), scheduler (their versions), Journal (what is known)
 
 Every call before the checkpoint's point is over, and is never made again, except those that make the state of a user's role. After the
-point, what a trainer did is made again from recorded samples, and calls that were not over begin anew. All other calls answer from the
-record.
+point, what a trainer did is made again from recorded samples, and calls that were not over go on with what there is of them
+(`m2flow.micro.record.taking_up`). All other calls answer from the record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from m2flow.macro.graph import Call
 from m2flow.micro.record.checkpoints import Checkpoint, newest_good
 from m2flow.micro.record.flow_record import RunRecord, read_record
 from m2flow.micro.record.ledger import Ledger
+from m2flow.micro.record.taking_up import TakingUp
 from m2flow.micro.record.tally import Tally
+from m2flow.samples import Finish
 
 DONE = "done"
 """How an attempt at a run ends that has come to the program's end."""
@@ -77,11 +79,13 @@ class Past:
             return bool(call.writes) or (bool(call.reads) and not self.record.has(call.ordinal))
         return False
 
-    def take_up(self, ledger: Ledger) -> None:
-        """Have the ledger go on from here."""
-        ledger.take_up(self.num_included, len(self.record.calls))
+    def take_up(self, ledger: Ledger, run_dir: Path, *, keeps: bool) -> TakingUp:
+        """Have the ledger go on from here; with `keeps`, what was left unfinished goes on too."""
+        found = TakingUp(ledger, run_dir / "segments", self.record.calls, self.done, self.left, self.num_included)
+        found.begin(keeps=keeps)
         ledger.forget_looks(self.first_look_again)
         ledger.attempt_began(self.attempt, "" if self.checkpoint is None else self.checkpoint.path.name, self.num_included)
+        return found
 
 
 def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
@@ -134,7 +138,9 @@ def _well(db: sqlite3.Connection, record: RunRecord) -> tuple[int, int]:
 def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int]) -> Tally:
     """The counts of the run up to where it stopped, of calls that are not made again."""
     tally = Tally()
-    for call, num_samples, num_tokens in db.execute("SELECT call, COUNT(*), SUM(num_generated) FROM samples GROUP BY call"):
+    for call, num_samples, num_tokens in db.execute(
+        f"SELECT call, COUNT(*), SUM(num_generated) FROM samples WHERE finish <> {int(Finish.ABORT)} GROUP BY call"
+    ):
         if call in done:
             tally.num_samples += num_samples
             tally.num_tokens += num_tokens

@@ -94,9 +94,13 @@ class _Claim:
         if self.room.is_whole:
             return None if _WHOLE in self.units else _WHOLE
         self._by_group()
-        while self._next < len(self._keys) and self._keys[self._next] in self.units:
+        while self._next < len(self._keys) and self._is_behind(self._keys[self._next]):
             self._next += 1
         return self._keys[self._next] if self._next < len(self._keys) else None
+
+    def _is_behind(self, unit: int) -> bool:
+        """It has reserved, or was there before anything was handed out."""
+        return unit in self.units or (self.state.has_restored and self.state.done.issuperset(self._groups[unit]))
 
     def _by_group(self) -> dict[int, list[int]]:
         if sum(map(len, self._groups.values())) != len(self.state.ids):

@@ -57,6 +57,10 @@ class Refill:
         """Groups that were judged, and are not kept."""
         return sum(verdict is not True for verdict in self._verdicts.values())
 
+    def had_started(self, num_prompts: int) -> None:
+        """An earlier process of the run had started so many prompts, from the source's first."""
+        self._num_allowed = min(max(self._num_allowed, num_prompts), self._num_candidates)
+
     def judge(self, position: int, verdict: bool | M2FlowError) -> None:
         """A group was kept or not, or judging it failed. What is told twice stays as it was."""
         self._verdicts.setdefault(position, verdict)

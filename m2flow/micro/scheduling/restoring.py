@@ -15,6 +15,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.scheduling.events import LEDGER, Restored
 from m2flow.micro.scheduling.prefixes import prefixes_in
 from m2flow.micro.work.store import stopped_at
+from m2flow.samples import SampleId
 
 if TYPE_CHECKING:
     from m2flow.micro.scheduling.board import Board
@@ -34,7 +35,9 @@ class Restoring:
         messages: list[m.Finished | m.Flushed] = [*event.finished, *event.flushed]
         for message in messages:
             state = self._board.calls.get(message.call)
-            if state is not None and not state.is_over:
+            if state is not None and state.carry is not None and state.is_done:
+                self._left(state, message)
+            elif state is not None and not state.is_over:
                 self._waiting.setdefault(message.call, []).append(message)
                 self.prepared(state)
 
@@ -45,7 +48,17 @@ class Restoring:
                 if not state.is_over:
                     self._take(state, message)
 
+    def _left(self, state: CallState, message: m.Finished | m.Flushed) -> None:
+        """Of samples that a call left which was over before (`m2flow.micro.scheduling.events.Recalled`)."""
+        if isinstance(message, m.Flushed):
+            written_down(self._board, state, LEDGER, message)
+            return
+        self._board.lines.finished(state, message)
+        self._board.rows_done(state, LEDGER, message.ids, message.num_tokens)
+
     def _take(self, state: CallState, message: m.Finished | m.Flushed) -> None:
+        if state.refill is not None and state.is_generation:
+            state.refill.had_started(max((SampleId.unpack(packed).prompt for packed in message.ids), default=-1) + 1)
         if isinstance(message, m.Flushed):
             written_down(self._board, state, LEDGER, message)
             return
@@ -57,6 +70,9 @@ class Restoring:
             self._board.lines.finished(state, message)
         if state.is_generation:
             self._board.handed_out(state)
+            for packed, length in zip(message.ids, message.num_generated, strict=True):
+                if state.placing is not None and packed in known:
+                    state.placing.ended(packed, length)
         self._board.rows_done(state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
 
     def unsaid(self, message: m.Finished | m.Aborted | m.Flushed) -> None:
