@@ -26,6 +26,7 @@ from m2flow.micro.plan import Plan
 from m2flow.micro.record import ledger
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.run import Run, Summary
+from m2flow.micro.scheduling.events import Stopping
 from m2flow.micro.work.worker import Worker
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.made_workers import Link
@@ -83,6 +84,10 @@ class OneThread(Controller):
         for post in posts:
             self._posts.put(post)
 
+    def wind_down(self) -> None:
+        self.post(Stopping())
+        self._outcomes.wait_wound_down()
+
     def move(self) -> None:
         """One thing happens somewhere."""
         with randomness_kept():
@@ -94,12 +99,15 @@ class OneThread(Controller):
 
     def close(self) -> None:
         for worker in self._workers.values():
+            worker.turn()  # It was told to give things up.
             worker.close()
         for link in self._listener.links.values():  # type: ignore[attr-defined]
             for body in link.to_controller:
                 message = m.decode_to_controller(body)
                 if isinstance(message, m.Spans):
                     self._journal.spans(message.block)
+        for name in self._workers:
+            self._custody.settle(name, "the run ended")
         self._launcher.stop(self._workers)
         self._outbox.close()
         self._inbox.close()

@@ -97,10 +97,11 @@ class Clock:
 
 def kept(keeper: Keeper, versions: dict[str, int]) -> list[str]:
     """Carry out the checkpoint that is under way; the roles that were written."""
-    todo = keeper.begun(versions)
+    assert keeper._gathering is not None
+    step, todo = keeper._gathering.step, keeper.begun(versions)
     for role, path in todo.items():
         part(path)
-        keeper.saved(role, f"digest of {role}@{versions[role]}")
+        keeper.saved(step, role, f"digest of {role}@{versions[role]}")
     assert keeper.finish(lambda num_calls: False, pytest.fail) is None
     durable: list[bool] = []
     assert keeper.finish(lambda num_calls: True, lambda: durable.append(True)) is not None

@@ -139,7 +139,7 @@ def ahead(num_steps: int = 4) -> None:
 
 
 def settings_of(how: str, where: Path) -> RunSettings:
-    return RunSettings(runs_dir=str(where / "runs"), eager=how == "eager", checkpoint_steps=1)
+    return RunSettings(runs_dir=str(where / "runs"), eager=how == "eager", checkpoint_steps=1, flush_tokens=2)
 
 
 @pytest.mark.timeout(120)

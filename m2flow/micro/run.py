@@ -244,16 +244,21 @@ class Run:
         outcomes, self._controller = self._assembled(plan, self._journal, keeper)
         self._lowering = Lowering(plan, self.spec)
         ahead = RunAhead(self.flow.staleness_for(self.options), self.spec.run_ahead_bytes)
+        keeping: Keeping | None = None
         backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal, ahead)
         try:
             self._controller.open()
             start = time.monotonic()
-            self._run_flow(Keeping(self._replayed(backend), keeper, begin=backend.begin_checkpoint, end=lambda: None))
+            begin = backend.begin_checkpoint
+            keeping = Keeping(self._replayed(backend), keeper, begin=begin, end=lambda step: None, num_over=lambda: outcomes.num_well)
+            self._run_flow(keeping)
             wall_s = time.monotonic() - start
             return wall_s, backend.save(self.run_dir / "checkpoints" / "final")
         except KeyboardInterrupt:
             with contextlib.suppress(M2FlowError):
                 self._controller.wind_down()
+                if keeping is not None and self._is_live:
+                    self._controller.save_last(keeping.begin_last(self._controller.holds))
             raise
         finally:
             self._controller.close()
@@ -270,20 +275,25 @@ class Run:
         assert self._journal is not None
         journal, keeper = self._journal, self._keeper()
         performer = InProcess(plan, self.spec, self.settings, self._models, self.run_dir, journal, self._decisions, self._past)
+        keeping: Keeping | None = None
+
+        def save(step: int) -> None:
+            keep_eagerly(keeper, step, performer, journal.make_durable)
+
         try:
             performer.open()
             start = time.monotonic()
             backend = self._shield = Shielding(EagerBackend(performer, journal))
-            self._run_flow(
-                Keeping(
-                    self._replayed(backend),
-                    keeper,
-                    begin=lambda due: None,
-                    end=lambda: keep_eagerly(keeper, performer, journal.make_durable),
-                )
-            )
+            keeping = Keeping(self._replayed(backend), keeper, begin=lambda due: None, end=save, num_over=journal.num_well)
+            self._run_flow(keeping)
             wall_s = time.monotonic() - start
             return wall_s, performer.save(self.run_dir / "checkpoints" / "final")
+        except KeyboardInterrupt:
+            with contextlib.suppress(M2FlowError):
+                due = keeping.begin_last(performer.versions.__eq__) if keeping is not None and self._is_live else None
+                if due is not None:
+                    save(due.step)
+            raise
         finally:
             performer.close()
 
@@ -299,6 +309,11 @@ class Run:
     def _run_flow(self, backend: Backend) -> None:
         with prints_muted(lambda: self._replay is not None and not self._replay.is_live):
             self.flow.run(self._watched(backend), self.options, seed=self.settings.seed, max_steps=self._max_steps)
+
+    @property
+    def _is_live(self) -> bool:
+        """Whether the program is beyond what an earlier attempt did."""
+        return self._replay is None or self._replay.is_live
 
     @property
     def _restored(self) -> tuple[Mapping[str, int], Mapping[str, str], int]:

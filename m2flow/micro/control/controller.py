@@ -178,6 +178,16 @@ class Controller:
             self.post(Stopping())
             self._outcomes.wait_wound_down()
 
+    def holds(self, versions: Mapping[str, int]) -> bool:
+        """Whether the trainers have these weights; once nothing is under way."""
+        return self._scheduler.holds(versions)
+
+    def save_last(self, due: CheckpointDue | None) -> None:
+        """Wait for the checkpoint that is begun now, or was under way when the run was wound down."""
+        if due is not None:
+            self.post(due)
+        self._outcomes.wait_until(lambda: not self._keeper.is_gathering)
+
     def abandon(self) -> None:
         """End the workers now, whatever they do. From any thread; the controller is of no use afterwards."""
         self._launcher.stop((), patience_s=0.0)
@@ -349,14 +359,15 @@ class Controller:
                 if not isinstance(error, RunInterrupted):  # What was only given up is as it was, for a resume.
                     self._journal.call_failed(self._calls[ordinal], error)
                 self._outcomes.reject(self._calls[ordinal], error, root)
-                self._logbook.call_ended(ordinal)
-                self._logbook.write_due()
+                if not isinstance(error, RunInterrupted):  # Its numbers are logged by who goes on, before all that comes after them.
+                    self._logbook.call_ended(ordinal)
+                    self._logbook.write_due()
             case Discarded() | Dropped() | Late() | Given() | Expired():
                 self._custody.decided(command)
             case CheckpointBegun():
                 self._keeper.begun(command.versions)
             case CheckpointSaved():
-                self._keeper.saved(command.role, command.digest)
+                self._keeper.saved(command.step, command.role, command.digest)
             case Forgotten(ordinal):
                 self._journal.forgotten(ordinal)
                 self._outcomes.forget(self._calls.pop(ordinal))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from m2flow.errors import InternalError, M2FlowError, WorkerError
 from m2flow.macro.eager import number_of
@@ -105,6 +105,16 @@ class Outcomes:
         """Whether the first so many calls of the program are over, and none of them failed."""
         with self._changed:
             return self._settling.are_well(num_calls)
+
+    @property
+    def num_well(self) -> int:
+        """How many calls, from the program's first, are over, and none of them failed."""
+        with self._changed:
+            return self._settling.num_well
+
+    def wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Until something holds that the controller's thread brings about."""
+        self._wait(is_met)
 
     @property
     def num_ended(self) -> int:

@@ -57,6 +57,11 @@ class Settling:
         return next(iter(self._open), num_calls) >= num_calls and not self.has_failed_before(num_calls)
 
     @property
+    def num_well(self) -> int:
+        """How many calls, from the program's first, are over, and none of them failed."""
+        return min([next(iter(self._open), self._num_added), *self._errors])
+
+    @property
     def has_failed(self) -> bool:
         return bool(self._errors)
 

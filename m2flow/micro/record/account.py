@@ -4,8 +4,8 @@
 
 The left side is counted by the workers' engines as they decode and kept where a kill can't take it (`m2flow.micro.record.meter`); the
 right side is added up from the ledger. So the two can be held against each other. Limit: of a run that goes on, what runs is on the
-left side alone; eager runs have no meters, and there the left side is the right one; a resumed run makes calls again that were under
-way, and what those had is on the left side alone.
+left side alone; of one that was killed, what nobody wrote down, until it is resumed; eager runs have no meters, and there the left side
+is the right one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from m2flow.errors import SpecError
@@ -22,8 +22,9 @@ from m2flow.micro.record.ledger import IS_CURRENT
 from m2flow.micro.record.meter import read_meter
 
 _KEPT = f"""
-SELECT ending, sum(coalesce(p.num_generated, s.num_generated)) FROM samples s JOIN endings ON endings.id = s.id
-LEFT JOIN prefixes p ON p.sample = s.id WHERE {IS_CURRENT} GROUP BY ending
+SELECT ending, sum(coalesce(p.num_generated, max(s.num_generated, coalesce(g.num_generated, 0)))) FROM samples s
+JOIN endings ON endings.id = s.id LEFT JOIN prefixes p ON p.sample = s.id LEFT JOIN given_up g ON g.sample = s.id
+WHERE {IS_CURRENT} GROUP BY ending
 """
 _GIVEN_UP = """
 SELECT CASE WHEN d.reason = 'unused' THEN 'unused' WHEN d.sample IS NOT NULL THEN 'dropped'
@@ -47,6 +48,8 @@ class TokenAccount:
     """Of samples that were with a worker when it ended and had not been written down since, by what happened to it."""
     unfinished: int
     """Written down, of samples that have not finished: a resumed run can go on from them."""
+    is_settled: bool = True
+    """The run, or the last attempt at it, ended by itself: so all that its workers had is written down, or counted as lost."""
 
     @property
     def accounted(self) -> int:
@@ -54,8 +57,14 @@ class TokenAccount:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every token that was generated is somewhere, and none twice."""
-        return self.generated == self.accounted
+        """Whether every token that was generated is somewhere, and none twice; of a run that goes on or was killed, none twice."""
+        return self.generated == self.accounted if self.is_settled else self.generated >= self.accounted
+
+    def __str__(self) -> str:
+        wasted = ", ".join(f"{count:,} {ending}" for ending, count in self.wasted.items())
+        lost = sum(self.lost.values())
+        parts = [f"{self.trained:,} trained", wasted, f"{lost:,} lost" if lost else "", f"{self.unfinished:,} unfinished"]
+        return f"{self.generated:,} generated, of these {self.accounted:,} known: {', '.join(part for part in parts if part)}"
 
 
 def read_token_account(run_dir: Path) -> TokenAccount:
@@ -76,11 +85,12 @@ def read_token_account(run_dir: Path) -> TokenAccount:
                 wasted["expired"] = wasted.get("expired", 0) + expired
             lost = dict(db.execute("SELECT reason, sum(num_tokens) FROM lost GROUP BY reason ORDER BY reason"))
             (unfinished,) = db.execute(_UNFINISHED).fetchone()
+            going_on = db.execute("SELECT 1 FROM attempts WHERE ended IS NULL AND number = (SELECT max(number) FROM attempts)").fetchone()
     except sqlite3.Error as error:
         raise SpecError(
             f"can't read {run_dir / 'ledger.db'}: {error}", now="Give the directory of a run, as `m2flow run` names it."
         ) from None
     meters = sorted((run_dir / "segments").glob("*.meter"))
-    account = TokenAccount(0, kept.get("consumed", 0), dict(sorted(wasted.items())), lost, unfinished or 0)
+    account = TokenAccount(0, kept.get("consumed", 0), dict(sorted(wasted.items())), lost, unfinished or 0, going_on is None)
     generated = sum(read_meter(path).num_generated for path in meters) if meters else account.accounted
-    return TokenAccount(generated, account.trained, account.wasted, account.lost, account.unfinished)
+    return replace(account, generated=generated)

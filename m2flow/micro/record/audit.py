@@ -15,8 +15,9 @@ from pathlib import Path
 
 from m2flow.micro.record import audit_calls as calls
 from m2flow.micro.record import audit_samples as samples
+from m2flow.micro.record.account import TokenAccount, read_token_account
 from m2flow.micro.record.endings import ENDINGS
-from m2flow.micro.record.facts import Facts, read_facts
+from m2flow.micro.record.facts import read_facts
 
 _SHOWN = 5
 """Breaches of a check that are printed; the others are counted."""
@@ -70,7 +71,7 @@ def audit(run_dir: Path) -> Audit:
         SpecError: the directory has no ledger, or one of another version of m2flow.
     """
     facts = read_facts(run_dir)
-    back = samples.read_back(facts)
+    back, tokens = samples.read_back(facts), read_token_account(run_dir)
     num_calls, num_samples, num_updates = len(facts.calls), len(facts.samples), len(facts.consumption)
 
     def checked(name: str, num_looked_at: int, breaches: Iterable[str]) -> Checked:
@@ -86,18 +87,14 @@ def audit(run_dir: Path) -> Audit:
         checked("each sample ends once, with a reason", num_samples, samples.samples_end_once(facts)),
         checked("each reward belongs to a sample", len(facts.rewards), samples.rewards_belong_to_samples(facts)),
         checked("the segments hold the tokens of every sample", num_samples, back.breaches),
+        checked("every token that was generated is accounted for", tokens.generated, [] if tokens.is_balanced else [str(tokens)]),
         checked("every token is of weights within the bound", num_samples, samples.versions_are_within_the_bound(facts, back.versions)),
     )
     endings = Counter(ending for ending, _ in facts.endings.values())
-    return Audit(str(run_dir), checks, {ending: endings[ending] for ending in ENDINGS if endings[ending]}, _tokens(facts))
+    return Audit(str(run_dir), checks, {ending: endings[ending] for ending in ENDINGS if endings[ending]}, _told(tokens))
 
 
-def _tokens(facts: Facts) -> dict[str, int]:
-    """Trained, or for nothing: by the ending of the sample; and what was thrown away because it was too old."""
-    found: Counter[str] = Counter()
-    for packed, sample in facts.samples.items():
-        ending = facts.endings[packed][0]
-        found["trained" if ending == "consumed" else ending] += sample.num_generated
-    thrown_away = sum(tokens for (packed, _), tokens in facts.expired.items() if facts.endings.get(packed, ("", ""))[0] != "expired")
-    found["expired"] += thrown_away
+def _told(tokens: TokenAccount) -> dict[str, int]:
+    """By what became of them: trained, for nothing by the ending of the sample, lost, or there to go on from."""
+    found = {"trained": tokens.trained, **tokens.wasted, "lost": sum(tokens.lost.values()), "unfinished": tokens.unfinished}
     return {what: count for what, count in found.items() if count}

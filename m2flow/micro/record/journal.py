@@ -40,6 +40,7 @@ class Journal:
         self._metrics = MetricsWriter(run_dir)
         self._trace = TraceStore(run_dir)
         self._run_dir, self._keeps = run_dir, keeps
+        self._num_well = 0
         self._taking_up: TakingUp | None = None
         self._known: dict[str, int] = {}
         """Files of workers, up to where they are taken in, as the ledger does not know yet."""
@@ -79,6 +80,15 @@ class Journal:
         """The attempt is over: `done`, or why not."""
         self._ledger.attempt_ended(self._attempt, reason)
         self._ledger.commit(durably=True)
+
+    def num_well(self) -> int:
+        """How many calls of the program, from the first, are over and well."""
+        ended = self._ledger.select("SELECT ordinal FROM calls WHERE state='done' AND ordinal >= ? ORDER BY ordinal", (self._num_well,))
+        for (ordinal,) in ended:
+            if ordinal != self._num_well:
+                break
+            self._num_well += 1
+        return self._num_well
 
     def make_durable(self) -> None:
         """All that was told so far is on the disk after this."""

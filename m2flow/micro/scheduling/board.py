@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-from m2flow.errors import M2FlowError, OpError
+from m2flow.errors import M2FlowError, OpError, RunInterrupted
 from m2flow.macro.graph import Call
 from m2flow.macro.late import carries, is_cut, keeps_cache, num_wanted
 from m2flow.macro.lineage import TWICE
@@ -300,7 +300,7 @@ class Board:
         if known is None:
             state.is_failed = state.is_over = True
             self._leave(state)
-            self.abandon(state)
+            self.abandon(state, keeps=state.is_generation and isinstance(error, RunInterrupted))
             self._waiting_for.pop(ordinal, None)
             if state.carry is not None:
                 self.lines.ended(state)

@@ -65,6 +65,8 @@ class CheckpointDue(msgspec.Struct, frozen=True):
     directory: str
     known: dict[str, int]
     """Role -> the version that an earlier checkpoint has."""
+    versions: dict[str, int] | None = None
+    """Of each role, if it is not of all calls made by now; the trainers hold them."""
 
 
 class FromWorker(msgspec.Struct, frozen=True):

@@ -145,6 +145,11 @@ class Scheduler:
         state = self._board.workers[worker]
         return bool(state.roles["train"] or state.states)
 
+    def holds(self, versions: Mapping[str, int]) -> bool:
+        """Whether the trainers have just these weights, of all that were trained or copied to."""
+        trained = self._board.versions
+        return all(trained.trained(role) == versions.get(role, 0) for role in {*trained.known(), *versions})
+
     def running(self) -> dict[str, str]:
         """What each worker does now, in words."""
         return {worker.name: ", ".join(worker.doing) for worker in self._board.workers.values() if worker.doing}
@@ -261,7 +266,7 @@ class Scheduler:
                 pass
 
     def _save(self, event: CheckpointDue) -> None:
-        versions = self._board.versions.known()
+        versions = self._board.versions.known() if event.versions is None else event.versions
         changed = {role: version for role, version in versions.items() if event.known.get(role) != version}
         self._train.saves.add(event.step, event.directory, changed)
         self._board.commands.append(CheckpointBegun(event.step, versions))

@@ -1,6 +1,7 @@
 """The run is asked to stop: the updates that have begun are finished, with what they need, and everything else is given up.
 
-An update that has begun has consumed samples and changed the trainer's gradient; what has not begun is found by a resume as it was.
+An update that has begun has consumed samples and changed the trainer's gradient; what has not begun is found by a resume as it was, and
+samples that run are stopped and written down, so that they go on from there.
 Pure, on the board.
 """
 

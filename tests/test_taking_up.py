@@ -1,0 +1,58 @@
+"""A run that is resumed goes on with what was unfinished: finished siblings stay, prefixes go on, and every token is in the account."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+from one_thread import commit_every, imaged, resumed
+from test_replay import ROWS, digits
+from test_resume import account, spec_of
+
+from m2flow import AdamW, Dataset, Policy, Reward, flow, ppo_clip, steps
+from m2flow.micro.record.account import read_token_account
+from m2flow.micro.record.audit import audit
+from m2flow.samples import Finish
+from m2flow.spec import RunSettings
+
+SPEC = spec_of("split", workers=2)
+
+
+@flow
+def long_answers(num_steps: int = 2) -> None:
+    policy, judge, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(3), n=3, max_new_tokens=24)
+        policy.update(responses, judge.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3))
+
+
+def settings(where: Path, flush_tokens: int = 2) -> RunSettings:
+    return RunSettings(runs_dir=str(where / "runs"), checkpoint_steps=1, flush_tokens=flush_tokens)
+
+
+def rows(run_dir: Path, query: str) -> list[tuple[int, ...]]:
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.db")) as db:
+        return db.execute(query).fetchall()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits at checkpoints"])
+def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, seconds):
+    commit_every(monkeypatch, seconds)
+    summary, images = imaged(long_answers, {}, SPEC, settings(tmp_path), tmp_path / "images")
+    expected = account(summary)
+    num_went_on = num_kept = 0
+    for number, image in enumerate(images.paths[3 :: len(images.paths) // 6]):
+        finished = dict(rows(image, f"SELECT id, offset FROM samples WHERE finish <> {int(Finish.ABORT)}"))
+        went_on = resumed(long_answers, {}, SPEC, settings(tmp_path), image, order_seed=number)
+        assert account(went_on) == expected
+        assert finished.items() <= dict(rows(image, "SELECT id, offset FROM samples")).items()
+        tokens = read_token_account(image)
+        assert tokens.is_balanced, (image, tokens)
+        assert (audited := audit(image)).is_sound, str(audited)
+        num_kept += len(finished)
+        num_went_on += len(rows(image, "SELECT * FROM went_on"))
+    assert num_went_on > 5
+    assert num_kept > 20
