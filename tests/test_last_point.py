@@ -17,7 +17,6 @@ from m2flow.micro.record.audit import audit
 from m2flow.micro.record.checkpoints import read
 from m2flow.spec import RunSettings
 
-
 TOLD = ("samples", "prefixes", "given_up", "expired", "lost", "known")
 
 

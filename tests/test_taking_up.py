@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 from one_thread import commit_every, imaged, resumed
 from test_replay import ROWS, digits
@@ -14,7 +15,9 @@ from test_resume import account, spec_of
 from m2flow import AdamW, Dataset, Policy, Reward, flow, ppo_clip, steps
 from m2flow.micro.record.account import read_token_account
 from m2flow.micro.record.audit import audit
-from m2flow.samples import Finish
+from m2flow.micro.record.left_behind import LeftBehind
+from m2flow.micro.record.segments import Kind, SegmentWriter
+from m2flow.samples import Batch, Finish
 from m2flow.spec import RunSettings
 
 SPEC = spec_of("split", workers=2)
@@ -56,3 +59,14 @@ def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, sec
         num_went_on += len(rows(image, "SELECT * FROM went_on"))
     assert num_went_on > 5
     assert num_kept > 20
+
+
+def test_rows_of_a_record_that_were_not_told_with_the_others_are_found(tmp_path):
+    left, writer = LeftBehind(tmp_path), SegmentWriter(tmp_path, "rollout-0")
+    writer.append(Batch(np.array([1, 2])), Kind.FINISHED, 7)
+    place = writer.append(Batch(np.array([3, 4, 5])), Kind.FINISHED, 7)
+    left.reported(place, [4])
+    writer.append(Batch(np.array([6])), Kind.FINISHED, 7)
+    writer.close()
+    assert [message.ids for message in left.of("rollout-0", {}).messages] == [[3, 5], [6]]
+    assert left.of("rollout-0", {}).messages == []

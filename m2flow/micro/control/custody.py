@@ -18,6 +18,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.record.decisions import given_by
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.left_behind import LeftBehind, Unsaid
+from m2flow.micro.record.segments import start_of
 from m2flow.micro.scheduling.events import Discarded, Dropped, Expired, Given, Late
 from m2flow.micro.work.performing import gives_reward
 from m2flow.samples import Batch
@@ -55,9 +56,9 @@ class Custody:
             case _:
                 pass
         if not isinstance(message, m.GivenUp) and message.segment is not None:
-            self._left.reported(message.segment)
+            self._left.reported(message.segment, message.ids)
             if call is None or call.engine == "rollout":
-                self._journal.taken_in(message.segment[0], message.segment[1] + message.segment[2])
+                self._journal.taken_in(message.segment[0], start_of(message.segment))
 
     def begins(self, worker: str, task: m.Generate) -> None:
         """A worker is given samples."""

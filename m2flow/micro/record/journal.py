@@ -69,7 +69,7 @@ class Journal:
         return found
 
     def taken_in(self, file: str, size: int = 1) -> None:
-        """All that a worker's segment file says up to this byte is told; or all of a meter."""
+        """All that a worker's segment file says up to this byte is told, and of the record there perhaps a part; or all of a meter."""
         self._known[file] = size
 
     def _write_known(self) -> None:

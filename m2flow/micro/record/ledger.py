@@ -179,7 +179,8 @@ class Ledger:
         self._run("DELETE FROM made WHERE call=?", (call,))
 
     def knows(self, files: Mapping[str, int]) -> None:
-        """How far the files that workers write beside the ledger are taken in: segments up to a byte; meters, which are 1 then, whole."""
+        """How far the files that workers write beside the ledger are taken in: segments up to a byte, from where on they
+        must be looked at; meters, which are 1 then, whole."""
         self._many("INSERT OR REPLACE INTO known VALUES (?,?)", list(files.items()))
 
     def tokens_of(self, sample: int) -> int:

@@ -8,7 +8,7 @@ and the meter says how many tokens that are, sample by sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -18,9 +18,10 @@ from m2flow.micro import messages as m
 from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.record.meter import read_meter
 from m2flow.micro.record.scratch import scratch_name
-from m2flow.micro.record.segments import Found, Kind, Place, read_segment, scan_segments, segment_files
+from m2flow.micro.record.segments import Found, Kind, Place, read_segment, scan_segments, segment_files, start_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing
+from m2flow.samples import Batch
 
 Unsaid = m.Finished | m.Aborted | m.Flushed | m.GivenUp
 
@@ -39,17 +40,23 @@ class Left:
 
 @final
 class LeftBehind:
-    """Knows which records were reported. What is there when it is made is of earlier attempts at the run, and does not count."""
+    """Knows which records were reported: all before the last one of a file, and of that one perhaps only some rows, since rows of one
+    record may be reported one after the other. What is there when it is made is of earlier attempts at the run, and does not count."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._known = {path.name: path.stat().st_size for path in directory.glob("*.seg")}
+        self._told: dict[str, set[int]] = {}
+        """Of the last record of a file that was reported: the samples."""
         self._read = set(directory.glob("*.meter"))
         """Meters of processes that are settled."""
 
-    def reported(self, place: Place) -> None:
-        """A record is known, and all before it in its file."""
-        self._known[place[0]] = place[1] + place[2]
+    def reported(self, place: Place, ids: Iterable[int]) -> None:
+        """These rows of a record are known, and all before it in its file."""
+        name, start = place[0], start_of(place)
+        if self._known.get(name) != start:
+            self._known[name], self._told[name] = start, set()
+        self._told[name].update(ids)
 
     def of(self, worker: str, calls: Mapping[int, Call]) -> Left:
         """What a worker left, that has ended; asked again, nothing."""
@@ -57,8 +64,12 @@ class LeftBehind:
         # What runs was written down before it ended: read in this order, the end counts.
         for name in (scratch_name(worker, "running"), worker):
             for found in scan_segments(self._directory, name, self._known):
-                messages.append(self._message(found, calls))
-                self.reported(found.place)
+                rows, name_of_file = read_segment(self._directory, found.place), found.place[0]
+                told = self._told.get(name_of_file, set()) if self._known.get(name_of_file) == start_of(found.place) else set()
+                fresh = [row for row, packed in enumerate(rows.ids.tolist()) if packed not in told]
+                if fresh:
+                    messages.append(self._message(found, rows.take(fresh), calls))
+                self.reported(found.place, rows.ids.tolist())
         running: dict[int, int] = {}
         meters: list[str] = []
         for path in segment_files(self._directory, worker):
@@ -69,8 +80,7 @@ class LeftBehind:
                 running.update(read_meter(meter).running)
         return Left(messages, running, meters)
 
-    def _message(self, found: Found, calls: Mapping[int, Call]) -> Unsaid:
-        rows = read_segment(self._directory, found.place)
+    def _message(self, found: Found, rows: Batch, calls: Mapping[int, Call]) -> Unsaid:
         ids, call = rows.ids.tolist(), calls.get(found.call)
         if found.kind is Kind.GIVEN_UP:
             return m.GivenUp(found.call, ids, [int(count) for count in rows.dense("num_generated")])

@@ -127,13 +127,18 @@ def read_segment(directory: str | Path, place: Place) -> Batch:
     return decode_batch(record)
 
 
+def start_of(place: Place) -> int:
+    """Where a record begins in its file, header included: `scan_segments` from there finds it."""
+    return place[1] - _HEADER.size
+
+
 def scan_segments(directory: str | Path, worker: str, known: Mapping[str, int]) -> Iterator[Found]:
-    """The records of a worker's files that begin after a known end, in the order in which they were written.
+    """The records of a worker's files that are not known, in the order in which they were written.
 
     A record that was being written when its process ended is passed over, with whatever is after it.
 
     Args:
-        known: file -> where the last record that is known ends; by default at the file's beginning.
+        known: file -> where to begin, which is where a record begins or ends; by default at the file's beginning.
     """
     for path in segment_files(directory, worker):
         position, length = known.get(path.name, 0), path.stat().st_size

@@ -134,7 +134,7 @@ class TakingUp:
         for found, rows in records:
             if found.kind is Kind.GIVEN_UP:
                 continue
-            mine = [packed for packed in rows.ids.tolist() if best[packed].found is found]
+            mine = [packed for packed in rows.ids.tolist() if best[packed].found is found and not self._is_known(packed, found.place)]
             if found.kind is not Kind.FINISHED:
                 mine = [packed for packed in mine if best[packed].num_generated > self._ledger.tokens_of(packed)]
             if mine:
@@ -142,6 +142,12 @@ class TakingUp:
         for found, rows in records:
             if found.kind is Kind.GIVEN_UP:
                 self._given_up(found.call, dict(zip(rows.ids.tolist(), map(int, rows.dense("num_generated")), strict=True)))
+
+    def _is_known(self, sample: int, place: Place) -> bool:
+        """Whether the ledger knows this record of a sample: also one that was too old for a call."""
+        where, values = "segment=? AND offset=?", place[:2]
+        found = self._ledger.select(f"SELECT 1 FROM samples WHERE id=? AND {where}", (sample, *values))
+        return bool(found or self._ledger.select(f"SELECT 1 FROM expired WHERE sample=? AND {where}", (sample, *values)))
 
     def _told(self, found: Found, rows: Batch) -> None:
         ids, total, made = rows.ids.tolist(), performing.num_tokens_of(rows), performing.num_generated_of(rows)
