@@ -13,12 +13,14 @@ from test_replay import ROWS, digits
 from test_resume import account, spec_of
 
 from m2flow import AdamW, Dataset, Policy, Reward, flow, ppo_clip, steps
+from m2flow.errors import SpecError
 from m2flow.micro.record.account import read_token_account
 from m2flow.micro.record.audit import audit
 from m2flow.micro.record.left_behind import LeftBehind
+from m2flow.micro.record.rundir import read_config
 from m2flow.micro.record.segments import Kind, SegmentWriter
 from m2flow.samples import Batch, Finish
-from m2flow.spec import RunSettings
+from m2flow.spec import RunSettings, TrainSpec
 
 SPEC = spec_of("split", workers=2)
 
@@ -70,3 +72,28 @@ def test_rows_of_a_record_that_were_not_told_with_the_others_are_found(tmp_path)
     writer.close()
     assert [message.ids for message in left.of("rollout-0", {}).messages] == [[3, 5], [6]]
     assert left.of("rollout-0", {}).messages == []
+
+
+OTHERS = [spec_of("time-shared"), spec_of("split", workers=3).model_copy(update={"train": TrainSpec(engine="fake", token_budget=25)})]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("other", OTHERS, ids=["time-shared", "three workers"])
+def test_a_run_goes_on_to_the_same_end_on_another_cluster(tmp_path, monkeypatch, other):
+    commit_every(monkeypatch, 0.0)
+    summary, images = imaged(long_answers, {}, SPEC, settings(tmp_path), tmp_path / "images")
+    image = images.paths[len(images.paths) * 2 // 3]
+    before = (image / "plan.json").read_bytes()
+    assert account(resumed(long_answers, {}, other, settings(tmp_path), image)) == account(summary)
+    assert (audited := audit(image)).is_sound, str(audited)
+    assert read_config(image).cluster == other
+    assert (image / "plan.before-1.json").read_bytes() == before != (image / "plan.json").read_bytes()
+
+
+def test_another_engine_for_training_is_refused_with_the_reason(tmp_path, monkeypatch):
+    commit_every(monkeypatch, 0.0)
+    _, images = imaged(long_answers, {}, SPEC, settings(tmp_path), tmp_path / "images")
+    other = SPEC.model_copy(update={"train": TrainSpec(engine="embedded")})
+    with pytest.raises(SpecError, match="was trained by the engine fake, and cluster has embedded"):
+        resumed(long_answers, {}, other, settings(tmp_path), images.paths[-5])
+    assert read_config(images.paths[-5]).cluster == SPEC

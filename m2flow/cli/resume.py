@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -79,7 +80,17 @@ def recorded_options(flow: Flow, written: dict[str, object]) -> dict[str, object
     return found
 
 
-def resumed(ctx: click.Context) -> tuple[Path, ClusterSpec, RunSettings] | None:
+class Before(NamedTuple):
+    """A run that goes on."""
+
+    run_dir: Path
+    spec: ClusterSpec
+    settings: RunSettings
+    is_moved: bool
+    """The spec is not what it was begun with, so that it needs a new plan."""
+
+
+def resumed(ctx: click.Context) -> Before | None:
     """The run that goes on, on which cluster and how; None if a new one begins.
 
     Raises:
@@ -95,14 +106,14 @@ def resumed(ctx: click.Context) -> tuple[Path, ClusterSpec, RunSettings] | None:
         before = getattr(config.settings, name)
         if _is_given(ctx, name) and ctx.params[name] != before:
             raise _refused(f"--{name} {ctx.params[name]}", f"with {name} {before}")
+    spec = config.cluster
     if _is_given(ctx, "cluster"):
         from m2flow.spec import load_cluster
 
-        if load_cluster(ctx.params["cluster"]) != config.cluster:
-            raise _refused(f"--cluster {ctx.params['cluster']}", "on another one")
+        spec = load_cluster(ctx.params["cluster"])
     if config.repeats_decisions:
         raise SpecError("an eager run that repeats the decisions of another one can't be resumed", now="Begin it anew.")
-    return config.run_dir, config.cluster, config.settings
+    return Before(config.run_dir, spec, config.settings, spec != config.cluster)
 
 
 def _refused(given: str, recorded: str) -> OptionError:

@@ -52,7 +52,11 @@ _RESTARTED = "M2FLOW_RESTARTED"
     help="With --eager: what time decided in that run (which weights generated each sample) is decided so again.",
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directory goes.")
-@click.option("--resume", metavar="RUN", help="Go on with a run that stopped: its directory, or its name in runs/. No FLOW is given then.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    help="Go on with a run that stopped: its directory, or its name in runs/. No FLOW is given; --cluster may differ.",
+)
 @click.option(
     "--checkpoint-every",
     type=Cadence(),
@@ -102,7 +106,7 @@ def command(
         spec = load_cluster(cluster) if cluster else LAPTOP
         settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
     else:
-        _, spec, settings = before
+        spec, settings = before.spec, before.settings
         eager, deterministic = settings.eager, settings.deterministic
     spec = spec.with_policy(policy)
     if checkpoint_every is not None:
@@ -121,8 +125,8 @@ def command(
     structure = read_structure(pin_to) if pin_to else None
     record = read_decisions(decisions) if decisions else None
     pinned = read_plan(plan_file) if plan_file else None
-    if before is not None and not eager:
-        pinned = read_plan(before[0] / "plan.json")
+    if before is not None and not eager and not before.is_moved:
+        pinned = read_plan(before.run_dir / "plan.json")
     run = Run(
         flow,
         options,
@@ -134,7 +138,7 @@ def command(
         decisions=record,
         pinned=pinned,
         profile=profile,
-        resume=None if before is None else before[0],
+        resume=None if before is None else before.run_dir,
         warn=lambda said: console.print(f"warning: {said}", soft_wrap=True),
     )
     progress = display.Progress(console, run)

@@ -134,7 +134,7 @@ class ReplayBackend(Backend):
         try:
             value = self._known(ordinal)
         except KeyError:
-            self._provide(ordinal)
+            self._provide(ordinal, len(self._calls))
             return self._live.value(ordinal)
         if isinstance(value, M2FlowError):
             raise value
@@ -196,10 +196,11 @@ class ReplayBackend(Backend):
 
     def _provide_inputs(self, call: Call) -> None:
         for _, ref in call.inputs:
-            self._provide(ref.call)
+            self._provide(ref.call, call.ordinal)
 
-    def _provide(self, ordinal: int) -> None:
-        """Make an earlier call's result known to the live backend: as given rows, or by doing what has no effect."""
+    def _provide(self, ordinal: int, before: int) -> None:
+        """Make an earlier call's result known to the live backend, which has not been given the call `before` yet: as given rows, or by
+        doing what has no effect."""
         if ordinal in self._known_live:
             return
         call = self._calls[ordinal]
@@ -214,7 +215,7 @@ class ReplayBackend(Backend):
             self._recall(call, self._left, value)
         elif isinstance(value, Batch):
             self._to_live(_given(call, value))
-        elif is_function or (call.engine == "train" and self._reads_what_is_there(call)):
+        elif is_function or (call.engine == "train" and self._reads_what_is_there(call, before)):
             self._provide_inputs(call)
             self._to_live(call)
         else:
@@ -224,9 +225,9 @@ class ReplayBackend(Backend):
                 now="Replay to the end of a step in which it was used up.",
             )
 
-    def _reads_what_is_there(self, call: Call) -> bool:
+    def _reads_what_is_there(self, call: Call, before: int) -> bool:
         """Whether the trainers still hold the weights that an earlier call read, as far as this replay has changed them."""
-        later = {effect.resource for other in self._calls[call.ordinal + 1 :] for effect in other.writes}
+        later = {effect.resource for other in self._calls[call.ordinal + 1 : before] for effect in other.writes}
         return not call.writes and not later.intersection(effect.resource for effect in call.reads) and not self._is_replaced(call)
 
     def _is_replaced(self, call: Call) -> bool:
@@ -240,7 +241,7 @@ class ReplayBackend(Backend):
                     where=call.site.describe(),
                     now="Replay all of this loop, or resume the run.",
                 )
-            self._provide(call.carries_from)
+            self._provide(call.carries_from, call.ordinal)
         self._known_live.add(call.ordinal)
         self._written.update(effect.resource for effect in call.writes if call.ordinal >= len(self._calls))
         self._live.submit(call)
@@ -249,7 +250,7 @@ class ReplayBackend(Backend):
         """Make a generation that is over known to the live backend as one that leaves samples; and those that drew them too."""
         late = left.get(call.ordinal, ())
         for drawn in sorted({SampleId.unpack(packed).call for packed in late} - {call.ordinal}):
-            self._provide(drawn)
+            self._provide(drawn, call.ordinal)
         self._provide_inputs(call)
         self._known_live.add(call.ordinal)
         self._live.recall(call, rows, late)
@@ -261,7 +262,7 @@ class ReplayBackend(Backend):
         try:
             return number_of(self._known(source[0]), source[1])
         except KeyError:
-            self._provide(source[0])
+            self._provide(source[0], len(self._calls))
             return source
 
 

@@ -41,7 +41,7 @@ from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.ledger import read_endings, samples_digest
 from m2flow.micro.record.past import DONE, Past, read_past
-from m2flow.micro.record.rundir import create_run_dir, naming_a_full_disk, write_config, write_plan
+from m2flow.micro.record.rundir import create_run_dir, move, naming_a_full_disk, write_config, write_plan
 from m2flow.micro.record.tally import Tally
 from m2flow.micro.work.channel_counts import channels_of
 from m2flow.micro.work.inprocess import InProcess
@@ -92,7 +92,7 @@ class Run:
     """One run of a flow. With `decisions` of another run (`m2flow.micro.record.ledger.read_decisions`), an eager one repeats what time
     decided; with a `pinned` plan, processes and sizes are that one's; a `profile` is what a search for a placement goes by. What `around`
     makes of the backend gets the flow's calls, for `max_steps` of its steps. With `resume`, the directory of a run that stopped, it goes
-    on in there; flow, options, spec and settings must be those of that run (`m2flow.micro.record.rundir.read_config`)."""
+    on in there; flow, options and settings must be those of that run (`m2flow.micro.record.rundir.read_config`)."""
 
     def __init__(
         self,
@@ -200,6 +200,8 @@ class Run:
                     write_plan(self.run_dir, plan)
                 else:
                     self._past = read_past(self.run_dir, self._warn)
+                    if move(self.run_dir, self.spec, plan, self._past.attempt):
+                        self._warn(f"the run goes on with another cluster spec, {self.spec.name}, and a new plan")
                 try:
                     wall_s, digests = self._attempts(plan)
                 finally:

@@ -17,6 +17,7 @@ import datetime
 import enum
 import errno
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,32 @@ def write_config(
         "cluster": spec.model_dump(),
     }
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def move(run_dir: Path, spec: ClusterSpec, plan: Plan, attempt: int) -> bool:
+    """Have a run that goes on do so on another cluster, if it is another; whether it is. What it was and the plan for that are kept as
+    `config.before-3.json` and `plan.before-3.json`, where 3 is the attempt at the run that begins now.
+
+    Raises:
+        SpecError: it has another engine for training, which can't read the checkpoints and the state of optimisers.
+    """
+    before = read_config(run_dir).cluster
+    if before == spec:
+        return False
+    if before.train.engine != spec.train.engine:
+        raise SpecError(
+            f"the run in {run_dir} was trained by the engine {before.train.engine}, and {spec.name} has {spec.train.engine}",
+            now=f"Checkpoints are the engine's own. Say engine: {before.train.engine} under train, or begin a new run.",
+        )
+    found = json.loads((run_dir / "config.json").read_text()) | {"cluster": spec.model_dump()}
+    texts = {"plan.txt": f"{plan}\n", "plan.json": plan.to_json().decode(), "config.json": json.dumps(found, indent=2) + "\n"}
+    for name, text in texts.items():
+        file = run_dir / name
+        (run_dir / f".{name}.new").write_text(text)
+        shutil.copyfile(file, file.with_name(f"{file.stem}.before-{attempt}{file.suffix}"))
+    for name in texts:
+        (run_dir / f".{name}.new").replace(run_dir / name)
+    return True
 
 
 def option_text(value: object) -> object:
