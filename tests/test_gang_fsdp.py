@@ -69,4 +69,5 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(tmp_path: Path) -
     assert said.get("error") is None
     assert said["incidents"][0][1:3] == ["lost", "train-0"]
     alone = undisturbed(*arguments)
+    assert alone.get("error") is None
     assert {key: said[key] for key in ("samples", "weights")} == {key: alone[key] for key in ("samples", "weights")}

@@ -181,3 +181,8 @@ def test_init_and_check_ask_the_nodes(cluster: Any, tmp_path: Path) -> None:
     assert all("runs directory" in [one["name"] for one in findings] for node, findings in found.items() if node.startswith("node"))
     spec.write_text(spec.read_text() + "channels: {keys: nowhere.key}\n")
     assert "missing: key (node 4" in m2flow("cluster", "check", spec, "--runs-dir", tmp_path).stderr
+
+
+def test_the_ranks_of_a_trainer_are_on_one_node_and_give_what_one_process_gives(cluster: Any, tmp_path: Path) -> None:
+    said = ended(start(tmp_path, "fake", on_ray(cluster), "ranks=2"))
+    assert same(said, local("fake")), said
