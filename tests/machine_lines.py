@@ -79,6 +79,8 @@ class ProgramLines:
 
     def drop(self, policy: int, *, count: int) -> Rows:
         prompts = self.prompts.take(count)
+        if count == 4:
+            return self.policies[policy].generate(prompts, n=2, max_new_tokens=9, late="drop", timeout_s=60.0)
         return self.policies[policy].generate(prompts, n=2, max_new_tokens=9, oversample=1.5, late="drop")
 
     def carry(self, policy: int, *, count: int) -> Rows:

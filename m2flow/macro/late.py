@@ -19,6 +19,12 @@ between two tokens of a sample, without reading its earlier tokens again. What c
 attends to keys and values of older weights. By default (`recompute`) weights change between samples, and the tokens of a carried sample
 are read again.
 
+    policy.generate(prompts.take(32), n=8, late="drop", timeout_s=300)       gives the groups that are whole in time: 32, or fewer
+
+`timeout_s` is late by the clock: a sample that is not done so many seconds after it was first handed to an engine is late, and its group
+with it. It is stopped where it is; its siblings are given up too, those that are done included. The call ends when each of its groups
+is whole or late, or with the first whole ones that `oversample` asks for. Eager has no clock: without a record every group is in time.
+
 Which groups were whole, and which version made how many tokens of a sample, depends on time: the run records it, and eager repeats it.
 
 Source:
@@ -41,7 +47,7 @@ _LATE = ("wait", "drop", "carry")
 _CACHES = ("recompute", "keep")
 
 
-def check_late(oversample: object, late: object, kv: object, staleness: int) -> None:
+def check_late(oversample: object, late: object, kv: object, staleness: int, timeout_s: object = None) -> None:
     """What a generate call is told about samples that are late, and about caches that are older than the weights.
 
     Raises:
@@ -56,7 +62,8 @@ def check_late(oversample: object, late: object, kv: object, staleness: int) -> 
             "late='carry' with staleness=0 would train on old tokens: a carried sample is of weights before the step that trains on it",
             now="Take late='drop', or @flow(staleness=k); a call outside the flow's loop has staleness 0.",
         )
-    if (oversample > 1) != (late != "wait"):
+    _check_timeout(timeout_s, late)
+    if (oversample > 1 or timeout_s is not None) != (late != "wait"):
         raise OptionError(
             f"oversample={oversample} with late={late!r}: over-sampling is for what comes late, and only what is over can be late",
             now="Say oversample=1.25, late='drop' or late='carry', or neither.",
@@ -65,6 +72,18 @@ def check_late(oversample: object, late: object, kv: object, staleness: int) -> 
         raise OptionError(
             "kv='keep' with staleness=0: no sample outlives the weights that began it, so there is no older cache to keep",
             now="Leave kv out, or say @flow(staleness=k); a call outside the flow's loop has staleness 0.",
+        )
+
+
+def _check_timeout(timeout_s: object, late: object) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise OptionError(f"timeout_s={timeout_s!r:.40}; it is a number of seconds, above 0: what a sample may take")
+    if late != "drop":
+        raise OptionError(
+            f"timeout_s={timeout_s} with late={late!r}: who is late by the clock can only be dropped",
+            now="Say late='drop', or leave timeout_s out. What late='carry' carries is bounded by its versions.",
         )
 
 
@@ -118,8 +137,15 @@ def keeps_cache(options: Mapping[str, object]) -> bool:
     return options.get("kv") == "keep"
 
 
+def timeout_of(options: Mapping[str, object]) -> float | None:
+    """Seconds that a sample of a generate call with these options may take; None: as long as it needs."""
+    timeout_s = options.get("timeout_s")
+    assert timeout_s is None or isinstance(timeout_s, int | float)
+    return timeout_s
+
+
 def num_wanted(options: Mapping[str, object], num_prompts: int) -> int:
-    """How many groups of its own such a call gives, of this many prompts.
+    """How many groups of its own such a call gives, of this many prompts; fewer, if some are late by the clock.
 
     >>> num_wanted({"oversample": 1.25}, 40)
     32

@@ -79,6 +79,7 @@ class Policy(Role):
         staleness: int | None = None,
         oversample: float = 1.0,
         late: Literal["wait", "drop", "carry"] = "wait",
+        timeout_s: float | None = None,
         kv: Literal["recompute", "keep"] = "recompute",
     ) -> Rows:
         """`n` responses to each prompt, drawn from the weights as they are at this line, or older ones as far as the staleness allows.
@@ -93,6 +94,8 @@ class Policy(Role):
             oversample: how many times more prompts are given than groups are needed; the first whole groups are the result.
             late: what becomes of the samples of the other groups: `drop` gives them up; `carry` has them go on, from their tokens so far,
                 in the next call of this line, which gives them too. The run records which groups came first.
+            timeout_s: with `late="drop"`, seconds that a sample may take from when an engine first has it; else its group is late. So the
+                result may have fewer groups, even none. The run records which.
             kv: `keep` lets weights change between two tokens of a sample, within the staleness, while its cache stays; what comes after
                 is `kv_stale`. By default weights change between samples.
         Returns:
@@ -107,14 +110,15 @@ class Policy(Role):
         shown: dict[str, object] = {"n": n, "max_new_tokens": max_new_tokens}
         shown |= {"temperature": temperature} if temperature != 1.0 else {}
         shown |= {"staleness": staleness} if staleness is not None else {}
-        shown |= {"oversample": oversample, "late": late} if late != "wait" else {}
+        shown |= ({"oversample": oversample} if oversample != 1.0 else {}) | {"late": late} if late != "wait" else {}
+        shown |= {"timeout_s": timeout_s} if timeout_s is not None else {}
         shown |= {"kv": kv} if kv != "recompute" else {}
         allowed = self._session.staleness_of_generate(staleness)
-        check_late(oversample, late, kv, allowed)
+        check_late(oversample, late, kv, allowed, timeout_s)
         if isinstance(prompts, Dataset):
             if late != "wait":
                 raise OptionError(
-                    f"oversample= and late={late!r} go with prompts that are given; count= draws as many as it needs",
+                    f"oversample=, timeout_s= and late={late!r} go with prompts that are given; count= draws as many as it needs",
                     now="Say generate(dataset.take(40), oversample=1.25, late=...) and filter what it gives, or leave them out here.",
                 )
             return refill(
@@ -134,7 +138,9 @@ class Policy(Role):
             now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
             raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
         asked = self._rows(prompts, "generate", PROMPTS)
-        return self._generate(asked, shown, n=n, sampling=sampling, staleness=allowed, late=late, oversample=oversample, kv=kv)
+        options: dict[str, object] = {"late": late, "oversample": oversample, "kv": kv}
+        options |= {"timeout_s": timeout_s} if timeout_s is not None else {}
+        return self._generate(asked, shown, n=n, sampling=sampling, staleness=allowed, **options)
 
     def _generate(self, prompts: Ref, shown: Mapping[str, object], *, staleness: int, **options: object) -> Rows:
         """Record a generate call with these options."""

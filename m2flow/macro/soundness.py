@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.late import carries, is_cut
+from m2flow.macro.late import carries, is_cut, timeout_of
 from m2flow.recipe import Loss
 
 _OF_LIKELIHOOD = {"logprobs", "sequence_lengths"}
@@ -70,7 +70,8 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
     keeps nothing from running.
     """
     cuts = [
-        f"{call.name} at {call.site} gives the groups that are whole first, and "
+        f"{call.name} at {call.site} gives the groups that are whole "
+        + (f"in {timeout_of(call.options):g} s, and " if timeout_of(call.options) else "first, and ")
         + ("carries those that are late into its next turn" if carries(call.options) else "drops those that are late")
         + "; the run records which"
         for call in graph.calls

@@ -73,7 +73,7 @@ def _recount_call(board: Board, state: CallState, tasks: Mapping[int, TaskState]
     assert state.is_over == (state.is_done or state.is_failed), f"{name}: over or not"
     if state.is_over:
         return
-    with_tasks = [row for task in own if isinstance(task.message, m.Generate | m.Perform) for row in task.message.ids]
+    with_tasks = [row for task in own if isinstance(task.message, m.Generate | m.Perform) for row in task.rows]
     assert not set(with_tasks).intersection(ready), f"{name}: rows are ready that a task has"
     assert len(with_tasks) == len(set(with_tasks)), f"{name}: a row is in two tasks"
     if state.is_generation:
@@ -85,7 +85,7 @@ def _recount_generation(state: CallState, own: Iterable[TaskState]) -> None:
     out: Counter[str] = Counter()
     for task in own:
         out[task.worker] += task.rows_left
-        left = [row for row in getattr(task.message, "ids", ()) if row not in state.done]
+        left = [row for row in task.rows if row not in state.done]
         is_right = state.failure is not None or len(left) == task.rows_left
         assert is_right, f"{name}: {len(left)} rows are with {task.worker}, not {task.rows_left}"
     assert {w: n for w, n in state.out_at.items() if n} == {w: n for w, n in out.items() if n}, f"{name}: the samples that workers have"

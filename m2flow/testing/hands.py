@@ -29,7 +29,7 @@ from m2flow.samples import group_key
 
 Row = tuple[int, int]
 """Call and sample."""
-Said = m.Finished | m.Aborted | m.TaskDone | m.TaskFailed | m.Missing
+Said = m.Finished | m.Aborted | m.Yielded | m.TaskDone | m.TaskFailed | m.Missing
 
 
 @dataclass(eq=False)
@@ -107,6 +107,8 @@ class Hand:
         self.held = {slot.role: 0 for slot in plan.engines if slot.kind == "rollout"}
         self.trained: dict[str, int | None] = {slot.role: 0 for slot in plan.engines if slot.kind == "train"}
         """Role -> the version of its weights; None in the middle of an update."""
+        self.same: set[tuple[str, int]] = set()
+        """Role and version, of versions whose weights are those of the one before: there was nothing to train on."""
         self.published: dict[str, int] = {}
         self.inbox: deque[m.ToWorker] = deque()
         """What it was told and has not read."""
@@ -135,6 +137,11 @@ class Hand:
         if self.is_dead:
             return False
         return bool(self.inbox or self.coming or self._growing or (self._queue and self._is_ready(self._queue[0])))
+
+    def has_trained(self, role: str, version: int) -> bool:
+        """Whether the trainer's weights are those of this version now."""
+        trained = self.trained[role]
+        return trained is not None and version <= trained and all((role, later) in self.same for later in range(version + 1, trained + 1))
 
     def waiting_tasks(self) -> list[int]:
         """Numbers of the tasks on calls that it has not begun."""
@@ -183,6 +190,8 @@ class Hand:
                 if keeps:
                     self._stop(call)
                 self._abort(call)
+            case m.Yield(call=call, ids=ids):
+                self._yield(call, ids)
             case m.Adopt(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
                 self._has(drawn, ids)
                 self._deliver(call, ids, forward_to)
@@ -210,7 +219,9 @@ class Hand:
         return True
 
     def _stop(self, call: int) -> None:
-        stopped = {packed: s for packed, s in self._growing.items() if s.task.call == call and s.num_generated}
+        self._give_back(call, {packed: s for packed, s in self._growing.items() if s.task.call == call and s.num_generated})
+
+    def _give_back(self, call: int, stopped: Mapping[int, _Sample]) -> None:
         if stopped:
             for packed, sample in stopped.items():
                 self._stopped[packed] = tuple(sample.stretches)
@@ -219,6 +230,20 @@ class Hand:
             numbers = [sample.num_generated for sample in stopped.values()]
             stretches = [tuple(sample.stretches) for sample in stopped.values()]
             self.said.append(m.Aborted(call, list(stopped), [9 + n for n in numbers], numbers, stretches, ("x", 0, 0, 0)))
+
+    def _yield(self, call: int, ids: Iterable[int]) -> None:
+        """Samples that run here are given back, with their tokens so far."""
+        here = {packed: s for packed, s in self._growing.items() if s.task.call == call and packed in ids}
+        self._give_back(call, {packed: s for packed, s in here.items() if s.num_generated})
+        for packed in here:
+            self._growing.pop(packed, None)
+        if here:
+            self.said.append(m.Yielded(call, list(here), [s.task.number for s in here.values()]))
+        for sample in here.values():
+            self._left[sample.task.number] -= 1
+            if not self._left[sample.task.number]:
+                del self._left[sample.task.number], self._generations[sample.task.number]
+                self.said.append(m.TaskDone(sample.task.number))
 
     def _abort(self, call: int) -> None:
         given_up = {s.task.number: s.task for s in self._growing.values() if s.task.call == call}
@@ -294,7 +319,7 @@ class Hand:
                 assert self.trained[str(self._calls[task.call].options["source"])] is not None, "half-trained weights are copied"
                 self.trained[self._calls[task.call].role] = self._calls[task.call].writes[0].version
             case m.PublishWeights(role=role, version=version):
-                assert self.trained[role] == version, f"version {version} is published, and {self.trained[role]} is there"
+                assert self.has_trained(role, version), f"version {version} is published, and {self.trained[role]} is there"
                 self.published[role] = version
                 manifest = Manifest(f"{role}-{version}", 1, ())
             case m.LoadWeights():
@@ -309,7 +334,7 @@ class Hand:
     def _load(self, task: m.LoadWeights) -> None:
         self._owns("rollout")
         if task.manifest is None:
-            assert self.trained[task.role] == task.version, "half-trained weights are loaded"
+            assert self.has_trained(task.role, task.version), "half-trained weights are loaded"
         else:
             assert task.manifest.segment == f"{task.role}-{task.version}"
         for call in {s.task.call: self._calls[s.task.call] for s in self._growing.values()}.values():

@@ -55,6 +55,7 @@ from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec
 from m2flow.testing.counting import recount
 from m2flow.testing.hands import Hand, Parcel, Shelf
+from m2flow.testing.impatience import Impatience
 
 _RECOUNTED_EVERY = 25
 """Events."""
@@ -125,6 +126,7 @@ class Model:
         self._session = Session(self._backend, flow=roles.name, staleness=staleness)
         self._open.enter_context(recording(self._session))
         self._steps = self._session.iterate(1 << 30)
+        self._impatience = Impatience(random.Random(seed))
         self._shelf = Shelf()
         """What the controller has."""
         self._census = Census()
@@ -266,6 +268,8 @@ class Model:
         for _ in range(num_moves):
             if self.is_ended:
                 return
+            if (late := self._impatience.due()) is not None:
+                self.tell(late)
             which = self.rng.random()
             if which < 0.05:
                 self.hear_again(self.rng.randrange(1 << 16))
@@ -336,6 +340,7 @@ class Model:
                     self._send(Parcel(to, CONTROLLER, tuple((call, row) for row in ids), stopped))
                 case Send(worker, message):
                     self._census.told(worker, message)
+                    self._impatience.began(message, self.calls.get(getattr(message, "call", -1)))
                     self._told(worker, message)
                 case Resolve(call, _):
                     assert call not in self.resolved, f"call {call} is done twice"
@@ -365,6 +370,7 @@ class Model:
         for hand in self.hands.values() if call.engine == "train" and call.writes else ():
             if hand.trained.get(call.role) == call.writes[0].version - 1:
                 hand.trained[call.role] = call.writes[0].version
+                hand.same.add((call.role, call.writes[0].version))
 
     def _told(self, name: str, message: m.ToWorker) -> None:
         hand = self.hands[name]

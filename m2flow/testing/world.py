@@ -60,6 +60,7 @@ from m2flow.micro.work.worker import Worker
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.answers import Answer, Notes, samples_of
+from m2flow.testing.impatience import Impatience
 from m2flow.testing.made_workers import Link, made_worker
 from m2flow.testing.mortality import Mortality
 from m2flow.testing.writing_down import NotWritten, Written
@@ -97,6 +98,7 @@ class World(Backend):
         self._dead: set[str] = set()
         self._end: WorkerError | None = None
         self._order = random.Random(order_seed)
+        self._impatience = Impatience(self._order)
         self._outbox = MemoryOutbox()
         self._inbox = MemoryInbox()
         self._addresses: dict[str, str] = {}
@@ -276,6 +278,8 @@ class World(Backend):
         for parcel in self._inbox.take():
             if parcel.sender not in self._dead:
                 self._collected.put(parcel.call, parcel.batch, parcel.sender)
+        if (late := self._impatience.due()) is not None:
+            self._handle(late)
         self._live_and_die()
 
     def _live_and_die(self) -> None:
@@ -366,6 +370,7 @@ class World(Backend):
                         self._outbox.send(self._addresses[to], Parcel(push.call, rows, CONTROLLER))
                 case Send(worker, message):
                     self._census.told(worker, message)
+                    self._impatience.began(message, self._calls.get(getattr(message, "call", -1)))
                     self._tell(worker, message)
                 case Discarded(call, last):
                     self._discarded[call] = last

@@ -36,6 +36,7 @@ from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.logbook import Logbook, Logged
 from m2flow.micro.record.rundir import naming_a_full_disk
+from m2flow.micro.scheduling.deadlines import Deadlines
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
     LEDGER,
@@ -134,6 +135,7 @@ class Controller:
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
         self._custody = Custody(journal, launcher.log_path("").parent.parent, self._calls)
+        self._deadlines = Deadlines()
         self._consuming: dict[int, m.Accumulate] = {}
         self._wanted: set[int] = set()
         """Calls whose rows the program waits for."""
@@ -246,6 +248,8 @@ class Controller:
         for parcel in self._inbox.take():
             self._collect(parcel)
         self._tell_of(self._crew.check())
+        if late := self._deadlines.due(time.monotonic()):
+            self._handle(*late)
         self._running = self._scheduler.running()
         self._keeper.finish(self._outcomes.are_well, self._journal.make_durable)
         self._journal.commit_if_due()
@@ -342,6 +346,7 @@ class Controller:
             case Send(worker, message):
                 if isinstance(message, m.Generate):
                     self._custody.begins(worker, message)
+                    self._deadlines.began(message, self._calls[message.call], time.monotonic())
                 if isinstance(message, m.Accumulate):
                     self._consuming[message.number] = message
                 self._crew.tell(worker, message, self._bodies.__getitem__)

@@ -26,7 +26,7 @@ from m2flow.micro.scheduling.queue import StartQueue
 from m2flow.micro.scheduling.refills import Refills
 from m2flow.micro.scheduling.relaxed import NOTHING, Relaxed
 from m2flow.micro.scheduling.restoring import Restoring
-from m2flow.micro.scheduling.roster import TaskState, WorkerState
+from m2flow.micro.scheduling.roster import TaskState, WorkerState, worker_of
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
 from m2flow.micro.scheduling.updating import progress_of
@@ -34,7 +34,7 @@ from m2flow.micro.scheduling.versions import Versions
 from m2flow.micro.scheduling.waking import Waking
 from m2flow.micro.scheduling.whereabouts import Whereabouts
 from m2flow.micro.work.store import stopped_at
-from m2flow.samples import SampleId, by_group, make_ids
+from m2flow.samples import SampleId, by_group, group_key, make_ids
 
 
 class Board:
@@ -228,10 +228,13 @@ class Board:
                 self.abandon(state, keeps=True)
                 self.complete(state, None)
             return
-        wanted = num_wanted(state.call.options, state.num_groups)
+        late = {group_key(row) for row in state.dropped}
+        wanted = min(num_wanted(state.call.options, state.num_groups), state.num_groups - len(late))
         if state.num_whole < wanted:
             return
-        whole = [rows for rows in by_group(state.ids).values() if state.done.issuperset(rows)]
+        whole = [rows for key, rows in by_group(state.ids).items() if key not in late and state.done.issuperset(rows)]
+        if len(whole) < wanted:
+            return
         state.result = [row for rows in whole[:wanted] for row in rows]
         state.ready.clear()
         self.commands.append(Dropped(state.call.ordinal, tuple(sorted(set(state.ids).difference(state.result)))))
@@ -420,7 +423,8 @@ class Board:
         if engine == "function":
             self.functions.note(worker)
         if task.call >= 0:
-            self.rows.introduce(task.call, worker.name)
+            for place in (worker.name, *map(worker_of, task.forward_to if isinstance(task, m.Generate | m.Perform) else ())):
+                self.rows.introduce(task.call, place)  # Also if the call fails before it is heard what was sent there.
         self.send(worker.name, task)  # type: ignore[arg-type]
 
     def generated(self, number: int, num_rows: int) -> None:

@@ -45,6 +45,13 @@ class Recalled(msgspec.Struct, frozen=True):
     """Samples that it left to the next one of its line."""
 
 
+class TimedOut(msgspec.Struct, frozen=True):
+    """These samples of a generation have had the time that its `timeout_s` allows. Those that are done by now are not late."""
+
+    call: int
+    ids: list[int]
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """The program observes a call's rows: bring them to the controller, now or when they are there."""
 
@@ -114,7 +121,20 @@ class WorkerJoined(msgspec.Struct, frozen=True):
     """How many processes it was before; some of them may never have come up."""
 
 
-Event = CallAdded | Sourced | Recalled | Wanted | Released | CheckpointDue | FromWorker | Restored | Stopping | WorkerLost | WorkerJoined
+Event = (
+    CallAdded
+    | Sourced
+    | Recalled
+    | Wanted
+    | Released
+    | TimedOut
+    | CheckpointDue
+    | FromWorker
+    | Restored
+    | Stopping
+    | WorkerLost
+    | WorkerJoined
+)
 
 
 class Send(msgspec.Struct, frozen=True):

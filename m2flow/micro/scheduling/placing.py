@@ -168,6 +168,13 @@ class Placing:
             self._lost.discard(j)
             self._ready.is_disturbed = True
 
+    def gave_up(self, rows: Iterable[int]) -> None:
+        """These rows are late, and not waited for."""
+        for row in rows:
+            self._at.pop(row, None)
+            self._moving.pop(row, None)
+        self._ready.is_disturbed = True
+
     def moves(self) -> dict[str, list[int]]:
         """Worker -> rows that the policy wants to go on elsewhere. Where to is remembered until they have stopped."""
         found: dict[str, list[int]] = {}

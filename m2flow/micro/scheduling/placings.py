@@ -100,7 +100,7 @@ class Placings:
             if not board.tasks.yielded(number, row):
                 continue
             board.generated(number, 1)
-            if state is None or state.is_over or row in state.done:
+            if state is None or state.is_over or row in state.done or row in state.dropped:
                 continue
             board.lines.taken_back(state, [row])
             to = state.placing.yielded(row) if state.placing is not None else None

@@ -17,6 +17,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.plan import Plan
 from m2flow.micro.scheduling.board import Board
 from m2flow.micro.scheduling.credits import Channel, Credits
+from m2flow.micro.scheduling.deadlines import time_out
 from m2flow.micro.scheduling.events import (
     LEDGER,
     CallAdded,
@@ -35,6 +36,7 @@ from m2flow.micro.scheduling.events import (
     Send,
     Sourced,
     Stopping,
+    TimedOut,
     Wanted,
     WorkerLost,
 )
@@ -111,6 +113,8 @@ class Scheduler:
             board.sourced(board.calls[event.call], event.ids, event.num_tokens)
         elif isinstance(event, Wanted):
             board.want(board.calls[event.call])
+        elif isinstance(event, TimedOut):
+            time_out(board, event)
         elif isinstance(event, CheckpointDue):
             self._save(event)
         elif isinstance(event, Stopping):

@@ -253,8 +253,16 @@ class CallState:
         self._keep([row for row in self.ready if row not in there])
         self.num_begun += len(there)
 
+    def gave_up(self, rows: Iterable[int]) -> None:
+        """These samples are late, and will not be handed out."""
+        late = set(rows)
+        left = [row for row in self.ready if row not in late]
+        self.num_begun += len(self.ready) - len(left)
+        self._keep(left)
+        self.turned_out((), late)
+
     def _offer(self, rows: Iterable[int]) -> None:
-        if self.has_restored:
+        if self.has_restored or (self.dropped and self.is_generation):
             rows = [row for row in rows if row not in self.done and row not in self.dropped]
         self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
 

@@ -15,10 +15,12 @@ from collections.abc import Mapping
 import msgspec
 
 from m2flow.errors import InternalError
+from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
+from m2flow.micro.scheduling.staleness import window
 from m2flow.micro.simulation.bounding import Span, span_bounds
 from m2flow.micro.simulation.machines import Machine
-from m2flow.micro.simulation.run import History, Period, staleness_of
+from m2flow.micro.simulation.run import History, Period
 from m2flow.micro.simulation.simulate import Simulated
 from m2flow.samples import SampleId
 
@@ -121,7 +123,7 @@ def _step(history: History, machines: Mapping[str, Machine], period: Period, bef
     for row in _consumed(history, period.step):
         if history.drawn.is_drawn(row) and row in history.versions:
             giver = history.given.get(row, SampleId.unpack(row).call)
-            staleness[staleness_of(history.calls[giver], history.versions[row])] += 1
+            staleness[_staleness_of(history.calls[giver], history.versions[row])] += 1
             trained += history.drawn.response_tokens(row)
     return StepReport(
         makespan_s=period.makespan_s,
@@ -164,3 +166,8 @@ def _check(what: str, makespan_s: float, bounds: Mapping[str, float]) -> None:
                 f"{what} took {makespan_s!r} s in the simulation, and no schedule takes less than {seconds!r} s ({name})",
                 now="The simulator, the costs or the bound is wrong. Please report this, with the command.",
             )
+
+
+def _staleness_of(call: Call, version: int) -> int:
+    """How many versions a sample is behind what sequential execution would have used."""
+    return max(window(call)[1] - version, 0) if call.reads else 0

@@ -22,6 +22,7 @@ from m2flow.micro.lowering.lower import Lowering
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.decisions import Stretch
 from m2flow.micro.rollouts.policies import report_every
+from m2flow.micro.scheduling.deadlines import Deadlines
 from m2flow.micro.scheduling.events import (
     CONTROLLER,
     LEDGER,
@@ -43,7 +44,6 @@ from m2flow.micro.scheduling.events import (
 from m2flow.micro.scheduling.relaxed import Relaxed
 from m2flow.micro.scheduling.roster import tag_of, worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
-from m2flow.micro.scheduling.staleness import window
 from m2flow.micro.simulation.causes import Doing, causes_of
 from m2flow.micro.simulation.clock import Clock
 from m2flow.micro.simulation.decoding import Life
@@ -144,6 +144,7 @@ class Simulation:
     ) -> None:
         self._without_groups = without_groups
         self.clock = Clock()
+        self._deadlines = Deadlines()
         self.drawn = drawn
         pools = {name: machine.pool for name, machine in machines.items()}
         self.rows = Rows(lambda num_bytes, source, target: hop_s(num_bytes, pools.get(source, ""), pools.get(target, "")))
@@ -349,6 +350,9 @@ class Simulation:
 
     def _began(self, worker: str, task: m.Generate) -> None:
         """Samples go to a worker: a version that they are of; of those that go on, the oldest."""
+        due_s = self._deadlines.began(task, self._calls[task.call], self.clock.now_s)
+        if due_s is not None:
+            self.clock.at(due_s, lambda: self._said.extend(self._deadlines.due(self.clock.now_s)))
         held = self._held.get((worker, self._calls[task.call].role), 0)
         for row in task.ids:
             self._versions[row] = min(held, self._versions.get(row, held)) if task.aborted_by >= 0 else held
@@ -491,8 +495,3 @@ def _periods(program: Program) -> tuple[list[Period], dict[int, int], list[int]]
     for at in place.values():
         num_open[at] += 1
     return periods, place, num_open
-
-
-def staleness_of(call: Call, version: int) -> int:
-    """How many versions a sample is behind what sequential execution would have used."""
-    return max(window(call)[1] - version, 0) if call.reads else 0

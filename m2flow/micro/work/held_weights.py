@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from m2flow.channels.weights import Weight
 from m2flow.errors import SpecError
 from m2flow.macro.graph import Call
-from m2flow.macro.late import num_wanted
+from m2flow.macro.late import num_wanted, timeout_of
 from m2flow.micro.record.decisions import Decisions, Stretch
 from m2flow.micro.scheduling.staleness import is_time_dependent, window
 from m2flow.micro.work.workbench import Workbench
@@ -52,9 +52,11 @@ class HeldWeights:
         if self._decisions is None:
             return list(range(wanted))
         found = sorted({who.prompt for who in map(SampleId.unpack, self._decisions) if who.call == call.ordinal})
-        if len(found) != wanted or found[-1:] >= [num_prompts]:
+        some = timeout_of(call.options) is not None
+        if len(found) > wanted or (len(found) < wanted and not some) or found[-1:] >= [num_prompts]:
             raise SpecError(
-                f"the record of decisions has {len(found)} groups of {call.name}, which gives {wanted} of {num_prompts}",
+                f"the record of decisions has {len(found)} groups of {call.name}, which gives {wanted} of {num_prompts}"
+                + (" or fewer" if some else ""),
                 where=call.site.describe(),
                 now=_NOW,
             )
