@@ -38,6 +38,7 @@ from m2flow.micro.scheduling.events import (
     Reject,
     Resolve,
     Send,
+    TimedOut,
     WorkerJoined,
     WorkerLost,
 )
@@ -162,7 +163,7 @@ class Simulation:
         self._message_s = message_s
         self._incarnations: Counter[str] = Counter()
         self._paces = Paces(undisturbed if spec.pools else slowdown, machines)
-        self._said: deque[FromWorker] = deque()
+        self._said: deque[FromWorker | TimedOut] = deque()
         self._calls: dict[int, Call] = {}
         self._texts: dict[int, int] = {}
         """Row of a dataset -> tokens, as predicted from its texts."""
