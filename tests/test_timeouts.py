@@ -24,6 +24,7 @@ from m2flow.micro.scheduling.deadlines import Deadlines
 from m2flow.micro.scheduling.events import TimedOut
 from m2flow.samples import by_group, group_key, make_ids
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.testing import impatience
 from m2flow.testing.answers import Answer
 from m2flow.testing.plain_costs import NOTHING, PlainCosts
 from m2flow.testing.scheduler_model import Model
@@ -57,9 +58,10 @@ def hurried_and_cut(num_steps: int = 3) -> None:
 @flow
 def hopeless() -> None:
     """Nobody generates so much in so little time; the second generation shows that the run goes on."""
-    policy, prompts = Policy("fake"), Dataset(ROWS)
+    policy, reward, prompts = Policy("fake"), Reward(length), Dataset(ROWS)
     late = policy.generate(prompts.take(9), n=8, max_new_tokens=4000, min_new_tokens=4000, late="drop", timeout_s=1e-6)
     log(late=float(len(late)))
+    policy.update(late, reward.score(late))
     policy.update(policy.generate(prompts.take(2), n=1, max_new_tokens=5), loss=nll())
 
 
@@ -87,15 +89,24 @@ def groups_of(planned: Answer) -> list[int]:
 
 
 @several
-@given(st.integers(0, 2**30), st.integers(1, 3), st.sampled_from([1, 3, 64]), policies, st.sampled_from([hurried, hurried_and_cut]))
-def test_eager_that_knows_who_was_late_gives_what_the_run_gave(order_seed, rollouts, max_running, names, program):
+@given(
+    st.integers(0, 2**30),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 64]),
+    policies,
+    st.sampled_from([hurried, hurried_and_cut]),
+    st.sampled_from([0.01, 0.05, 0.3]),
+)
+def test_eager_that_knows_who_was_late_gives_what_the_run_gave(order_seed, rollouts, max_running, names, program, share):
     on = spec(rollouts, max_running, names)
-    planned = run_planned(program, {}, on, order_seed=order_seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(impatience, "_SHARE", share)
+        planned = run_planned(program, {}, on, order_seed=order_seed)
     assert not planned.error
     given_rows = {packed: rows for packed, rows in planned.samples.items() if packed in planned.decisions}
     eager = run_eager(program, {}, on, decisions=planned.decisions)
     assert eager.samples == given_rows
-    assert (eager.logs, eager.weights, eager.consumed) == (planned.logs, planned.weights, planned.consumed)
+    assert (repr(eager.logs), eager.weights, eager.consumed) == (repr(planned.logs), planned.weights, planned.consumed)
 
 
 @pytest.mark.parametrize("num_losses", [0, 2])
@@ -131,6 +142,11 @@ def test_a_late_sample_that_is_done_after_all_is_not_given():
         assert state.result == [row for row in state.ids if group_key(row) != group_key(late)]
     finally:
         model.close()
+
+
+def test_a_step_in_which_every_group_is_late_trains_nothing():
+    eager = run_eager(hurried, {}, spec(), decisions={})
+    assert (eager.error, eager.samples, eager.consumed) == ("", {}, [])
 
 
 def test_when_every_group_is_late_the_result_is_empty():

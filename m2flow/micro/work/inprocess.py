@@ -232,7 +232,9 @@ class InProcess:
             asked = [Asked(call, ids, prompts.take(np.arange(len(ids)) // n))] if ids else []
         stretches = self._weights.stretches_of(call, [packed for part in asked for packed in part.ids])
         result = regrow(self._bench, functools.partial(self._weights.take, call.role), call, asked, stretches)
-        example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")] if len(result) else []
+        if not len(result):
+            return result  # It has no columns.
+        example = [str(result.ragged(name).item(0)) for name in ("prompt", "text")]
         numbers = (performing.num_tokens_of(result), performing.num_generated_of(result), performing.finish_of(result))
         self._notes.samples_done(call, result.ids.tolist(), *numbers, self._segments.append(result), example)
         if is_time_dependent(call):
