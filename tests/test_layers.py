@@ -35,7 +35,7 @@ VENDORS = {
     "zmq": {"channels/zeromq.py", "channels/zeromq_parcels.py", "channels/zeromq_peer.py"},
     "ray": {"micro/control/ray_cluster.py"},
     "sglang": set(),
-    "deepspeed": set(),
+    "deepspeed": {"engines/deepspeed.py"},
     "starlette": {"micro/viewing/serving.py"},
     "uvicorn": {"micro/viewing/serving.py"},
 }

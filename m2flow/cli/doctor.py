@@ -19,6 +19,8 @@ import click
 import psutil
 
 from m2flow.cli.rundirs import find_run
+from m2flow.engines.compiling import missing_tools
+from m2flow.engines.registry import engines
 
 State = Literal["ok", "missing", "optional"]
 _SHARED = Path("/dev/shm")
@@ -121,6 +123,9 @@ def _extra(extra: str) -> Finding:
     lacking = [f.name for f in found if f.state != "ok"]
     if lacking:
         return Finding(f"extra {extra}", "optional", f"lacks {', '.join(lacking)}", f"pip install 'm2flow[{extra}]'")
+    tools = missing_tools() if any(info.extra == extra and info.compiles for info in engines()) else {}
+    if tools:
+        return Finding(f"extra {extra}", "optional", f"lacks {', '.join(tools)} to run on a CPU", "; ".join(tools.values()))
     return Finding(f"extra {extra}", "ok", ", ".join(f"{f.name} {f.value}" for f in found))
 
 

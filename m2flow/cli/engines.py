@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from m2flow.engines.compiling import missing_tools
 from m2flow.engines.registry import EngineInfo, engines
 from m2flow.micro.costs.devices import BUILT_IN, device_list
 from m2flow.micro.costs.layouts import PLANNED
@@ -37,7 +38,9 @@ def command(as_json: bool) -> None:
     if not console.is_terminal:
         console.width = 160
     console.print(table)
-    planned = ", ".join(f"{name} ({kind})" for name, kind in PLANNED if (name, kind) not in {(info.name, info.kind) for info in found})
+    here = {(info.name, info.kind): set(info.capabilities.parallel_layouts.names()) for info in found}
+    beyond = {key: [name for name in layouts.names() if name not in here.get(key, ())] for key, layouts in PLANNED.items()}
+    planned = "; ".join(f"{name} ({kind}) with {', '.join(names)}" for (name, kind), names in beyond.items() if names)
     if planned:
         console.print(f"\nTo plan and simulate with, but not to run here: {planned}")
     console.print(f"Devices for `pools` in a cluster spec: {', '.join(device_list().names)}")
@@ -47,7 +50,9 @@ def command(as_json: bool) -> None:
 def usable(info: EngineInfo) -> str:
     """`yes`, or what is missing and how to get it."""
     if not info.missing:
-        return "yes"
+        tools = missing_tools() if info.compiles else {}
+        lacking = f"; not on a CPU: {', '.join(tools)} missing; {'; '.join(tools.values())}" if tools else ""
+        return "yes" + f" ({info.version})" * bool(info.version) + lacking
     how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
     return f"no: {', '.join(info.missing)} missing; {how}"
 
@@ -76,4 +81,6 @@ def _record(info: EngineInfo) -> dict[str, object]:
         "can": _abilities(info),
         "missing": list(info.missing),
         "usable": not info.missing,
+        "version": info.version,
+        "missing to compile on a CPU": list(missing_tools()) if info.compiles else [],
     }

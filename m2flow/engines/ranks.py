@@ -32,6 +32,8 @@ class Ranks:
     """Of this process; torch has one set of ranks for all of them."""
     _hooks: ClassVar[list[Callable[..., object]]] = []
     """What `sys.excepthook` was: torch puts its own around it, and never takes it away."""
+    _leaving: ClassVar[list[Callable[[], object]]] = []
+    """What libraries that keep groups of their own want done in place of `destroy_process_group`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.rank = settings.rank
@@ -39,9 +41,11 @@ class Ranks:
         self._device = torch.device(settings.device)
         self._rendezvous = settings.rendezvous
 
-    def open(self) -> None:
+    def open(self, leave: Callable[[], object] | None = None) -> None:
         """Meet the other ranks. The trainers of one worker have the same ranks; they meet once, and each has a group of its own.
 
+        Args:
+            leave: how a library that has groups of these ranks too takes its leave, when the last trainer closes.
         Raises:
             EngineError: they did not all come.
         """
@@ -49,6 +53,8 @@ class Ranks:
             self._meet()
         self.group = dist.new_group(list(range(self.count)), timeout=_WAIT)
         self._open.append(self)
+        if leave is not None:
+            self._leaving.append(leave)
 
     def _meet(self) -> None:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
@@ -69,7 +75,8 @@ class Ranks:
         dist.destroy_process_group(self.group)
         self._open.remove(self)
         if not self._open:
-            dist.destroy_process_group()
+            (self._leaving or [dist.destroy_process_group])[0]()
+            self._leaving.clear()
             sys.excepthook = self._hooks.pop()
 
     def agree(self, error: M2FlowError | None) -> None:

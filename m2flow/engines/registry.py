@@ -15,6 +15,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import cast
 
+from m2flow.engines.compiling import check_compiler
 from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.recipe import Model
@@ -33,6 +34,8 @@ class EngineInfo:
     """Modules that must be importable."""
     extra: str = ""
     """The extra that brings them."""
+    compiles: bool = False
+    """On a CPU it compiles a part of itself when it is first used (`m2flow.engines.compiling`)."""
 
     @property
     def kind(self) -> EngineKind:
@@ -42,6 +45,16 @@ class EngineInfo:
     def missing(self) -> tuple[str, ...]:
         """Required modules that are not installed."""
         return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
+
+    @property
+    def version(self) -> str:
+        """Of what its extra brings: `deepspeed 0.19.8`; empty for one that needs none, or whose is not installed here."""
+        if not self.extra or self.missing:
+            return ""
+        try:
+            return f"{self.extra} {importlib.metadata.version(self.extra)}"
+        except importlib.metadata.PackageNotFoundError:
+            return ""
 
 
 _DEVICES = ("cpu", "cuda")
@@ -82,6 +95,20 @@ _BUILT_IN = (
         Capabilities("train", heads=_HEADS, devices=_DEVICES, parallel_layouts=ParallelLayouts(dp=None, zero=(3,))),
         "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2.",
         ("torch", "transformers"),
+    ),
+    EngineInfo(
+        "deepspeed",
+        "m2flow.engines.deepspeed:DeepSpeedTrain",
+        Capabilities(
+            "train",
+            heads=_HEADS,
+            devices=_DEVICES,
+            parallel_layouts=ParallelLayouts(dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
+        ),
+        "DeepSpeed: ZeRO 0 to 3 over any number of ranks, optimiser and weights in the host's memory, bfloat16 and float16.",
+        ("torch", "transformers", "deepspeed", "ninja"),
+        extra="deepspeed",
+        compiles=True,
     ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
     EngineInfo(
@@ -142,6 +169,16 @@ def check_adapters() -> None:
     """Raises MissingExtra: what models with adapters need is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtra("a policy with lora=... needs peft", now="pip install 'm2flow[lora]'")
+
+
+def check_engine(name: str, kind: EngineKind, device: str) -> None:
+    """Refuse an engine that could not start in an environment like this one, before anything is started.
+
+    Raises:
+        EngineError: there is none of that name and kind. MissingExtra: what it needs is not installed.
+    """
+    if find_engine(name, kind).compiles and device.startswith("cpu"):
+        check_compiler(name)
 
 
 def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:

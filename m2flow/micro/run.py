@@ -36,6 +36,7 @@ from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import is_searched, question_of
+from m2flow.micro.readiness import check_engines
 from m2flow.micro.record.checkpoints import clear_leftovers
 from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.journal import Journal
@@ -185,6 +186,7 @@ class Run:
             M2FlowError: what went wrong; the samples up to there are in `run_dir`.
         """
         plan = self._plan or self.prepare()
+        check_engines(plan)
         with naming_a_full_disk(self.settings.runs_dir):
             self.run_dir = self._resume or create_run_dir(self.settings.runs_dir, self.flow.name)
             with only_writer(self.run_dir):

@@ -19,7 +19,7 @@ from m2flow.micro.costs.terms import EngineKind, Layout
 PLANNED: dict[tuple[str, EngineKind], ParallelLayouts] = {
     ("deepspeed", "train"): ParallelLayouts(tp=None, sp=None, dp=None, ep=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
 }
-"""Engines that can be planned for where none of their name is registered; one that is speaks for itself.
+"""Layouts that can be planned for, beyond what the engine of that name can do here: to see what they would bring.
 
 DeepSpeed's pipelines need a model that is written as one, and go with ZeRO 0 and 1 only: not offered."""
 
@@ -31,7 +31,7 @@ def offered(name: str, kind: EngineKind) -> ParallelLayouts:
         EngineError: there is no such engine.
     """
     known = {(info.name, info.kind): info.capabilities.parallel_layouts for info in engines() if info.kind == kind}
-    found = known.get((name, kind)) or PLANNED.get((name, kind))
+    found = PLANNED.get((name, kind)) or known.get((name, kind))
     if found is None:
         names = sorted({one for one, of in [*known, *PLANNED] if of == kind})
         raise EngineError(f"there is no {kind} engine {name!r} to plan for", now=f"There are {', '.join(names)}; see `m2flow engines`.")

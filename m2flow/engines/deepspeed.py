@@ -1,0 +1,403 @@
+"""DeepSpeed as a trainer: ZeRO's stages over any number of ranks, with states in the host's memory where a spec says so.
+
+    every rank:  the same micro-batch --shares--> its own samples --packed passes--> gradients --DeepSpeed--> parts, averaged
+                 apply: parts * ranks / denominator --clip--> `RecipeAdamW` on the parts that this rank holds --DeepSpeed--> weights
+
+What a rank does of a batch is in `m2flow.engines.ranked_train`, options are in `m2flow.engines.deepspeed_options`. Only the public
+interface of a release without patches is used. A checkpoint is the embedded trainer's: any trainer goes on from it, over any number of
+ranks and in any stage, so the library's own, which are bound to both, are not needed. Where it deviates from its documents or from the
+other trainers is told in `docs/engines.md`; `tests/test_deepspeed.py` holds each of these.
+
+Limits: data parallel; every rank reads the whole model once, at its start, in the memory of its host. On a CPU the library compiles a
+part of itself when it is first used, so a C++ compiler must be there.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m2flow.engines import allocator, checkpoint, compiling, deepspeed_options, packing, scalar_head
+from m2flow.engines.adamw import learning_rate
+from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
+from m2flow.engines.demonstrations import Demonstrations
+from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
+from m2flow.engines.hf_names import checkpoint_tensors
+from m2flow.engines.ranked_train import RankedTrain, Root
+from m2flow.engines.recipe_adamw import RecipeAdamW, packed_state, unpacked_state
+from m2flow.errors import EngineError, MissingExtra, ModelError
+from m2flow.recipe import AdamW, Model
+
+_LOG = logging.getLogger("m2flow.engines.deepspeed")
+
+
+class DeepSpeedTrain(RankedTrain):
+    """The embedded trainer's passes on a model that DeepSpeed holds."""
+
+    name = "deepspeed"
+    capabilities = Capabilities(
+        "train",
+        heads=tuple(scalar_head.HEADS),
+        devices=("cpu", "cuda"),
+        parallel_layouts=ParallelLayouts(dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
+    )
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._options = deepspeed_options.read(settings.options, model.dtype)
+        self._engine: Any = None
+        self._num_pending = 0
+        """Backward passes since the last step."""
+        self._is_away = False
+
+    def start(self) -> None:
+        if torch.device(self._settings.device).type == "cpu":
+            compiling.check_compiler(self.name)
+        library = _library(self._settings.device)
+        self._check_precision(library)
+        use_threads(self._settings.threads, self._settings.deterministic)
+        allocator.keep_freed_memory()
+        self._ranks.open(leave=lambda: library.comm.destroy_process_group())
+        self._codec = load_tokenizer(self._source)
+        self._model = load_model(self._source, device=self._settings.device, attention=packing.ATTENTION)
+        packing.check_model(self._model)
+        self._demonstrations = Demonstrations(self._codec)
+        if self._options.activation_checkpointing:
+            _recompute_layers(self._model)
+        self._root = Root(self._model, self._source.head)
+        self._tensors = _by_name(self._model)
+        self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
+        self._client = RecipeAdamW(parameter for parameter in self._root.parameters() if parameter.requires_grad)
+        self._library = library
+        self._initialize()
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = self._root = self._model = None
+        self._tensors, self._num_pending = {}, 0
+        self._client = RecipeAdamW([torch.nn.Parameter(torch.empty(0))])
+        if torch.device(self._settings.device).type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        self._ranks.close()
+
+    def onload(self) -> None:
+        if self._is_away:
+            self.bring_back()
+
+    def offload(self) -> None:
+        if torch.device(self._settings.device).type != "cpu":
+            self.put_away()
+
+    def put_away(self) -> None:
+        """Move everything but gradients to the host's memory, whatever the device is."""
+        self._is_away = True
+        if self._options.zero == 0:
+            self._root.to("cpu")
+        elif not self._options.offload_parameters:
+            kinds = self._library.runtime.zero.offload_config.OffloadStateTypeEnum
+            self._engine.offload_states(include=[kinds.lp_params, kinds.lp_grads, kinds.contiguous_grad_buffer], pin_memory=self._pins)
+        if not self._options.offload_optimizer:
+            self._client.to("cpu", with_parts=self._options.zero > 0)
+        gc.collect()
+        if self._pins:
+            torch.cuda.empty_cache()
+
+    def bring_back(self) -> None:
+        """Undo `put_away`."""
+        device = self._settings.device
+        if not self._options.offload_optimizer:
+            # Before the library's own: it makes its views of the parts anew.
+            self._client.to(device, with_parts=self._options.zero > 0)
+        if self._options.zero == 0:
+            self._root.to(device)
+        elif not self._options.offload_parameters:
+            self._engine.reload_states()
+        self._is_away = False
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        if not self._num_pending:
+            raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
+        if not (math.isfinite(denominator) and denominator > 0):
+            self.discard()
+            raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
+        rate = learning_rate(optimizer, self._client.num_steps.get(optimizer, 0))
+        self._client.due(optimizer, denominator)
+        self._step()
+        norm = self._client.taken()
+        if self._options.compute_dtype == "float16":
+            scale = {"loss_scale": float(self._engine.loss_scale())}
+            # A gradient beyond float16's range: the library has lowered the scale, and the next one may fit.
+            return (
+                {"grad_norm": math.inf, "lr": 0.0, "skipped": 1.0, **scale}
+                if norm is None
+                else {"grad_norm": norm, "lr": rate, "skipped": 0.0, **scale}
+            )
+        if norm is None or not math.isfinite(norm):
+            raise EngineError(
+                f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
+                now="Look for infinite losses or advantages, and for a learning rate that is too high.",
+            )
+        return {"grad_norm": norm, "lr": rate}
+
+    def discard(self) -> None:
+        if self._num_pending:
+            self._step()  # With nothing due, it only clears.
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole on every rank, one after the other; where ranks hold parts, all go through them together."""
+        for name, tensor in self._tensors.items():
+            with self._whole(tensor) as full:
+                yield from checkpoint_tensors(self._model, name, full)
+
+    def copy_from(self, source: TrainEngine) -> None:
+        """Take another trainer's weights, one after the other; what it lacks stays. Collective."""
+        given, waiting = iter(source.weights()), dict[str, Tensor]()
+        for name, tensor in self._tensors.items():
+            with self._whole(tensor) as held:
+                full = held.clone()
+            for part, view in checkpoint_tensors(self._model, name, full):
+                while part not in waiting and (found := next(given, None)) is not None:
+                    waiting[found[0]] = found[1].clone()
+                if part in waiting:
+                    view.copy_(waiting.pop(part))
+            self._set(tensor, full)
+        for _ in given:  # All ranks go to the end.
+            pass
+
+    def save(self, path: str) -> None:
+        """In the format of the embedded trainer, which can go on from it, as can any number of ranks in any stage."""
+        is_first = self._ranks.rank == 0
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self._tensors.items():
+            with self._whole(tensor) as full:
+                if is_first:
+                    weights[name] = full.cpu().clone()
+        saved = [packed_state(recipe, count, self._whole_moments(recipe)) for recipe, count in self._client.num_steps.items()]
+        state = {"optimizers": saved}
+        self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights) if is_first else None)
+
+    def load(self, path: str) -> None:
+        def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            return checkpoint.read_weights(path, self._source, self._shapes), checkpoint.read_state(path, "cpu")
+
+        weights, state = self._together(read)
+        self.discard()
+        self._client.moments, self._client.num_steps = {}, {}
+        for saved in state["optimizers"]:
+            recipe, count, moments = unpacked_state(saved, len(self._trained))
+            self._client.num_steps[recipe] = count
+            self._set_moments(recipe, moments)
+        for name, tensor in self._tensors.items():
+            self._set(tensor, weights[name])
+
+    # Passes
+
+    def _forward(self, packed: packing.Packed) -> Tensor:
+        # Passes without gradient go past the library, which counts what it is called for.
+        with _quiet():
+            output: Tensor = (self._engine if torch.is_grad_enabled() else self._root)(packed)
+        return output[0] if self._source.head == "lm" else output[:, 0].float()
+
+    def _backward(self, loss: Tensor) -> None:
+        self._num_pending += 1
+        with _quiet():
+            self._engine.backward(loss * self._ranks.count)  # The library takes the mean over ranks.
+
+    def _step(self) -> None:
+        self._num_pending = 0
+        with _quiet():
+            self._engine.step()
+
+    # Weights and moments
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [tensor for tensor in self._tensors.values() if tensor.requires_grad]
+
+    @property
+    def _pins(self) -> bool:
+        return str(torch.device(self._settings.device).type) == "cuda"
+
+    @property
+    def _has_masters(self) -> bool:
+        """Whether the passes' weights are a rounded copy of what the model is."""
+        return bool(self._options.compute_dtype != self._source.dtype)
+
+    @contextlib.contextmanager
+    def _whole(self, tensor: Tensor) -> Iterator[Tensor]:
+        """One of the model's tensors as a whole, in the model's type."""
+        if not tensor.requires_grad or self._options.zero == 0:
+            yield tensor.detach()
+        elif self._has_masters:
+            yield self._library.utils.safe_get_full_fp32_param(tensor)
+        elif self._options.zero < 3:
+            yield tensor.detach()
+        else:
+            with self._library.zero.GatheredParameters([tensor]):
+                yield tensor.detach()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        """Give one of the model's tensors another value, which every rank has whole."""
+        if self._options.zero == 3 and tensor.requires_grad:
+            with self._library.zero.GatheredParameters([tensor], modifier_rank=0):
+                tensor.copy_(value)
+        else:
+            tensor.copy_(value)
+        if self._options.zero and tensor.requires_grad:
+            self._library.utils.safe_set_full_fp32_param(tensor, value.to(self._settings.device, torch.float32))
+
+    def _whole_moments(self, recipe: AdamW) -> list[tuple[Tensor, Tensor]]:
+        """A recipe's moments by parameter, in the host's memory; on other ranks than the first, empty ones."""
+        moments = self._client.moments[recipe]
+        zeros = (torch.zeros(()), torch.zeros(()))
+        if self._options.zero == 0:
+            return [moments.get(tensor, zeros) for tensor in self._trained]
+        found: list[list[Tensor]] = []
+        for which in (0, 1):
+            # The library gathers weights, and knows no moments but those of its own optimisers: they take the weights' place.
+            with self._in_place_of_weights({part: both[which] for part, both in moments.items()}):
+                whole = []
+                for tensor in self._trained:
+                    full = self._library.utils.safe_get_full_fp32_param(tensor)
+                    whole.append(full.cpu().clone() if self._ranks.rank == 0 else zeros[0])
+            found.append(whole)
+        return list(zip(*found, strict=True))
+
+    def _set_moments(self, recipe: AdamW, moments: list[tuple[Tensor, Tensor] | None]) -> None:
+        if self._options.zero == 0:
+            device = self._settings.device
+            given = zip(self._trained, moments, strict=True)
+            self._client.moments[recipe] = {t: (both[0].to(device), both[1].to(device)) for t, both in given if both is not None}
+            return
+        parts = self._client.parts
+        found: dict[Tensor, list[Tensor]] = {part: [] for part in parts}
+        for which in (0, 1):
+            with self._in_place_of_weights({part: torch.zeros_like(part) for part in parts}):
+                for tensor, both in zip(self._trained, moments, strict=True):
+                    if both is not None:
+                        self._library.utils.safe_set_full_fp32_param(tensor, both[which].to(self._settings.device, torch.float32))
+                for part in parts:
+                    found[part].append(part.detach().clone())
+        self._client.moments[recipe] = {part: (both[0], both[1]) for part, both in found.items()}
+
+    @contextlib.contextmanager
+    def _in_place_of_weights(self, values: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        kept = {part: part.detach().clone() for part in values}
+        for part, value in values.items():
+            part.detach().copy_(value)
+        try:
+            yield
+        finally:
+            for part, value in kept.items():
+                part.detach().copy_(value)
+
+    # The library
+
+    def _initialize(self) -> None:
+        """Hand the model over. What the library rounds on the way is put right: masters, and tables that are computed at loading."""
+        masters = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if self._has_masters else {}
+        tables = {module: _tables(module) for module in self._model.modules()}
+        config = deepspeed_options.configuration(self._options, pin_memory=self._pins)
+        with _quiet():
+            self._engine, *_ = self._library.initialize(model=self._root, optimizer=self._client, config=config)
+        if self._options.zero:
+            self._client.norm_over = self._total
+        for module, of_one in tables.items():
+            for name, table in of_one.items():
+                setattr(module, name, table)
+        for name, value in masters.items():
+            self._set(self._tensors[name], value)
+
+    def _total(self, square: Tensor) -> Tensor:
+        square = square.to(self._settings.device)
+        dist.all_reduce(square, group=self._ranks.group)
+        return square
+
+    def _check_precision(self, library: Any) -> None:
+        if self._options.compute_dtype == "float16" and not library.accelerator.get_accelerator().is_fp16_supported():
+            raise EngineError(f"the device {self._settings.device} has no float16 that DeepSpeed can use", now="Write bfloat16 or float32.")
+
+
+def _library(device: str) -> Any:
+    """DeepSpeed, loaded without its greetings.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", torch.device(device).type)
+    os.environ.setdefault("LOCAL_RANK", str(torch.device(device).index or 0))
+    try:
+        with _quiet():
+            import deepspeed
+            import deepspeed.runtime.zero.offload_config
+            import deepspeed.utils
+    except ImportError as error:
+        raise MissingExtra(f"the train engine 'deepspeed' can't be loaded: {error}", now="pip install 'm2flow[deepspeed]'") from error
+    logger = deepspeed.utils.logger
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.parent = _LOG
+    logger.propagate = True
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What is printed goes to the log: a terminal belongs to the progress display."""
+    said = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for line in said.getvalue().splitlines():
+            _LOG.info("%s", line)
+
+
+def _by_name(model: Any) -> dict[str, Tensor]:
+    """The model's tensors by their Hugging Face names; a tied one is there once."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def _tables(module: Any) -> dict[str, Tensor]:
+    """Buffers of float32 numbers: the library would round them to the type of the passes."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False) if buffer.dtype == torch.float32}
+
+
+def _recompute_layers(model: Any) -> None:
+    """Have every layer computed again in the backward pass.
+
+    Raises:
+        ModelError: the architecture can't, or has dropout, which would differ the second time.
+    """
+    config = model.config.get_text_config()
+    dropout = [name for name in dir(config) if ("dropout" in name or "pdrop" in name) and isinstance(getattr(config, name), float)]
+    if any(getattr(config, name) for name in dropout):
+        raise ModelError(f"activation checkpointing needs a model without dropout, and this one has {', '.join(dropout)}")
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelError(f"a {config.model_type!r} model has no activation checkpointing")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = True  # Of this module alone: its layers ask it before they keep less.

@@ -1,0 +1,126 @@
+"""What a cluster spec may ask of DeepSpeed, and the configuration that it becomes. The library itself is not needed for this.
+
+    train.options --read--> Options --configuration--> what `deepspeed.initialize` is told
+
+The plan sets the boundary of gradient accumulation, so the library is told that its caller does (`managed_gradient_accumulation: false`):
+every `step` is one. Clipping, the rate and AdamW itself are the recipe's, in `m2flow.engines.recipe_adamw`.
+
+Source: DeepSpeed's configuration reference, release 0.19.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from m2flow.errors import EngineError
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_OF_THE_PASSES = ("logprob_tokens", "share_prompts")
+"""Options that the embedded trainer reads by itself."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `train: {engine: deepspeed}`."""
+
+    zero: int = 1
+    """ZeRO stage. 0: nothing is spread. 1: the optimiser's state. 2: gradients too. 3: weights too."""
+    compute_dtype: str = ""
+    """Type of the passes; by default the model's own. Below float32, weights and moments are kept in float32 beside it."""
+    offload_optimizer: bool = False
+    """Moments and float32 weights live in the host's memory, and are stepped there."""
+    offload_parameters: bool = False
+    """Stage 3: the weights live in the host's memory, and come for their turn."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer, and compute the rest again in the backward pass."""
+    loss_scale: float = 0.0
+    """float16: what a loss is multiplied by; 0 finds it by itself, from `initial_loss_scale`."""
+    initial_loss_scale: float = 65536.0
+    bucket_elements: int = 50_000_000
+    """Numbers that are sent at a time."""
+
+
+def read(given: Mapping[str, object], model_dtype: str) -> Options:
+    """The options, with the precision filled in.
+
+    Raises:
+        EngineError: one that is none, or two that do not go together.
+    """
+    kinds = {field.name: type(field.default) for field in fields(Options)}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _OF_THE_PASSES:
+            continue
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(kinds)}."
+            raise EngineError(f"the train engine 'deepspeed' has no option {name!r}", now=hint)
+        fits = isinstance(value, (int, float)) if kinds[name] is float else type(value) is kinds[name]
+        if not fits:
+            raise EngineError(f"the option {name} of the train engine 'deepspeed' is {value!r}, not a {kinds[name].__name__}")
+        found[name] = value
+    options = Options(**{"compute_dtype": model_dtype, **found})
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    if options.zero not in (0, 1, 2, 3):
+        raise EngineError(f"there is no ZeRO stage {options.zero}", now="Write zero: 0, 1, 2 or 3.")
+    if options.compute_dtype not in _PRECISIONS:
+        raise EngineError(f"DeepSpeed has no passes in {options.compute_dtype!r}", now=f"Write {', '.join(_PRECISIONS)}.")
+    if options.compute_dtype != "float32" and options.zero == 0:
+        # Its wrapper keeps masters that nothing public can read, so no checkpoint could be written.
+        raise EngineError(
+            f"ZeRO stage 0 keeps its float32 weights out of reach in {options.compute_dtype}",
+            now="Write zero: 1, which spreads nothing on one rank.",
+        )
+    if options.offload_optimizer and options.zero == 0:
+        raise EngineError("ZeRO stage 0 can't keep its optimiser in the host's memory", now="Write zero: 1.")
+    if options.offload_parameters and options.zero != 3:
+        raise EngineError(f"ZeRO stage {options.zero} can't keep its weights in the host's memory", now="Write zero: 3.")
+
+
+def configuration(options: Options, *, pin_memory: bool) -> dict[str, Any]:
+    """What `deepspeed.initialize` is told.
+
+    Args:
+        pin_memory: what is in the host's memory is for a device that reads it there.
+    """
+    zero: dict[str, Any] = {
+        "stage": options.zero,
+        "reduce_bucket_size": options.bucket_elements,
+        "overlap_comm": False,  # The reduction of a micro-batch ends before the next one's sums are told.
+    }
+    if options.zero in (1, 2):
+        zero["allgather_bucket_size"] = options.bucket_elements
+    if options.zero == 3:
+        # One group of all parts: the optimiser needs the whole gradient's norm when it steps on the first.
+        zero["sub_group_size"] = 10**15
+        zero["stage3_prefetch_bucket_size"] = options.bucket_elements
+    where = {"device": "cpu", "pin_memory": pin_memory}
+    if options.offload_optimizer:
+        zero["offload_optimizer"] = where
+    if options.offload_parameters:
+        zero["offload_param"] = where
+    told: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 2**62,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    if options.compute_dtype == "bfloat16":
+        told["bf16"] = {"enabled": True}
+        told["data_types"] = {"grad_accum_dtype": "fp32"}
+    if options.compute_dtype == "float16":
+        power = max(0, round(options.initial_loss_scale).bit_length() - 1)
+        told["fp16"] = {"enabled": True, "loss_scale": options.loss_scale, "initial_scale_power": power}
+        told["data_types"] = {"grad_accum_dtype": "fp32"}
+    return told
