@@ -35,10 +35,14 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         self.moments: dict[AdamW, dict[Tensor, tuple[Tensor, Tensor]]] = {}
         """By recipe, then by part: float32, of the part's shape."""
         self.num_steps: dict[AdamW, int] = {}
-        self.parts: list[Tensor] = []
-        """What it was last stepped on, in order."""
+        self._parts: list[Tensor] = []
         self._due: tuple[AdamW, float] | None = None
         self._norm: float | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What it steps on. Between steps a library may have taken them out of the groups."""
+        return [part for group in self.param_groups for part in group["params"]] or self._parts
 
     def due(self, recipe: AdamW, denominator: float) -> None:
         """The next step is of this recipe, its gradient divided by this."""
@@ -53,13 +57,13 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        self.parts = [part for group in self.param_groups for part in group["params"]]
+        self._parts = self.parts
         if self._due is None:
             return
         if self._norm is not None:
             raise InternalError("the library steps twice on what should be one group of parameters")
         recipe, denominator = self._due
-        parts = [part for part in self.parts if part.grad is not None]
+        parts = [part for part in self._parts if part.grad is not None]
         gradients = [part.grad for part in parts]
         square = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]).sum()
         self._norm = math.sqrt(float(self.norm_over(square))) / denominator
