@@ -101,6 +101,8 @@ def configuration(options: Options, *, pin_memory: bool) -> dict[str, Any]:
         # One group of all parts: the optimiser needs the whole gradient's norm when it steps on the first.
         zero["sub_group_size"] = 10**15
         zero["stage3_prefetch_bucket_size"] = options.bucket_elements
+        # Otherwise torch's linear is replaced, for every engine of the process, and gradients come in another order than on other ranks.
+        zero["memory_efficient_linear"] = False
     where = {"device": "cpu", "pin_memory": pin_memory}
     if options.offload_optimizer:
         zero["offload_optimizer"] = where
