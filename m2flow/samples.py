@@ -269,6 +269,8 @@ class Batch:
 
     def select(self, ids: IdArray) -> Batch:
         """The samples of these identities, in this order. A missing one is an error of ours."""
+        if np.array_equal(self.ids, ids):
+            return self
         order = np.argsort(self.ids, kind="stable")
         rows = order[np.minimum(np.searchsorted(self.ids, ids, sorter=order), max(len(order) - 1, 0))] if len(order) else order
         if len(ids) and (not len(order) or not np.array_equal(self.ids[rows], ids)):
@@ -278,7 +280,7 @@ class Batch:
 
     def in_order(self) -> Batch:
         """The same samples, in the order of their identity."""
-        return self if bool(np.all(np.diff(self.ids) > 0)) else self.take(np.argsort(self.ids, kind="stable"))
+        return self if len(self.ids) < 2 or bool(np.all(np.diff(self.ids) > 0)) else self.take(np.argsort(self.ids, kind="stable"))
 
     def frozen(self) -> Batch:
         """The same rows, as whoever gets them may read but not write them: views, without a copy."""

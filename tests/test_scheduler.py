@@ -167,6 +167,8 @@ class Rig:
             self.generating[name][task.number] = (task, list(task.ids))
             return
         manifest = None
+        if isinstance(task, m.Perform | m.Accumulate) and task.call not in self.aborted[name]:
+            assert self.inputs_of(task) <= self.at[name], "a task waits for rows that nobody makes before it"
         if isinstance(task, m.Perform) and self.calls[task.call].is_aligned:
             self.finish(name, task.number, task.call, task.ids)
         if isinstance(task, m.Accumulate) and task.call not in self.aborted[name]:
@@ -266,7 +268,9 @@ class Rig:
             assert [group_key(row) & 0xFF for row in task.ids] == [group_key(p) & 0xFF for p in task.prompts]
         if isinstance(task, m.Perform | m.Accumulate):
             assert task.ids or self.stages[task.call].is_barrier
-            assert {(ref.call, row) for _, ref in self.calls[task.call].inputs for row in task.ids} <= self.at[worker]
+            # A call may wait in a worker's queue for the rows that an earlier task there makes.
+            coming = {(earlier.call, row) for earlier in self.queues[worker] if isinstance(earlier, m.Perform) for row in earlier.ids}
+            assert self.inputs_of(task) <= self.at[worker] | coming
         if isinstance(task, m.LoadWeights):
             assert not self.generating[worker], "weights change under running samples"
             assert not any(isinstance(t, m.Generate) for t in self.queues[worker])
@@ -274,6 +278,9 @@ class Rig:
             self.check_apply(self.calls[task.call])
         if worker in self.owner:
             self.check_lease(worker, task)
+
+    def inputs_of(self, task: m.Perform | m.Accumulate) -> set[tuple[int, int]]:
+        return {(ref.call, row) for _, ref in self.calls[task.call].inputs for row in task.ids}
 
     def num_out(self, worker: str) -> int:
         """Samples that a worker has."""

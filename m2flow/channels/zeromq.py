@@ -190,13 +190,13 @@ class LinkListener(Endpoint):
                     self.num_dropped += 1
         return messages
 
-    def send(self, peer: str, message: bytes) -> None:
-        """Raises `BrokenChannel`: no such peer, it is gone, or it took nothing for `timeout_s`."""
+    def send(self, peer: str, *messages: bytes) -> None:
+        """Messages that go together. Raises `BrokenChannel`: no such peer, it is gone, or it took nothing for `timeout_s`."""
         socket = self._opened()
         if peer not in self._routes:
             raise BrokenChannel(f"no peer {peer!r} is on the control link; there are {', '.join(sorted(self._routes)) or 'none'}")
         try:
-            socket.send_multipart([self._routes[peer], message])
+            socket.send_multipart([self._routes[peer], *messages])
         except zmq.Again:
             raise BrokenChannel(f"{peer} took nothing from the control link for {self._timeout_s:g} s") from None
         except zmq.ZMQError as error:
@@ -248,7 +248,7 @@ class LinkDialer(Endpoint):
         while not messages and _is_readable(socket, max(deadline - time.monotonic(), 0.0)):
             while len(messages) < MAX_MESSAGES_AT_ONCE:
                 try:
-                    messages.append(b"".join(socket.recv_multipart(zmq.NOBLOCK)))
+                    messages += socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
         return messages

@@ -142,15 +142,13 @@ class Crew:
         self._census.told(worker, message)
         if worker not in self._knows:
             return
-        for call in m.calls_of(message) if isinstance(message, m.Task) else ():
-            if call not in self._knows[worker]:
-                self._knows[worker].add(call)
-                self._say(worker, m.Define(call, body_of(call)))
-        self._say(worker, message)
+        new = [call for call in m.calls_of(message) if call not in self._knows[worker]] if isinstance(message, m.Task) else []
+        self._knows[worker].update(new)
+        self._say(worker, *[m.Define(call, body_of(call)) for call in new], message)
 
-    def _say(self, worker: str, message: m.ToWorker) -> None:
+    def _say(self, worker: str, *messages: m.ToWorker) -> None:
         try:
-            self._listener.send(self._tag(worker), m.encode(message))
+            self._listener.send(self._tag(worker), *map(m.encode, messages))
         except BrokenChannel:
             deadline = time.monotonic() + _SETTLES_S
             while worker not in self._launcher.ended():

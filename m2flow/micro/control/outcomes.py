@@ -18,6 +18,8 @@ class Outcomes:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self._awaited: list[Callable[[], bool]] = []
+        """What threads wait for: they are woken when it has come, and not at each change, since each wake takes the interpreter's lock."""
         self._values: Remembered[object] = Remembered()
         self._rows: dict[int, Batch] = {}
         self._settling = Settling()
@@ -40,7 +42,7 @@ class Outcomes:
             self._values[call.ordinal] = value
             self._settling.done(call.ordinal)
             self._close(call)
-            self._changed.notify_all()
+            self._tell()
 
     def reject(self, call: Call, error: M2FlowError, root: int) -> None:
         """A call failed because of the call `root`; later perhaps because of an earlier one."""
@@ -48,13 +50,13 @@ class Outcomes:
             if not self._settling.has_ended(call.ordinal):
                 self._close(call)
             self._settling.failed(call.ordinal, root, error)
-            self._changed.notify_all()
+            self._tell()
 
     def deliver(self, ordinal: int, rows: Batch) -> None:
         """The rows of a call that the program waits for."""
         with self._changed:
             self._rows[ordinal] = rows
-            self._changed.notify_all()
+            self._tell()
 
     def forget(self, call: Call) -> None:
         """Drop what the program can't ask for any more: all but single values, which `lagged` may for some steps."""
@@ -69,23 +71,23 @@ class Outcomes:
         """The run can't go on: everybody who waits gets this."""
         with self._changed:
             self._end = self._end or error
-            self._changed.notify_all()
+            self._tell()
 
     def wound_down(self) -> None:
         """No call is under way any more, and none will come."""
         with self._changed:
             self._is_wound_down = True
-            self._changed.notify_all()
+            self._tell()
 
     def ready(self) -> None:
         with self._changed:
             self._is_ready = True
-            self._changed.notify_all()
+            self._tell()
 
     def saved(self, digests: Mapping[str, str]) -> None:
         with self._changed:
             self._saved = dict(digests)
-            self._changed.notify_all()
+            self._tell()
 
     # Read.
 
@@ -205,15 +207,24 @@ class Outcomes:
         if not self._num_open[call.step]:
             del self._num_open[call.step]
 
-    def _wait(self, is_met, timeout_s: float | None = None) -> bool:  # type: ignore[no-untyped-def]
+    def _wait(self, is_met: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait until a condition holds; in slices, so that Ctrl-C reaches the flow's thread. Raises if the run has ended."""
         with self._changed:
             left_s = timeout_s
-            while not is_met():
-                if self._end is not None:
-                    raise self._end
-                if left_s is not None and left_s <= 0:
-                    return False
-                self._changed.wait(0.2)
-                left_s = None if left_s is None else left_s - 0.2
-            return True
+            self._awaited.append(is_met)
+            try:
+                while not is_met():
+                    if self._end is not None:
+                        raise self._end
+                    if left_s is not None and left_s <= 0:
+                        return False
+                    self._changed.wait(0.2)
+                    left_s = None if left_s is None else left_s - 0.2
+                return True
+            finally:
+                self._awaited.remove(is_met)
+
+    def _tell(self) -> None:
+        """Something has changed: wake those who wait, if one of them has what it waits for."""
+        if self._end is not None or any(is_met() for is_met in self._awaited):
+            self._changed.notify_all()

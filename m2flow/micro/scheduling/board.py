@@ -159,6 +159,8 @@ class Board:
             source = self.calls[needed]
             if source.done:
                 state.arrived(needed, sorted(source.done), source.num_tokens)
+            elif source.whole_at:
+                self.functions.note(self.workers[source.whole_at])
         self._may_go(state)
         if state.carry is not None:
             self.lines.prepared(state, len(rows_of))
@@ -467,9 +469,11 @@ class Board:
             self.send(owner, m.Push(call, rows, self.workers[to].tag if to in self.workers else to))
 
     def bring_inputs(self, state: CallState, ids: Iterable[int], to: str) -> None:
-        """The same for every aligned input of a call on these rows."""
+        """The same for every aligned input of a call on these rows; what is still to be made is made there."""
         rows = list(ids)
         for needed in state.aligned_inputs:
+            if state.early is not None and not self.calls[needed].is_done:
+                continue
             self.bring(needed, [row for row in rows if state.part_of[row] == needed] if state.is_union else rows, to)
 
     def values_for(self, state: CallState) -> dict[str, object]:

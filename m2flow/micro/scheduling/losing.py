@@ -164,6 +164,7 @@ def _take_back(board: Board, rollout: RolloutDesk, number: int, task: TaskState)
         rollout.unloaded(task.message)
     if state is not None and not state.is_over and isinstance(task.message, m.Generate | m.Perform):
         left = [row for row in task.rows if row not in state.done and row not in state.dropped]
+        left = state.have_come(left)
         board.lines.taken_back(state, left)
         board.give_back(state, left)
         if not state.ids and not state.call.is_aligned:

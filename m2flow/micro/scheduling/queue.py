@@ -57,6 +57,7 @@ class StartQueue:
         self._pools: dict[tuple[str, ...], _Pool] = {}
         self._pools_of: dict[str, list[_Pool]] = {}
         self._queued: set[int] = set()
+        self._noted: dict[str, WorkerState] = {}
         self._has_changed = False
 
     def may_start(self, state: CallState) -> None:
@@ -68,10 +69,15 @@ class StartQueue:
             heapq.heappush(self._pool(state.planned.workers).calls, (ordinal, state))
 
     def note(self, worker: WorkerState) -> None:
-        """A worker has more tasks than before, or fewer."""
+        """A worker has more tasks than before, or fewer; or another call takes what it makes."""
         self._has_changed = True
+        self._noted[worker.name] = worker
         for pool in self._pools_of.get(worker.name, ()):
             pool.note(worker)
+
+    def noted(self) -> WorkerState | None:
+        """A worker of which something was noted, each once."""
+        return self._noted.pop(next(iter(self._noted))) if self._noted else None
 
     def next(self) -> tuple[WorkerState, CallState] | None:
         """The earliest call with work that somebody is free for, and the least busy of those."""

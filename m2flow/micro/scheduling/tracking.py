@@ -88,6 +88,10 @@ class CallState:
     """Of a generation whose late samples go on in the next call of its line."""
     _unsettled: set[int] | None = None
     """Rows before the earliest failure that may still fail."""
+    whole_at: str = ""
+    """Of a call on functions: the worker that was given all its rows as one task, and will have all that comes of them."""
+    early: list[int] | None = None
+    """Of one that was handed out before its rows came, all of it: those that have come since."""
     follows: frozenset[int] = frozenset()
     """Calls that must be over, well or not, before it may start: they read what it overwrites."""
     _unit_by_row: dict[int, int] = field(default_factory=dict)
@@ -185,6 +189,12 @@ class CallState:
         return bool(self.ready) and not self.waits_for and not self.is_over and self.num_may_begin > 0
 
     @property
+    def has_all_but_rows(self) -> bool:
+        """Whether a call on functions that nobody has begun needs nothing more than its rows, of which none has come."""
+        is_free = not (self.waits_for or self.follows or self.is_over or self.failure)
+        return is_free and self.is_prepared and len(self.ids) > 0 and not (self.ready or self.done or self.num_begun)
+
+    @property
     def has_function_work(self) -> bool:
         """Whether something of a call on functions can be handed out now."""
         if self.waits_for or self.follows:
@@ -204,6 +214,20 @@ class CallState:
         rows = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
         self.num_begun += len(rows)
         return rows
+
+    def take_early(self) -> list[int]:
+        """All rows, for a task that waits for them."""
+        self.early, self.num_begun = [], len(self.ids)
+        return list(self.ids)
+
+    def have_come(self, rows: list[int]) -> list[int]:
+        """Of rows that a task had and will not do, those that can be handed out by now."""
+        if self.early is None:
+            return rows
+        came, self.early = set(self.early), None
+        found = [row for row in rows if row in came]
+        self.num_begun -= len(rows) - len(found)
+        return found
 
     def give_back(self, rows: Sequence[int]) -> None:
         """Rows that a task had, and did not begin with."""
@@ -264,6 +288,9 @@ class CallState:
     def _offer(self, rows: Iterable[int]) -> None:
         if self.has_restored or (self.dropped and self.is_generation):
             rows = [row for row in rows if row not in self.done and row not in self.dropped]
+        if self.early is not None:
+            self.early += rows
+            return
         self.ready.extend(rows if self.failure is None else [row for row in rows if row < self.failure[0]])
 
     def _unit_of(self, row: int) -> int:

@@ -79,8 +79,7 @@ def serve(settings: WorkerSettings, token: str) -> None:
         worker.open()
         while not worker.is_stopping:
             if not worker.has_work:
-                worker.flush_spans(force=True)
-                wait([link, inbox], 0.5)
+                wait([link, inbox], worker.most_idle_s)
             worker.turn()
     except M2FlowError as error:
         worker.fail(error)
