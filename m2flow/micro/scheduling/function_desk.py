@@ -4,7 +4,8 @@ A task takes what is ready up to the stage's chunk, and does not wait for more: 
 
 A call whose rows a worker is about to make may go there at once, and waits for them in the worker's queue, so that a chain of calls on
 the same rows needs no word from here between one and the next. That is done where nothing is lost by it: all rows of both calls are one
-task each, and nobody else could begin with any of the second one's before, or with another call that waits for the same.
+task each, and nobody else could begin with any of the second one's before, or with another call that waits for the same. Once a worker
+was lost it is not done any more.
 """
 
 from __future__ import annotations
