@@ -29,7 +29,7 @@ class Constant(msgspec.Struct, frozen=True):
     """`measured: ...` or `modelled: ...`, with the formula or the data sheet."""
 
 
-class Layout(msgspec.Struct, frozen=True, order=True):
+class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """How one engine lies on its devices. A replica has `tp * pp * sp` devices; there are `dp` of them."""
 
     tp: int = 1
@@ -61,7 +61,7 @@ class Layout(msgspec.Struct, frozen=True, order=True):
         return "x".join(names + ["offload"] * self.offload) or "one device"
 
 
-class EngineId(msgspec.Struct, frozen=True, order=True):
+class EngineId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """An engine of the flow: whose model, and what for."""
 
     role: str

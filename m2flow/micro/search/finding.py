@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from m2flow.errors import PlanError
+from m2flow.macro.collecting import seldom_collecting
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.search.advising import advice_of, bounds_of, why_lost
 from m2flow.micro.search.batches import Draws
@@ -106,6 +107,11 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
     Raises:
         PlanError: there is none.
     """
+    with seldom_collecting():
+        return _best_plan(problem, hows)
+
+
+def _best_plan(problem: Problem, hows: Sequence[int]) -> Found:
     units = _num_units(problem)
     is_small = units <= _MANY_DEVICES
     rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, None if is_small else grid_of(problem), _MOST_CHUNKS)

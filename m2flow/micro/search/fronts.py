@@ -17,6 +17,8 @@ IntArray = npt.NDArray[np.int64]
 
 _FEW = 160
 """Rows up to which all pairs are compared at once."""
+_AT_ONCE = 60_000
+"""Comparisons that are made in one go: more fall out of the cache."""
 _ROUNDING = 1e-12
 """Relative: two ways to write the same sum are one plan."""
 
@@ -95,14 +97,7 @@ def codes(ties: IntArray) -> IntArray:
 def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray:
     """Indices of the rows that no other beats, [values, rows] in an order in which a row comes before those that it beats."""
     if len(kinds) <= _FEW:
-        beats = np.equal.outer(kinds, kinds)
-        for column, more in zip(values, room, strict=True):
-            beats &= np.less_equal.outer(column, column * (1 + _ROUNDING) + more)
-        alive = np.ones(len(kinds), np.bool_)
-        for row, beaten in enumerate(beats):
-            if alive[row]:
-                alive[row + 1 :] &= ~beaten[row + 1 :]
-        return np.flatnonzero(alive)
+        return _not_beaten_by_kept(_beats(values, kinds, room))
     left = np.arange(len(kinds))
     slack = values * (1 + _ROUNDING) + room[:, None]
     kept: list[int] = []
@@ -113,4 +108,27 @@ def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray
             stays |= column < value
         stays[0] = False
         left, values, slack, kinds = left[stays], values[:, stays], slack[:, stays], kinds[stays]
+    return np.array(kept, np.int64)
+
+
+def _beats(values: FloatArray, kinds: IntArray, room: FloatArray) -> npt.NDArray[np.bool_]:
+    """[rows, rows]: whether a row is no worse than another of its kind in any value, or not by more than there is room for."""
+    beats = np.equal.outer(kinds, kinds)
+    most = values * (1 + _ROUNDING) + room[:, None]
+    if values.size * len(kinds) <= _AT_ONCE:
+        beats &= (values[:, :, None] <= most[:, None, :]).all(axis=0)
+        return beats
+    for column, limit in zip(values, most, strict=True):
+        beats &= np.less_equal.outer(column, limit)
+    return beats
+
+
+def _not_beaten_by_kept(beats: npt.NDArray[np.bool_]) -> IntArray:
+    """The rows that no row which is kept before them beats. Rows of bits are compared as whole numbers, each in one operation."""
+    rows = [int.from_bytes(row, "little") for row in np.packbits(beats, axis=1, bitorder="little")]
+    kept, beaten = [], 0
+    for row, mask in enumerate(rows):
+        if not beaten >> row & 1:
+            kept.append(row)
+            beaten |= mask
     return np.array(kept, np.int64)

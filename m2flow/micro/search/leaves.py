@@ -108,20 +108,25 @@ def _of_layouts(options: Sequence[Option], cost: Callable[[Option], T]) -> list[
     found: list[T] = []
     before: Option | None = None
     for option in options:
-        is_like = before is not None and option.layout is before.layout and option.pool == before.pool
-        found.append(found[-1] if is_like else cost(option))
+        found.append(found[-1] if before is not None and _is_like(option, before) else cost(option))
         before = option
     return found
 
 
+def _is_like(option: Option, other: Option) -> bool:
+    """Whether two options are one layout, at home or swapped."""
+    return option.layout is other.layout and option.pool == other.pool
+
+
 def _generate(call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: Batch) -> FloatArray:
-    ways = instances(engine, options, costs)
+    unlike = [i for i, option in enumerate(options) if not i or not _is_like(option, options[i - 1])]
+    ways = instances(engine, [options[i] for i in unlike], costs)
     total = batch.rollout_s(ways)
     last = np.minimum(total, batch.last_sample_s(ways))
-    found = np.empty((len(options), len(chunks), TIMES))
+    found = np.empty((len(unlike), len(chunks), TIMES))
     found[..., 0] = batch.first_chunks_s(ways, [-(-chunk // call.num_per_prompt) for chunk in chunks])
     found[..., 1], found[..., 2] = total[:, None], last[:, None]
-    return found
+    return np.repeat(found, np.diff([*unlike, len(options)]), axis=0)
 
 
 def _passes(call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: Batch) -> FloatArray:

@@ -23,6 +23,8 @@ class Limits:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
+        self._outside: dict[int, tuple[float, float]] = {}
+        """By calls: `around_s`, and the least device-seconds of all others."""
 
     @cached_property
     def _least(self) -> FloatArray:
@@ -78,8 +80,11 @@ class Limits:
         Args:
             work: device-seconds of the rows.
         """
-        rest = float(sum(self._least[i, 3] for i in range(len(self._least)) if not calls >> i & 1))
-        least = (total + self.around_s(calls)) / (self._problem.workload.staleness + 1)
+        if calls not in self._outside:
+            rest = float(sum(self._least[i, 3] for i in range(len(self._least)) if not calls >> i & 1))
+            self._outside[calls] = self.around_s(calls), rest
+        around, rest = self._outside[calls]
+        least = (total + around) / (self._problem.workload.staleness + 1)
         if self._problem.workload.staleness:
             least = np.maximum(least, busy)
         return np.maximum(least, (work + rest) / sum(self._problem.num_devices))
