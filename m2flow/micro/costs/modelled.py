@@ -140,6 +140,9 @@ class ModelledCosts(Costs):
         needs = (self.footprint(engine, pool, layout) for layout in layouts if layout.zero == most)
         return any(need.device_bytes <= self.device_bytes(pool) and need.host <= self.host_bytes(pool) for need in needs)
 
+    def like(self, engine: EngineId) -> EngineId:
+        return self._first_like(engine) if engine.kind == "train" else engine
+
     @_once
     def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
         shape, extent = self.shape(engine), self.extent(engine.role)

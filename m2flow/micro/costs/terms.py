@@ -180,6 +180,10 @@ class Costs(ABC):
     def unit(self, engine: EngineId, pool: str) -> int:
         """Devices of the smallest legal layout that fits the memory: the grain of the search. 0 if none fits."""
 
+    def like(self, engine: EngineId) -> EngineId:
+        """An engine that costs the same in every layout, so that what was found out of one need not be asked of the other."""
+        return engine
+
     @abstractmethod
     def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost: ...
 

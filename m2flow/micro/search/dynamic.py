@@ -79,6 +79,7 @@ class Solver:
         self._known_s = known_s * (1 + 1e-9)
         self.memory = Memory(problem)
         self._num_pools = len(problem.pools)
+        self._sizes = np.array(problem.num_devices)
         self._times = slice(self._num_pools, self._num_pools + _NUM_TIMES)
         self._bytes = slice(self._num_pools + _NUM_TIMES, None)
         self._late = np.array([0.0, 1.0, 1.0, float(problem.workload.staleness > 0)])
@@ -182,7 +183,7 @@ class Solver:
         if self._pairs_left < 0:
             raise TooLarge
         need = self._need(a, b, how)
-        legal = np.logical_and.reduce(need <= np.array(self.problem.num_devices), axis=2) & self._agree(cut, a, b)
+        legal = (need <= self._sizes).all(axis=2) & self._agree(cut, a, b)
         ia, ib = np.nonzero(legal)
         if not len(ia):
             return self._nothing()
@@ -202,7 +203,8 @@ class Solver:
         values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
         origin = np.empty((len(ia), 3), np.int64)
         origin[:, 0], origin[:, 1], origin[:, 2] = 2 * index + how, ia, ib
-        found = self._promising(calls, Front(values, ties, work, origin).take(fits))
+        found = Front(values, ties, work, origin)
+        found = self._promising(calls, found if fits.all() else found.take(fits))
         return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
 
     def _pruned(self, calls: int, front: Front) -> Front:

@@ -82,6 +82,9 @@ def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Fron
     is_first = np.ones(len(order), np.bool_)
     np.not_equal(grouped[1:], grouped[:-1], out=is_first[1:])
     start = np.flatnonzero(is_first)
+    if len(start) >= most:
+        best = order[start]
+        return front.take(np.sort(best[np.argsort(merit[best], kind="stable")[:most]]))
     rank = np.arange(len(order)) - start[np.cumsum(is_first) - 1]
     return front.take(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
 

@@ -73,8 +73,17 @@ class Memory:
         settled[:, HOST][found[:, HOST] + host <= host_room] = 0
         return settled.reshape(len(rows), self.width)
 
-    def _outside(self, calls: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """By pool: the most that other engines may keep, that one of the other calls may need at work, and of the host."""
+    def _outside(self, calls: int) -> FloatArray:
+        """[3, pools]: the most that other engines may keep, that one of the other calls may need at work, and of the host."""
+        if calls not in self._known_outside:
+            self._known_outside[calls] = self._worked_out_outside(calls)
+        return self._known_outside[calls]
+
+    @cached_property
+    def _known_outside(self) -> dict[int, FloatArray]:
+        return {}
+
+    def _worked_out_outside(self, calls: int) -> FloatArray:
         found = np.zeros((3, len(self.problem.pools)))
         for mine, (kept, most, host) in self._largest:
             if mine & ~calls:
@@ -82,7 +91,7 @@ class Memory:
                 if not mine & calls:
                     found[KEPT] += kept
                     found[HOST] += host
-        return found[KEPT], found[MOST], found[HOST]
+        return found
 
     @cached_property
     def _largest(self) -> list[tuple[int, FloatArray]]:

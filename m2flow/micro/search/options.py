@@ -63,8 +63,11 @@ def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, cou
     """
     found = Options()
     for engine in engines:
+        like, pin = costs.like(engine), pin_of(engine, spec)
+        if like in found.of and pin is _FREE_PIN is pin_of(like, spec):
+            found.of[engine], found.unfit[engine] = found.of[like], found.unfit[like]
+            continue
         found.of[engine], found.unfit[engine] = [], []
-        pin = pin_of(engine, spec)
         for pool, size in spec.planned_pools.items():
             if pin.pool not in (None, pool):
                 continue
