@@ -3,12 +3,13 @@
     python benchmarks/dispatch.py [--calls 10 100 1000] [--seconds 1] [--steps 6]
 
 A step is so many calls of `seconds / calls` each, of work that keeps no core busy (as a GPU's would not), on one row. In a `chain` each
-call takes what the one before gave, also from step to step; `independent` ones all take the same row. There is one worker for functions. Python runs ahead as
-in any flow, so steps overlap, and a step's time is what a run of more steps takes longer than one of two, divided by their number.
+call takes what the one before gave, also from step to step; `independent` ones all take the same row. There is one worker for functions.
+Python runs ahead as in any flow, so steps overlap, and a step's time is what a run of more steps takes longer than one of two, divided by
+their number.
 
-`bare` is the same work in a plain loop in one process, in turns with the runs. `longer` is how much of a bare step the step takes more.
-Beside it, of CPU time a call, in the same way: the program's process (the flow's thread and the controller's), and the worker's. The last
-line is JSON.
+`bare` is the same work in a plain loop in one process, before and after the runs. `longer` is how much of a bare step the step takes more.
+Beside it, of CPU time a call, in the same way: the program's process (the flow's thread and the controller's), and the worker's (with
+its start and end, so only with many calls is it to be trusted). The last line is JSON.
 """
 
 from __future__ import annotations
