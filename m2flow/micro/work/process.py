@@ -34,6 +34,8 @@ from m2flow.micro.work.worker import Worker, WorkerSettings
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
 """Environment variable with the run's secret."""
 _DRAIN_S = 3.0
+_IDLE_S = 0.25
+"""Between two turns of a worker that has nothing to do: in the next one it sends what it recorded."""
 _ASKS_AFTER_S = 0.5
 """While a peer takes nothing for so long, the worker listens whether it is dead."""
 
@@ -79,7 +81,7 @@ def serve(settings: WorkerSettings, token: str) -> None:
         worker.open()
         while not worker.is_stopping:
             if not worker.has_work:
-                wait([link, inbox], worker.most_idle_s)
+                wait([link, inbox], _IDLE_S)
             worker.turn()
     except M2FlowError as error:
         worker.fail(error)

@@ -168,11 +168,6 @@ class Worker:
         """Whether `turn` would do more than read what has come."""
         return self.bench.num_unfinished > 0 or self._next_is_ready()
 
-    @property
-    def most_idle_s(self) -> float:
-        """How long it may wait when it has no work: what was recorded is sent a few times a second."""
-        return _FLUSH_SPANS_NS / 1e9 if len(self._recorder) else 0.5
-
     def turn(self) -> None:
         """Read what has come, decode one token of everything that generates, do one task."""
         self.num_turns += 1
