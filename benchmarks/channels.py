@@ -6,6 +6,7 @@ stream  Rollout samples (256 prompt and 1,024 response tokens, with all token co
         64, through codec, `ZmqOutbox` and `ZmqInbox`, over ipc, tcp, and with large columns in shared memory or over Gloo; and as the same
         bytes, encoded once and in one frame, through bare pyzmq PUSH and PULL. All processes keep freed memory, as workers do
         (`m2flow.channels.kept_memory`).
+cost    Processor time of a parcel, both ends in one process, against bare sockets with as many frames and with one.
 sizes   The same with one column of 1 KB, 64 KB, 1 MB and 64 MB.
 shared  The way from the producer's array to a read-only view in the consumer, one parcel at a time with warm buffers, by one clock; against
         one memcpy of the same bytes between warm buffers.
@@ -27,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +47,7 @@ from m2flow.samples import Batch, Column, Ragged, Segment, make_ids
 NUM_PROMPT_TOKENS, NUM_RESPONSE_TOKENS = 256, 1024
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "64 MB": 1 << 26}
 TARGETS = {"stream": 0.8, "shared": 1.3, "ray": 10.0}
+_PARTS = ("stream", "cost", "sizes", "shared", "ray")
 _HIGH_WATER = 1000
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -272,6 +274,46 @@ def measure_ray(python: str, seconds: float, num_rounds: int) -> dict[str, objec
     }
 
 
+def measure_cost(transport: str, num_samples: int, num_rounds: int) -> dict[str, object]:
+    """Processor time of a parcel from end to end, ZeroMQ's threads and the system included, both ends in this process, where other load
+    hardly counts: ours, without the codec, and bare sockets with the same frames, or the same bytes in one. The best of the rounds."""
+    place = "tcp" if transport == "tcp" else "ipc:"
+    parcel = Parcel(0, rollout_batch(num_samples), "rollout-0")
+    frames = codec.cut(codec.encode(parcel))
+    num_parcels = 20
+    inbox, outbox = ZmqInbox(place), ZmqOutbox()
+    with closing(inbox), closing(outbox), zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        address = inbox.open()
+        pull.bind(f"{address}-bare" if place == "ipc:" else "tcp://127.0.0.1:*")
+        endpoint = pull.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        push.connect(endpoint.rstrip(b"\0").decode())
+
+        def ours() -> None:
+            for _ in range(num_parcels):
+                outbox.send(address, parcel)
+            num_left = num_parcels
+            while num_left:
+                num_left -= len(inbox.receive(30.0))
+
+        def bare(sent: Sequence[bytes | memoryview]) -> None:
+            for _ in range(num_parcels):
+                push.send_multipart(sent, copy=False)
+            for _ in range(num_parcels):
+                pull.recv_multipart(copy=False)
+
+        whole = [b"".join(frames)]
+        found: dict[str, float] = {}
+        for name, action in (("m2flow", ours), ("pyzmq, same frames", lambda: bare(frames)), ("pyzmq, one frame", lambda: bare(whole))):
+            times = []
+            for _ in range(num_rounds * 3 + 3):
+                start = time.process_time()
+                action()
+                times.append((time.process_time() - start) / num_parcels)
+            found[name] = round(min(times) * 1e6, 1)
+    return {"transport": transport, "samples_per_parcel": num_samples, "num_frames": len(frames), "us": found | _parts(num_samples)}
+
+
 def _parts(num_samples: int) -> dict[str, object]:
     """Of a parcel's time, what goes into the codec; the rest is the sockets' and Python's around them. Both processes work at a time."""
     return {name.removesuffix("_us"): value for name, value in measure_codec(num_samples).items() if name.endswith("_us")}
@@ -297,7 +339,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="of one stream")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has ray")
-    parser.add_argument("--only", nargs="*", choices=["stream", "sizes", "shared", "ray"], default=["stream", "sizes", "shared", "ray"])
+    parser.add_argument("--only", nargs="*", choices=_PARTS, default=_PARTS)
     arguments = parser.parse_args()
     with open("/proc/cpuinfo") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -321,6 +363,8 @@ def main() -> None:
             if found["parcel"] == "64 samples":
                 speed = float(str(found["speed_over_pyzmq"]))
                 met[f"at least {TARGETS['stream']} of pyzmq, 64 samples a parcel, {found['transport']}"] = speed >= TARGETS["stream"]
+    if "cost" in arguments.only:
+        report["cost"] = [measure_cost(t, num, arguments.rounds) for t in ("ipc", "tcp") for num in (1, 16, 64)]
     if "sizes" in arguments.only:
         whats = {name: -size for name, size in SIZES.items()}
         report["sizes"] = [found for t in transports for found in measure_streams(t, whats, arguments.seconds, arguments.rounds)]
