@@ -43,7 +43,7 @@ def rows(run_dir: Path, query: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits at checkpoints"])
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(1e9, marks=pytest.mark.slow)], ids=["commits at once", "commits at checkpoints"])
 def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, seconds):
     commit_every(monkeypatch, seconds)
     summary, images = imaged(long_answers, {}, SPEC, settings(tmp_path), tmp_path / "images")
@@ -78,7 +78,7 @@ OTHERS = [spec_of("time-shared"), spec_of("split", workers=3).model_copy(update=
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("other", OTHERS, ids=["time-shared", "three workers"])
+@pytest.mark.parametrize("other", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)], ids=["time-shared", "three workers"])
 def test_a_run_goes_on_to_the_same_end_on_another_cluster(tmp_path, monkeypatch, other):
     commit_every(monkeypatch, 0.0)
     summary, images = imaged(long_answers, {}, SPEC, settings(tmp_path), tmp_path / "images")
