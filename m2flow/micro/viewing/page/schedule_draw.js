@@ -111,12 +111,16 @@ function bars(context, scene, row, styles, x, top, tall, hasText) {
 function barText(summary, row, i) {
   const kind = summary.kinds[row.k[i]];
   const name = summary.names[row.name[i]];
-  if (name === "rollout.step" && row.num_samples?.[i] > 0) return `${row.num_samples[i]} samples`;
+  if (name === "rollout.step" && row.num_samples?.[i] > 0) return row.num_samples[i] === 1 ? "1 sample" : `${row.num_samples[i]} samples`;
   if (name.startsWith("train.") && name !== "train.accumulate") return name.slice(6);
   return kind.label;
 }
 
 function clipText(context, text, left, base, room) {
+  if (context.measureText(text).width <= room) {
+    context.fillText(text, left, base);
+    return;
+  }
   let cut = text.length;
   while (cut > 3 && context.measureText(`${text.slice(0, cut)}…`).width > room) cut--;
   if (cut > 3) context.fillText(`${text.slice(0, cut)}…`, left, base);
