@@ -14,8 +14,9 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
 from m2flow.micro.costs.pools import pools_of
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.search.workload import workload_of
-from m2flow.spec import load_cluster
+from m2flow.spec import ClusterSpec, WeightsSpec, load_cluster
 
 ROOT = Path(__file__).parents[1]
 SPECS = sorted((ROOT / "clusters").glob("*.yaml"))
@@ -110,3 +111,13 @@ def test_the_kuberay_example_has_the_nodes_that_its_spec_asks_for() -> None:
     for pod in pods:
         inside = pod["template"]["spec"]
         assert {mount["name"] for mount in inside["containers"][0]["volumeMounts"]} == {volume["name"] for volume in inside["volumes"]}
+
+
+def test_on_several_hosts_nothing_listens_without_a_key_unless_the_spec_says_so() -> None:
+    def syncs(spec: ClusterSpec) -> set[str]:
+        graph, models, _ = trace(load_flow(f"{ROOT}/flows/grpo.py"), {"num_steps": 1, "warm_steps": 1}, steps=2, assume=0.5)
+        return {sync.transport for sync in lower(graph, models, spec).syncs}
+
+    ray = load_cluster(ROOT / "clusters" / "ray.yaml")
+    assert syncs(ray) == {"file"}
+    assert syncs(ray.model_copy(update={"weights": WeightsSpec(transport="broadcast")})) == {"broadcast"}

@@ -24,6 +24,7 @@ Said = Mapping[str, Any]
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is missing; `make rest` installs it in .venv-full"),
 ]
 

@@ -6,8 +6,8 @@ The cheapest transport by what moves how often, unless the spec names one: withi
 and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share what the trainer's link can
 carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so.
 
-The local launcher has one host, so between processes the rule finds shared memory there. Limit: of a Ray cluster it is not known before
-the run which workers are on one node, so there it finds a broadcast.
+The local launcher has one host, so between processes the rule finds shared memory there. Workers of a Ray cluster are on hosts that nobody
+knows before the run, and a broadcast listens to a network without encryption: there it is files, unless the spec says otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections import Counter
 from m2flow.errors import PlanError
 from m2flow.micro.plan import SwitchPlan, SyncTransport, WeightSync, WorkerPlan
 from m2flow.spec import WeightsSpec
+
+_OTHER_HOSTS = "other hosts, over storage that they share; a broadcast is faster, and neither encrypted nor authenticated"
 
 
 def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True) -> tuple[WeightSync, ...]:
@@ -42,13 +44,13 @@ def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_hos
                     now="Take another transport in the cluster spec: weights: {transport: auto}.",
                 )
     others = Counter((role, source) for role, source, target in pairs if source != target)
-    return tuple(
-        WeightSync(
-            role,
-            source,
-            target,
-            *choose_transport(spec, is_same_process=source == target, is_same_host=is_one_host, num_receivers=others[role, source]),
+    if not is_one_host and spec.transport == "auto":
+        return tuple(
+            WeightSync(role, source, target, *(("same process", "one copy") if source == target else ("file", _OTHER_HOSTS)))
+            for role, source, target in pairs
         )
+    return tuple(
+        WeightSync(role, source, target, *choose_transport(spec, is_same_process=source == target, num_receivers=others[role, source]))
         for role, source, target in pairs
     )
 
