@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).with_name("recovery_run.py")
-HERE, THERE = "10.77.183.1", "10.77.183.2"
+HERE, THERE = (f"10.77.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
 _ALL_PROTOCOLS = 3
 """ETH_P_ALL: a packet socket gets what goes in either direction."""
 Said = Mapping[str, Any]
@@ -178,8 +178,10 @@ def test_what_crosses_the_network_gives_the_local_digests_and_can_not_be_read(ca
     with ray_over(cable, cpus_here=0, cpus_there=8) as cluster, cable.tapped() as heard:
         said = ended(start(tmp_path, cluster))
     assert same(said, local()), said
-    assert b"CURVE" in heard, "no connection of ours has said in its greeting that it is encrypted"
-    assert b"m2flow-hello-1" not in heard, "a worker's hello to its controller can be read"
+    # As a frame of ZMTP: the word alone is in m2flow's source, which Ray ships. What was heard is too long to be shown by an assertion.
+    says_curve, says_hello = b"CURVE" in heard, b"\x01\x0em2flow-hello-1" in heard
+    assert says_curve, "no connection of ours has said in its greeting that it is encrypted"
+    assert not says_hello, "a worker's hello to its controller can be read"
 
 
 def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_this_side(cable: Cable, tmp_path: Path) -> None:
