@@ -110,7 +110,7 @@ def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, lis
         mark.unlink(missing_ok=True)
         cluster.close()
     found = {}
-    for number, (node, findings) in enumerate(answers.items()):
+    for number, (node, findings) in enumerate(answers):
         has = ", ".join(f"{amount:g} {name}" for name, amount in node.resources.items() if name in ("CPU", "GPU") or not _is_rays_own(name))
         name = f"node {number + 1} ({node.address}, {has or 'nothing for workers'})"
         found[name] = findings if isinstance(findings, list) else [Finding("answer", "missing", f"none in {_PATIENCE_S:.0f} s: {findings}")]

@@ -176,7 +176,7 @@ class RayCluster:
         with contextlib.suppress(Exception):  # It is gone already, or the cluster is.
             self._ray.kill(agent, no_restart=True)
 
-    def on_each_node(self, function: Callable[[], Any], *, timeout_s: float) -> dict[Node, Any]:
+    def on_each_node(self, function: Callable[[], Any], *, timeout_s: float) -> list[tuple[Node, Any]]:
         """What a function gives on every node, or the error that came of it."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -189,13 +189,13 @@ class RayCluster:
             for node in self.nodes()
         }
         self._ray.wait([reference for _, reference in asked.values()], num_returns=len(asked), timeout=timeout_s)
-        found: dict[str, tuple[Node, Any]] = {}
-        for name, (node, reference) in asked.items():
+        found: list[tuple[Node, Any]] = []
+        for node, reference in asked.values():
             try:
-                found[name] = node, self._ray.get(reference, timeout=0.0)
+                found.append((node, self._ray.get(reference, timeout=0.0)))
             except self._ray.exceptions.RayError as error:
-                found[name] = node, error
-        return dict(found.values())
+                found.append((node, error))
+        return found
 
     def close(self) -> None:
         """Give the room back and disconnect. May be called twice."""
