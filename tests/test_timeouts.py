@@ -144,6 +144,22 @@ def test_a_late_sample_that_is_done_after_all_is_not_given():
         model.close()
 
 
+def test_a_late_sample_that_is_stopped_is_not_handed_out_again():
+    model = Model(roles, cluster("split", 2, 64, 4096, 1))
+    try:
+        answers = ProgramLines().drop(0, count=4)
+        model.submit()
+        state = model.scheduler._board.calls[answers.ref.call]
+        while not any(hand.generating() and not hand.inbox for hand in model.hands.values()):
+            model.turn(0)
+        late = next(row for hand in model.hands.values() if not hand.inbox for row in hand.generating())
+        model.tell(TimedOut(state.call.ordinal, [late]))
+        model.drain()  # The model judges what is handed out.
+        assert late not in (state.result or ())
+    finally:
+        model.close()
+
+
 def test_a_step_in_which_every_group_is_late_trains_nothing():
     eager = run_eager(hurried, {}, spec(), decisions={})
     assert (eager.error, eager.samples, eager.consumed) == ("", {}, [])

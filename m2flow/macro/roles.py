@@ -118,7 +118,7 @@ class Policy(Role):
         if isinstance(prompts, Dataset):
             if late != "wait":
                 raise OptionError(
-                    f"oversample=, timeout_s= and late={late!r} go with prompts that are given; count= draws as many as it needs",
+                    f"oversample= and late={late!r} go with prompts that are given; count= draws as many as it needs",
                     now="Say generate(dataset.take(40), oversample=1.25, late=...) and filter what it gives, or leave them out here.",
                 )
             return refill(

@@ -388,6 +388,8 @@ class Model:
 
     def _check_generation(self, hand: Hand, task: m.Generate) -> None:
         assert task.ids, "a task without samples"
+        late = self.scheduler._board.calls[task.call].dropped.intersection(task.ids)
+        assert not late, f"samples {late} are late, and handed out again"
         for other in (other for other in self.hands.values() if not other.is_dead):
             twice = other.generating().keys() & set(task.ids)
             assert not twice, f"samples {twice} are on {other.name} and go to {hand.name}"
