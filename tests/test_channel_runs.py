@@ -17,11 +17,11 @@ def share_of_sevens(sample: Sample) -> float:
 
 @flow
 def long_answers() -> None:
-    """All answers end in one step of the engine, so that parcels fill their room; columns of eight are lent, those of four are not."""
+    """All answers end in one step of the engine, so that parcels fill their room; columns of sixteen are lent, those of eight are not."""
     policy, verifier = Policy("fake"), Reward(share_of_sevens)
     prompts = Dataset([{"prompt": f"{i * 7919 % 100000}="} for i in range(8)])
     for _ in steps(1):
-        responses = policy.generate(prompts.take(8), n=4, max_new_tokens=5000, min_new_tokens=5000)
+        responses = policy.generate(prompts.take(8), n=4, max_new_tokens=4000, min_new_tokens=4000)
         log(reward=policy.update(responses, verifier.score(responses))["reward"])
 
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path, channels: ChannelSpec, *, eager: bool = False):
 
 @pytest.mark.parametrize(
     "channels",
-    [pytest.param(ChannelSpec(), marks=pytest.mark.slow, id="with room"), pytest.param(ChannelSpec(max_samples=8), id="tight")],
+    [pytest.param(ChannelSpec(), marks=pytest.mark.slow, id="with room"), pytest.param(ChannelSpec(max_samples=16), id="tight")],
 )
 def test_large_columns_are_lent_in_a_real_run_which_gives_the_eager_answer(tmp_path, channels):
     planned = run(tmp_path, channels)
