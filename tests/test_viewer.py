@@ -7,6 +7,9 @@ import gzip
 import http.client
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +201,15 @@ def test_view_writes_a_file_and_names_a_missing_run(runs: Path, tmp_path: Path) 
     assert (done.exit_code, done.stdout.strip()) == (0, str(tmp_path / "a" / "page.html"))
     missing = CliRunner().invoke(cli, ["view", "nothing", "--runs-dir", str(runs)])
     assert missing.exit_code == 2
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_ctrl_c_and_ends_well(runs: Path) -> None:
+    command = [sys.executable, "-m", "m2flow", "view", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[0].rstrip("/")
+        assert len(ask(address, "/api/runs")) == 2
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (0, "")

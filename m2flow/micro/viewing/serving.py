@@ -16,6 +16,7 @@ no path is ever made from what a request says. Nothing is written.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 from collections.abc import Awaitable, Callable
@@ -213,6 +214,7 @@ def configured(app: Starlette) -> uvicorn.Config:
 
 
 def serve(folder: Folder, listener: socket.socket, *, token: str = "") -> None:
-    """Answer until the process is told to stop."""
+    """Answer until Ctrl-C."""
     config = configured(application(folder, token=token))
-    uvicorn.Server(config).run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends; uvicorn raises it again when it has.
+        uvicorn.Server(config).run(sockets=[listener])
