@@ -243,23 +243,34 @@ class DeepSpeedTrain(RankedTrain):
         if not tensor.requires_grad or self._options.zero == 0:
             yield tensor.detach()
         elif self._has_masters:
-            yield self._library.utils.safe_get_full_fp32_param(tensor)
+            yield self._whole_master(tensor)
         elif self._options.zero < 3:
             yield tensor.detach()
         else:
-            with self._library.zero.GatheredParameters([tensor]):
+            with contextlib.ExitStack() as held:
+                with _quiet():
+                    held.enter_context(self._library.zero.GatheredParameters([tensor]))
                 yield tensor.detach()
+
+    def _whole_master(self, tensor: Tensor) -> Tensor:
+        with _quiet():
+            found: Tensor = self._library.utils.safe_get_full_fp32_param(tensor)
+        return found
+
+    def _set_master(self, tensor: Tensor, value: Tensor) -> None:
+        with _quiet():
+            self._library.utils.safe_set_full_fp32_param(tensor, value.to(self._settings.device, torch.float32))
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         """Give one of the model's tensors another value, which every rank has whole."""
         if self._options.zero == 3 and tensor.requires_grad:
-            with self._library.zero.GatheredParameters([tensor], modifier_rank=0):
+            with _quiet(), self._library.zero.GatheredParameters([tensor], modifier_rank=0):
                 tensor.copy_(value)
         else:
             tensor.copy_(value)
         if self._options.zero and tensor.requires_grad:
-            self._library.utils.safe_set_full_fp32_param(tensor, value.to(self._settings.device, torch.float32))
+            self._set_master(tensor, value)
 
     def _whole_moments(self, recipe: AdamW) -> list[tuple[Tensor, Tensor]]:
         """A recipe's moments by parameter, in the host's memory; on other ranks than the first, empty ones."""
@@ -273,7 +284,7 @@ class DeepSpeedTrain(RankedTrain):
             with self._in_place_of_weights({part: both[which] for part, both in moments.items()}):
                 whole = []
                 for tensor in self._trained:
-                    full = self._library.utils.safe_get_full_fp32_param(tensor)
+                    full = self._whole_master(tensor)
                     whole.append(full.cpu().clone() if self._ranks.rank == 0 else zeros[0])
             found.append(whole)
         return list(zip(*found, strict=True))
@@ -290,7 +301,7 @@ class DeepSpeedTrain(RankedTrain):
             with self._in_place_of_weights({part: torch.zeros_like(part) for part in parts}):
                 for tensor, both in zip(self._trained, moments, strict=True):
                     if both is not None:
-                        self._library.utils.safe_set_full_fp32_param(tensor, both[which].to(self._settings.device, torch.float32))
+                        self._set_master(tensor, both[which])
                 for part in parts:
                     found[part].append(part.detach().clone())
         self._client.moments[recipe] = {part: (both[0], both[1]) for part, both in found.items()}
