@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_random_programs import _quick  # noqa: F401  # a fixture
 from test_seeded_bugs import BUGS as KNOWN_BUGS
@@ -32,23 +32,26 @@ from m2flow.testing.programs import Program
 from m2flow.testing.random_programs import clusters, difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 Patch = pytest.MonkeyPatch
-many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], derandomize=True, database=None)
-MOST_CASES = 600
-"""Within so many each bug must be seen."""
+many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
+CASES_A_ROUND = 1200
+MOST_ROUNDS = 6
+"""Within so many each bug must be seen. What hypothesis draws from a seed depends on the modules that are loaded, and some bugs one program
+in a hundred shows."""
 
 
 Case = tuple[Program, ClusterSpec, int, bool]
 
 
 @functools.cache
-def cases(fails: bool) -> list[Case]:
+def cases(fails: bool, round_number: int) -> list[Case]:
     """The same for every bug; programs that make next to nothing are left out."""
     made: list[Case] = []
 
-    @settings(many, max_examples=2 * MOST_CASES)
+    @seed(round_number)
+    @settings(many, max_examples=CASES_A_ROUND)
     @given(programs(fails=fails), clusters(), st.integers(0, 2**30), st.booleans())
     def draw(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool) -> None:
         if len(list(program.statements())) > 4:
@@ -59,24 +62,22 @@ def cases(fails: bool) -> list[Case]:
 
 
 @functools.cache
-def eager_answer(number: int, fails: bool) -> Answer:
-    program, spec, *_ = cases(fails)[number]
+def eager_answer(number: int, fails: bool, round_number: int) -> Answer:
+    program, spec, *_ = cases(fails, round_number)[number]
     return run_eager(program.as_flow(), {}, spec)
 
 
-def first_red(bug: Callable[[Patch], None], fails: bool, most: int) -> int | None:
-    """The first case whose planned run, with the bug, does not give the eager answer of the code without it."""
-    for number, (program, spec, order_seed, by_identity) in enumerate(cases(fails)[:most]):
-        eager = eager_answer(number, fails)
-        with Patch.context() as patch:
-            bug(patch)
-            try:
-                planned = run_planned(program.as_flow(), {}, spec, order_seed=order_seed, deterministic=by_identity)
-            except (AssertionError, LookupError, TypeError, ValueError, AttributeError):
-                return number
-        if difference_of(planned, eager) is not None:
-            return number
-    return None
+def is_red(bug: Callable[[Patch], None], number: int, fails: bool, round_number: int) -> bool:
+    """Whether the planned run of a case, with the bug, does not give the eager answer of the code without it."""
+    program, spec, order_seed, by_identity = cases(fails, round_number)[number]
+    eager = eager_answer(number, fails, round_number)
+    with Patch.context() as patch:
+        bug(patch)
+        try:
+            planned = run_planned(program.as_flow(), {}, spec, order_seed=order_seed, deterministic=by_identity)
+        except (AssertionError, LookupError, TypeError, ValueError, AttributeError):
+            return True
+    return difference_of(planned, eager) is not None
 
 
 # Rows that are decided while a run is under way.
@@ -277,9 +278,11 @@ ON_ERRORS = [an_error_beyond_the_end_of_a_refill_counts, the_first_error_to_come
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_without_a_bug_every_case_is_green(fails):
-    assert first_red(lambda patch: None, fails, most=40) is None  # `test_random_programs` draws more.
+    assert not any(is_red(lambda patch: None, number, fails, 0) for number in range(40))  # `test_random_programs` draws more.
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *KNOWN_BUGS], ids=lambda bug: bug.__name__)
 def test_random_programs_see(bug):
-    assert first_red(bug, bug in ON_ERRORS, MOST_CASES) is not None
+    fails = bug in ON_ERRORS
+    drawn = ((number, round_number) for round_number in range(MOST_ROUNDS) for number in range(len(cases(fails, round_number))))
+    assert any(is_red(bug, number, fails, round_number) for number, round_number in drawn)
