@@ -54,7 +54,7 @@ class LeftBehind:
     def reported(self, place: Place, ids: Iterable[int]) -> None:
         """These rows of a record are known, and all before it in its file."""
         name, start = place[0], start_of(place)
-        if self._known.get(name) != start:
+        if self._known.get(name) != start or name not in self._told:
             self._known[name], self._told[name] = start, set()
         self._told[name].update(ids)
 
