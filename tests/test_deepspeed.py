@@ -69,7 +69,7 @@ def test_a_checkpoint_goes_on_with_any_trainer_any_stage_and_any_number_of_ranks
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero": 2, "offload_optimizer": True}, {"zero": 3, "offload_parameters": True}],
+    [{"zero": 2, "offload_optimizer": True}, {"zero": 3, "offload_parameters": True}, {"zero": 3, "activation_checkpointing": True}],
     ids=str,
 )
 def test_what_saves_memory_changes_no_number(options: dict[str, int | bool], model: Model, followers: Followers) -> None:

@@ -419,7 +419,8 @@ def _recompute_layers(model: Any) -> None:
         raise ModelError(f"activation checkpointing needs a model without dropout, and this one has {', '.join(dropout)}")
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelError(f"a {config.model_type!r} model has no activation checkpointing")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with _quiet():  # Transformers 6 will have another name for it.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = True  # Of this module alone: its layers ask it before they keep less.
