@@ -107,6 +107,12 @@ def states_of_updates(place: Path) -> list[str]:
         return [state for (state,) in db.execute("SELECT state FROM calls WHERE ordinal IN (SELECT update_call FROM consumption)")]
 
 
+def heed_signals() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and nohup a hang-up; so would a run that the tests start there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
     """A run without an end."""
     return subprocess.Popen(
@@ -115,7 +121,7 @@ def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # Ignored if the tests run in the background.
+        preexec_fn=heed_signals,
     )
 
 
