@@ -42,8 +42,8 @@ class _Listener:
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}
 
-    def send(self, worker: str, message: bytes) -> None:
-        self.links[worker].to_worker.append(message)
+    def send(self, worker: str, *messages: bytes) -> None:
+        self.links[worker].to_worker.extend(messages)
 
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
         waiting = [name for name, link in self.links.items() if link.to_controller]
