@@ -250,7 +250,7 @@ def go_on(value: int) -> int:
 
 
 @flow
-def turns(num_turns: int = 4):
+def turns(num_turns: int = 6):
     values = first(Dataset(ROWS).take(2))
     for _ in range(num_turns):
         values = go_on(values)
