@@ -225,7 +225,7 @@ class LocalLauncher(Launcher):
 
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         deadline = time.monotonic() + patience_s
-        waits_for = set(leaving)
+        waits_for = set(leaving) & self._processes.keys()
         while waits_for - self.ended().keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         for worker in self._processes:
