@@ -109,7 +109,8 @@ def command(
     else:
         placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else []
         is_run_here = pinned is None and not spec.pools
-        otherwise = _run_otherwise(flow, options, seed, spec, plan, profile) if is_run_here else []
+        is_told_more = bool(assume or run_dir or lengths or steps > 1)  # Than a run is, which is planned from the rest alone.
+        otherwise = _run_otherwise(flow, options, seed, spec, plan, profile) if is_run_here and is_told_more else []
         click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise]))
 
 

@@ -32,7 +32,7 @@ MAX_FORKS = 8
 MAX_TURNS = 3
 """Questions at one line in one step: a loop that goes on until a value is right is followed for so many turns."""
 MAX_CALLS = 20_000
-_MOST_ASKED = 1_000
+MOST_ASKED = 1_000
 """Conditions that are answered along the path that a plan is made for."""
 _NOMINAL = 0.5
 """What an unknown number is where Python needs a plain one."""
@@ -259,7 +259,7 @@ def anticipate(
 ) -> MacroGraph:
     """The calls of so many steps that a plan should have room for: those of the path with the most. A line that waits is told once."""
     outcomes = [fork.outcome for fork in exploration.longest.forks]
-    whole = follow(flow, options, outcomes, steps=steps, seed=seed, known=known, max_forks=_MOST_ASKED).path.graph
+    whole = follow(flow, options, outcomes, steps=steps, seed=seed, known=known, max_forks=MOST_ASKED).path.graph
     once = {(seen.site, seen.why): seen for seen in reversed(whole.observations)}  # With its first turn.
     return replace(whole, observations=tuple(reversed(once.values())))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from m2flow.errors import TraceError
-from m2flow.macro.exploring import Explorer
+from m2flow.macro.exploring import MOST_ASKED, Explorer
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.known import Known
@@ -20,9 +20,6 @@ from m2flow.macro.replay import prints_muted
 from m2flow.macro.tracing import TracingBackend, run_traced
 from m2flow.macro.unknown import floats_found
 from m2flow.recipe import Model
-
-MOST_ASKED = 1_000
-"""Conditions that are answered along the path."""
 
 
 @dataclass(frozen=True)

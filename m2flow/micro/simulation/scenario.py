@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from m2flow.errors import PlanError, SpecError
-from m2flow.macro.exploring import explore, follow
+from m2flow.macro.exploring import MOST_ASKED, explore, follow
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Effect, MacroGraph
 from m2flow.macro.known import Known
@@ -28,7 +28,7 @@ from m2flow.micro.search.choice import Choice, Mode
 from m2flow.micro.search.finding import find_plan
 from m2flow.micro.simulation.failing import failure_of
 from m2flow.micro.simulation.machines import Machine, machines_of
-from m2flow.micro.simulation.program import MOST_ASKED, Made, Program, follow_program
+from m2flow.micro.simulation.program import Made, Program, follow_program
 from m2flow.micro.simulation.report import Report, RunTotals, report_of, totals_of
 from m2flow.micro.simulation.run import Failure
 from m2flow.micro.simulation.simulate import Simulated, simulate
