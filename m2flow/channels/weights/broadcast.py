@@ -93,6 +93,7 @@ class BroadcastServer:
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
         self.num_rounds = 0
+        """Broadcasts begun: counted before a byte is sent, so that who has received one finds it counted."""
         self.bytes_per_s = 0.0
         """Of the last broadcast of a whole model."""
 
@@ -179,11 +180,11 @@ class BroadcastServer:
                 self._groups[members] = (name, group)
             else:
                 group = known[1]
+            self.num_rounds += 1
             start = time.monotonic()
             self._send(body, group)
             if content.base < 0 and len(body):
                 self.bytes_per_s = len(body) / max(time.monotonic() - start, 1e-9)
-            self.num_rounds += 1
         except BrokenChannel:
             self._groups.pop(members, None)  # Those who are still there ask again.
 

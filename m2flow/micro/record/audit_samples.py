@@ -125,8 +125,6 @@ def _row_is_sound(facts: Facts, packed: int, sample: SampleFact, row: Batch) -> 
         yield f"sample {named(packed)}: {sample.num_generated} tokens were generated, and {int(np.sum(made))} have a version"
     if not np.all(np.isfinite(logprobs[made])) or np.any(logprobs[made] > 1e-3):
         yield f"sample {named(packed)} has log-probabilities that are none"
-    if np.any(np.diff(versions[made]) < 0):
-        yield f"sample {named(packed)} has tokens of older weights after tokens of newer ones"
     decision = facts.decisions.get(packed)
     if decision is not None and sample.finish != Finish.ABORT and decision.stretches != stretches_of(row)[0]:
         yield f"sample {named(packed)} was decided to be {decision.stretches}, and is {stretches_of(row)[0]}"

@@ -5,8 +5,9 @@
 A running sample is written down now and then, and one that is stopped always; what was written down last is its prefix here. A sample
 that has one, and comes to be handed out (again), goes on from there, on whatever worker: the one that had it is gone, or its call is over
 and the next of its line has taken it over. Its tokens are within its call's window of versions, and so are those that come, since it is
-handed out only where a version of the window is held. The rows of prefixes go by the call that they were made for
-(`m2flow.micro.work.store.stopped_at`), and of each sample only the newest counts. Pure bookkeeping.
+handed out only where a version of the window is held: an older one perhaps, if who had it is gone and others are behind. The rows of
+prefixes go by the call that they were made for (`m2flow.micro.work.store.stopped_at`), and of each sample only the newest counts. Pure
+bookkeeping.
 """
 
 from __future__ import annotations
