@@ -144,6 +144,16 @@ class RaySpec(_Strict):
     """Seconds without an answer after which a node counts as lost, with the workers on it."""
 
 
+class StorageSpec(_Strict):
+    """Where a run's record outlives the controller's host."""
+
+    directory: str = ""
+    """One that all hosts see, at the same path; each run gets a directory there. Samples and checkpoints are written there by those who
+    make them, the ledger is copied there. By default all of it is in the run's directory alone."""
+    every_s: float = Field(5.0, gt=0)
+    """Seconds from one copy of the ledger to the next; before a checkpoint is complete it is copied in any case."""
+
+
 class PoolSpec(_Strict):
     """Devices of one kind."""
 
@@ -234,6 +244,8 @@ class ClusterSpec(_Strict):
     """How workers talk."""
     weights: WeightsSpec = WeightsSpec()
     """How new weights reach the engines that sample."""
+    storage: StorageSpec = StorageSpec()
+    """Where a run's record outlives the controller's host."""
     run_ahead_bytes: int = Field(2**30, ge=1)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
 

@@ -100,7 +100,7 @@ def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, lis
         cluster.open()
     except SpecError as error:
         return {"ray": [Finding("cluster", "missing", error.what, error.now)]}
-    mark = runs_dir.resolve() / f".m2flow-check-{secrets.token_hex(4)}"
+    mark = Path(spec.storage.directory or runs_dir).expanduser().resolve() / f".m2flow-check-{secrets.token_hex(4)}"
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

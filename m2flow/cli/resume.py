@@ -3,7 +3,8 @@
     m2flow run --resume runs/grpo-20260101-120000       flow, its options, seed, cluster: config.json; who runs where: plan.json
 
 A run that goes on is the run that it was. An option given beside `--resume` that says something else is refused by name; those
-that change neither the mathematics nor the placement (`--json`, `--quiet`, `--checkpoint-every`) may be given.
+that change neither the mathematics nor the placement (`--json`, `--quiet`, `--checkpoint-every`) may be given; and `--runs-dir`, for what a
+run has on a storage, which then goes on in a directory of its own.
 """
 
 from __future__ import annotations
@@ -98,8 +99,16 @@ def resumed(ctx: click.Context) -> Before | None:
     """
     if _CONFIG not in ctx.meta:
         return None
+    from m2flow.micro.record.storage import is_on_storage
+
     config = ctx.meta[_CONFIG]
+    settings = config.settings
+    comes_home = is_on_storage(config.run_dir)
+    if comes_home and _is_given(ctx, "runs_dir"):
+        settings = settings.model_copy(update={"runs_dir": str(ctx.params["runs_dir"])})
     for name, option in _ONLY_NEW.items():
+        if name == "runs_dir" and comes_home:
+            continue
         if _is_given(ctx, name):
             raise OptionError(f"{option} is for a new run, and {_OPTION} goes on with one", now=f"Leave {option} out.")
     for name in ("seed", "deterministic", "eager"):
@@ -113,7 +122,7 @@ def resumed(ctx: click.Context) -> Before | None:
         spec = load_cluster(ctx.params["cluster"])
     if config.repeats_decisions:
         raise SpecError("an eager run that repeats the decisions of another one can't be resumed", now="Begin it anew.")
-    return Before(config.run_dir, spec, config.settings, spec != config.cluster)
+    return Before(config.run_dir, spec, settings, spec != config.cluster)
 
 
 def _refused(given: str, recorded: str) -> OptionError:

@@ -43,6 +43,7 @@ from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.ledger import read_endings, samples_digest
 from m2flow.micro.record.past import DONE, Past, read_past
 from m2flow.micro.record.rundir import create_run_dir, move, naming_a_full_disk, write_config, write_plan
+from m2flow.micro.record.storage import brought_home, share, with_its_pictures
 from m2flow.micro.record.tally import Tally
 from m2flow.micro.work.channel_counts import channels_of
 from m2flow.micro.work.inprocess import InProcess
@@ -188,7 +189,7 @@ class Run:
         plan = self._plan or self.prepare()
         check_engines(plan)
         with naming_a_full_disk(self.settings.runs_dir):
-            self.run_dir = self._resume or create_run_dir(self.settings.runs_dir, self.flow.name)
+            self.run_dir = brought_home(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
             with only_writer(self.run_dir):
                 if self._resume is None:
                     write_config(
@@ -209,6 +210,12 @@ class Run:
                 finally:
                     self._draw()
             return self._sum_up(wall_s, digests)
+
+    def _new_run_dir(self) -> Path:
+        run_dir, storage = create_run_dir(self.settings.runs_dir, self.flow.name), self.spec.storage
+        if storage.directory:
+            share(run_dir, storage.directory, storage.every_s)
+        return run_dir
 
     def _attempts(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         """Run to the end; where a worker dies with what only a checkpoint has, from there again."""
@@ -351,6 +358,7 @@ class Run:
             write_timeline(self.run_dir, self.run_dir / "timeline.html")
             if self.tally.rewards:
                 write_curve(self.run_dir, self.run_dir / "curve.svg")
+            with_its_pictures(self.run_dir)
         except (M2FlowError, OSError) as error:
             with contextlib.suppress(OSError):
                 (self.run_dir / "logs" / "pictures.log").write_text(f"{error}\n")

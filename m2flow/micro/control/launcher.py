@@ -27,6 +27,7 @@ from m2flow.channels.pairs import PAIRS
 from m2flow.micro.control.claims import Claim, remove_leftovers
 from m2flow.micro.control.processes import Processes, start
 from m2flow.micro.plan import Plan, WorkerPlan
+from m2flow.micro.record.storage import shared_dir
 from m2flow.micro.rollouts.policies import report_every
 from m2flow.micro.work.gang import GangSettings
 from m2flow.micro.work.weight_syncing import weight_settings
@@ -97,7 +98,7 @@ class Launcher(ABC):
 
     @property
     def _weights_directory(self) -> str:
-        return self._spec.weights.directory or str(self.run_dir.resolve() / "weights")
+        return self._spec.weights.directory or str(shared_dir(self.run_dir) / "weights")
 
     def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
         """All that a worker must know to start; on this host, if the launcher does not say otherwise."""
@@ -112,7 +113,7 @@ class Launcher(ABC):
             threads=worker.threads,
             deterministic=self._settings.deterministic,
             run_seed=self._settings.seed,
-            run_dir=str(self.run_dir.resolve()),
+            run_dir=str(shared_dir(self.run_dir)),
             shared_prefix=f"{self._prefix}-{worker.name}",
             rollout_options=self._spec.rollout.options,
             train_options=self._spec.train.options,

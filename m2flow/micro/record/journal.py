@@ -17,6 +17,7 @@ from m2flow.micro.record.length_bias import as_metrics
 from m2flow.micro.record.past import Past
 from m2flow.micro.record.reading_back import read_back
 from m2flow.micro.record.segments import Place
+from m2flow.micro.record.storage import Copying
 from m2flow.micro.record.taking_up import TakingUp
 from m2flow.micro.record.tally import Tally
 from m2flow.micro.scheduling.events import Restored
@@ -39,6 +40,7 @@ class Journal:
         """What the flow's thread writes: its calls, and what it saw."""
         self._metrics = MetricsWriter(run_dir)
         self._trace = TraceStore(run_dir)
+        self._copying = Copying.of(run_dir)
         self._run_dir, self._keeps = run_dir, keeps
         self._num_well = 0
         self._taking_up: TakingUp | None = None
@@ -56,6 +58,8 @@ class Journal:
         self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))
         self._ledger.before_commit.append(self._write_known)
         self._ledger.commit()
+        if self._copying is not None:
+            self._copying.open()
 
     def restored(self, call: Call, stage: Stage) -> Restored | None:
         """What an earlier attempt left of a call that goes on now, if it did."""
@@ -91,8 +95,10 @@ class Journal:
         return self._num_well
 
     def make_durable(self) -> None:
-        """All that was told so far is on the disk after this."""
+        """All that was told so far is on the disk after this; of a run with shared storage, there."""
         self._ledger.commit(durably=True)
+        if self._copying is not None:
+            self._copying.copy()
 
     def gave(self, call: Call, ids: Sequence[int]) -> None:
         """The samples of a call's result, where they are not simply all that it drew."""
@@ -101,6 +107,8 @@ class Journal:
     def close(self) -> None:
         """Close all of them, even if the disk is full for one."""
         with contextlib.ExitStack() as closing:
+            if self._copying is not None:
+                closing.callback(self._copying.close)
             for record in (self._trace, self._metrics, self._ledger):
                 closing.callback(record.close)
             closing.callback(self.record.flush)
@@ -260,6 +268,8 @@ class Journal:
 
     def commit_if_due(self) -> None:
         """Make sure of what was written a while ago; to be called now and then."""
+        for kind, what in self._copying.news() if self._copying is not None else ():
+            self._ledger.incident(kind, "controller", what)
         self._ledger.commit_if_due()
 
     def spans(self, block: SpanBlock) -> None:
