@@ -48,9 +48,10 @@ def _check(events: list[dict[str, Any]]) -> None:
         elif kind == "s":
             assert event["id"] not in arrows
             arrows[event["id"]] = event["ts"]
-        elif kind == "f":
+        elif kind in "tf":
             assert event["bp"] == "e"
             assert arrows[event["id"]] <= event["ts"]
+            arrows[event["id"]] = event["ts"] if kind == "t" else math.inf
         elif kind == "C":
             assert all(isinstance(value, int | float) for value in event["args"].values())
         elif kind == "i":
@@ -89,7 +90,7 @@ def test_workers_are_processes_and_engines_are_threads(tmp_path: Path) -> None:
     assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["rollout", "function", "train"]
 
 
-def test_an_arrow_leads_from_the_step_a_sample_ended_in_to_what_scored_and_trained_it(tmp_path: Path) -> None:
+def test_arrows_lead_from_the_step_a_sample_ended_in_to_what_scored_it_trained_on_it_and_applied_it(tmp_path: Path) -> None:
     rollout, reward, trainer = Recorder("rollout-0"), Recorder("reward-0"), Recorder("trainer-0")
     rollout.anchor_ns = reward.anchor_ns = trainer.anchor_ns = 0
     sample = SampleId(0, 3, 1)
@@ -98,20 +99,23 @@ def test_an_arrow_leads_from_the_step_a_sample_ended_in_to_what_scored_and_train
     rollout.add("rollout.step", 20 * MS, 30 * MS)
     rollout.add("sample", 1 * MS, 20 * MS, sample=str(sample), call=0)
     reward.add("function.call", 22 * MS, 23 * MS, samples=range(sample.pack(), sample.pack() + 1))
-    trainer.add("train.accumulate", 25 * MS, 26 * MS, samples=[sample.pack()])
-    trainer.add("train.accumulate", 27 * MS, 28 * MS, samples=[SampleId(0, 9, 9).pack()])
+    trainer.add("train.accumulate", 25 * MS, 26 * MS, samples=[sample.pack()], call=2)
+    trainer.add("train.accumulate", 27 * MS, 28 * MS, samples=[SampleId(0, 9, 9).pack()], call=2)
+    trainer.add("train.apply", 28 * MS, 29 * MS, call=1)
+    trainer.add("train.apply", 30 * MS, 31 * MS, call=2)
     trace = _trace(store_run(tmp_path, [rollout.drain(), reward.drain(), trainer.drain()]))
     events = trace["traceEvents"]
     _check(events)
-    starts, ends = ([event["ts"] for event in events if event["ph"] == kind] for kind in "sf")
-    assert ends == [22_000, 25_000]
+    starts, stations, ends = ([event["ts"] for event in events if event["ph"] == kind] for kind in "stf")
+    assert stations == [22_000, 25_000]
+    assert ends == [30_000]  # The update of its own call.
     assert all(10_000 < at < 20_000 for at in starts)
-    assert (trace["otherData"]["arrows"], trace["otherData"]["arrows_left_out"]) == (2, 1)
+    assert (trace["otherData"]["arrows"], trace["otherData"]["arrows_left_out"]) == (3, 1)
 
 
-def test_every_sample_of_a_run_has_both_arrows(tmp_path: Path) -> None:
+def test_every_sample_of_a_run_has_arrows_to_its_reward_its_micro_batch_and_its_update(tmp_path: Path) -> None:
     trace = _trace(store_run(tmp_path, record_run(num_steps=2, num_prompts=3, n=4)))
-    assert trace["otherData"]["arrows"] == 2 * 2 * 3 * 4
+    assert trace["otherData"]["arrows"] == 3 * 2 * 3 * 4
     assert trace["otherData"]["arrows_left_out"] == 0
 
 

@@ -44,7 +44,7 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
     trace = RunTrace(run_dir)
     trace.refresh()
     analysis = analysis_of(trace, idle_of(trace))
-    suggestions, why_not = _suggested(run_dir) if suggest and analysis.steps else (None, "")
+    suggestions, why_not = _suggested(run_dir, analysis) if suggest and analysis.steps else (None, "")
     if as_json:
         document = {"analysis": analysis, "suggestions": suggestions}
         click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
@@ -57,7 +57,7 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
         click.echo(f"\nnothing is suggested: {why_not}", err=True)
 
 
-def _suggested(run_dir: Path) -> tuple[Suggestions | None, str]:
+def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, str]:
     """Or why there are none."""
     from m2flow.macro.flow import load_flow
     from m2flow.micro.analysis.suggestions import suggestions_of
@@ -68,7 +68,8 @@ def _suggested(run_dir: Path) -> tuple[Suggestions | None, str]:
         if not Path(config.flow.partition(":")[0]).is_file():
             return None, f"its flow is {config.flow} in {config.directory}, which is not here"
         flow = load_flow(config.flow)
-        return suggestions_of(run_dir, flow, recorded_options(flow, config.options)), ""
+        makespans_s = [step.makespan_s for step in analysis.steps]
+        return suggestions_of(run_dir, flow, recorded_options(flow, config.options), makespans_s), ""
     except M2FlowError as error:
         return None, str(error).partition("\n")[0]
 
@@ -96,7 +97,11 @@ def _text(analysis: Analysis) -> list[str]:
     for share, stage in zip(analysis.path, analysis.stages, strict=True):
         planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
         path.append((share.label, share.line, f"{share.share:.1%}", f"{stage.seconds:,.3f}", planned))
-    lines += ["", *table(path)]
+    lines += [
+        "",
+        *table(path),
+        *(f"{one.label}, {one.line}, is on the critical path for {one.share:.0%} of the steps" for one in analysis.path[:1]),
+    ]
     if analysis.length_bias:
         classes = [("samples", "number", "mean tokens", "mean reward")]
         for one in analysis.length_bias:
@@ -126,10 +131,20 @@ def _rows(analysis: Analysis, num_devices: int) -> list[tuple[str, ...]]:
 
 
 def _suggestions(suggestions: Suggestions) -> list[str]:
-    lines = ["", f"simulated with what it measured: {suggestions.simulated_step_s:,.3f} s a step as it was"]
+    lines = ["", f"simulated with what it measured: {suggestions.simulated_step_s:,.3f} s a step as it was{_how_well(suggestions)}"]
+    if suggestions.is_doubtful:
+        lines.append(
+            "warning: the model does not reproduce this run well, so what it says of others below is doubtful; try before you trust it"
+        )
     if not suggestions.found:
-        return [*lines, "no other placement, and no older weights, would be faster by 3% or more"]
+        return [*lines, "no other placement, policy or number of processes, and no older weights, would be faster by 3% or more"]
     for one in suggestions.found:
         what = f"{one.what}{' (this changes what is trained)' if one.changes_mathematics else ''}"
         lines.append(f"  {one.step_s:,.3f} s, {one.gain:.0%} less: {what}")
     return lines
+
+
+def _how_well(suggestions: Suggestions) -> str:
+    if suggestions.error is None:
+        return "; how well that fits is not known, for none of its steps is whole"
+    return f"; these steps took {suggestions.measured_step_s:,.3f} s, so the simulation is off by {suggestions.error:+.0%}"

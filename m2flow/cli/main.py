@@ -28,6 +28,7 @@ _COMMANDS = {
     "profile": "Measure what a flow's work takes, for the planner.",
     "view": "Show runs in the browser, live; or write one as a file.",
     "analyze": "Say why the steps of a run took what they took, and what would be faster.",
+    "compare": "Say what differs between two runs, and where the time went in each.",
     "export": "Write the trained model of a run for other tools, as a Hugging Face directory.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
     "cluster": "Write and check cluster specs: the machines, and what runs on them.",

@@ -18,18 +18,22 @@ def command(run: str | None, out: Path | None, runs_dir: Path) -> None:
     """Write the schedule of a run as a file for Perfetto, and print its path.
 
     RUN is a run directory or its name; the newest one by default. Open the file at https://ui.perfetto.dev, which keeps it in your
-    browser, or in chrome://tracing. A name that ends in .gz is compressed.
+    browser. A name that ends in .pftrace is written in Perfetto's own format; any other as JSON, which chrome://tracing opens too. With a
+    further .gz it is compressed.
 
     \b
-    Example:
+    Examples:
+      m2flow trace runs/grpo-20260102-030405 -o trace.pftrace
       m2flow trace runs/grpo-20260102-030405 -o trace.json.gz
     """
+    from m2flow.micro.analysis.run_trace import read_plan_of
     from m2flow.observe.perfetto import write_trace
 
     run_dir = find_run(run, runs_dir)
     file = out or run_dir / "trace.json.gz"
     try:
-        write_trace(run_dir, file)
+        plan = read_plan_of(run_dir)
+        write_trace(run_dir, file, devices={worker.name: worker.device for worker in plan.workers} if plan else {})
     except OSError as error:
         raise SpecError(f"can't write {file}: {error.strerror}", now="Give another place with -o.") from None
     click.echo(file)

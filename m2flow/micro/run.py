@@ -51,7 +51,6 @@ from m2flow.observe.curve import write_curve
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.store import read_trace, to_otel
 from m2flow.observe.summary import busy_seconds
-from m2flow.observe.timeline import write_timeline
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
 
@@ -355,7 +354,6 @@ class Run:
         try:
             to_otel(self.run_dir)
             write_trace(self.run_dir, self.run_dir / "trace.json.gz")
-            write_timeline(self.run_dir, self.run_dir / "timeline.html")
             if self.tally.rewards:
                 write_curve(self.run_dir, self.run_dir / "curve.svg")
             with_its_pictures(self.run_dir)

@@ -22,11 +22,6 @@ def busy_seconds(spans: Iterable[Span]) -> dict[str, float]:
     return {track: _length(found) / 1e9 for track, found in _work_by(spans, lambda span: span.track).items()}
 
 
-def busy_seconds_by_lane(spans: Iterable[Span]) -> dict[tuple[str, str], float]:
-    """The same for each lane (worker, engine)."""
-    return {lane: _length(found) / 1e9 for lane, found in _work_by(spans, lambda span: span.lane).items()}
-
-
 def overlap_seconds(spans: Iterable[Span], a: Predicate, b: Predicate) -> float:
     """Seconds in which a span that fits `a` and a span that fits `b` both ran.
 
@@ -34,26 +29,6 @@ def overlap_seconds(spans: Iterable[Span], a: Predicate, b: Predicate) -> float:
     """
     spans = list(spans)
     return _length(_intersection(_union(map(_interval, filter(a, spans))), _union(map(_interval, filter(b, spans))))) / 1e9
-
-
-def concurrent_seconds(spans: Iterable[Span]) -> float:
-    """Seconds in which at least two lanes worked."""
-    events: list[tuple[int, int]] = []
-    for found in _work_by(spans, lambda span: span.lane).values():
-        for start, end in found:
-            events += [(start, 1), (end, -1)]
-    total = running = since = 0
-    for at_ns, change in sorted(events):
-        if running >= 2:
-            total += at_ns - since
-        running, since = running + change, at_ns
-    return total / 1e9
-
-
-def wall_seconds(spans: Iterable[Span]) -> float:
-    """Seconds from the first start to the last end."""
-    spans = list(spans)
-    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9 if spans else 0.0
 
 
 def _work_by(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Interval]]:

@@ -4,7 +4,7 @@ runs/<flow>-<time>/
     config.json  plan.txt  plan.json      what was asked for, and what was decided
     ledger.db  segments/                  every sample
     metrics.jsonl  tensorboard/           numbers by step
-    trace/  trace.json.gz  timeline.html  the schedule, for OpenTelemetry, Perfetto and a browser
+    trace/  trace.json.gz                 the schedule, for OpenTelemetry and Perfetto
     checkpoints/step-000020/              what a run goes on from, with the state of optimisers
     checkpoints/final/<role>/             the trained models, in Hugging Face format
     logs/<worker>.log                     what each worker printed

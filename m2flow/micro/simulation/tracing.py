@@ -1,6 +1,6 @@
 """A simulated run as a run's directory: its trace in the format of real ones, so that whatever shows those shows this.
 
-    Outcome --write_run--> config.json, plan.txt, plan.json, report.json, trace/, trace.json.gz, timeline.html
+    Outcome --write_run--> config.json, plan.txt, plan.json, report.json, trace/, trace.json.gz
 
 Virtual time begins at 0, which viewers show as the first of January 1970.
 """
@@ -25,13 +25,12 @@ from m2flow.micro.simulation.scenario import Outcome, Scenario
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.spans import SpanBlock, SpanName, plain_attributes
 from m2flow.observe.store import TraceStore
-from m2flow.observe.timeline import write_timeline
 
 _Span = tuple[str, int, int, dict[str, object]]
 
 
 def write_run(directory: Path, scenario: Scenario, outcome: Outcome, *, flow_file: str, options: Mapping[str, object]) -> None:
-    """Write a directory that `m2flow trace` and the other viewers open.
+    """Write a directory that `m2flow view`, `trace`, `analyze` and `compare` open.
 
     Raises:
         SpecError: it is there and not empty, or can't be written.
@@ -59,7 +58,6 @@ def _write(directory: Path, scenario: Scenario, outcome: Outcome, flow_file: str
         for block in blocks_of(outcome):
             store.append(block)
     write_trace(directory, directory / "trace.json.gz")
-    write_timeline(directory, directory / "timeline.html")
 
 
 def blocks_of(outcome: Outcome) -> Iterable[SpanBlock]:

@@ -21,12 +21,12 @@ import msgspec
 from m2flow.micro.analysis.idle import CAUSES
 from m2flow.micro.analysis.report import Analysis, analysis_of
 from m2flow.micro.analysis.run_trace import RunTrace
+from m2flow.micro.analysis.series import Training, read_series
 from m2flow.micro.viewing.graph import Graph, graph_of
 from m2flow.micro.viewing.health import Health, State, health_of, log_text, state_of
 from m2flow.micro.viewing.sample_page import SamplePage, sample_page
 from m2flow.micro.viewing.samples_table import Columns, samples_table
 from m2flow.micro.viewing.schedule import Lane, LaneWindow, Marks, Schedule
-from m2flow.micro.viewing.training import Training, read_series
 
 _Answer = TypeVar("_Answer")
 _PART_BYTES = 4 << 20
