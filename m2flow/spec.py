@@ -358,6 +358,16 @@ class RunSettings(_Strict):
     """Workers that may die while they have a sample, before that is taken for its fault, and the run ends."""
     start_timeout_s: float = 180.0
     """Seconds that a worker may take to come up."""
+    record_every: int = Field(1, ge=1)
+    """How much of what repeats itself is recorded. 1: everything. N: N decode steps as one span, and one group in N sample by sample."""
+    otlp: str = ""
+    """The URL of an OpenTelemetry collector, `http://HOST:4318`, that spans and metrics also go to. Empty: the one that
+    OTEL_EXPORTER_OTLP_ENDPOINT names, if it is set."""
+    metrics_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
+    """Where metrics go beside the run's directory. By default to TensorBoard's files, and to Weights & Biases and MLflow if they are
+    installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI)."""
+    drain_s: float = Field(5.0, ge=0)
+    """Seconds at the end of a run for what collectors and trackers have not taken yet."""
 
 
 LAPTOP = ClusterSpec(name="laptop")

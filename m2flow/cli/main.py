@@ -31,6 +31,7 @@ _COMMANDS = {
     "compare": "Say what differs between two runs, and where the time went in each.",
     "export": "Write the trained model of a run for other tools, as a Hugging Face directory.",
     "trace": "Write the schedule of a run as a file for Perfetto.",
+    "send": "Send the records of a run to OpenTelemetry, Weights & Biases or MLflow.",
     "cluster": "Write and check cluster specs: the machines, and what runs on them.",
     "keys": "Make the key that the channels of a cluster use between hosts.",
     "doctor": "Check what this machine has and what is missing.",

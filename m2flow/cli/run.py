@@ -23,6 +23,7 @@ from m2flow.cli import display
 from m2flow.cli.cadence import Cadence, Every
 from m2flow.cli.failures import Failure, failure_of
 from m2flow.cli.flow_options import flow_command
+from m2flow.cli.record_options import record_options, recording
 from m2flow.cli.resume import RunCommand, resumed
 from m2flow.errors import OptionError, RunInterrupted
 from m2flow.macro.flow import Flow
@@ -63,6 +64,7 @@ _RESTARTED = "M2FLOW_RESTARTED"
     help="Steps (20), time (90s, 5m, 1h), both (20,5m: whichever comes first), or `never`.  [default: 10m]",
 )
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), metavar="N", help="The newest ones stay.  [default: 2]")
+@record_options
 @click.option("--json", "as_json", is_flag=True, help="The last line of stdout is the summary as JSON; all else goes to stderr.")
 @click.option("--quiet", is_flag=True, help="Show no plan and no progress, only the summary.")
 @click.pass_context
@@ -85,6 +87,9 @@ def command(
     resume: str | None,
     checkpoint_every: Every | None,
     keep_checkpoints: int | None,
+    otlp: str | None,
+    metrics_to: tuple[str, ...] | None,
+    record_every: int | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -113,6 +118,7 @@ def command(
         settings = settings.model_copy(update={"checkpoint_steps": checkpoint_every.steps, "checkpoint_s": checkpoint_every.seconds})
     if keep_checkpoints is not None:
         settings = settings.model_copy(update={"checkpoints_kept": keep_checkpoints})
+    settings = recording(settings, otlp, metrics_to, record_every)
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
     from m2flow.micro.plan_file import read_plan

@@ -48,6 +48,7 @@ from m2flow.micro.record.tally import Tally
 from m2flow.micro.work.channel_counts import channels_of
 from m2flow.micro.work.inprocess import InProcess
 from m2flow.observe.curve import write_curve
+from m2flow.observe.forwarding import Forwarding, destinations, has_tensorboard
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.store import read_trace, to_otel
 from m2flow.observe.summary import busy_seconds
@@ -187,6 +188,7 @@ class Run:
         """
         plan = self._plan or self.prepare()
         check_engines(plan)
+        destinations(self.settings, Path(), self.flow.name, lambda said: None)  # What is missing is said before there is a directory.
         with naming_a_full_disk(self.settings.runs_dir):
             self.run_dir = brought_home(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
             with only_writer(self.run_dir):
@@ -204,10 +206,14 @@ class Run:
                     self._past = read_past(self.run_dir, self._warn)
                     if move(self.run_dir, self.spec, plan, self._past.attempt):
                         self._warn(f"the run goes on with another cluster spec, {self.spec.name}, and a new plan")
+                forwarding = Forwarding(destinations(self.settings, self.run_dir, self.flow.name, self._warn), self._warn)
+                forwarding.open()
                 try:
                     wall_s, digests = self._attempts(plan)
                 finally:
+                    forwarding.end()
                     self._draw()
+                    forwarding.close()
             return self._sum_up(wall_s, digests)
 
     def _new_run_dir(self) -> Path:
@@ -231,7 +237,7 @@ class Run:
 
     def _attempt(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         clear_leftovers(self.run_dir)
-        self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager)
+        self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager, tensorboard=has_tensorboard(self.settings))
         self._journal.open()
         reason = "killed"
         try:

@@ -21,7 +21,7 @@ import msgspec
 from m2flow.errors import InternalError
 
 
-class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int
     time_s: float
     values: dict[str, float | None]
@@ -60,7 +60,7 @@ class MetricsWriter:
         numbers = {name: float(value) for name, value in values.items()}
         bad = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
         self.non_finite.update(bad.keys())
-        line = _Line(step, time.time(), {name: None if name in bad else value for name, value in numbers.items()}, bad)
+        line = Line(step, time.time(), {name: None if name in bad else value for name, value in numbers.items()}, bad)
         self._file.write(msgspec.json.encode(line).decode() + "\n")
         self._file.flush()
         if self._has_tensorboard:
@@ -119,11 +119,11 @@ def read_metrics(run_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
     return {name: sorted(points.items()) for name, points in found.items()}
 
 
-def _lines(run_dir: str | Path) -> Iterator[_Line]:
+def _lines(run_dir: str | Path) -> Iterator[Line]:
     path = metrics_path(run_dir)
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(msgspec.DecodeError):
-            yield msgspec.json.decode(text, type=_Line)
+            yield msgspec.json.decode(text, type=Line)
 
 
 def metrics_path(run_dir: str | Path) -> Path:

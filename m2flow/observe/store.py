@@ -10,7 +10,6 @@ measures it), so it is made once, at the end, and bounded: of more spans than th
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import zlib
 from collections import Counter, defaultdict
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO, final
 import msgspec
 
 from m2flow.errors import InternalError
+from m2flow.observe.otel import OtelSpans
 from m2flow.observe.spans import Count, Span, SpanBlock, SpanName, counts_of, spans_of
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def read_spans(run_dir: str | Path) -> list[Span]:
 def to_otel(run_dir: str | Path, *, max_spans: int = 50_000) -> OtelExport:
     """Write `trace/otel.jsonl`: OpenTelemetry spans under one root span, the run.
 
-    Attributes are named `m2flow.*`; the resource is `service.name=m2flow` with the worker as `service.instance.id`. Of more than
+    Attributes and the resource are named as `m2flow.observe.otel` says, and all is one trace. Of more than
     `max_spans` spans, decode steps and samples' lives are thinned first and evenly, then the rest; the root span's attributes
     `m2flow.left_out.<name>` and the result say how many.
     """
@@ -138,49 +138,13 @@ def to_otel(run_dir: str | Path, *, max_spans: int = 50_000) -> OtelExport:
 
 
 def _otel_spans(run: str, spans: Sequence[Span], left_out: Mapping[str, int]) -> Iterator[ReadableSpan]:
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-
-    trace_id = int.from_bytes(hashlib.sha256(run.encode()).digest()[:16], "big")
-    scope, sampled = InstrumentationScope("m2flow"), TraceFlags(TraceFlags.SAMPLED)
-
-    def context(span_id: int) -> SpanContext:
-        return SpanContext(trace_id, span_id, is_remote=False, trace_flags=sampled)
-
-    def resource(worker: str) -> Resource:
-        return Resource({"service.name": "m2flow", "service.instance.id": worker, "m2flow.run": run})
-
     if not spans:
         return
-    root = context(1)
-    yield ReadableSpan(
-        "run",
-        root,
-        None,
-        resource("controller"),
-        {f"m2flow.left_out.{name}": number for name, number in left_out.items()},
-        kind=SpanKind.INTERNAL,
-        start_time=min(span.start_ns for span in spans),
-        end_time=max(span.end_ns for span in spans),
-        instrumentation_scope=scope,
-    )
-    resources = {worker: resource(worker) for worker in {span.lane[0] for span in spans}}
-    for span_id, span in enumerate(spans, start=2):
-        error = span.attributes.get("error")
-        yield ReadableSpan(
-            span.name,
-            context(span_id),
-            root,
-            resources[span.lane[0]],
-            {"m2flow.track": span.track} | {f"m2flow.{key}": value for key, value in span.attributes.items() if value is not None},
-            kind=SpanKind.INTERNAL,
-            status=Status(StatusCode.ERROR, str(error)) if error else Status(StatusCode.UNSET),
-            start_time=span.start_ns,
-            end_time=span.end_ns,
-            instrumentation_scope=scope,
-        )
+    otel = OtelSpans(run, has_samples=False)
+    start_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
+    yield otel.run_span(start_ns, end_ns, {f"m2flow.left_out.{name}": number for name, number in left_out.items()})
+    for position, span in enumerate(spans):
+        yield from otel.of(span, str(position))
 
 
 def _thin(spans: Sequence[Span], max_spans: int) -> tuple[list[Span], dict[str, int]]:

@@ -30,7 +30,7 @@ from m2flow.samples import Batch, Finish
 class Journal:
     """One run's records."""
 
-    def __init__(self, run_dir: Path, past: Past | None = None, *, keeps: bool = False) -> None:
+    def __init__(self, run_dir: Path, past: Past | None = None, *, keeps: bool = False, tensorboard: bool = True) -> None:
         """With `keeps`, what an earlier attempt at the run left unfinished goes on (`restored`); else it begins anew."""
         self.tally = Tally() if past is None else past.tally
         self._past = past
@@ -38,7 +38,7 @@ class Journal:
         self._ledger = Ledger(run_dir / "ledger.db")
         self.record = LedgerWriter(self._ledger)
         """What the flow's thread writes: its calls, and what it saw."""
-        self._metrics = MetricsWriter(run_dir)
+        self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard)
         self._trace = TraceStore(run_dir)
         self._copying = Copying.of(run_dir)
         self._run_dir, self._keeps = run_dir, keeps

@@ -1,0 +1,239 @@
+"""A process beside the run that carries its records to collectors and trackers, so that none of them can hold it up.
+
+    Forwarding --standard input--> python -m m2flow.observe.forwarding --reports, standard output--> Forwarding
+    run directory ------------------------^
+
+The run writes its files, and knows nothing of who reads them: a place that is down, slow or refuses costs it nothing, and what could not
+be delivered is still on the disk. Each place has a thread here, which tries again after a wait that doubles. When its standard input
+ends, because the run is over or its process is gone, the process takes `drain_s` more for what is left, says how far each place has come,
+and ends. A place that fails twice then is given up at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from m2flow.observe.otlp import OtlpSink, check_otlp, endpoint_named
+from m2flow.observe.sinks import Report, Sink, Undelivered
+from m2flow.observe.trackers import MlflowSink, WandbSink, check_tracker, is_installed, trackers_configured
+from m2flow.spec import RunSettings
+
+_PERIOD_S = 1.0
+"""Between two looks at the run's files."""
+_LONGEST_WAIT_S = 30.0
+"""Before an attempt at a place that did not take something."""
+_LAST_TRIES = 2
+"""At the end, with a place that takes nothing."""
+_EXTRA_S = 8.0
+"""A process that was told to end may take so much longer than its time for what is left: one request may be under way."""
+
+
+class Destinations(msgspec.Struct, frozen=True):
+    """Where a run's records go, beside its directory."""
+
+    run_dir: str
+    flow: str
+    otlp: bool = False
+    endpoint: str = ""
+    """Of OTLP; empty: what the environment says."""
+    trackers: tuple[str, ...] = ()
+    drain_s: float = 5.0
+    """At the end, for what is left."""
+
+    def __bool__(self) -> bool:
+        return self.otlp or bool(self.trackers)
+
+    def sinks(self) -> list[Sink]:
+        run_dir = Path(self.run_dir)
+        made: list[Sink] = [OtlpSink(run_dir, self.endpoint)] if self.otlp else []
+        for name in self.trackers:
+            made.append(WandbSink(run_dir, self.flow) if name == "wandb" else MlflowSink(run_dir, self.flow))
+        return made
+
+
+def destinations(settings: RunSettings, run_dir: Path, flow: str, warn: Callable[[str], None]) -> Destinations:
+    """What the settings say, or, where they say nothing, what the environment does.
+
+    Raises:
+        MissingExtra: the settings name one whose package is not installed. SpecError: an endpoint that is none.
+    """
+    endpoint, trackers = settings.otlp, settings.metrics_to
+    has_otlp = bool(endpoint)
+    if has_otlp:
+        check_otlp(endpoint)
+    elif endpoint_named():
+        has_otlp = is_installed("opentelemetry.exporter.otlp.proto.http")
+        if not has_otlp:
+            warn(f"the environment names the OTLP endpoint {endpoint_named()}, and nothing is sent there: pip install 'm2flow[otlp]'")
+    if trackers is None:
+        trackers = tuple(trackers_configured())
+    chosen = tuple(name for name in trackers if name != "tensorboard")
+    for name in chosen:
+        check_tracker(name)
+    return Destinations(str(run_dir.resolve()), flow, has_otlp, endpoint, chosen, settings.drain_s)
+
+
+def has_tensorboard(settings: RunSettings) -> bool:
+    """Whether the run's directory gets TensorBoard's files."""
+    return settings.metrics_to is None or "tensorboard" in settings.metrics_to
+
+
+@final
+class Forwarding:
+    """Starts the process, and ends it. Nothing here raises: the run is not about this."""
+
+    def __init__(self, wanted: Destinations, warn: Callable[[str], None]) -> None:
+        self._wanted = wanted
+        self._warn = warn
+        self._process: subprocess.Popen[bytes] | None = None
+        self.reports: list[Report] = []
+        """Of each place, once it is over."""
+
+    def open(self) -> None:
+        if not self._wanted:
+            return
+        log = Path(self._wanted.run_dir) / "logs" / "forwarding.log"
+        path = os.pathsep.join(path for path in sys.path if path)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "m2flow.observe.forwarding"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    env={**os.environ, "PYTHONPATH": path},
+                    start_new_session=True,  # Ctrl-C is for the run.
+                )
+            assert self._process.stdin is not None
+            self._process.stdin.write(msgspec.json.encode(self._wanted) + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            self._warn(f"nothing is sent to {self._names}: {error}")
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._process.stdin = None
+
+    def close(self) -> None:
+        """Wait until all is delivered or the time for that is over, and say what was not."""
+        self.end()
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        said = b""
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                said, _ = process.communicate(timeout=self._wanted.drain_s + _EXTRA_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said, _ = process.communicate()
+        try:
+            self.reports = msgspec.json.decode(said, type=list[Report])
+        except msgspec.MsgspecError:
+            self._warn(f"sending to {self._names} ended without a report; see {self._wanted.run_dir}/logs/forwarding.log")
+        for report in self.reports:
+            if report.num_left_bytes or report.error:
+                left = f"{report.num_left_bytes:,} bytes of the records were not delivered to {report.where}"
+                self._warn(f"{left}: {report.error or 'there was no time'}. Later: m2flow send {self._wanted.run_dir}")
+
+    @property
+    def _names(self) -> str:
+        return ", ".join([*(["OTLP"] if self._wanted.otlp else []), *self._wanted.trackers])
+
+
+@final
+class Carrier:
+    """One place's thread."""
+
+    def __init__(self, sink: Sink, ends: threading.Event, drain_s: float) -> None:
+        self._sink = sink
+        self._ends = ends
+        """Nothing more will come."""
+        self._drain_s = drain_s
+        self.error = ""
+
+    def run(self) -> None:
+        """Until everything is delivered after the end, or the time for that is over."""
+        deadline, failures, is_open, is_finished = float("inf"), 0, False, False
+        last_tries = _LAST_TRIES
+        while time.monotonic() < deadline:
+            has_ended = self._ends.is_set()
+            if has_ended and deadline == float("inf"):
+                deadline = time.monotonic() + self._drain_s
+            try:
+                if not is_open:
+                    self._sink.open()
+                    is_open = True
+                did = self._sink.pump()
+                if not did and has_ended:
+                    self._sink.finish()
+                    is_finished = True
+                failures, self.error = 0, ""
+            except Undelivered as error:
+                failures, did, self.error = failures + 1, False, str(error)
+            except Exception as error:  # A fault here must not look like an end.
+                failures, did, self.error = failures + 1, False, f"{type(error).__name__}: {error}"
+            last_tries -= has_ended and failures > 0
+            if is_finished or not last_tries:
+                break
+            if did:
+                continue
+            wait_s = min(_PERIOD_S * 2.0 ** (failures - 1), _LONGEST_WAIT_S) if failures else _PERIOD_S
+            if has_ended:
+                time.sleep(min(wait_s, 0.5, max(deadline - time.monotonic(), 0.0)))
+            else:
+                self._ends.wait(wait_s)
+        with contextlib.suppress(Exception):
+            self._sink.close()
+
+
+def carry(sinks: Iterable[Sink], ends: threading.Event, drain_s: float) -> list[Report]:
+    """Hand over what there is and what comes until `ends`, each place by itself; how far each has come."""
+    carriers = [(sink, Carrier(sink, ends, drain_s)) for sink in sinks]
+    threads = [threading.Thread(target=carrier.run, name=sink.name, daemon=True) for sink, carrier in carriers]
+    for thread in threads:
+        thread.start()
+    ends.wait()
+    deadline = time.monotonic() + drain_s + _EXTRA_S / 2
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    return [sink.report(carrier.error or ("it did not answer" if thread.is_alive() else ""))
+            for (sink, carrier), thread in zip(carriers, threads, strict=True)]  # fmt: skip
+
+
+def main() -> None:
+    """The entry point: destinations on the first line of standard input, reports on standard output when that input ends."""
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    out = os.dup(1)
+    os.dup2(2, 1)  # What a library prints is not the report.
+    wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=Destinations)
+    ends = threading.Event()
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        ends.set()
+
+    threading.Thread(target=watch, daemon=True, name="end-of-run").start()
+    reports = carry(wanted.sinks(), ends, wanted.drain_s)
+    with contextlib.suppress(OSError):
+        os.write(out, msgspec.json.encode(reports))
+    os._exit(0)  # A thread that waits for a place that is silent must not keep the process.
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Spans and counters in OpenTelemetry's data model, made from what a run has stored.
+
+    Span, key --OtelSpans.of--> ReadableSpan of the run, ReadableSpans of its samples
+    Count, a line of metrics.jsonl --data_points--> MetricsData
+
+A run is a trace: its root is the span `run`, the work on chunks is below that. Each sample is a trace of its own: its first life in a
+rollout engine is the root, and whatever was done with it later, by whichever process, is below that. Both identities are functions of the
+run and of the sample's identity, which every parcel of every channel carries: so processes agree on a sample's trace without a further
+byte on the way, and a trace that is sent a second time has the same identities. Work on a chunk links to its samples.
+
+Names follow OpenTelemetry's semantic conventions where they have some (`gen_ai.*`, `code.*`, `messaging.*`, `error.*`, `process.*`,
+`hw.gpu.*`); the rest is `m2flow.*`.
+
+Source: OpenTelemetry specification 1.50, trace API (SpanContext, links); semantic conventions for generative AI, in development.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from m2flow.observe.spans import Attribute, Count, Span, SpanName, sample_of, samples_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricsData
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Link, SpanContext, Status
+
+_MOST_LINKS = 128
+"""OpenTelemetry's default limit for a span."""
+_MOST_KNOWN = 1 << 20
+"""Samples of which it is remembered that their trace has a root."""
+_SITE = re.compile(r"(.+):(\d+)")
+_PLAIN_NAMES = {"num_tokens": "gen_ai.usage.output_tokens", "num_prompt_tokens": "gen_ai.usage.input_tokens", "error": "error.type"}
+"""Of a sample's life."""
+_METRICS = {
+    "memory bytes": ("process.memory.usage", "By", False),
+    "cpu seconds": ("process.cpu.time", "s", True),
+    "gpu memory bytes": ("hw.gpu.memory.usage", "By", False),
+    "gpu use": ("hw.gpu.utilization", "1", False),
+}
+"""Counter -> metric, unit, whether it only grows."""
+_CHANNEL = re.compile(r"channel (?P<what>samples|bytes), (?P<peer>.+)|channel to (?P<to>.+): (?P<sent>[a-z ._]+)")
+
+
+@final
+class OtelSpans:
+    """Of one run. `Resource`s are made once a worker."""
+
+    def __init__(self, run: str, *, has_samples: bool = True) -> None:
+        """Without samples' traces, their lives are below the run's root like everything else."""
+        self.run = run
+        self._has_samples = has_samples
+        self._resources: dict[str, Resource] = {}
+        self._rooted: set[int] = set()
+        """Samples whose trace has a root already."""
+        self._share = _share_of_samples(os.environ)
+
+    @property
+    def root(self) -> SpanContext:
+        """Of the run."""
+        return _context(_trace_id(self.run), _span_id(self.run))
+
+    def context_of(self, sample: int) -> SpanContext:
+        """The root of a sample's trace."""
+        name = f"{self.run}/{sample}"
+        return _context(_trace_id(name), _span_id(name))
+
+    def run_span(self, start_ns: int, end_ns: int, attributes: Mapping[str, Attribute]) -> ReadableSpan:
+        """What stands for the run."""
+        from opentelemetry.trace import Status, StatusCode
+
+        return _readable("run", self.root, None, self._resource("controller"), attributes, start_ns, end_ns, Status(StatusCode.UNSET), [])
+
+    def of(self, span: Span, key: str) -> Iterator[ReadableSpan]:
+        """The span, and what it is in the traces of its samples.
+
+        Args:
+            key: tells it from every other span of the run, and is the same when the run is sent again.
+        """
+        from opentelemetry.trace import Link, Status, StatusCode
+
+        error = span.attributes.get("error")
+        status = Status(StatusCode.ERROR, str(error)) if error else Status(StatusCode.UNSET)
+        resource, attributes = self._resource(span.lane[0]), attributes_of(span)
+        own = f"{self.run}#{key}"
+        sample = sample_of(span)
+        if self._has_samples and span.name == SpanName.SAMPLE and sample is not None:
+            root = self.context_of(sample)
+            if not self._is_kept(root):
+                return
+            is_root = not span.attributes.get("had") and sample not in self._rooted
+            if is_root and len(self._rooted) < _MOST_KNOWN:
+                self._rooted.add(sample)
+            context = root if is_root else _context(root.trace_id, _span_id(own))
+            parent = None if is_root else root
+            links = [Link(self.root)] if is_root else []
+            yield _readable(span.name, context, parent, resource, attributes, span.start_ns, span.end_ns, status, links)
+            yield from self._queued(span, root, own, resource)
+            return
+        context = _context(self.root.trace_id, _span_id(own))
+        touched = samples_of(span) if self._has_samples else ()
+        roots = [root for sample in touched if self._is_kept(root := self.context_of(sample))]
+        links = [Link(root) for root in roots[:_MOST_LINKS]]
+        yield _readable(span.name, context, self.root, resource, attributes, span.start_ns, span.end_ns, status, links)
+        short = {name: value for name, value in attributes.items() if name not in ("m2flow.samples", "m2flow.unit_us")}
+        for root in roots:
+            of_sample = _context(root.trace_id, _span_id(f"{own}/{root.trace_id}"))
+            yield _readable(span.name, of_sample, root, resource, short, span.start_ns, span.end_ns, status, [Link(context)])
+
+    def _queued(self, life: Span, root: SpanContext, own: str, resource: Resource) -> Iterator[ReadableSpan]:
+        """From when a sample could be generated to the first token that it got there."""
+        from opentelemetry.trace import Status, StatusCode
+
+        waited, first = life.attributes.get("waited_us"), life.attributes.get("first_us")
+        start_ns = life.start_ns - (waited * 1000 if isinstance(waited, int) else 0)
+        end_ns = life.start_ns + (first * 1000 if isinstance(first, int) else 0)
+        if end_ns > start_ns:
+            context = _context(root.trace_id, _span_id(f"{own}/queued"))
+            about: dict[str, Attribute] = {"m2flow.track": life.track}
+            yield _readable("sample.queued", context, root, resource, about, start_ns, end_ns, Status(StatusCode.UNSET), [])
+
+    def _is_kept(self, context: SpanContext) -> bool:
+        return self._share >= 1 or (context.trace_id & (1 << 64) - 1) < self._share * (1 << 64)
+
+    def _resource(self, worker: str) -> Resource:
+        found = self._resources.get(worker)
+        if found is None:
+            found = self._resources[worker] = resource_of(self.run, worker)
+        return found
+
+
+def resource_of(run: str, worker: str) -> Resource:
+    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of the service, and which of its processes it is."""
+    from opentelemetry.sdk.resources import Resource
+
+    given = Resource.create({"service.instance.id": worker, "m2flow.run": run})
+    is_named = not str(given.attributes.get("service.name", "")).startswith("unknown_service")
+    return given if is_named else given.merge(Resource({"service.name": "m2flow"}))
+
+
+def attributes_of(span: Span) -> dict[str, Attribute]:
+    """Named as the semantic conventions have it; what is None is left out.
+
+    >>> attributes_of(Span("rollout-0", "sample", 0, 1, {"num_tokens": 7, "finish": "stop", "flow_line": "flows/grpo.py:23"}))
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'m2flow.track': 'rollout-0', 'gen_ai.operation.name': 'text_completion', 'gen_ai.usage.output_tokens': 7,
+     'gen_ai.response.finish_reasons': ['stop'], 'code.file.path': 'flows/grpo.py', 'code.line.number': 23}
+    """
+    found: dict[str, Attribute] = {"m2flow.track": span.track}
+    is_life, is_sent = span.name == SpanName.SAMPLE, span.name == SpanName.SEND
+    if is_life:
+        found["gen_ai.operation.name"] = "text_completion"
+    if is_sent:
+        found |= {"messaging.system": "m2flow", "messaging.operation.type": "send"}
+    for name, value in span.attributes.items():
+        if value is None:
+            continue
+        site = _SITE.fullmatch(value) if name == "flow_line" and isinstance(value, str) else None
+        if site:
+            found |= {"code.file.path": site[1], "code.line.number": int(site[2])}
+        elif is_life and name == "finish":
+            found["gen_ai.response.finish_reasons"] = [value] if not isinstance(value, list) else value
+        elif name == "error" or (is_life and name in _PLAIN_NAMES):
+            found[_PLAIN_NAMES[name]] = value
+        elif is_sent and name in _SENT:
+            found[_SENT[name]] = value
+        else:
+            found[f"m2flow.{name}"] = value
+    return found
+
+
+_SENT = {"num_samples": "messaging.batch.message_count", "num_bytes": "messaging.message.body.size", "label": "messaging.destination.name"}
+
+
+class Point(NamedTuple):
+    """A number at a time."""
+
+    worker: str
+    metric: str
+    unit: str
+    grows: bool
+    attributes: Mapping[str, str]
+    value: float
+    at_ns: int
+
+
+def point_of(count: Count) -> Point:
+    """A counter's value as a metric's.
+
+    >>> point_of(Count("rollout-0", "running, policy", 12.0, 5))[:5]
+    ('rollout-0', 'm2flow.running', '1', False, {'m2flow.role': 'policy'})
+    """
+    worker = count.track.partition("/")[0]
+    if count.name in _METRICS:
+        return Point(worker, *_METRICS[count.name], {}, count.value, count.at_ns)
+    channel = _CHANNEL.fullmatch(count.name)
+    if channel:
+        peer, what = channel["peer"] or channel["to"], channel["what"] or f"sent {channel['sent']}"
+        return Point(worker, f"m2flow.channel.{_slug(what)}", "1", False, {"m2flow.peer": peer}, count.value, count.at_ns)
+    name, _, role = count.name.partition(", ")
+    return Point(worker, f"m2flow.{_slug(name)}", "1", False, {"m2flow.role": role} if role else {}, count.value, count.at_ns)
+
+
+def points_of_step(step: int, at_ns: int, values: Mapping[str, float]) -> Iterator[Point]:
+    """A line of `metrics.jsonl`: each value, and the step that it is of, at one time."""
+    for name, value in {**values, "step": float(step)}.items():
+        yield Point("controller", f"m2flow.train.{_slug(name, keep='/')}", "1", False, {}, value, at_ns)
+
+
+def data_of(run: str, points: Iterable[Point]) -> MetricsData:
+    """Points as the SDK hands them to an exporter."""
+    from opentelemetry.sdk.metrics.export import (
+        AggregationTemporality,
+        Gauge,
+        Metric,
+        MetricsData,
+        NumberDataPoint,
+        ResourceMetrics,
+        ScopeMetrics,
+        Sum,
+    )
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    by_worker: dict[str, dict[tuple[str, str, bool], list[NumberDataPoint]]] = {}
+    for point in points:
+        start_ns = 0 if point.grows else point.at_ns  # 0: not known.
+        found = NumberDataPoint(dict(point.attributes), start_ns, point.at_ns, point.value)
+        by_worker.setdefault(point.worker, {}).setdefault((point.metric, point.unit, point.grows), []).append(found)
+    scope = InstrumentationScope("m2flow")
+    return MetricsData(
+        [
+            ResourceMetrics(
+                resource_of(run, worker),
+                [
+                    ScopeMetrics(
+                        scope,
+                        [
+                            Metric(
+                                name, "", unit, Sum(found, AggregationTemporality.CUMULATIVE, is_monotonic=True) if grows else Gauge(found)
+                            )
+                            for (name, unit, grows), found in metrics.items()
+                        ],
+                        "",
+                    )
+                ],
+                "",
+            )
+            for worker, metrics in by_worker.items()
+        ]
+    )
+
+
+def _readable(
+    name: str,
+    context: SpanContext,
+    parent: SpanContext | None,
+    resource: Resource,
+    attributes: Mapping[str, Attribute],
+    start_ns: int,
+    end_ns: int,
+    status: Status,
+    links: list[Link],
+) -> ReadableSpan:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanKind
+
+    return ReadableSpan(
+        name,
+        context,
+        parent,
+        resource,
+        attributes,
+        links=links,
+        kind=SpanKind.PRODUCER if name == SpanName.SEND else SpanKind.INTERNAL,
+        status=status,
+        start_time=start_ns,
+        end_time=end_ns,
+        instrumentation_scope=InstrumentationScope("m2flow"),
+    )
+
+
+def _context(trace_id: int, span_id: int) -> SpanContext:
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _trace_id(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
+
+
+def _span_id(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"span {name}".encode()).digest()[:8], "big") or 1
+
+
+def _share_of_samples(environment: Mapping[str, str]) -> float:
+    """The share of the samples' traces that is sent, by OTEL_TRACES_SAMPLER. The run's own trace always is."""
+    sampler = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower().removeprefix("parentbased_")
+    if sampler == "always_off":
+        return 0.0
+    if sampler != "traceidratio":
+        return 1.0
+    try:
+        return min(max(float(environment.get("OTEL_TRACES_SAMPLER_ARG", "1")), 0.0), 1.0)
+    except ValueError:
+        return 1.0
+
+
+def _slug(name: str, keep: str = "") -> str:
+    """
+    >>> _slug("tokens/s"), _slug("kv tokens"), _slug("setup/loss", keep="/")
+    ('tokens_per_s', 'kv_tokens', 'setup/loss')
+    """
+    name = name if keep else name.replace("/", " per ")
+    return re.sub(rf"[^A-Za-z0-9_.{re.escape(keep)}-]+", "_", name)

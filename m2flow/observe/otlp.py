@@ -1,0 +1,178 @@
+"""A run's spans and metrics to an OpenTelemetry collector, by OTLP over HTTP, through the SDK's own exporters.
+
+    trace/spans.msgpack, metrics.jsonl --OtlpSink.pump--> POST /v1/traces, /v1/metrics
+
+The endpoint is the one that was given, or the one that the standard variables name (OTEL_EXPORTER_OTLP_ENDPOINT and its two kin), which
+also say headers, certificates, compression and time-out. A batch that is not taken is kept, and sent again with the same identities.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from m2flow.errors import MissingExtra, SpecError
+from m2flow.observe.following import BlockFollower, LineFollower
+from m2flow.observe.otel import OtelSpans, Point, data_of, point_of, points_of_step
+from m2flow.observe.sinks import Sink, Undelivered
+from m2flow.observe.spans import counts_of, spans_of
+
+_BATCH = 512
+"""Spans or points in one request."""
+_TIMEOUT_S = 5.0
+"""Of one request with its repetitions, if OTEL_EXPORTER_OTLP_TIMEOUT says nothing."""
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_SIGNALS = ("TRACES", "METRICS")
+
+
+def endpoint_named(environment: Mapping[str, str] = os.environ) -> str:
+    """What the standard variables name for people to read; empty if they name none, or turn the SDK off."""
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ""
+    names = [_ENDPOINT, *(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT" for signal in _SIGNALS)]
+    return next((environment[name] for name in names if environment.get(name, "").strip()), "")
+
+
+def check_otlp(endpoint: str) -> None:
+    """
+    Raises:
+        SpecError: that is no URL. MissingExtra: the exporter is not installed.
+    """
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise SpecError(f"{endpoint!r} is no OTLP endpoint", now="Give its URL without a path, like http://localhost:4318.")
+    try:
+        import opentelemetry.exporter.otlp.proto.http  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(
+            f"sending spans and metrics over OTLP needs the package `{error.name}`", now="pip install 'm2flow[otlp]'"
+        ) from None
+
+
+@final
+class OtlpSink(Sink):
+    """Of one run."""
+
+    name = "otlp"
+
+    def __init__(self, run_dir: Path, endpoint: str = "") -> None:
+        """`endpoint`: a URL without the signal's path; empty: what the environment says."""
+        super().__init__(run_dir)
+        self._endpoint = endpoint.rstrip("/")
+        self.where = endpoint or endpoint_named()
+        self._otel = OtelSpans(run_dir.resolve().name)
+        self._blocks, self._lines = BlockFollower(run_dir), LineFollower(run_dir)
+        self._heard = _LastWords()
+        self._spans: Any = None
+        self._metrics: Any = None
+        self._waiting_spans: list[Any] = []
+        """Made from the block that ends at `_end`, and not taken yet."""
+        self._waiting_points: list[Point] = []
+        self._end = 0
+        self._began_ns = self._ended_ns = 0
+
+    def open(self) -> None:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        self._blocks.took(self.sent.spans_end)
+        self._lines.took(self.sent.metrics_end)
+        logging.getLogger("opentelemetry").addHandler(self._heard)
+        timeout_s = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_S
+        if self._reaches("TRACES"):
+            self._spans = OTLPSpanExporter(endpoint=self._url("traces"), timeout=timeout_s)
+        if self._reaches("METRICS"):
+            self._metrics = OTLPMetricExporter(endpoint=self._url("metrics"), timeout=timeout_s)
+
+    def pump(self) -> bool:
+        did = False
+        if not (self._waiting_spans or self._waiting_points):
+            for found in self._blocks.more()[:1]:
+                self._convert(found.block, found.end)
+                did = True
+        if self._waiting_spans or self._waiting_points:
+            self._deliver()
+            did = True
+        for line in self._lines.more():
+            self._send_points(list(points_of_step(line.step, line.at_ns, line.values)))
+            self._lines.took(line.end)
+            self.sent.metrics_end = line.end
+            did = True
+        if did:
+            self._keep()
+        return did
+
+    def finish(self) -> None:
+        """The run's own span, which ends now."""
+        if self._ended_ns and self._spans is not None:
+            self._send_spans([self._otel.run_span(self._began_ns, self._ended_ns, {})])
+            self._keep()
+
+    def close(self) -> None:
+        for exporter in (self._spans, self._metrics):
+            if exporter is not None:
+                exporter.shutdown()
+        self._spans = self._metrics = None
+        logging.getLogger("opentelemetry").removeHandler(self._heard)
+
+    @property
+    def num_left_bytes(self) -> int:
+        return self._blocks.num_left_bytes + self._lines.num_left_bytes
+
+    def _convert(self, block: Any, end: int) -> None:
+        spans = spans_of(block)
+        self._waiting_spans = [made for at, span in enumerate(spans) for made in self._otel.of(span, f"{end}.{at}")]
+        self._waiting_points = [point_of(count) for count in counts_of(block)]
+        self._end = end
+        if spans:
+            first, last = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
+            self._began_ns = min(self._began_ns or first, first)
+            self._ended_ns = max(self._ended_ns, last)
+
+    def _deliver(self) -> None:
+        while self._waiting_spans:
+            self._send_spans(self._waiting_spans[:_BATCH])
+            del self._waiting_spans[:_BATCH]
+        while self._waiting_points:
+            self._send_points(self._waiting_points[:_BATCH])
+            del self._waiting_points[:_BATCH]
+        self._blocks.took(self._end)
+        self.sent.spans_end = self._end
+
+    def _send_spans(self, spans: list[Any]) -> None:
+        if self._spans is None:
+            return
+        if self._spans.export(spans).name != "SUCCESS":
+            raise Undelivered(self._heard.text or "spans were not taken")
+        self.sent.num_spans += len(spans)
+
+    def _send_points(self, points: list[Point]) -> None:
+        if self._metrics is None:
+            return
+        if self._metrics.export(data_of(self._otel.run, points)).name != "SUCCESS":
+            raise Undelivered(self._heard.text or "metrics were not taken")
+        self.sent.num_points += len(points)
+
+    def _reaches(self, signal: str) -> bool:
+        """Whether anybody is named for a signal: a variable may name an endpoint for one alone, or turn one off."""
+        if os.environ.get(f"OTEL_{signal}_EXPORTER", "").strip().lower() == "none":
+            return False
+        named = (os.environ.get(name, "").strip() for name in (_ENDPOINT, f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"))
+        return bool(self._endpoint) or any(named)
+
+    def _url(self, signal: str) -> str | None:
+        return f"{self._endpoint}/v1/{signal}" if self._endpoint else None
+
+
+@final
+class _LastWords(logging.Handler):
+    """What the exporters said last; they answer only that something failed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
