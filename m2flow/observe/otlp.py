@@ -25,6 +25,8 @@ _BATCH = 512
 _TIMEOUT_S = 5.0
 """Of one request with its repetitions, if OTEL_EXPORTER_OTLP_TIMEOUT says nothing."""
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_MOST_WORDS = 300
+"""Characters of what an exporter says."""
 _SIGNALS = ("TRACES", "METRICS")
 
 
@@ -175,4 +177,6 @@ class _LastWords(logging.Handler):
         self.text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        said = record.getMessage()
+        if "max retries" not in said or not self.text:  # That follows on why it was tried again, which says more.
+            self.text = said[:_MOST_WORDS].rstrip(".")
