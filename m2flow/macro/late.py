@@ -21,6 +21,10 @@ are read again.
 
     policy.generate(prompts.take(32), n=8, late="drop", timeout_s=300)       gives the groups that are whole in time: 32, or fewer
 
+    policy.generate(prompts, n=8, count=32, oversample=1.25, late="defer")   gives 32 groups in each turn; the late prompts get a long round
+
+What is deferred begins anew, in a turn of its own (`m2flow.macro.deferring`).
+
 `timeout_s` is late by the clock: a sample that is not done so many seconds after it was first handed to an engine is late, and its group
 with it. It is stopped where it is; its siblings are given up too, those that are done included. The call ends when each of its groups
 is whole or late, or with the first whole ones that `oversample` asks for. Eager has no clock: without a record every group is in time.
@@ -43,7 +47,7 @@ from m2flow.errors import OptionError
 if TYPE_CHECKING:
     from m2flow.macro.graph import Call
 
-_LATE = ("wait", "drop", "carry")
+_LATE = ("wait", "drop", "carry", "defer")
 _CACHES = ("recompute", "keep")
 
 
@@ -66,7 +70,7 @@ def check_late(oversample: object, late: object, kv: object, staleness: int, tim
     if (oversample > 1 or timeout_s is not None) != (late != "wait"):
         raise OptionError(
             f"oversample={oversample} with late={late!r}: over-sampling is for what comes late, and only what is over can be late",
-            now="Say oversample=1.25, late='drop' or late='carry', or neither.",
+            now="Say oversample=1.25, late='drop', late='carry' or late='defer', or neither.",
         )
     if kv == "keep" and staleness == 0:
         raise OptionError(
@@ -83,7 +87,7 @@ def _check_timeout(timeout_s: object, late: object) -> None:
     if late != "drop":
         raise OptionError(
             f"timeout_s={timeout_s} with late={late!r}: who is late by the clock can only be dropped",
-            now="Say late='drop', or leave timeout_s out. What late='carry' carries is bounded by its versions.",
+            now="Say late='drop', or leave timeout_s out. late='carry' is bounded by its versions; a long round waits for all.",
         )
 
 
@@ -124,7 +128,7 @@ def windows(origins: Sequence[Call]) -> dict[int, tuple[int, int]]:
 
 def is_cut(options: Mapping[str, object]) -> bool:
     """Whether a generate call with these options ends before all of its samples do."""
-    return options.get("late") in ("drop", "carry")
+    return options.get("late") in ("drop", "carry", "defer")
 
 
 def carries(options: Mapping[str, object]) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.datasets import Dataset
+from m2flow.macro.deferring import deferring
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
 from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role
@@ -78,7 +79,7 @@ class Policy(Role):
         max_draws: int | None = None,
         staleness: int | None = None,
         oversample: float = 1.0,
-        late: Literal["wait", "drop", "carry"] = "wait",
+        late: Literal["wait", "drop", "carry", "defer"] = "wait",
         timeout_s: float | None = None,
         kv: Literal["recompute", "keep"] = "recompute",
     ) -> Rows:
@@ -86,14 +87,15 @@ class Policy(Role):
 
         Args:
             prompts: rows to answer; or a dataset, from which prompts are drawn until `count` groups are kept.
-            count: groups to keep; rejected ones are replaced while others still run.
+            count: groups to keep; rejected ones are replaced while others still run. With `late="defer"`, those that each turn gives.
             score: judges the responses that are drawn this way; `score(responses)` of the result costs nothing more.
             keep: says of a group's samples, which have a `reward`, whether it counts; by default those with different rewards.
             max_draws: most prompts to draw; by default 16 for each group.
             staleness: versions that the weights may be behind; by default the flow's. 0 for an evaluation that must be of these weights.
             oversample: how many times more prompts are given than groups are needed; the first whole groups are the result.
             late: what becomes of the samples of the other groups: `drop` gives them up; `carry` has them go on, from their tokens so far,
-                in the next call of this line, which gives them too. The run records which groups came first.
+                in the next call of this line, which gives them too; `defer` has their prompts answered anew in a turn of their own, once
+                `count` of them wait, where all run to their ends. The run records which groups came first.
             timeout_s: with `late="drop"`, seconds that a sample may take from when an engine first has it; else its group is late. So the
                 result may have fewer groups, even none. The run records which.
             kv: `keep` lets weights change between two tokens of a sample, within the staleness, while its cache stays; what comes after
@@ -116,6 +118,9 @@ class Policy(Role):
         allowed = self._session.staleness_of_generate(staleness)
         check_late(oversample, late, kv, allowed, timeout_s)
         if isinstance(prompts, Dataset):
+            if late == "defer" and score is None and keep is None and max_draws is None:
+                given = {"n": n, "sampling": sampling, "count": count, "oversample": oversample}
+                return deferring(self, prompts, **given, staleness=allowed, kv=kv, shown=shown)  # type: ignore[arg-type]
             if late != "wait":
                 raise OptionError(
                     f"oversample= and late={late!r} go with prompts that are given; count= draws as many as it needs",
@@ -137,6 +142,9 @@ class Policy(Role):
         if not (count is None and score is None and keep is None and max_draws is None):
             now = "Pass the dataset itself: generate(dataset, count=..., score=...)."
             raise OptionError("count=, score=, keep= and max_draws= go with prompts that generate draws itself", now=now)
+        if late == "defer":
+            now = "Pass the dataset itself: generate(dataset, n=8, count=32, oversample=1.25, late='defer')."
+            raise OptionError("late='defer' goes with prompts that generate draws itself: a long round draws none", now=now)
         asked = self._rows(prompts, "generate", PROMPTS)
         options: dict[str, object] = {"late": late, "oversample": oversample, "kv": kv}
         options |= {"timeout_s": timeout_s} if timeout_s is not None else {}

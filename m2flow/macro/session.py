@@ -13,6 +13,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 from m2flow.errors import FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
@@ -27,6 +28,9 @@ from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
 from m2flow.macro.unused import Uses
 from m2flow.recipe import Model
 from m2flow.samples import Batch
+
+if TYPE_CHECKING:
+    from m2flow.macro.deferring import Waiting
 
 _FEW_CALLS = 1_000
 """Calls that a session may know before it looks for those of no use."""
@@ -119,6 +123,8 @@ class Session:
         self.uses = Uses()
         self._carriers: dict[tuple[object, ...], Call] = {}
         """Place in the program -> the last call there that may leave late samples to the next; of this loop."""
+        self.waiting: dict[tuple[object, ...], Waiting] = {}
+        """Place in the program, source -> the prompts of this loop that wait there for a long round (`m2flow.macro.deferring`)."""
         self.lineage = Lineage()
 
     def __reduce__(self) -> str:
@@ -201,6 +207,8 @@ class Session:
             return size, size
         sources = [self.lineage.known(ref.call).call for _, ref in inputs]
         if engine != "rollout":
+            if isinstance(most := options.get("most_rows"), int):
+                return most, most
             if options.get("gives") == "concat":
                 size = sum([call.most_rows for call in sources])
                 return size, size
@@ -333,7 +341,7 @@ class Session:
         self._end_left_step()
         self._in_steps = True
         self._versions_before = dict(self._versions)
-        self._carriers = {}
+        self._carriers, self.waiting = {}, {}
         self.num_steps += count
         try:
             for index in range(count if self.max_steps is None else min(count, self.max_steps)):

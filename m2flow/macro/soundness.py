@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.late import carries, is_cut, timeout_of
+from m2flow.macro.late import is_cut, timeout_of
 from m2flow.recipe import Loss
 
 _OF_LIKELIHOOD = {"logprobs", "sequence_lengths"}
@@ -63,6 +63,13 @@ def _most_groups(call: Call) -> int:
     return call.most_rows // n
 
 
+_LATER = {
+    "drop": "drops those that are late",
+    "carry": "carries those that are late into its next turn",
+    "defer": "defers the prompts of those that are late to a long round",
+}
+
+
 def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
     """What the plan says about time in a flow: what may differ from one run to the next, and where Python takes the gain away.
 
@@ -72,7 +79,7 @@ def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
     cuts = [
         f"{call.name} at {call.site} gives the groups that are whole "
         + (f"in {timeout_of(call.options):g} s, and " if timeout_of(call.options) else "first, and ")
-        + ("carries those that are late into its next turn" if carries(call.options) else "drops those that are late")
+        + _LATER[str(call.options["late"])]
         + "; the run records which"
         for call in graph.calls
         if is_cut(call.options)

@@ -198,6 +198,9 @@ class Calls:
         options |= {"kv": "keep"} if statement.keeps and may_be_stale else {}
         if statement.source == "all":
             rows = policy.generate(dataset.all(), n=n, **options)  # type: ignore[arg-type]
+        elif statement.more and statement.defers:
+            options |= {"oversample": 1 + statement.more / count, "late": "defer"}
+            rows = policy.generate(dataset, count=count, n=n, **options)  # type: ignore[arg-type]
         elif statement.more:
             if statement.carries and may_be_stale:
                 n, late = CARRIED_N, "carry"  # All calls here are of one line, whose groups must be of one size.

@@ -34,6 +34,8 @@ class Generate:
     """Of prompts that are taken: so many beyond those that are needed. The late ones are dropped."""
     carries: bool = False
     """What is late goes on in the next such call of the policy instead, where older weights are allowed."""
+    defers: bool = False
+    """The late prompts wait for a long round instead, and the dataset itself is drawn from."""
     keeps: bool = False
     """Weights may change under running samples, where older ones are allowed."""
     is_exact: bool = False

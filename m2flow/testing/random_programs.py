@@ -31,6 +31,7 @@ def _generates(
     is_exact: st.SearchStrategy[bool],
     carries: st.SearchStrategy[bool] = _never,
     keeps: st.SearchStrategy[bool] = _never,
+    defers: st.SearchStrategy[bool] = _never,
 ) -> st.SearchStrategy[p.Statement]:
     return st.builds(
         p.Generate,
@@ -44,6 +45,7 @@ def _generates(
         is_exact=is_exact,
         carries=carries,
         keeps=keeps,
+        defers=defers,
     )
 
 
@@ -53,6 +55,7 @@ _timed_generate = _generates(
     is_exact=st.sampled_from([False, False, False, True]),
     carries=st.booleans(),
     keeps=st.sampled_from([False, False, True]),
+    defers=st.sampled_from([False, False, True]),
 )
 _refill = st.builds(
     p.Refill,

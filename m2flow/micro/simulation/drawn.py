@@ -14,6 +14,7 @@ import numpy as np
 
 from m2flow.macro.graph import Call
 from m2flow.micro.rollouts.lengths import IntArray, Lengths
+from m2flow.micro.simulation.rounds import Rounds
 from m2flow.recipe import Sampling
 from m2flow.samples import SampleId, keyed_bits
 
@@ -29,11 +30,19 @@ class Drawn:
         self._trained = trained
         self._seed = seed
         self._kept = kept or {}
+        self._rounds = Rounds()
         self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
         self._num_of_step: dict[int, int] = {}
         self.num_replayed = 0
         """Generate calls whose lengths are those of a recorded step."""
         self.num_drawn = 0
+
+    def made(self, call: Call, calls: Mapping[int, Call]) -> None:
+        """A call of the program, in program order."""
+        self._rounds.made(call)
+        asked = call.input("prompts") if call.engine == "rollout" else None
+        if asked is not None:
+            self.add(call, calls[asked.call].most_rows)
 
     def add(self, call: Call, num_prompts: int) -> None:
         """A generate call of the program, in program order."""
@@ -48,11 +57,11 @@ class Drawn:
 
     def response_tokens(self, packed: int) -> int:
         """Tokens that a sample generates in all."""
-        who = SampleId.unpack(packed)
+        who = self._rounds.origin(packed)
         return int(self._by_call[who.call][1][who.prompt, who.index])
 
     def prompt_tokens(self, packed: int) -> int:
-        who = SampleId.unpack(packed)
+        who = self._rounds.origin(packed)
         return int(self._by_call[who.call][0][who.prompt])
 
     @property
@@ -68,6 +77,15 @@ class Drawn:
     def uniform(self, *words: object) -> float:
         """A number in [0, 1) that belongs to these words."""
         return keyed_bits(self._seed, *words) / 2**64
+
+    def came_to(self, call: Call, ids: Sequence[int]) -> None:
+        """A call that gives one value has seen these samples."""
+        self._rounds.came_to(call, ids)
+
+    def left(self, call: Call, units: Sequence[Sequence[int]]) -> list[int]:
+        """The rows that a call leaves, of these: by who they are, where that decides; else by the share that was assumed."""
+        known = self._rounds.left(call, [row for unit in units for row in unit])
+        return [row for unit in units if self.is_kept(call, unit) for row in unit] if known is None else known
 
     def is_kept(self, call: Call, unit: Sequence[int]) -> bool:
         """Whether a filter or a refill keeps this unit: the share that was assumed for it, by default all."""

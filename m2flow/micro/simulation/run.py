@@ -365,10 +365,7 @@ class Simulation:
             ids = rows.ids.tolist()
             self._texts.update(zip(ids, performing.num_tokens_of(rows), strict=True))
             self.rows.made(call.ordinal, ids, CONTROLLER, self.clock.now_s)
-        if call.engine == "rollout":
-            n = call.options["n"]
-            assert isinstance(n, int)
-            self.drawn.add(call, _num_prompts(call, self._calls))
+        self.drawn.made(call, self._calls)
 
     def _resolved(self, ordinal: int) -> None:
         """Close the steps that are over."""
@@ -477,12 +474,6 @@ def _state(task: m.Task) -> State:
 def _is_beyond(row: int, ordinal: int, last: int) -> bool:
     who = SampleId.unpack(row)
     return who.call == ordinal and who.prompt > last
-
-
-def _num_prompts(call: Call, calls: Mapping[int, Call]) -> int:
-    """Prompts that a generate call may begin, candidates of a refill too."""
-    (prompts,) = (ref.call for name, ref in call.inputs if name == "prompts")
-    return calls[prompts].most_rows
 
 
 def _periods(program: Program) -> tuple[list[Period], dict[int, int], list[int]]:

@@ -287,12 +287,10 @@ class VirtualWorker:
         around = self._around
         call = around.call(task.call)
         if not call.is_aligned:
+            around.drawn.came_to(call, task.ids)
             return 0.0
-        ids, dropped = task.ids, []
-        if call.drops:
-            kept = [row for unit in self._units(call, task.ids) if around.drawn.is_kept(call, unit) for row in unit]
-            dropped = sorted(set(task.ids) - set(kept))
-            ids = kept
+        ids = around.drawn.left(call, self._units(call, task.ids)) if call.drops else task.ids
+        dropped = sorted(set(task.ids) - set(ids))
         has_tokens = call.options.get("gives") in ("rows", "kept", "concat")
         self._report(task.number, task.call, ids, task.forward_to, [around.num_tokens(row) if has_tokens else 1 for row in ids], dropped)
         return None
