@@ -20,6 +20,7 @@ from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.pinning import structure_of
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import lower
+from m2flow.micro.pace import paced
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
 from m2flow.micro.plan_origin import KEY, Origin, origin_of
@@ -96,6 +97,7 @@ def command(
     plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned)
     if pinned is not None:
         check_edited(pinned, plan, spec)
+    plan = paced(plan, graph, models, spec, profile)
     origin = origin_of(target, options, spec, lengths=lengths, profile=profile, assume=assume, seed=seed)
     if out is not None:
         write_plan_file(out, plan, origin)

@@ -124,6 +124,22 @@ class SwitchPlan(msgspec.Struct, frozen=True):
     worker: str
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How fast a role's rollout instances are, as policies take it (`m2flow.micro.pace`)."""
+
+    role: str
+    step_s: float
+    """Of any decode step."""
+    sample_s: float
+    """Added by each sample."""
+    prefill_token_s: float
+    """For each token of a prefix that is computed again, where a sample goes on elsewhere."""
+    move_s: float
+    """What a sample's leaving and coming take besides."""
+    source: str
+    """`measured` or `modelled`."""
+
+
 class Line(msgspec.Struct, frozen=True):
     """One number that people get wrong, with how it comes about."""
 
@@ -153,6 +169,8 @@ class Plan(msgspec.Struct, frozen=True):
     """What goes first, and where, in a rollout (`m2flow.micro.rollouts.policies`); none: first come, first served."""
     predictor: str = "siblings"
     """What policies take lengths to be."""
+    paces: tuple[Pace, ...] = ()
+    """What policies take time to be; a role without one has the default model's."""
 
     def worker(self, name: str) -> WorkerPlan:
         return next(worker for worker in self.workers if worker.name == name)
@@ -191,6 +209,10 @@ class Plan(msgspec.Struct, frozen=True):
         )
         if self.policies:
             lines += [f"rollout policy: {', '.join(self.policies)}; lengths by {self.predictor}"]
+            lines += [
+                f"  {p.role}: a decode step takes {p.step_s * 1e3:.3g} ms, and {p.sample_s * 1e3:.3g} ms a sample ({p.source})"
+                for p in self.paces
+            ]
         if self.syncs:
             lines += ["weights"]
             lines += _table(

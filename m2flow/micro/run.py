@@ -33,6 +33,7 @@ from m2flow.micro.control.planned import PlannedBackend
 from m2flow.micro.control.run_ahead import RunAhead
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import Lowering, lower
+from m2flow.micro.pace import paced
 from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import is_searched, question_of
@@ -163,6 +164,7 @@ class Run:
         )
         if pinned is not None:
             check_edited(pinned, self._plan, self.spec)
+        self._plan = paced(self._plan, graph, self._models, self.spec, self._profile)
         return self._plan
 
     @property

@@ -80,6 +80,11 @@ class Predictor(ABC):
         self.earlier_steps = [*self.earlier_steps, past][-NUM_STEPS_KEPT:]
 
     @property
+    def is_blind(self) -> bool:
+        """Whether it has seen no length yet."""
+        return not self.earlier_steps
+
+    @property
     @abstractmethod
     def is_informed(self) -> bool:
         """Whether it can tell samples apart."""
@@ -168,6 +173,10 @@ class Oracle(Predictor):
         super().begin(seen)
         if seen.known is not None:
             self.know(seen.known)
+
+    @property
+    def is_blind(self) -> bool:
+        return False
 
     def know(self, lengths: npt.ArrayLike) -> None:
         """The lengths of the samples of the next step."""

@@ -78,7 +78,7 @@ class Board:
         self._perhaps_unreachable: set[int] = set()
         self.lines = Lines(self)
         self.refills = Refills(self)
-        self.placings = Placings(self, plan.policies, plan.predictor)
+        self.placings = Placings(self, plan)
         self.restoring = Restoring(self)
         self.functions = StartQueue(self.workers)
 

@@ -17,6 +17,7 @@ from typing import final
 
 from m2flow.errors import SpecError
 from m2flow.macro.late import is_cut, num_wanted
+from m2flow.micro.plan import Pace
 from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.policy import Load, MoveCost, Policy, Seen
 from m2flow.micro.scheduling.ready import Ready
@@ -25,6 +26,8 @@ from m2flow.micro.scheduling.tracking import CallState
 from m2flow.recipe import Sampling
 from m2flow.samples import SampleId, group_key
 
+_LEAST_STEP_S = 1e-9
+"""A model of decoding has no step that takes no time; costs that were measured may."""
 _FEW = 64
 """With more instances, those that a policy left out are not all asked again whenever a sample ends or begins."""
 
@@ -42,6 +45,7 @@ class Placing:
         earlier: Mapping[int, Sequence[int]],
         behind: Callable[[], int],
         known: Callable[[int], int] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """
         Args:
@@ -49,6 +53,7 @@ class Placing:
             earlier: row of the prompts -> lengths of answers to the same prompt in earlier epochs.
             behind: how many versions the trainer is behind the one of sequential execution.
             known: row -> tokens that it will generate (`m2flow.micro.scheduling.relaxed`).
+            pace: how fast its engines are; by default as fast as those of the default decode model.
         """
         assert isinstance(state.ready, Ready)
         self.state = state
@@ -60,6 +65,7 @@ class Placing:
         self._earlier = earlier
         self._behind = behind
         self._known = known
+        self._pace = pace
         self._dealt: set[int] = set()
         self.lengths: dict[int, int] = {}
         """Row -> tokens generated, of those that are done."""
@@ -247,14 +253,14 @@ class Placing:
         options = state.call.options
         sampling = options.get("sampling")
         seen = Seen(
-            DecodeModel(max_batch=max(state.stage.chunk, 1)),
+            self._decode_model(),
             len(self._workers),
             [self._prompt_tokens.get(prompt, 1) for prompt in prompts],
             groups,
             members,
             sampling.max_new_tokens if isinstance(sampling, Sampling) else None,
             [self._earlier.get(prompt, ()) for prompt in prompts],
-            MoveCost(),
+            MoveCost() if self._pace is None else MoveCost(self._pace.move_s, self._pace.prefill_token_s),
         )
         for row in state.done:
             if row in self._index:
@@ -281,6 +287,10 @@ class Placing:
         seen.waiting = OrderedDict.fromkeys(self._index[row] for row in shown)
         self.policy.begin(seen)
         self._list_all()
+
+    def _decode_model(self) -> DecodeModel:
+        most, pace = max(self.state.stage.chunk, 1), self._pace
+        return DecodeModel(max_batch=most) if pace is None else DecodeModel(max(pace.step_s, _LEAST_STEP_S), pace.sample_s, most)
 
     def _show(self, rows: Sequence[int]) -> None:
         shown = [self._index[row] for row in self._allowed(rows) if row in self._ready]

@@ -8,7 +8,6 @@ that overlap have one each. Lengths of earlier answers are kept by the prompt's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from m2flow.micro import messages as m
@@ -19,6 +18,7 @@ from m2flow.micro.scheduling.ready import Ready
 from m2flow.samples import Batch, SampleId
 
 if TYPE_CHECKING:
+    from m2flow.micro.plan import Plan
     from m2flow.micro.scheduling.board import Board
     from m2flow.micro.scheduling.tracking import CallState
 
@@ -30,20 +30,21 @@ _ANSWERS_KEPT = 16
 class Placings:
     """All of a run."""
 
-    def __init__(self, board: Board, policies: Sequence[str], predictor: str) -> None:
+    def __init__(self, board: Board, plan: Plan) -> None:
         """
         Raises:
             SpecError: there is no such policy or predictor.
         """
         self._board = board
-        self._names = () if tuple(policies) in ((), (FIRST_COME,)) else tuple(policies)
-        self._predictor = predictor
+        self._names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
+        self._predictor = plan.predictor
+        self._paces = {pace.role: pace for pace in plan.paces}
         self._free: dict[str, list[Policy]] = {}
         self._placings: dict[int, Placing] = {}
         self._earlier: dict[tuple[str, str], list[int]] = {}
         """Role and prompt -> lengths of its answers."""
         if self._names:
-            make_policies(self._names, predictor)  # What is wrong with them is said at the start.
+            make_policies(self._names, plan.predictor)  # What is wrong with them is said at the start.
 
     def begin(self, state: CallState) -> None:
         """A generation's rows are known."""
@@ -65,6 +66,7 @@ class Placings:
             earlier,
             lambda: board.versions.behind(state.call),
             board.relaxed.lengths,
+            self._paces.get(role),
         )
         self._placings[state.call.ordinal] = state.placing
 

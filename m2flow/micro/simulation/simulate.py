@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from m2flow.micro.costs.terms import Costs
+from m2flow.micro.pace import with_paces
 from m2flow.micro.plan import Plan
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.simulation.drawn import Drawn
@@ -46,6 +47,7 @@ def simulate(
     """
     started = time.perf_counter()
     trained = frozenset(call.role for call in program.graph.calls if call.method == "update")
+    plan = with_paces(plan, spec, costs)
     drawn = Drawn(lengths, seed, kept=kept, trained=trained)
     simulation = Simulation(
         program,

@@ -334,8 +334,8 @@ class VirtualWorker:
             life.version, life.before = self._held.get(role, 0), before
             lives[row] = life
         self.lives += lives.values()
-        self._report_later()
         self._generations[task.number] = (task, lives)
+        self._report_later()
         around.generating(self.name, len(lives))
         self.decoding.add(lives.values(), around.clock.now_s)
         self._set_alarm()

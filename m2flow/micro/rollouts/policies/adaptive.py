@@ -26,7 +26,7 @@ class Adaptive(Split):
         return super().next_sample(instance)
 
     def moves(self) -> Sequence[Move]:
-        if self.seen.waiting or not self._predictor.earlier_steps:
+        if self.seen.waiting or self._predictor.is_blind:
             return ()
         expected, is_new = self.expected()
         return relieving_moves(self.seen, expected) if is_new else ()

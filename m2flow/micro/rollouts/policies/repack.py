@@ -26,6 +26,6 @@ class Repack(Predicted):
         expected, is_new = self.expected()
         if not is_new:
             return ()
-        if not self._predictor.earlier_steps:
+        if self._predictor.is_blind:
             expected = np.array([2.0 * self.seen.tokens_so_far(i) if i in self.seen.place else 0.0 for i in range(len(expected))])
         return relieving_moves(self.seen, expected)
