@@ -25,7 +25,7 @@ class DrawnLengths:
         rng = np.random.default_rng([self._seed, step])
         return np.clip(rng.lognormal(4, 1, (num_groups, n)).astype(np.int64), 1, self._longest)
 
-    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0) -> np.ndarray:
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> np.ndarray:
         return np.full(num_groups, 20)
 
 

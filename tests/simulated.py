@@ -57,7 +57,7 @@ class Given(Lengths):
     def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> IntArray:
         return np.array([[group[i % len(group)] for i in range(n)] for group in (list(self.groups) * num_groups)[:num_groups]], np.int64)
 
-    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0) -> IntArray:
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> IntArray:
         return np.full(num_groups, self.prompt, np.int64)
 
     def mean(self) -> float:

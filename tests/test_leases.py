@@ -95,8 +95,8 @@ def test_engines_work_only_while_their_kind_has_the_devices_in_every_order(seati
 
 def test_one_lease_of_one_worker_with_both_kinds_moves_in_one_turn():
     lease = Lease("a")
-    lease.join("device-0", frozenset({"rollout", "train"}))
-    assert lease.move() == ("device-0",)
+    lease.join("device-0", ("rollout", "train"))
+    assert lease.move("train") == ("device-0",)
     assert (lease.owner, lease.is_moving) == ("rollout", True)
     assert lease.answered("device-0") == ()
     assert (lease.owner, lease.is_moving) == ("train", False)
@@ -104,16 +104,16 @@ def test_one_lease_of_one_worker_with_both_kinds_moves_in_one_turn():
 
 def test_those_that_leave_have_left_before_anything_comes():
     lease = Lease("a")
-    for name, kinds in (("rollout-0", {"rollout"}), ("both", {"rollout", "train"}), ("rollout-1", {"rollout"}), ("train-0", {"train"})):
-        lease.join(name, frozenset(kinds))
-    assert lease.move() == ("rollout-0", "rollout-1")
+    for name, turns in (("rollout-0", ["rollout"]), ("both", ["rollout", "train"]), ("rollout-1", ["rollout"]), ("train-0", ["train"])):
+        lease.join(name, turns)
+    assert lease.move("train") == ("rollout-0", "rollout-1")
     assert lease.answered("rollout-1") == ()
     assert lease.answered("rollout-0") == ("both", "train-0")
     assert lease.answered("both") == ()
     assert lease.is_moving
     assert lease.answered("train-0") == ()
-    assert (lease.owner, lease.other) == ("train", "rollout")
-    assert lease.move() == ("train-0",)
+    assert (lease.owner, lease.others) == ("train", ["rollout"])
+    assert lease.move("rollout") == ("train-0",)
     assert lease.answered("train-0") == ("rollout-0", "both", "rollout-1")
 
 
@@ -134,8 +134,8 @@ def moves_while_others_work(patch: pytest.MonkeyPatch) -> None:
 def all_switch_at_once(patch: pytest.MonkeyPatch) -> None:
     move = Lease.move
 
-    def at_once(self: Lease) -> tuple[str, ...]:
-        told = (*move(self), *self._asked_next)
+    def at_once(self: Lease, to: str) -> tuple[str, ...]:
+        told = (*move(self, to), *self._asked_next)
         self._asked, self._asked_next = set(told), ()
         return told
 

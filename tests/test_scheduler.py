@@ -230,7 +230,7 @@ class Rig:
         for worker in self.scheduler._board.workers.values():
             assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
         for lease in self.scheduler._board.leases.values():
-            assert not self.scheduler._should_move(lease), f"{lease.name} was not asked for"
+            assert not self.scheduler._next_turn(lease), f"{lease.name} was not asked for"
 
     def told(self, worker: str, message: m.ToWorker) -> None:
         match message:

@@ -120,6 +120,9 @@ class Engine(ABC):
     def offload(self) -> None:
         """Leave the device to another engine, and free what can be rebuilt."""
 
+    def rest(self) -> None:
+        """Let another engine work on the device while what this one keeps stays there: give back what it does not need for that."""
+
 
 @dataclass(frozen=True)
 class Request:

@@ -104,6 +104,10 @@ class DeepSpeedTrain(RankedTrain):
         if torch.device(self._settings.device).type != "cpu":
             self.put_away()
 
+    def rest(self) -> None:
+        if self._pins:
+            torch.cuda.empty_cache()
+
     def put_away(self) -> None:
         """Move everything but gradients to the host's memory, whatever the device is."""
         self._is_away = True

@@ -75,6 +75,9 @@ class EmbeddedTrain(TrainEngine):
             self._move("cpu")
             _empty_device_cache(self._settings.device)
 
+    def rest(self) -> None:
+        _empty_device_cache(self._settings.device)
+
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._demonstrations.tokenised(batch).in_order()
         metrics: dict[str, float] = {}

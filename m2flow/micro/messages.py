@@ -109,10 +109,10 @@ class LoadWeights(Task, frozen=True):
 
 
 class Switch(Task, frozen=True):
-    """A lease changes hands: one kind of engine leaves the device, the other takes it."""
+    """A lease changes hands: the engines of one turn leave the device, those of another take it."""
 
     to: str
-    """`rollout` or `train`."""
+    """`rollout`, `train`, or the turn of one trainer (`m2flow.micro.plan.EngineSlot.turn`)."""
 
 
 class Save(Task, frozen=True):

@@ -27,6 +27,16 @@ class EngineSlot(msgspec.Struct, frozen=True):
     kind: Literal["rollout", "train", "function"]
     engine: str
     """Its name in the registry."""
+    turn: str = ""
+    """Of a trainer that does not share the turn of all trainers with its lease: the name of its own. Those with the same may work at
+    once."""
+    stays: bool = False
+    """Of a trainer under a lease: what it keeps stays on its devices while others work there."""
+
+    @property
+    def takes_turn(self) -> str:
+        """The turn in which it has its devices, where they are shared: `rollout`, `train`, or one of its own (`train critic`)."""
+        return self.turn or self.kind
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
@@ -118,10 +128,12 @@ class WeightSync(msgspec.Struct, frozen=True):
 
 
 class SwitchPlan(msgspec.Struct, frozen=True):
-    """A device that rollout and training take turns with."""
+    """A device that engines take turns with."""
 
     lease: str
     worker: str
+    turns: tuple[str, ...] = ("rollout", "train")
+    """Of all engines under this lease."""
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -183,11 +195,22 @@ class Plan(msgspec.Struct, frozen=True):
         for stage in self.stages:
             if stage.engine != "source" and not stage.workers:
                 raise PlanError(f"no worker runs {stage.call}", now="The cluster spec gives it no place.")
-            for worker in stage.workers:
-                if stage.engine not in hosts.get(worker, set()):
-                    raise PlanError(f"{stage.call} is placed on {worker}, which hosts no {stage.engine} engine")
+            for name in stage.workers:
+                if stage.engine not in hosts.get(name, set()):
+                    raise PlanError(f"{stage.call} is placed on {name}, which hosts no {stage.engine} engine")
             if stage.engine == "train" and stage.token_budget < 1:
                 raise PlanError(f"{stage.call} has no token budget for its micro-batches")
+        for worker in self.workers:
+            for slot in worker.engines:
+                if slot.turn and (slot.kind != "train" or not slot.turn.startswith("train ") or not worker.lease):
+                    raise PlanError(
+                        f"{worker.name}: the {slot.kind} engine of {slot.role} has the turn {slot.turn!r}",
+                        now=f"Only trainers of workers with a lease have turns of their own, and names for them like 'train {slot.role}'.",
+                    )
+                if slot.stays and slot.kind != "train":
+                    raise PlanError(
+                        f"{worker.name}: the {slot.kind} engine of {slot.role} can't stay", now="Only trainers can: leave it out."
+                    )
         ends = [(r.source, r.target) for r in self.routes] + [(s.source, s.target) for s in self.syncs]
         for source, target in ends:
             for end in (source, target):
@@ -222,7 +245,7 @@ class Plan(msgspec.Struct, frozen=True):
         if self.switches:
             lines += ["switches"]
             lines += _table(
-                (s.lease, "rollout <-> train", s.worker, "when the one has nothing left to run and the other has") for s in self.switches
+                (s.lease, " <-> ".join(s.turns), s.worker, "when the one has nothing left to run and the other has") for s in self.switches
             )
         lines += ["arithmetic"]
         lines += _table((line.name, line.value, line.formula) for line in self.arithmetic)
@@ -240,7 +263,11 @@ def _where(worker: WorkerPlan) -> str:
 
 
 def _slots(worker: WorkerPlan) -> str:
-    return ", ".join("functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine})" for s in worker.engines)
+    return ", ".join("functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine}){_turn(s)}" for s in worker.engines)
+
+
+def _turn(slot: EngineSlot) -> str:
+    return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays
 
 
 def _how(stage: Stage) -> str:

@@ -103,7 +103,7 @@ class Hand:
         self._calls = calls
         self._has_lease = bool(plan.lease)
         self.owner = "rollout"
-        """The kind that has the device, if two take turns."""
+        """The turn that has the device, if several take turns."""
         self.held = {slot.role: 0 for slot in plan.engines if slot.kind == "rollout"}
         self.trained: dict[str, int | None] = {slot.role: 0 for slot in plan.engines if slot.kind == "train"}
         """Role -> the version of its weights; None in the middle of an update."""
@@ -298,7 +298,7 @@ class Hand:
                 return
             case m.Perform(ids=ids, forward_to=forward_to):
                 call = self._calls[task.call]
-                self._owns("train" if call.engine == "train" else "")
+                self._owns("train" if call.engine == "train" else "", call.role)
                 if call.is_aligned:
                     dropped = self._left_out(call, ids, rng)
                     kept = [row for row in ids if row not in dropped]
@@ -306,19 +306,20 @@ class Hand:
                     self._finished(task.number, task.call, kept, [9] * len(kept), dropped=sorted(dropped), ends=True)
                     return
             case m.Accumulate(ids=ids, epoch=epoch, minibatch=minibatch):
-                self._owns("train")
+                self._owns("train", self._calls[task.call].role)
                 before = self._open_epoch.get(task.call, (0, 0))
                 assert (epoch, minibatch) >= before, "an earlier mini-batch after a later one"
                 self._open_epoch[task.call] = (epoch, minibatch)
                 self.accumulated += [(task.call, epoch, row) for row in ids]
             case m.Apply(is_last=is_last, version=version):
-                self._owns("train")
+                self._owns("train", self._calls[task.call].role)
                 self.trained[self._calls[task.call].role] = version if is_last else None
             case m.CopyWeights():
-                self._owns("train")
+                self._owns("train", self._calls[task.call].role)
                 assert self.trained[str(self._calls[task.call].options["source"])] is not None, "half-trained weights are copied"
                 self.trained[self._calls[task.call].role] = self._calls[task.call].writes[0].version
             case m.PublishWeights(role=role, version=version):
+                self._owns("train", role)
                 assert self.has_trained(role, version), f"version {version} is published, and {self.trained[role]} is there"
                 self.published[role] = version
                 manifest = Manifest(f"{role}-{version}", 1, ())
@@ -332,7 +333,7 @@ class Hand:
         self.said.append(m.TaskDone(task.number, 1.0, manifest))
 
     def _load(self, task: m.LoadWeights) -> None:
-        self._owns("rollout")
+        self._owns("rollout", task.role)
         if task.manifest is None:
             assert self.has_trained(task.role, task.version), "half-trained weights are loaded"
         else:
@@ -346,8 +347,8 @@ class Hand:
         self.held[task.role] = task.version
 
     def _generate(self, task: m.Generate) -> None:
-        self._owns("rollout")
         call = self._calls[task.call]
+        self._owns("rollout", call.role)
         oldest, newest = window(call)
         held = self.held[call.role]
         assert oldest <= held <= newest, f"call {task.call} may use versions {oldest} to {newest}, and {self.name} holds {held}"
@@ -359,8 +360,10 @@ class Hand:
         self._left[task.number] = len(task.ids)
         self._generations[task.number] = task
 
-    def _owns(self, kind: str) -> None:
-        assert not kind or not self._has_lease or self.owner == kind, f"{kind} work on {self.name}, while {self.owner} has the device"
+    def _owns(self, kind: str, role: str) -> None:
+        if kind and self._has_lease:
+            turn = next(slot.takes_turn for slot in self.plan.engines if (slot.kind, slot.role) == (kind, role))
+            assert self.owner == turn, f"{kind} work for {role} on {self.name}, while {self.owner} has the device"
 
     def _left_out(self, call: Call, ids: Sequence[int], rng: random.Random) -> set[int]:
         if not call.drops:

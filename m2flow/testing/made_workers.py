@@ -82,4 +82,5 @@ def _settings(
         heartbeat_s=1.0,
         parent=0,
         incarnation=incarnation,
+        takes_turns=bool(worker.lease),
     )

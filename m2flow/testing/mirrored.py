@@ -118,6 +118,9 @@ class Mirrored(TrainEngine):
     def offload(self) -> None:
         self._all("offload")
 
+    def rest(self) -> None:
+        self._all("rest")
+
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         sums: Sums = self._all("accumulate", batch, objective)
         return sums

@@ -425,7 +425,7 @@ class Model:
         for worker in self.scheduler._board.workers.values():
             assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
         for lease in self.scheduler._board.leases.values():
-            assert not self.scheduler._should_move(lease), f"{lease.name} was not asked for"
+            assert not self.scheduler._next_turn(lease), f"{lease.name} was not asked for"
 
     def _check_training(self) -> None:
         """Updates that are done have trained on each of their rows once an epoch, in no other epoch, and on nothing else."""

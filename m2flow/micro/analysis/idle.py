@@ -188,7 +188,7 @@ def _owner(trace: RunTrace, mine: npt.NDArray[np.bool_], device: Device) -> tupl
     switches = switches[np.argsort(trace.columns["end"][switches], kind="stable")]
     if not len(switches):
         return first, np.array([0])
-    to_train = np.array([text.endswith("train") for text in trace.columns.labels.texts] + [False], bool)
+    to_train = np.array([text.startswith("to train") for text in trace.columns.labels.texts] + [False], bool)
     owners = to_train[trace.columns["label"][switches]].astype(np.int64)
     return np.concatenate([first, trace.columns["end"][switches]]), np.concatenate([1 - owners[:1], owners])
 

@@ -127,6 +127,7 @@ class Launcher(ABC):
             heartbeat_s=self._settings.heartbeat_s,
             parent=os.getpid(),
             incarnation=incarnation,
+            takes_turns=bool(worker.lease),
             gang=GangSettings(num_ranks=worker.ranks),
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             takes_pairs=any(route.target == worker.name and route.transport in PAIRS for route in self._plan.routes),

@@ -78,7 +78,8 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
     num_bytes = np.concatenate([run.observed.sends[0] for run in runs])
     send_s = np.concatenate([run.observed.sends[1] for run in runs])
     (_, byte_s), _ = fit(np.stack([np.ones(len(num_bytes)), num_bytes], 1), send_s)
-    groups = [group for run in runs for group in run.observed.groups][:_MOST_GROUPS]
+    # Of the first run that has any: what comes before the loop may be cut short in others, and their answers are another policy's.
+    groups = next((run.observed.groups for run in runs if run.observed.groups), [])[:_MOST_GROUPS]
     return Profile(
         flow=flow,
         made=now_text(),
@@ -106,7 +107,7 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
         if slot.kind == "function":
             continue
         key = (slot.role, worker.name)
-        come_s = robust_mean(seen.switches.get((slot.kind, worker.name), []))
+        come_s = robust_mean(seen.switches.get((slot.takes_turn, worker.name), []))
         slowdown: dict[Beside, float] = {}
         decode = update = forward = None
         if slot.kind == "rollout":

@@ -74,17 +74,23 @@ _TINY = Round(0.0, 0.0)
 class ProbeBackend(Around):
     """Hands calls on, in the sizes of the rounds."""
 
-    def __init__(self, live: Backend, rounds: Sequence[Round], cut: Mapping[int, int], *, budget_s: float) -> None:
+    def __init__(self, live: Backend, rounds: Sequence[Round], cut: Mapping[int, int], *, budget_s: float, num_ahead: int = 1) -> None:
+        """
+        Args:
+            num_ahead: steps whose calls are made before their turn comes.
+        """
         super().__init__(live)
         self._rounds = rounds
         self._cut = cut
         self._budget_s = budget_s
+        self._first_timed = num_ahead + 1
+        """The step whose calls come when the first one is over: what lies before the loop is over then, too."""
         self._step = -1
         self._round = Round()
         self.started_s = time.monotonic()
         """When the workers were ready."""
-        self._loop_s = self.started_s
-        """When the flow's loop began."""
+        self._timed_s = float("inf")
+        """When the first step was over."""
         self.natural_steps: list[int] = []
 
     def submit(self, call: Call) -> None:
@@ -93,9 +99,11 @@ class ProbeBackend(Around):
         super().submit(self._sized(call))
 
     def _begin(self, step: int) -> None:
-        self._loop_s = time.monotonic() if self._step < 0 else self._loop_s
         self._step = step
-        is_late = step > 2 and time.monotonic() - self._loop_s > self._budget_s
+        now_s = time.monotonic()
+        if step == self._first_timed:
+            self._timed_s = now_s
+        is_late = step > 2 and now_s - self._timed_s > self._budget_s
         self._round = _TINY if is_late or step >= len(self._rounds) else self._rounds[step]
         if self._round.is_natural:
             self.natural_steps.append(step)
@@ -117,7 +125,7 @@ def measure(
     """Run the flow's first steps to measure them: on the spec's placement, and, unless `only` that, on the other one.
 
     Args:
-        budget_s: about the seconds that the steps of one placement may take.
+        budget_s: about the seconds that the steps of one placement may take, from the end of the first one on.
     Returns:
         The profile, and where it belongs: beside the first run.
     Raises:
@@ -169,7 +177,7 @@ def _probe(
     probes: list[ProbeBackend] = []
 
     def around(live: Backend) -> Backend:
-        probes.append(ProbeBackend(live, ROUNDS, cut, budget_s=budget_s))
+        probes.append(ProbeBackend(live, ROUNDS, cut, budget_s=budget_s, num_ahead=flow.staleness_for(options) + 1))
         return probes[0]
 
     run = Run(flow, options, spec, settings, flow_file="", around=around, max_steps=len(ROUNDS))

@@ -137,6 +137,19 @@ class FunctionCost(msgspec.Struct, frozen=True):
         q = self.quantiles_s
         return sum((a + b) / 2 for a, b in itertools.pairwise(q)) / (len(q) - 1) if len(q) > 1 else q[0]
 
+    def at(self, share: float) -> float:
+        """The latency at a share of the distribution, which is linear between its quantiles.
+
+        >>> FunctionCost((1.0, 2.0, 4.0)).at(0.75)
+        3.0
+        """
+        quantiles = self.quantiles_s
+        if len(quantiles) == 1:
+            return quantiles[0]
+        position = share * (len(quantiles) - 1)
+        low = min(int(position), len(quantiles) - 2)
+        return quantiles[low] + (position - low) * (quantiles[low + 1] - quantiles[low])
+
 
 class Footprint(msgspec.Struct, frozen=True):
     """Bytes on each device of an engine, by class of tensor."""

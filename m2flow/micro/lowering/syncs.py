@@ -73,7 +73,11 @@ def choose_transport(
 
 
 def plan_switches(workers: tuple[WorkerPlan, ...]) -> tuple[SwitchPlan, ...]:
-    return tuple(SwitchPlan(worker.lease, worker.name) for worker in workers if worker.lease)
+    turns: dict[str, dict[str, None]] = {}
+    for worker in workers:
+        of_worker = {slot.takes_turn: None for slot in worker.engines if slot.kind != "function"}
+        turns.setdefault(worker.lease, {"rollout": None}).update(of_worker)
+    return tuple(SwitchPlan(worker.lease, worker.name, tuple(turns[worker.lease])) for worker in workers if worker.lease)
 
 
 def _receivers(number: int) -> str:

@@ -77,8 +77,8 @@ class Lengths(ABC):
         """Lengths of answers, int64 [P, G], each at least 1."""
 
     @abstractmethod
-    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0) -> IntArray:
-        """Lengths of the prompts of the same groups, int64 [P]."""
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> IntArray:
+        """Lengths of the prompts of the same groups, int64 [P]; n as it was for `draw`."""
 
     @abstractmethod
     def mean(self) -> float:
@@ -106,7 +106,7 @@ class Lengths(ABC):
 
     def step(self, index: int, *, num_groups: int, n: int, seed: int) -> StepLengths:
         """The samples of a step: the recorded one where there is a record, otherwise a draw of `num_groups` x `n`."""
-        return StepLengths.of(self.draw_prompts(num_groups, seed, step=index), self.draw(num_groups, n, seed, step=index), step=index)
+        return StepLengths.of(self.draw_prompts(num_groups, seed, step=index, n=n), self.draw(num_groups, n, seed, step=index), step=index)
 
 
 def parse_lengths(text: str) -> Lengths:

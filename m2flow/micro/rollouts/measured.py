@@ -23,7 +23,8 @@ _KEYS = {"step", "prompt_tokens", "response_tokens"}
 class Measured(Lengths):
     """Recorded groups. `step` gives a recorded step as it was; `draw` picks recorded groups, so it keeps how alike their members are.
 
-    A group of more than n members gives n of them without repetition; of a smaller one some come again.
+    A group of more than n members gives n of them without repetition. Smaller ones are of other calls (an evaluation asks once): only
+    where there are no others are they drawn, and some of their members come again.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Measured(Lengths):
         for position, step in enumerate(steps):
             self._steps.setdefault(step, []).append(position)
         self._order = sorted(self._steps)
+        self._sizes = np.array([len(group) for group in self._groups], np.int64)
         self._all = np.sort(np.concatenate(self._groups))
         self._curve = kaplan_meier(np.concatenate(self._groups), np.concatenate(list(cut)))
         self._num_cut = int(sum(int(flags.sum()) for flags in cut))
@@ -51,15 +53,15 @@ class Measured(Lengths):
     def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> IntArray:
         drawn = np.empty((num_groups, n), np.int64)
         keys = uniforms(seed, _WHICH_MEMBER, step, num_groups, n)
-        for position, which in enumerate(self._which(num_groups, seed, step)):
+        for position, which in enumerate(self._which(num_groups, n, seed, step)):
             left = self._groups[which].tolist()
             for index in range(n):
                 drawn[position, index] = left.pop(int(keys[position, index] * len(left)))
                 left = left or self._groups[which].tolist()
         return drawn
 
-    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0) -> IntArray:
-        return self._prompts[self._which(num_groups, seed, step)]
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> IntArray:
+        return self._prompts[self._which(num_groups, n, seed, step)]
 
     def mean(self) -> float:
         return float(self._all.mean())
@@ -102,8 +104,10 @@ class Measured(Lengths):
         positions = self._steps[step]
         return StepLengths.of(self._prompts[positions], [self._groups[position] for position in positions], step=step)
 
-    def _which(self, num_groups: int, seed: int, step: int) -> IntArray:
-        return (uniforms(seed, _WHICH_GROUP, step, num_groups, 1)[:, 0] * len(self._groups)).astype(np.int64)
+    def _which(self, num_groups: int, n: int, seed: int, step: int) -> IntArray:
+        large = np.flatnonzero(self._sizes >= n)
+        known = large if len(large) else np.arange(len(self._sizes))
+        return known[(uniforms(seed, _WHICH_GROUP, step, num_groups, 1)[:, 0] * len(known)).astype(np.int64)]
 
 
 def read_trace(path: Path, cap: int | None = None) -> Measured:

@@ -59,7 +59,7 @@ class Mixture(Lengths):
         tokens = np.ceil(np.exp(np.interp(scores, _GRID, self._logs)))
         return np.asarray(np.clip(tokens, 1, self.cap if self.cap is not None else 1 << 62), np.int64)
 
-    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0) -> IntArray:
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> IntArray:
         """All the same: the distribution says nothing of prompts."""
         return np.full(num_groups, self._prompt_tokens, np.int64)
 

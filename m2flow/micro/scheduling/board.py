@@ -56,9 +56,13 @@ class Board:
         self.workers: dict[str, WorkerState] = {}
         for place, w in enumerate(plan.workers):
             roles = {kind: tuple(s.role for s in w.engines if s.kind == kind) for kind in ("rollout", "train", "function")}
-            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles, keeps_caches(w), place)
+            turns: dict[str, tuple[str, ...]] = {}
+            for s in w.engines if w.lease else ():
+                if s.kind != "function":
+                    turns[s.takes_turn] = (*turns.get(s.takes_turn, ()), s.role)
+            self.workers[w.name] = WorkerState(w.name, self.leases.get(w.lease), roles, turns, keeps_caches(w), place)
             if w.lease:
-                self.leases[w.lease].join(w.name, frozenset(slot.kind for slot in w.engines))
+                self.leases[w.lease].join(w.name, turns)
         self.tasks = Tasks(self.workers)
         self.may_keep = False
         """Some generation lets weights change under its samples."""

@@ -11,6 +11,7 @@ was lost it is not done any more.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from m2flow.macro.graph import Call, Granularity
 from m2flow.micro import messages as m
@@ -29,7 +30,7 @@ class FunctionDesk:
         self._last: dict[str, CallState] = {}
         """Worker -> the call of its last task."""
 
-    def offer(self, worker: WorkerState) -> Offer | None:
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """The next task that this worker could have."""
         state = self._board.functions.first(worker)
         return None if state is None else lambda: self._start(worker, state)

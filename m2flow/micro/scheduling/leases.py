@@ -1,15 +1,27 @@
-"""Leases: which kind of engine has the devices that rollout and training take turns with, and how they change hands.
+"""Leases: whose turn it is with devices that several engines share, and how they change hands.
 
-Workers whose engines lie on the same devices share a lease: one process with both kinds, or at scale many (each rollout instance, and
-the trainer). A lease has one owner kind; engines of that kind may work, on all of its workers. It moves as a whole, when nothing runs
-on any of them, and in two turns, since the devices can't hold both: workers that only leave go first, and when they have answered,
-those to which something comes. Pure: told what was answered, it says whom to tell next.
+Workers whose engines lie on the same devices share a lease: one process with all of them, or at scale many (each rollout instance, and
+the trainers). There is a turn for rollout, one for training, and one more for each trainer that the devices can't hold beside the
+others; engines whose turn it is may work, on all workers of the lease. It moves as a whole, when nothing runs on any of them, and in two
+steps, since the devices can't hold both: workers that only leave go first, and when they have answered, those to which something
+comes. Pure: told what was answered, it says whom to tell next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterable, Sequence
+from typing import Literal, final
+
+ROLLOUT = "rollout"
+
+
+def kind_of(turn: str) -> Literal["rollout", "train"]:
+    """Which engines work in a turn.
+
+    >>> kind_of("rollout"), kind_of("train"), kind_of("train critic")
+    ('rollout', 'train', 'train')
+    """
+    return "rollout" if turn == ROLLOUT else "train"
 
 
 @final
@@ -18,27 +30,32 @@ class Lease:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.owner = "rollout"
+        self.owner = ROLLOUT
         self.num_tasks = 0
         """Of all its workers."""
-        self._kinds: dict[str, frozenset[str]] = {}
-        """Worker -> the kinds of engines that it has."""
+        self._turns = {ROLLOUT: None}
+        """In the order in which they come round."""
+        self._of_worker: dict[str, tuple[str, ...]] = {}
+        """Worker -> the turns of its engines."""
         self._moving_to = ""
         self._asked: set[str] = set()
         self._asked_next: tuple[str, ...] = ()
 
-    def join(self, worker: str, kinds: frozenset[str]) -> None:
+    def join(self, worker: str, turns: Iterable[str]) -> None:
         """A worker has engines on these devices."""
-        self._kinds[worker] = kinds
+        self._of_worker[worker] = tuple(turns)
+        self._turns.update(dict.fromkeys(self._of_worker[worker]))
 
     @property
     def workers(self) -> Sequence[str]:
-        return tuple(self._kinds)
+        return tuple(self._of_worker)
 
     @property
-    def other(self) -> str:
-        """The kind that does not have the devices."""
-        return "train" if self.owner == "rollout" else "rollout"
+    def others(self) -> Sequence[str]:
+        """The turns that may come next, those after the owner's first: none is passed over for ever."""
+        turns = list(self._turns)
+        at = turns.index(self.owner)
+        return turns[at + 1 :] + turns[:at]
 
     @property
     def is_idle(self) -> bool:
@@ -48,24 +65,26 @@ class Lease:
     def is_moving(self) -> bool:
         return bool(self._moving_to)
 
-    def is_of(self, kind: str) -> bool:
-        """Whether engines of this kind may work now."""
-        return self.owner == kind and not self._moving_to
+    @property
+    def turn(self) -> str:
+        """Whose engines may work now; empty while the devices change hands."""
+        return "" if self._moving_to else self.owner
 
-    def move(self) -> Sequence[str]:
-        """Begin to hand the devices to the other kind; the workers to tell now."""
+    def move(self, to: str) -> Sequence[str]:
+        """Begin to hand the devices to another turn; the workers to tell now."""
         assert not self.is_moving
         assert self.is_idle
-        self._moving_to = self.other
-        coming = tuple(worker for worker, kinds in self._kinds.items() if self._moving_to in kinds)
-        leaving = tuple(worker for worker, kinds in self._kinds.items() if self.owner in kinds and worker not in coming)
+        assert to != self.owner
+        self._moving_to = to
+        coming = tuple(worker for worker, turns in self._of_worker.items() if to in turns)
+        leaving = tuple(worker for worker, turns in self._of_worker.items() if self.owner in turns and worker not in coming)
         first, self._asked_next = (leaving, coming) if leaving else (coming, ())
         self._asked = set(first)
         return first
 
     @property
     def moving_to(self) -> str:
-        """The kind that is about to have the devices; empty if they stay."""
+        """The turn that is about to begin; empty if none is."""
         return self._moving_to
 
     def is_asked(self, worker: str) -> bool:
@@ -74,7 +93,7 @@ class Lease:
 
     def left(self, worker: str) -> Sequence[str]:
         """A worker is gone; the workers to tell now."""
-        self._kinds.pop(worker, None)
+        self._of_worker.pop(worker, None)
         self._asked_next = tuple(name for name in self._asked_next if name != worker)
         return self.answered(worker) if worker in self._asked else ()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from m2flow.channels.weights import Manifest
 from m2flow.macro.late import keeps_cache
@@ -45,9 +45,9 @@ class RolloutDesk:
         self._loading: set[tuple[str, str]] = set()
         """Worker and role whose engine is told to take weights."""
 
-    def offer(self, worker: WorkerState) -> Offer | None:
-        """The next thing that this worker's rollout engines could do."""
-        for role in worker.roles["rollout"]:
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """The next thing that this worker's rollout engines of these roles could do."""
+        for role in roles:
             found = self._offer_role(worker, role)
             if found is not None:
                 return found
@@ -59,9 +59,9 @@ class RolloutDesk:
             return True  # Who comes back has to take them first.
         return self._oldest(reader.call.role) < window(reader.call)[0]
 
-    def publish_offer(self, worker: WorkerState) -> Offer | None:
-        """What this worker's trainer could lay into shared memory for others that wait for it."""
-        for role in worker.roles["train"]:
+    def publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """What this worker's trainers of these roles could lay into shared memory for others that wait for it."""
+        for role in roles:
             if not self._board.waking.has_others("rollout", role, worker):
                 continue
             version = self._awaited(role)

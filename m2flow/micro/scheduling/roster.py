@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from m2flow.micro import messages as m
-from m2flow.micro.scheduling.leases import Lease
+from m2flow.micro.scheduling.leases import Lease, kind_of
 
 if TYPE_CHECKING:
     from m2flow.micro.scheduling.tracking import CallState
@@ -39,6 +39,8 @@ class WorkerState:
     """What it shares its device by, if it does."""
     roles: dict[str, tuple[str, ...]]
     """Kind of engine -> roles whose engine is here."""
+    turns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Turn of the lease -> roles whose engine works in it here."""
     keeps_caches: frozenset[str] = frozenset()
     """Roles whose rollout engine here can take new weights under running requests."""
     place: int = 0
@@ -59,6 +61,12 @@ class WorkerState:
     """How often it was started again."""
     states: set[str] = field(default_factory=set)
     """Roles of the user's whose state calls have made here."""
+
+    def roles_at(self, turn: str | None, kind: str) -> tuple[str, ...]:
+        """Roles whose engine of a kind may work here in a turn of the lease; without one, all."""
+        if turn is None or kind == "function":
+            return self.roles[kind]
+        return self.turns.get(turn, ()) if turn and kind_of(turn) == kind else ()
 
     @property
     def tag(self) -> str:

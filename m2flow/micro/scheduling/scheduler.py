@@ -9,7 +9,7 @@ next; this file turns events into state, and lets the desks speak, lease by leas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from m2flow.errors import error_from_record
@@ -41,7 +41,7 @@ from m2flow.micro.scheduling.events import (
     WorkerLost,
 )
 from m2flow.micro.scheduling.function_desk import FunctionDesk
-from m2flow.micro.scheduling.leases import Lease
+from m2flow.micro.scheduling.leases import ROLLOUT, Lease, kind_of
 from m2flow.micro.scheduling.losing import join, lose
 from m2flow.micro.scheduling.relaxed import NOTHING, Relaxed
 from m2flow.micro.scheduling.restoring import written_down
@@ -53,9 +53,9 @@ from m2flow.micro.scheduling.waiting import Wait, waits_of
 
 
 class Desk(Protocol):
-    """Says what a worker could do next, of one kind of work."""
+    """Says what a worker could do next, of one kind of work, for roles whose engines may work."""
 
-    def offer(self, worker: WorkerState) -> Offer | None: ...
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None: ...
 
 
 class Scheduler:
@@ -296,9 +296,9 @@ class Scheduler:
         self._credits.joined(worker.name)
         lease = worker.lease
         if lease is not None and worker.name not in lease.workers:
-            lease.join(worker.name, frozenset(kind for kind, roles in worker.roles.items() if roles))
+            lease.join(worker.name, worker.turns)
             to = lease.moving_to or lease.owner
-            if to != "rollout":
+            if to != ROLLOUT:
                 self._tell_to_switch((worker.name,), to)
 
     def _free_room(self) -> None:
@@ -360,27 +360,35 @@ class Scheduler:
             offer()
 
     def _offer(self, worker: WorkerState) -> Offer | None:
-        """The next thing that a worker could do: of all that it hosts, or of the kind that has its lease."""
+        """The next thing that a worker could do: of all that it hosts, or of what has its lease."""
         if worker.is_lost:
             return None
+        turn = worker.lease.turn if worker.lease is not None else None
         for kind, desk in self._desks_of[worker.place]:
-            if kind == "function" or worker.lease is None or worker.lease.is_of(kind):
-                offer = desk.offer(worker)
+            roles = worker.roles_at(turn, kind)
+            if roles:
+                offer = desk.offer(worker, roles)
                 if offer is not None:
                     return offer
         return None
 
     def _hand_over(self, lease: Lease) -> None:
-        """When the owner has no task in hand and none to begin, the lease goes to the other kind if that has."""
-        if lease.is_idle and self._should_move(lease):
-            to = lease.other
-            self._tell_to_switch(lease.move(), to)
+        """When the owner has no task in hand and none to begin, the lease goes to the next turn that has."""
+        to = self._next_turn(lease)
+        if to:
+            self._tell_to_switch(lease.move(to), to)
 
-    def _should_move(self, lease: Lease) -> bool:
-        to = lease.other
-        workers = (self._board.workers[name] for name in lease.workers)
-        is_free = lease.is_idle and not lease.is_moving
-        return is_free and any(worker.roles[to] and self._desks[to].offer(worker) is not None for worker in workers)
+    def _next_turn(self, lease: Lease) -> str:
+        """Empty: it stays where it is."""
+        if not lease.is_idle or lease.is_moving:
+            return ""
+        workers = [self._board.workers[name] for name in lease.workers]
+        return next((turn for turn in lease.others if any(self._has_work(worker, turn) for worker in workers)), "")
+
+    def _has_work(self, worker: WorkerState, turn: str) -> bool:
+        kind = kind_of(turn)
+        roles = worker.roles_at(turn, kind)
+        return bool(roles) and self._desks[kind].offer(worker, roles) is not None
 
     def _tell_to_switch(self, workers: Iterable[str], to: str) -> None:
         for name in workers:

@@ -8,7 +8,7 @@ will do, and log-probabilities and copies are done.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from m2flow.micro import messages as m
 from m2flow.micro.scheduling.board import Board
@@ -31,25 +31,25 @@ class TrainDesk:
         self._rollout = rollout
         self.saves = Saves()
 
-    def offer(self, worker: WorkerState) -> Offer | None:
-        """The next thing that this worker's train engines could do."""
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """The next thing that this worker's train engines of these roles could do."""
         if worker.num_tasks["train"] >= _MAX_QUEUED:
             return None
-        publish = self._rollout.publish_offer(worker)
+        publish = self._rollout.publish_offer(worker, roles)
         if publish is not None:
             return publish
-        save = self._save_offer(worker)
+        save = self._save_offer(worker, roles)
         if save is not None:
             return save
-        for state in self._started(worker):
+        for state in self._started(roles):
             found = self._offer_call(worker, state)
             if found is not None:
                 return found
         return None
 
-    def _save_offer(self, worker: WorkerState) -> Offer | None:
+    def _save_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """What this worker has to save for a checkpoint, and holds."""
-        for role in worker.roles["train"]:
+        for role in roles:
             due = self.saves.first(role)
             if due is not None and self._board.versions.trained(role) == due.version:
                 return lambda role=role: self._save(worker, role)  # type: ignore[misc]
@@ -58,9 +58,9 @@ class TrainDesk:
     def _save(self, worker: WorkerState, role: str) -> None:
         self._board.start(worker, "train", self.saves.begin(role, self._board.next_task()))
 
-    def _started(self, worker: WorkerState) -> Iterable[CallState]:
-        """The calls of this worker's roles that wait for nothing, in program order."""
-        lists = [self._board.open.started("train", role) for role in worker.roles["train"]]
+    def _started(self, roles: Sequence[str]) -> Iterable[CallState]:
+        """The calls of these roles that wait for nothing, in program order."""
+        lists = [self._board.open.started("train", role) for role in roles]
         return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda state: state.call.ordinal)
 
     def _offer_call(self, worker: WorkerState, state: CallState) -> Offer | None:

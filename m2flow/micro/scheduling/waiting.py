@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from m2flow.micro.scheduling.credits import Credits
+from m2flow.micro.scheduling.leases import kind_of
 
 if TYPE_CHECKING:
     from m2flow.micro.scheduling.board import Board
@@ -91,12 +92,15 @@ def _of_leases(who: str, state: CallState, board: Board) -> list[Wait]:
         return []
     waits = []
     for name in state.stage.workers:
-        lease = board.workers[name].lease
-        if lease is not None and not lease.is_of(state.call.engine):
+        worker = board.workers[name]
+        lease = worker.lease
+        if lease is not None and state.call.role not in worker.roles_at(lease.turn, state.call.engine):
             place = f"the lease {lease.name}"
             waits.append(Wait(who, place, f"which {lease.owner} has"))
             owners = [
-                other for other in board.active.values() if other.call.engine == lease.owner and set(other.tasks_at) & set(lease.workers)
+                other
+                for other in board.active.values()
+                if other.call.engine == kind_of(lease.owner) and set(other.tasks_at) & set(lease.workers)
             ]
             waits += [Wait(place, name_of(owner), "to end its tasks there", True) for owner in owners]
     return waits

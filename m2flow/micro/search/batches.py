@@ -39,7 +39,7 @@ class Draws(Protocol):
 
     def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> npt.NDArray[np.int64]: ...
 
-    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0) -> npt.NDArray[np.int64]: ...
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class Batch:
         num_draws = max(1, min(_MOST_DRAWS, _ENOUGH_SAMPLES // max(1, call.num_samples)))
         shape = call.num_prompts, call.num_per_prompt
         self.draws = tuple(
-            Draw(_cut(lengths.draw(*shape, seed, step=step), limit), lengths.draw_prompts(call.num_prompts, seed, step=step))
+            Draw(_cut(lengths.draw(*shape, seed, step=step), limit), lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]))
             for step in range(num_draws)
         )
         self.num_samples = call.num_samples

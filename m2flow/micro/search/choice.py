@@ -31,6 +31,8 @@ class Seat(msgspec.Struct, frozen=True):
     lease: str = ""
     """Seats with the same lease take turns with their devices; empty if no other has any of them."""
     mode: Literal["time-shared", "split"] = "split"
+    is_swapped: bool = False
+    """Between its calls all that it keeps is in the host's memory, and its devices are free for others."""
 
     @property
     def devices(self) -> range:

@@ -77,6 +77,7 @@ def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
             footprint=leaf.option.footprint,
             lease=leases.get(leaf.engine, ""),
             mode="time-shared" if leaf.engine in leases else "split",
+            is_swapped=leaf.option.is_swapped,
         )
         for leaf in leaves
     )

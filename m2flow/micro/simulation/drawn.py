@@ -104,4 +104,4 @@ class Drawn:
                 return found.prompts, found.responses.reshape(num_prompts, n)
         self.num_drawn += 1
         seed = self._seed if number == 0 else keyed_bits(self._seed, number) >> 1
-        return self._lengths.draw_prompts(num_prompts, seed, step=step), self._lengths.draw(num_prompts, n, seed, step=step)
+        return self._lengths.draw_prompts(num_prompts, seed, step=step, n=n), self._lengths.draw(num_prompts, n, seed, step=step)

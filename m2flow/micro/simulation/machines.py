@@ -44,7 +44,9 @@ class Hosted:
     leave_s: float
     come_s: float
     is_resident: bool
-    """It stays on the devices while the other kind works."""
+    """It stays on the devices while others work."""
+    turn: str = ""
+    """Of the lease, in which it works."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,15 @@ class Machine:
     def num_devices(self) -> int:
         return self.place.num_devices if self.place else 0
 
-    def switch_s(self, to: str) -> float:
-        """Those of the other kind leave, those of this kind come."""
-        leaving = sum(hosted.leave_s for hosted in self.engines if hosted.engine.kind != to)
-        return leaving + sum(hosted.come_s for hosted in self.engines if hosted.engine.kind == to)
+    def switch_s(self, turn: str, to: str) -> float:
+        """The engines of one turn leave, those of another come."""
+        leaving = sum(hosted.leave_s for hosted in self.engines if hosted.turn == turn)
+        return leaving + sum(hosted.come_s for hosted in self.engines if hosted.turn == to)
 
-    def resident_bytes(self, owner: str) -> int:
-        """On each device, while engines of this kind work."""
+    def resident_bytes(self, turn: str) -> int:
+        """On each device, while the engines of a turn work."""
         return sum(
-            hosted.footprint.device_bytes if hosted.engine.kind == owner else hosted.footprint.kept_bytes * hosted.is_resident
+            hosted.footprint.device_bytes if hosted.turn == turn else hosted.footprint.kept_bytes * hosted.is_resident
             for hosted in self.engines
         )
 
@@ -99,11 +101,14 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     for worker in plan.workers:
         found = seats[worker.name]
         hosted = []
+        turns = {(slot.role, slot.kind): slot.takes_turn for slot in worker.engines}
         for seat in found:
             footprint = seat.footprint if plan.choice is not None else costs.footprint(seat.engine, seat.pool, seat.layout)
             switch = costs.switch(seat.engine, seat.pool, footprint)
-            leave_s, come_s = (0.0, 0.0) if switch.is_resident else (switch.leave_s, switch.come_s)
-            hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, switch.is_resident))
+            is_resident = not seat.is_swapped if plan.choice is not None else switch.is_resident
+            leave_s, come_s = (0.0, 0.0) if is_resident else (switch.leave_s, switch.come_s)
+            turn = turns[seat.engine.role, seat.engine.kind]
+            hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, is_resident, turn))
         syncs = {}
         for seat in found:
             role = seat.engine.role

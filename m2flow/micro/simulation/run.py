@@ -42,6 +42,7 @@ from m2flow.micro.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
+from m2flow.micro.scheduling.leases import ROLLOUT, kind_of
 from m2flow.micro.scheduling.relaxed import Relaxed
 from m2flow.micro.scheduling.roster import tag_of, worker_of
 from m2flow.micro.scheduling.scheduler import Scheduler
@@ -183,7 +184,7 @@ class Simulation:
         self._switching: Counter[str] = Counter()
         self._periods, self._period_of, self._open = _periods(program)
         self._at = 0
-        self._owners = {machine.lease: "rollout" for machine in machines.values() if machine.lease}
+        self._owners = {machine.lease: ROLLOUT for machine in machines.values() if machine.lease}
 
     def run(self) -> History:
         """To the end of the program.
@@ -272,7 +273,7 @@ class Simulation:
                 self._change_lease(lease, self._usage.end)
                 for name, machine in self._machines.items():
                     if machine.lease == lease:
-                        self._usage.owned(name, task.to)
+                        self._usage.owned(name, kind_of(task.to))
                 self._note_memory()
             return
         if isinstance(task, m.LoadWeights):

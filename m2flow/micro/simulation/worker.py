@@ -16,6 +16,7 @@ from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.costs.terms import FunctionCost, TrainCost
 from m2flow.micro.record.decisions import Stretch
+from m2flow.micro.scheduling.leases import ROLLOUT
 from m2flow.micro.scheduling.roster import worker_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.simulation.clock import Clock
@@ -95,6 +96,8 @@ class VirtualWorker:
         self._num_begun = 0
         self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
         self._alarm = 0
+        self._turn = ROLLOUT
+        """Of its lease, that has the devices here."""
         self._held: dict[str, int] = {}
         self._finished: list[Life] = []
         """Samples that wait for others, to leave together."""
@@ -107,7 +110,7 @@ class VirtualWorker:
             m.PublishWeights: lambda task: 0.0,
             m.LoadWeights: lambda task: machine.sync_s.get(task.role, 0.0),  # type: ignore[attr-defined]
             m.Save: lambda task: 0.0,
-            m.Switch: lambda task: machine.switch_s(task.to),  # type: ignore[attr-defined]
+            m.Switch: lambda task: machine.switch_s(self._turn, task.to),  # type: ignore[attr-defined]
         }
 
     def told(self, message: m.ToWorker) -> None:
@@ -164,6 +167,7 @@ class VirtualWorker:
     def come_back(self) -> None:
         """A new process, which has nothing."""
         self.is_lost = False
+        self._turn = ROLLOUT
         self._held.clear()
         self._finished.clear()
 
@@ -224,6 +228,8 @@ class VirtualWorker:
             result = {}
         if isinstance(task, m.LoadWeights):
             self._held[task.role] = task.version
+        if isinstance(task, m.Switch):
+            self._turn = task.to
         if isinstance(task, m.PublishWeights):
             manifest = Manifest(f"{task.role}-{task.version}", 0, ())
         around.ended(self.name, task)
@@ -268,7 +274,7 @@ class VirtualWorker:
             return 0.0
         hands = [cost.task_s] * (1 if call.writes else cost.concurrency)
         for unit in self._units(call, task.ids):
-            took_s = quantile_s(cost, self._around.drawn.uniform("latency", call.role, call.method, min(unit, default=0)))
+            took_s = cost.at(self._around.drawn.uniform("latency", call.role, call.method, min(unit, default=0)))
             heapq.heapreplace(hands, hands[0] + took_s)
         return max(hands)
 
@@ -481,17 +487,3 @@ class VirtualWorker:
             around.say(self.name, m.TaskDone(task.number))
         self._set_alarm()
         self._wake()
-
-
-def quantile_s(cost: FunctionCost, share: float) -> float:
-    """The latency at a share of the distribution, which is linear between its quantiles.
-
-    >>> quantile_s(FunctionCost((1.0, 2.0, 4.0)), 0.75)
-    3.0
-    """
-    quantiles = cost.quantiles_s
-    position = share * (len(quantiles) - 1)
-    low = min(int(position), len(quantiles) - 2) if len(quantiles) > 1 else 0
-    if len(quantiles) == 1:
-        return quantiles[0]
-    return quantiles[low] + (position - low) * (quantiles[low + 1] - quantiles[low])

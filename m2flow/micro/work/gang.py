@@ -44,7 +44,7 @@ _MOURNS_S = 30.0
 _T = TypeVar("_T")
 
 MakeTrain = Callable[[EngineSlot, Model, EngineSettings], TrainEngine]
-Plain = Literal["start", "stop", "onload", "offload", "discard", "weights"]
+Plain = Literal["start", "stop", "onload", "offload", "rest", "discard", "weights"]
 Computed = Literal["logprobs", "values", "scores"]
 
 
@@ -284,6 +284,9 @@ class GangTrain(TrainEngine):
 
     def offload(self) -> None:
         self._gang.together(Do(self._role, "offload"), self._own.offload)
+
+    def rest(self) -> None:
+        self._gang.together(Do(self._role, "rest"), self._own.rest)
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         is_new = objective.loss is not self._last_loss

@@ -32,6 +32,7 @@ from m2flow.macro.sites import is_of_user
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.checkpoints import seal
 from m2flow.micro.record.decisions import stretches_of
+from m2flow.micro.scheduling.leases import ROLLOUT
 from m2flow.micro.scheduling.staleness import check_admission, check_given
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.arguments import Arguments
@@ -85,8 +86,16 @@ class Workbench:
         worker: str = "",
         weights: WeightSettings = WeightSettings(),  # noqa: B008
         make_train: MakeTrain = make_own_train,
+        takes_turns: bool = False,
     ) -> None:
+        """
+        Args:
+            takes_turns: the engines share their devices with others, of this process or of others, which have them first: those that train
+                begin away from them.
+        """
         self._slots = tuple(slots)
+        self._takes_turns = takes_turns
+        self._turn = ROLLOUT
         self._models = models
         self._settings = settings
         self._make_train = make_train
@@ -111,8 +120,8 @@ class Workbench:
         self._syncing = WeightSyncing(worker, shared_prefix, models, weights, recorder)
 
     def open(self) -> None:
-        """Load every engine."""
-        for slot in self._slots:
+        """Load every engine. Of those that take turns, what leaves the devices again comes first."""
+        for slot in sorted(self._slots, key=lambda slot: slot.kind != "train") if self._takes_turns else self._slots:
             if slot.kind == "function":
                 self._function = make_function(slot.engine, self._settings["function"])
                 self._function.start()
@@ -124,6 +133,8 @@ class Workbench:
                 self._train[slot.role].start()
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
+                if self._takes_turns:
+                    _leave(slot, self._train[slot.role])
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
@@ -367,7 +378,15 @@ class Workbench:
 
     def copy_weights(self, call: Call) -> None:
         """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own."""
-        self._engine(self._train, call.role).copy_from(self._engine(self._train, str(call.options["source"])))
+        source = str(call.options["source"])
+        taking, giving = self._engine(self._train, call.role), self._engine(self._train, source)
+        slot = self._slot("train", source)
+        is_away = self._takes_turns and slot.takes_turn != self._turn and not slot.stays
+        if is_away:
+            giving.onload()
+        taking.copy_from(giving)
+        if is_away:
+            giving.offload()
 
     def publish(self, role: str, version: int) -> Manifest:
         """Hand out a role's trained weights."""
@@ -398,13 +417,21 @@ class Workbench:
         self._syncing.take(role, version, kept, self._engine(self._rollout, role), under_requests=under_requests)
 
     def switch(self, to: str) -> None:
-        """Hand the device to the engines of the other kind."""
-        leaving, coming = (self._train, self._rollout) if to == "rollout" else (self._rollout, self._train)
+        """Hand the device to the engines of another turn."""
         with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
-            for engine in leaving.values():
-                engine.offload()
-            for engine in coming.values():
+            for slot, engine in self._of_turn(self._turn):
+                _leave(slot, engine)
+            for _, engine in self._of_turn(to):
                 engine.onload()
+        self._turn = to
+
+    def _of_turn(self, turn: str) -> Iterator[tuple[EngineSlot, Engine]]:
+        for slot in self._slots:
+            if slot.kind != "function" and slot.takes_turn == turn:
+                yield slot, self._engine(self._rollout, slot.role) if slot.kind == "rollout" else self._engine(self._train, slot.role)
+
+    def _slot(self, kind: str, role: str) -> EngineSlot:
+        return next(slot for slot in self._slots if (slot.kind, slot.role) == (kind, role))
 
     def save(self, role: str, path: str, *, seals: bool = False) -> str:
         """Write a role's model, and give the digest of its weights. With `seals`, as a part of a checkpoint."""
@@ -426,6 +453,14 @@ class Workbench:
         if role not in engines:
             raise InternalError(f"no engine of {role} is in this process; it has {', '.join(engines) or 'none'}")
         return engines[role]
+
+
+def _leave(slot: EngineSlot, engine: Engine) -> None:
+    """The devices are others' now."""
+    if slot.stays:
+        engine.rest()
+    else:
+        engine.offload()
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

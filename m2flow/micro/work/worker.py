@@ -93,6 +93,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """How many processes this worker was before."""
     gang: GangSettings = GangSettings()
     """Of a trainer with several ranks: which of them this process is."""
+    takes_turns: bool = False
+    """Its engines share their devices with others, of this process or of others."""
     claim: str = ""
     """The file that says what the run has on this host (`m2flow.micro.control.claims`)."""
 
@@ -137,6 +139,7 @@ class Worker:
             worker=settings.name,
             weights=settings.weights,
             make_train=make_train,
+            takes_turns=settings.takes_turns,
         )
         self._link = link
         self._inbox = inbox
