@@ -1,8 +1,9 @@
-"""Two trainers that share devices take turns with them too: in the plan, in the scheduler, in workers, in the simulator."""
+"""Two trainers, or two rollout engines, that share devices take turns with them too: in plan, scheduler, workers and simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import pytest
@@ -32,14 +33,20 @@ SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), tr
 EIGHT = ClusterSpec(name="eight", pools={"h100": PoolSpec(device="h100")})
 
 
-def own_turns(worker: WorkerPlan) -> WorkerPlan:
-    slots = [msgspec.structs.replace(s, turn=f"train {s.role}") if s.kind == "train" and worker.lease else s for s in worker.engines]
+def own_turns(worker: WorkerPlan, kinds: Sequence[str] = ("train",)) -> WorkerPlan:
+    slots = [msgspec.structs.replace(s, turn=f"{s.kind} {s.role}") if s.kind in kinds and worker.lease else s for s in worker.engines]
     return msgspec.structs.replace(worker, engines=tuple(slots))
 
 
 def in_one_process(plan: Plan) -> Plan:
     """Each trainer has a turn of its own."""
     return msgspec.structs.replace(plan, workers=tuple(map(own_turns, plan.workers))).verify()
+
+
+def all_apart(plan: Plan) -> Plan:
+    """Each engine has, those that generate too."""
+    workers = (own_turns(worker, ("train", "rollout")) for worker in plan.workers)
+    return msgspec.structs.replace(plan, workers=tuple(workers)).verify()
 
 
 def in_processes_of_their_own(of: Flow) -> Callable[[Plan], Plan]:
@@ -62,9 +69,10 @@ def in_processes_of_their_own(of: Flow) -> Callable[[Plan], Plan]:
 
 
 @pytest.mark.parametrize("order_seed", [0, 3, 8])
+@pytest.mark.parametrize("seated", [in_one_process, all_apart])
 @pytest.mark.parametrize("of", [ppo, duet, everything], ids=lambda of: of.name)
-def test_trainers_that_take_turns_give_the_eager_answer(of: Flow, order_seed: int) -> None:
-    assert run_planned(of, {}, SPEC, order_seed=order_seed, seated=in_one_process) == run_eager(of, {}, SPEC)
+def test_engines_that_take_turns_give_the_eager_answer(of: Flow, seated: Callable[[Plan], Plan], order_seed: int) -> None:
+    assert run_planned(of, {}, SPEC, order_seed=order_seed, seated=seated) == run_eager(of, {}, SPEC)
 
 
 @pytest.mark.parametrize("order_seed", [1, 2])
@@ -91,7 +99,7 @@ def test_no_two_trainers_are_on_the_devices_at_once(monkeypatch: pytest.MonkeyPa
     counted("offload", lambda engine: there.remove(engine) if engine in there else None)
     assert run_planned(duet, {}, SPEC, order_seed=4, seated=in_one_process).error == ""
     assert max(most) == 1
-    assert sum(a < b for a, b in zip(most, most[1:], strict=False)) > 2, "they came and went"
+    assert sum(a < b for a, b in itertools.pairwise(most)) > 2, "they came and went"
 
 
 def test_a_turn_that_waits_comes_before_one_that_was_there_last() -> None:
@@ -127,9 +135,9 @@ def _trainers(plan: Plan) -> list[EngineSlot]:
 POLICY, CRITIC, SAMPLES = EngineId("policy", "train"), EngineId("critic", "train"), EngineId("policy", "rollout")
 
 
-def turns_of(*seats: Seat) -> Mapping[str, tuple[str, bool]]:
+def turns_of(*seats: Seat, kind: str = "train") -> Mapping[str, tuple[str, bool]]:
     workers = seat_workers(choice(*seats), EIGHT, "cuda:0")
-    return {s.role: (s.takes_turn, s.stays) for worker in workers for s in worker.engines if s.kind == "train"}
+    return {s.role: (s.takes_turn, s.stays) for worker in workers for s in worker.engines if s.kind == kind}
 
 
 def swapped(*arguments: object) -> Seat:
@@ -147,6 +155,14 @@ def test_trainers_share_a_turn_only_where_the_devices_hold_them_both() -> None:
     assert side_by_side == {"policy": ("train", False), "critic": ("train", False)}
     over_each_other = turns_of(generates, seat(POLICY, 0, 8, whole, "L"), seat(CRITIC, 4, 4, half, "L"))
     assert over_each_other == {"policy": ("train policy", True), "critic": ("train critic", True)}
+
+
+def test_so_do_engines_that_generate() -> None:
+    judge, layout = EngineId("judge", "rollout"), Layout(tp=4, dp=2)
+    alike = turns_of(seat(SAMPLES, 0, 8, layout, "L"), seat(judge, 0, 8, layout, "L"), kind="rollout")
+    assert alike == {"policy": ("rollout", False), "judge": ("rollout", False)}
+    in_other_layouts = turns_of(seat(SAMPLES, 0, 8, layout, "L"), seat(judge, 0, 8, Layout(dp=8), "L"), kind="rollout")
+    assert in_other_layouts == {"policy": ("rollout policy", False), "judge": ("rollout judge", False)}
 
 
 def test_a_plan_says_the_turns_and_refuses_those_that_nobody_takes() -> None:

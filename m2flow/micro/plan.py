@@ -28,7 +28,7 @@ class EngineSlot(msgspec.Struct, frozen=True):
     engine: str
     """Its name in the registry."""
     turn: str = ""
-    """Of a trainer that does not share the turn of all trainers with its lease: the name of its own. Those with the same may work at
+    """Under a lease, of an engine that does not share the turn of all of its kind: the name of its own. Those with the same may work at
     once."""
     stays: bool = False
     """Of a trainer under a lease: what it keeps stays on its devices while others work there."""
@@ -202,10 +202,10 @@ class Plan(msgspec.Struct, frozen=True):
                 raise PlanError(f"{stage.call} has no token budget for its micro-batches")
         for worker in self.workers:
             for slot in worker.engines:
-                if slot.turn and (slot.kind != "train" or not slot.turn.startswith("train ") or not worker.lease):
+                if slot.turn and not (worker.lease and slot.turn.startswith(f"{slot.kind} ")):
                     raise PlanError(
                         f"{worker.name}: the {slot.kind} engine of {slot.role} has the turn {slot.turn!r}",
-                        now=f"Only trainers of workers with a lease have turns of their own, and names for them like 'train {slot.role}'.",
+                        now=f"Only engines of workers with a lease have turns of their own, with names like '{slot.kind} {slot.role}'.",
                     )
                 if slot.stays and slot.kind != "train":
                     raise PlanError(

@@ -5,7 +5,7 @@
 A rollout seat of n replicas is n workers; a trainer is one worker, however many devices it has, since its ranks work as one. Engines
 of one kind on the same devices in the same layout share a worker. An engine that generates and one that trains share a worker too
 if they take turns with a single device, so that samples and weights need not leave the process; on more devices than one they are
-processes of their own, which take turns by the lease. Trainers have one turn together, unless their devices can't hold them both.
+processes of their own, which take turns by the lease. All engines of a kind have one turn, unless their devices can't hold them at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
     for seat in choice.seats:
         engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
         for place in _replicas(seat):
-            stays = seat.engine.kind == "train" and bool(seat.lease) and not seat.is_swapped
+            stays = seat.engine.kind == "train" and bool(seat.lease) and not seat.is_swapped  # Caches of what samples always leave.
             slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turns.get(seat.engine, ""), stays)
             slots.setdefault((seat.engine.kind, place, seat.lease), []).append(slot)
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
@@ -61,28 +61,28 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
 
 
 def _turns(seats: tuple[Seat, ...]) -> dict[EngineId, str]:
-    """The turns of trainers that can't work on their devices while all others of their lease do; nothing for those that can."""
-    of_lease: dict[str, dict[EngineId, Seat]] = {}
+    """The turns of engines that can't work on their devices while all others of their kind and lease do; nothing for those that can."""
+    alike: dict[tuple[str, str], dict[EngineId, Seat]] = {}
     for seat in seats:
-        if seat.lease and seat.engine.kind == "train":
-            of_lease.setdefault(seat.lease, {})[seat.engine] = seat
+        if seat.lease:
+            alike.setdefault((seat.lease, seat.engine.kind), {})[seat.engine] = seat
     found = {}
-    for trainers in of_lease.values():
+    for (_, kind), seat_of in alike.items():
         groups: list[list[Seat]] = []
-        for seat in trainers.values():
+        for seat in seat_of.values():
             group = next((group for group in groups if all(_may_share_a_turn(seat, other) for other in group)), None)
             groups += [[seat]] if group is None else []
             if group is not None:
                 group.append(seat)
         for group in groups if len(groups) > 1 else ():
-            found.update({seat.engine: f"train {', '.join(other.engine.role for other in group)}" for seat in group})
+            found.update({seat.engine: f"{kind} {', '.join(other.engine.role for other in group)}" for seat in group})
     return found
 
 
 def _may_share_a_turn(one: Seat, other: Seat) -> bool:
     """Without a common device; or in one process, which does one thing at a time, where the devices hold both."""
     is_apart = one.pool != other.pool or one.devices.stop <= other.first_device or other.devices.stop <= one.first_device
-    return is_apart or (one.devices == other.devices and not one.is_swapped and not other.is_swapped)
+    return is_apart or (_replicas(one) == _replicas(other) and not one.is_swapped and not other.is_swapped)
 
 
 def _ranks(place: _Place, spec: ClusterSpec) -> int:

@@ -1,8 +1,8 @@
 """Leases: whose turn it is with devices that several engines share, and how they change hands.
 
 Workers whose engines lie on the same devices share a lease: one process with all of them, or at scale many (each rollout instance, and
-the trainers). There is a turn for rollout, one for training, and one more for each trainer that the devices can't hold beside the
-others; engines whose turn it is may work, on all workers of the lease. It moves as a whole, when nothing runs on any of them, and in two
+the trainers). There is a turn for rollout, one for training, and one more for each engine that the devices can't hold beside the others of
+its kind; engines whose turn it is may work, on all workers of the lease. It moves as a whole, when nothing runs on any of them, and in two
 steps, since the devices can't hold both: workers that only leave go first, and when they have answered, those to which something
 comes. Pure: told what was answered, it says whom to tell next.
 """
@@ -18,15 +18,15 @@ ROLLOUT = "rollout"
 def kind_of(turn: str) -> Literal["rollout", "train"]:
     """Which engines work in a turn.
 
-    >>> kind_of("rollout"), kind_of("train"), kind_of("train critic")
-    ('rollout', 'train', 'train')
+    >>> kind_of("rollout"), kind_of("rollout judge"), kind_of("train"), kind_of("train critic")
+    ('rollout', 'rollout', 'train', 'train')
     """
-    return "rollout" if turn == ROLLOUT else "train"
+    return "rollout" if turn.partition(" ")[0] == ROLLOUT else "train"
 
 
 @final
 class Lease:
-    """The turns of one set of devices. Rollout has the first."""
+    """The turns of one set of devices. The first is that of all rollout."""
 
     def __init__(self, name: str) -> None:
         self.name = name

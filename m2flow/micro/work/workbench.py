@@ -90,8 +90,8 @@ class Workbench:
     ) -> None:
         """
         Args:
-            takes_turns: the engines share their devices with others, of this process or of others, which have them first: those that train
-                begin away from them.
+            takes_turns: the engines share their devices with others, of this process or of others. The first turn is rollout's: all others
+                begin away from the devices.
         """
         self._slots = tuple(slots)
         self._takes_turns = takes_turns
@@ -121,7 +121,7 @@ class Workbench:
 
     def open(self) -> None:
         """Load every engine. Of those that take turns, what leaves the devices again comes first."""
-        for slot in sorted(self._slots, key=lambda slot: slot.kind != "train") if self._takes_turns else self._slots:
+        for slot in sorted(self._slots, key=lambda slot: slot.takes_turn == ROLLOUT) if self._takes_turns else self._slots:
             if slot.kind == "function":
                 self._function = make_function(slot.engine, self._settings["function"])
                 self._function.start()
@@ -133,8 +133,8 @@ class Workbench:
                 self._train[slot.role].start()
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
-                if self._takes_turns:
-                    _leave(slot, self._train[slot.role])
+            if self._takes_turns and slot.kind != "function" and slot.takes_turn != ROLLOUT:
+                _leave(slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
