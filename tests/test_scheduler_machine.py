@@ -23,7 +23,7 @@ from m2flow.micro.scheduling.board import Board
 from m2flow.micro.scheduling.carrying import Lines
 from m2flow.micro.scheduling.events import FromWorker
 from m2flow.micro.scheduling.leases import Lease
-from m2flow.micro.scheduling.roster import TaskState
+from m2flow.micro.scheduling.roster import TaskState, WorkerState
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.tasks import Tasks
 from m2flow.micro.scheduling.tracking import CallState
@@ -131,7 +131,7 @@ def any_version_will_do(patch: Patch) -> None:
 
 
 def a_lease_is_everybodys(patch: Patch) -> None:
-    patch.setattr(Lease, "is_of", lambda self, kind: True)
+    patch.setattr(WorkerState, "roles_at", lambda self, turn, kind: self.roles[kind])
 
 
 def a_lease_moves_while_somebody_works(patch: Patch) -> None:

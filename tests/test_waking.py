@@ -40,7 +40,7 @@ def all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             if self._offer(worker) is not None:
                 raise NotAsked(f"{worker.name}, after {event!r:.200}")
         for lease in self._board.leases.values():
-            if self._should_move(lease):
+            if self._next_turn(lease):
                 raise NotAsked(f"{lease.name}, after {event!r:.200}")
         return commands
 
