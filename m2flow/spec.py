@@ -121,6 +121,16 @@ class WeightsSpec(_Strict):
     """Send only values that changed, over `broadcast` and `file`: where it is measured to take less time, never, or always."""
     bucket_mib: int = Field(16, ge=1, le=1024)
     """Of `broadcast` and `file`: each side has two buffers of this size."""
+    probe: Literal["first", "always", "never"] = "first"
+    """Which weights a rollout engine proves, by the log-probabilities of a few sequences beside the trainer's."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Mean absolute difference of a token in a probe that is allowed, in nats; by default 0.001 in float32, 0.03 in float16, 0.15 in
+    bfloat16."""
+    warn_above: float | None = Field(0.1, gt=0)
+    """A warning where an update's tokens, sampled with the very weights that it begins with, have log-probabilities of trainer and rollout
+    that differ by more than this on average, in nats (`rollout_diff/mean` of the metrics). None: no warning."""
+    stop_above: float | None = Field(None, gt=0)
+    """The same, and the run ends before the weights are changed."""
 
 
 class RaySpec(_Strict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,9 +22,12 @@ from test_train_engines import SMALL, write_model
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded_rollout import EmbeddedRollout
 from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.hf_model import load_model
 from m2flow.engines.sglang import SglangRollout
 from m2flow.errors import EngineError
 from m2flow.micro.record.ledger import read_samples
+from m2flow.micro.work.proving import Checks, Proving
+from m2flow.observe.recorder import Recorder
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Batch, Ragged
 from m2flow.testing.rollout_cases import Factory, drain, generate, make_request, started
@@ -100,6 +104,31 @@ def test_samples_and_logprobs_are_those_of_the_embedded_engines(model: Model, ur
             parted = np.flatnonzero(sample.tokens[: len(other.tokens)] != other.tokens[: len(sample.tokens)])
             if len(parted):
                 assert abs(sample.logprobs[parted[0]] - other.logprobs[parted[0]]) < 1e-4
+
+
+def test_a_server_that_holds_other_weights_than_its_files_is_found_out(model: Model, urls: list[str], tmp_path: Path) -> None:
+    """Checksums are of the files that the server is given; what it made of them only its own log-probabilities say."""
+    trainer = EmbeddedTrain(model, EngineSettings())
+    trainer.start()
+    probe = Proving({"policy": model}, Checks(), Recorder("x"), published=frozenset({"policy"}))
+    tokens = Ragged.of([np.arange(2, 14), np.arange(13, 3, -1)], np.int32)
+    probe.notice("policy", Batch(np.array([0, 1]), {"tokens": tokens}), is_sampled_here=False)
+    probe.updated("policy", 1, trainer)
+    with started(lambda settings: SglangRollout(model, replace(settings, options={"url": urls[0]}))) as engine:
+        assert isinstance(engine, SglangRollout)
+        engine.load_weights(trainer.weights(), 1)
+        said = probe.probe("policy", 1)
+        probe.prove("policy", said, engine)
+        again = Proving({"policy": model}, Checks(), Recorder("x"), published=frozenset())
+        shutil.copytree(model.path, tmp_path / "other")
+        other = load_model(Model(str(tmp_path / "other"), "random", seed=5), device="cpu", attention="eager")
+        other.save_pretrained(str(tmp_path / "other"))
+        answer = engine._call("/update_weights_from_disk", {"model_path": str(tmp_path / "other"), "weight_version": "1"})
+        assert answer["success"]
+        assert all(bool((tensor == dict(trainer.weights())[name]).all()) for name, tensor in engine.weights())
+        with pytest.raises(EngineError, match="do not compute the same"):
+            again.prove("policy", said, engine)
+    trainer.stop()
 
 
 def servers() -> set[psutil.Process]:

@@ -87,6 +87,8 @@ def test_real_processes_train_the_same_model_over_any_transport(engine: str, tra
     assert {(span.track.partition("/")[0], span.attributes["version"]) for span in loads} >= {
         (worker, version) for worker in ("rollout-0", "rollout-1") for version in (1, 2)
     }
+    proved = [span for span in read_spans(run_dir) if span.name == "rollout.probe"]
+    assert {span.track.partition("/")[0] for span in proved} == {"rollout-0", "rollout-1"}
     published = [span for span in read_spans(run_dir) if span.name == "weights.publish"]
     for span in loads + published:
         assert transport in str(span.attributes["transport"])

@@ -78,6 +78,10 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
     if summary.reward_first is not None and summary.reward_last is not None:
         rows.append(("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  {_sparkline(console, tally.rewards)}"))
     rows += [(name, f"{value:.4g}") for name, value in tally.logs.items()]
+    if tally.apart is not None:
+        worst = f"most in step {tally.apart.step}, by {tally.apart.mean:.3g} on average"
+        said = f"trainer and rollout judge the same tokens differently in {_count(tally.apart.num_updates, 'update')}; {worst}"
+        rows.append(("alarm", f"{said} (rollout_diff/mean in metrics.jsonl)"))
     if summary.busy_s:
         shares = (f"{worker} {busy_s / max(summary.wall_s, 1e-9):.0%}" for worker, busy_s in summary.busy_s.items())
         rows.append(("busy", ", ".join(shares)))

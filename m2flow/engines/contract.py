@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.engines.agreement import NO_AGREEMENT, Agreement
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
 from m2flow.samples import Batch, Finish
@@ -78,6 +79,8 @@ class Capabilities:
     """Train: which `m2flow.recipe.Model.head` it can hold."""
     lora: bool = False
     """Train: it can train adapters of low rank."""
+    probes: bool = False
+    """Rollout: it can say the log-probabilities of given tokens (`RolloutEngine.logprobs`), so a weight sync can be proved by them."""
     devices: tuple[str, ...] = ("cpu",)
     parallel_layouts: ParallelLayouts = ParallelLayouts()
 
@@ -229,6 +232,12 @@ class RolloutEngine(Engine):
         """The weights held, by Hugging Face name, for checksums. What is held under another name, type or shape than it came in (fused,
         say) is compared before it is loaded instead, so leave that out. Each tensor must be valid until the next is asked for."""
 
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probabilities of each token but the first, given those before it, by the weights held, at temperature 1: float32 [L_i - 1].
+
+        What is queued and what runs is as before. Raises `EngineError`: it can't say (its `capabilities.probes` is false)."""
+        raise EngineError(f"the rollout engine {self.name!r} does not say the log-probabilities of given tokens")
+
 
 Advantage = Callable[[npt.NDArray[np.float32], Batch], npt.NDArray[np.float32]]
 """Rewards [N] and the whole groups they belong to -> one advantage a sample [N]."""
@@ -252,6 +261,8 @@ class Sums:
     """All tokens that went through the model."""
     metrics: Mapping[str, float]
     """Each a sum over the tokens under the mask: `loss`, and what the loss reports."""
+    agreement: Agreement = NO_AGREEMENT
+    """With the rollout engine, over the tokens that the column `same_weights` names; of none, if the batch has no such column."""
 
 
 class TrainEngine(Engine):
@@ -265,7 +276,7 @@ class TrainEngine(Engine):
         `m2flow.samples` (`tokens`, `loss_mask`, `logprobs` as behaviour) and a column for each further need of the loss: one number a
         sample (`advantages` [N]), or ragged with one for each token (`reference_logprobs`, `returns`). A batch with `prompt` and
         `target` texts instead of `tokens` is a set of demonstrations, tokenised here, its loss mask on the target and the
-        end-of-sequence token."""
+        end-of-sequence token. `same_weights`, ragged bool, names the tokens that were sampled with the very weights held now."""
 
     @abstractmethod
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:

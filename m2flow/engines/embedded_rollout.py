@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
@@ -40,7 +41,7 @@ class EmbeddedRollout(RolloutEngine):
     """Requests come and go between any two steps; a prompt that several samples share is read once."""
 
     name = "embedded"
-    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True)
+    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, probes=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -171,6 +172,13 @@ class EmbeddedRollout(RolloutEngine):
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         return self._started()[0].weights()
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        model = self._started()[0]
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `logprobs`.")
+        self._use_threads()
+        return model.logprobs(sequences)
 
     def _use_threads(self, *, is_small: bool = False) -> None:
         # Again at each step: another engine in this process may have set its own.

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from m2flow.engines import allocator, checkpoint, lora, packing, scalar_head
 from m2flow.engines.adamw import Optimizers
+from m2flow.engines.agreement import NO_AGREEMENT, Agreement, agreement_of
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
 from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
@@ -80,11 +81,11 @@ class EmbeddedTrain(TrainEngine):
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._demonstrations.tokenised(batch).in_order()
-        metrics: dict[str, float] = {}
+        metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_tokens := int(packing.num_masked(batch.ragged("loss_mask")).sum()):
-            terms, metrics = self._terms(batch, objective.loss)
+            terms, metrics, agreement = self._terms(batch, objective.loss)
             terms.sum().backward()
-        return Sums(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics)
+        return Sums(len(batch), num_tokens, len(batch.ragged("tokens").values), metrics, agreement)
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
         return self._optimizers.step(optimizer, denominator)
@@ -146,8 +147,8 @@ class EmbeddedTrain(TrainEngine):
     def load(self, path: str) -> None:
         self._optimizers.load_state(checkpoint.load(path, self._model, self._source)["optimizers"])
 
-    def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float]]:
-        """The loss's terms [T], with gradient, and the sums of all that is reported."""
+    def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float], Agreement]:
+        """The loss's terms [T], with gradient; the sums of all that is reported; and the agreement with who sampled."""
         packed = self._pack(batch)
         outputs = self._outputs(batch, packed)
         terms, reported = _evaluate(loss, self._inputs(batch, loss, outputs))
@@ -155,7 +156,7 @@ class EmbeddedTrain(TrainEngine):
         _check_terms(loss, terms, num_tokens)
         reported = {"loss": terms, **self._watched(batch, outputs), **reported}
         sums = torch.stack([_per_token(loss, name, value, num_tokens).detach().double().sum() for name, value in reported.items()])
-        return terms, dict(zip(reported, sums.tolist(), strict=True))
+        return terms, dict(zip(reported, sums.tolist(), strict=True)), _agreement(batch, outputs)
 
     def _pack(self, batch: Batch) -> packing.Packed:
         share = bool(self._settings.options.get("share_prompts", True))
@@ -230,6 +231,17 @@ class EmbeddedTrain(TrainEngine):
     def _move(self, device: str) -> None:
         self._model.to(device)
         self._optimizers.to(device)
+
+
+def _agreement(batch: Batch, outputs: Mapping[str, Tensor]) -> Agreement:
+    """With who sampled the tokens, over those of the weights that are held now."""
+    if "logprobs" not in outputs or "logprobs" not in batch or "same_weights" not in batch:
+        return NO_AGREEMENT
+    mask = batch.ragged("loss_mask").values.astype(bool)
+    same = batch.ragged("same_weights").values[mask].astype(bool)
+    if not same.any():
+        return NO_AGREEMENT
+    return agreement_of(outputs["logprobs"].detach().float().cpu().numpy()[same], batch.ragged("logprobs").values[mask][same])
 
 
 def _evaluate(loss: Loss, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from m2flow.engines import packing, scalar_head
+from m2flow.engines.agreement import NO_AGREEMENT, Agreement
 from m2flow.engines.contract import EngineSettings, Objective, Sums
 from m2flow.engines.embedded_train import EmbeddedTrain
 from m2flow.engines.ranks import Ranks, shares
@@ -46,13 +47,20 @@ class RankedTrain(EmbeddedTrain):
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._demonstrations.tokenised(batch).in_order()
         num_masked = packing.num_masked(batch.ragged("loss_mask"))
-        metrics: dict[str, float] = {}
+        metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_masked.any():
             own, weight = self._share(batch, num_masked)
-            terms, metrics = self._together(lambda: self._terms(own, objective.loss))
+            terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss))
             self._backward(terms.sum() * weight)
             metrics = self._ranks.total({name: value * weight for name, value in metrics.items()})
-        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics)
+            if "same_weights" in batch:
+                agreement = self._agreed(of_own if weight else NO_AGREEMENT)
+        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+
+    def _agreed(self, own: Agreement) -> Agreement:
+        """The agreement of all ranks' samples, in the order of ranks."""
+        parts = self._ranks.gather(np.array([own.num_tokens, own.total, own.largest, own.total_k3], np.float64))
+        return Agreement.of_all([Agreement(int(count), *map(float, numbers)) for count, *numbers in parts])
 
     def scores(self, batch: Batch) -> Batch:
         self._check_head("score", "scores")

@@ -63,7 +63,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_rollout:EmbeddedRollout",
-        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True),
+        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, probes=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
     ),
@@ -83,6 +83,7 @@ _BUILT_IN = (
             self_paced=True,
             weights_under_requests=True,
             deterministic=False,
+            probes=True,
             devices=("cuda", "cpu"),
             parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
         ),
@@ -114,7 +115,7 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeRollout",
-        Capabilities("rollout", weights_under_requests=True),
+        Capabilities("rollout", weights_under_requests=True, probes=True),
         "Exact integers in place of a model: for tests of schedules.",
     ),
     EngineInfo(

@@ -69,6 +69,7 @@ class SglangRollout(RolloutEngine):
         self_paced=True,
         weights_under_requests=True,
         deterministic=False,
+        probes=True,
         devices=("cuda", "cpu"),
         parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
     )
@@ -233,6 +234,19 @@ class SglangRollout(RolloutEngine):
     def weights(self) -> Iterator[tuple[str, Any]]:
         self._started()
         return read_tensors(self._held)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """By the server itself, whose weights are not those of its files until it has read them."""
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `logprobs`.")
+        said = []
+        for sequence in sequences:
+            body = {"input_ids": list(sequence), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
+            found = self._call("/generate", {**body, "logprob_start_len": 0})["meta_info"]["input_token_logprobs"]
+            if len(found) != len(sequence):
+                raise EngineError(f"the SGLang server said {len(found)} log-probabilities of {len(sequence)} given tokens")
+            said.append(np.array([value for value, *_ in found[1:]], np.float32))
+        return said
 
     # The server
 

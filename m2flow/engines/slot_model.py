@@ -69,6 +69,39 @@ class SlotModel:
         """One token for each of the slots 0..B-1, at its position; the logits after it, [B, V]."""
         return self._forward(tokens, positions, DecodePass(cache, positions, self.max_context, self._device), 0)
 
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Of each token but the first. The first half of each sequence is prefilled, the rest decoded token by token, in a cache of
+        its own: so both ways through the model are seen."""
+        rows = [np.asarray(sequence, np.int32) for sequence in sequences]
+        heads = [max(1, len(row) // 2) for row in rows]
+        cache = SlotCache()
+        cache.reserve(len(rows), max(map(len, rows)))
+        found = [np.zeros(len(row) - 1, np.float32) for row in rows]
+
+        def note(logits_BV: Tensor, read: Sequence[int]) -> None:
+            logprobs = logits_BV.float().log_softmax(-1)
+            for slot, (row, count) in enumerate(zip(rows, read, strict=True)):
+                if count < len(row):
+                    found[slot][count - 1] = float(logprobs[slot, int(row[count])])
+
+        into = PrefillPass(cache, heads, 0, range(len(rows)), self.max_context, self._device)
+        positions = np.concatenate([np.arange(head) for head in heads])
+        tokens = np.concatenate([row[:head] for row, head in zip(rows, heads, strict=True)]).astype(np.int64)
+        logits = self._forward(tokens, positions, into, torch.arange(len(tokens), device=self._device)).float().log_softmax(-1)
+        start = 0
+        for slot, (row, head) in enumerate(zip(rows, heads, strict=True)):
+            of_next = torch.from_numpy(row[1:head].astype(np.int64)).to(self._device)[:, None]
+            found[slot][: head - 1] = logits[start : start + head - 1].gather(1, of_next)[:, 0].cpu().numpy()
+            start += head
+        last = torch.tensor(np.cumsum(heads) - 1, device=self._device)
+        note(logits[last], heads)
+        for turn in range(max(len(row) - head for row, head in zip(rows, heads, strict=True)) - 1):
+            # Who is at its end reads its last token again, for nothing.
+            read = [min(head + turn, len(row) - 1) for row, head in zip(rows, heads, strict=True)]
+            step = np.array([int(row[at]) for row, at in zip(rows, read, strict=True)], np.int64)
+            note(self.decode(cache, step, np.array(read, np.int64)), [at + 1 for at in read])
+        return found
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers by checkpoints' names; tied ones once."""
         return named_weights(self._module)

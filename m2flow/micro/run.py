@@ -38,6 +38,7 @@ from m2flow.micro.plan import Plan
 from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import is_searched, question_of
 from m2flow.micro.readiness import check_engines
+from m2flow.micro.record.alarm import Alarm
 from m2flow.micro.record.checkpoints import clear_leftovers
 from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.journal import Journal
@@ -239,7 +240,8 @@ class Run:
 
     def _attempt(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         clear_leftovers(self.run_dir)
-        self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager, tensorboard=has_tensorboard(self.settings))
+        alarm, tensorboard = Alarm(self.spec.weights.warn_above, self._warn), has_tensorboard(self.settings)
+        self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager, tensorboard=tensorboard, alarm=alarm)
         self._journal.open()
         reason = "killed"
         try:

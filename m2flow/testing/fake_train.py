@@ -24,7 +24,7 @@ from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sum
 from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Model
 from m2flow.samples import Batch, Ragged
-from m2flow.testing.fakes import FAKE_EOS, FAKE_WEIGHT, encode_fake, fake_hash, initial_fake_weights
+from m2flow.testing.fakes import FAKE_EOS, FAKE_WEIGHT, encode_fake, fake_hash, fake_numbers, initial_fake_weights
 
 PRIME = (1 << 61) - 1
 _MASK = (1 << 64) - 1
@@ -122,10 +122,8 @@ class FakeTrain(TrainEngine):
         batch = _tokenised(batch)
         tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask").values.astype(bool)
         values = np.zeros(len(tokens.values), np.float32)
-        seed = fake_hash(*(value & _MASK for value in self._weights.tolist())) & 0xFFFF
         position = np.arange(len(values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
-        bits = (tokens.values.astype(np.int64) * 2654435761 + position * 40503 + seed * 97) % 1021
-        values[mask] = sign * bits[mask].astype(np.float32) / 1024
+        values[mask] = sign * fake_numbers(self._weights, tokens.values.astype(np.int64), position)[mask]
         return Batch(batch.ids, {column: Ragged(values, tokens.offsets)})
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:

@@ -52,6 +52,12 @@ def initial_fake_weights(model: Model) -> npt.NDArray[np.int64]:
     return np.array([fake_hash(model.seed, i) >> 33 for i in range(8)], np.int64)
 
 
+def fake_numbers(weights: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """A number between 0 and 1 for each token, which both fakes give it: a multiple of 1/1024."""
+    seed = fake_hash(*(value & _MASK for value in weights.tolist())) & 0xFFFF
+    return (((tokens * 2654435761 + position * 40503 + seed * 97) % 1021) / 1024).astype(np.float32)
+
+
 def encode_fake(text: str) -> list[int]:
     """The ids of a text: its bytes, after the special ids."""
     return [byte + _FIRST_BYTE for byte in text.encode("utf-8", "surrogatepass")]
@@ -89,7 +95,7 @@ class FakeRollout(RolloutEngine):
     """Requests come and go as in a real one; temperature 0 ignores the seed, other temperatures change nothing."""
 
     name = "fake"
-    capabilities = Capabilities(kind="rollout", weights_under_requests=True)
+    capabilities = Capabilities(kind="rollout", weights_under_requests=True, probes=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._model = model
@@ -196,6 +202,11 @@ class FakeRollout(RolloutEngine):
     def weights(self) -> Iterator[tuple[str, Any]]:
         assert self._weights is not None
         yield FAKE_WEIGHT, self._weights
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        if self._is_away or self._weights is None:
+            raise EngineError("the engine is off its device", now="Call `onload` first.")
+        return [-fake_numbers(self._weights, np.array(sequence, np.int64), np.arange(len(sequence)))[1:] for sequence in sequences]
 
     def _take_weights(self, weights: npt.NDArray[np.int64]) -> None:
         self._weights = weights

@@ -21,6 +21,7 @@ from m2flow.recipe import Sampling
 from m2flow.samples import Finish, SampleId
 from m2flow.testing.rollout_cases import (
     GREEDY,
+    LOGPROB_TOLERANCE,
     SAMPLED,
     Factory,
     assert_same_samples,
@@ -174,6 +175,26 @@ def check_deterministic_samples_are_bitwise_a_function_of_identity(factory: Fact
             trickled.update({sample.id: sample for sample in engine.step()})
         trickled.update(drain(engine))
     assert_same_samples(together, trickled, is_bitwise=True)
+
+
+def check_given_tokens_are_judged_without_a_trace(factory: Factory) -> None:
+    sequences = [[3, 4, 5, 6, 7, 8, 9], [5, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4]]
+    requests = group_requests(SAMPLED)
+    with started(factory) as engine:
+        if not engine.capabilities.probes:
+            with raises(EngineError):
+                engine.logprobs(sequences)
+            return
+        before = engine.logprobs(sequences)
+        assert [len(row) for row in before] == [6, 1, 8]
+        assert all(np.isfinite(row).all() and (row <= 0).all() for row in before)
+        alone = generate(engine, requests)
+        engine.add(requests)
+        engine.step()
+        between = engine.logprobs(sequences)
+        assert_same_samples(alone, drain(engine))
+        for row, again in zip(before, between, strict=True):
+            np.testing.assert_allclose(row, again, atol=LOGPROB_TOLERANCE)
 
 
 ROLLOUT_CHECKS: tuple[Callable[[Factory], None], ...] = (

@@ -17,7 +17,7 @@ import numpy as np
 
 from m2flow.channels.contract import Parcel
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
-from m2flow.errors import InternalError, M2FlowError, WorkerError, error_from_record
+from m2flow.errors import InternalError, M2FlowError, error_from_record
 from m2flow.macro.eager import EagerBackend, number_of
 from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.macro.graph import Call, MacroGraph, Observation
@@ -96,7 +96,7 @@ class World(Backend):
         self._census = Census()
         self._buried: list[Worker] = []
         self._dead: set[str] = set()
-        self._end: WorkerError | None = None
+        self._end: M2FlowError | None = None
         self._order = random.Random(order_seed)
         self._impatience = Impatience(self._order)
         self._outbox = MemoryOutbox()
@@ -351,8 +351,8 @@ class World(Backend):
     def _handle(self, event: Event) -> None:
         try:
             commands = self._scheduler.handle(event)
-        except WorkerError as lost:
-            self._end = lost
+        except M2FlowError as error:
+            self._end = error
             raise
         for command in commands:
             self._written.commanded(command)

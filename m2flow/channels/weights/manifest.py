@@ -80,6 +80,17 @@ class DeviceLoan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Of each tensor: the buffer, and its offset there."""
 
 
+class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A few sequences, and what the trainer makes of them."""
+
+    version: int
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    """Of each token but the first."""
+    tolerance: float
+    """Mean absolute difference that the receiver may have, in nats."""
+
+
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A publication."""
 
@@ -95,6 +106,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Where a broadcast can be asked for."""
     lent: DeviceLoan | None = None
     """Where they lie on a device of this host (`m2flow.channels.weights.device`)."""
+    probe: Probe | None = None
+    """What they must compute."""
 
     def whole(self) -> Content:
         return Content(self.version, -1, self.num_bytes, self.tensors, self.tied)

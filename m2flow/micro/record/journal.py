@@ -10,6 +10,7 @@ from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
 from m2flow.micro.plan import Stage
+from m2flow.micro.record.alarm import Alarm
 from m2flow.micro.record.decisions import Decisions, Stretch, given_by
 from m2flow.micro.record.flow_record import LedgerWriter
 from m2flow.micro.record.ledger import Ledger
@@ -30,8 +31,11 @@ from m2flow.samples import Batch, Finish
 class Journal:
     """One run's records."""
 
-    def __init__(self, run_dir: Path, past: Past | None = None, *, keeps: bool = False, tensorboard: bool = True) -> None:
+    def __init__(
+        self, run_dir: Path, past: Past | None = None, *, keeps: bool = False, tensorboard: bool = True, alarm: Alarm | None = None
+    ) -> None:
         """With `keeps`, what an earlier attempt at the run left unfinished goes on (`restored`); else it begins anew."""
+        self._alarm = alarm
         self.tally = Tally() if past is None else past.tally
         self._past = past
         self._attempt = 0 if past is None else past.attempt
@@ -235,6 +239,8 @@ class Journal:
         if not call.is_aligned:
             self.record.came_to(call, value)
         if call.method == "update" and isinstance(value, dict):
+            if self._alarm is not None:
+                self._alarm.hear(call, value, self.tally)
             prefix = "setup/" if call.step < 0 else ""
             prefix += "" if call.role == "policy" else f"{call.role}/"
             self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()})

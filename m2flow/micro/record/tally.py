@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Updates in which trainer and rollout judged tokens too differently."""
+
+    num_updates: int
+    step: int
+    """Of the worst one."""
+    mean: float
+    """Its mean absolute difference of log-probabilities, in nats."""
+
+
 @dataclass
 class Tally:
     """Counts of the run so far. Written by one thread, read by others."""
@@ -19,3 +30,5 @@ class Tally:
     """The last value of each logged name."""
     example: tuple[str, str] = ("", "")
     """A recent prompt and its response."""
+    apart: Apart | None = None
+    """None: there was no such update."""

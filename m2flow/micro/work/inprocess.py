@@ -30,6 +30,7 @@ from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.held_weights import HeldWeights
 from m2flow.micro.work.regrowing import Asked, regrow
+from m2flow.micro.work.weight_syncing import WeightSettings, checks_of
 from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanBlock
@@ -119,6 +120,7 @@ class InProcess:
             shared_prefix="",
             gather_s=math.inf,
             restore=restored.parts if restored else None,
+            weights=WeightSettings(checks=checks_of(spec.weights)),
         )
         self._hosted = places(plan.workers)
         self._trained = {slot.role for slot in slots if slot.kind == "train"}

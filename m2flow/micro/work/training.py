@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.engines.agreement import Agreement
 from m2flow.engines.contract import Objective, Sums
-from m2flow.errors import OpError, RewardError
+from m2flow.errors import EngineError, OpError, RewardError
 from m2flow.macro.graph import Call
 from m2flow.micro.scheduling.staleness import check_consumption
 from m2flow.recipe import AdamW, Counts, Loss
@@ -44,6 +45,15 @@ def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
         reward = np.asarray(samples.dense("reward"), np.float64)
         samples = samples.with_columns(advantages=_advantages(str(advantages), reward, samples))
     return samples
+
+
+def with_same_weights(call: Call, rows: Batch) -> Batch:
+    """The rows with `same_weights`: which tokens were sampled by the version that the update begins with, and read by it alone."""
+    if "versions" not in rows or "kv_stale" not in rows:
+        return rows
+    versions, stale = rows.ragged("versions"), rows.ragged("kv_stale")
+    same = (versions.values == call.writes[0].version - 1) & ~stale.values.astype(bool)
+    return rows.with_columns(same_weights=Ragged(same, versions.offsets))
 
 
 def _numbers(call: Call, name: str, column: Column, ids: IdArray) -> Column:
@@ -125,6 +135,24 @@ def optimizer(call: Call) -> AdamW:
     return found
 
 
+def check_agreement(call: Call, tally: UpdateTally, stop_above: float | None) -> None:
+    """Before a step is made.
+
+    Raises:
+        EngineError: who sampled and who trains are further apart than the cluster spec allows.
+    """
+    found = tally.agreement
+    if stop_above is None or tally.is_stepped or not found.mean > stop_above:
+        return
+    raise EngineError(
+        f"{call.name}: the log-probabilities of trainer and rollout differ by {found.mean:.3g} on average ({found.largest:.3g} at most) "
+        f"over {found.num_tokens} tokens that were sampled with the weights of {call.role}@{call.writes[0].version - 1}, which both hold; "
+        f"{stop_above:g} is allowed",
+        where=call.site.describe(),
+        now="`weights: {stop_above: ...}` in the cluster spec is the limit; docs/weight-sync.md says what to look at.",
+    )
+
+
 class UpdateTally:
     """What the micro-batches of an update have added up to: denominators for its steps, means for its metrics."""
 
@@ -142,6 +170,16 @@ class UpdateTally:
         self._sums.append(sums)
         if "reward" in batch and epoch == 0:
             self._rewards.append(np.asarray(batch.dense("reward"), np.float64))
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the weights have changed since the update began."""
+        return bool(self._steps)
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of what was added up so far."""
+        return Agreement.of_all([s.agreement for s in self._sums])
 
     def denominator(self, loss: Loss) -> float:
         """Of the mini-batch that ends now: from counts over all of it, however it was cut.
@@ -178,6 +216,7 @@ class UpdateTally:
         result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
         result |= {"loss": float(np.mean(self._losses))} if self._losses else {}
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
+        result |= self.agreement.metrics()
         result["response_length"] = num_tokens / max(num_sequences, 1)
         if self._rewards:
             rewards = np.sort(np.concatenate(self._rewards))  # In the order of their coming, the last bit would be that order's.

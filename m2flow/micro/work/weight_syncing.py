@@ -21,6 +21,7 @@ from m2flow.channels.weights.torch_tensors import given, on_device, seen_tensors
 from m2flow.engines.contract import RolloutEngine, TrainEngine
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.plan import WeightSync
+from m2flow.micro.work.proving import Checks
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanName
 from m2flow.recipe import Model
@@ -42,6 +43,7 @@ class WeightSettings(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     changes: str = "auto"
     bucket_bytes: int = 16 << 20
+    checks: Checks = Checks()
 
 
 def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec, directory: str) -> WeightSettings:
@@ -58,7 +60,12 @@ def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec,
         host=spec.host,
         changes=spec.changes,
         bucket_bytes=spec.bucket_mib << 20,
+        checks=checks_of(spec),
     )
+
+
+def checks_of(spec: WeightsSpec) -> Checks:
+    return Checks(spec.probe, spec.probe_tolerance, spec.stop_above)
 
 
 @final

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from m2flow.channels.weights import Manifest, RawBits, Tied, Weight, digest
 from m2flow.channels.weights.torch_tensors import travelling
 from m2flow.engines.contract import (
@@ -39,6 +41,7 @@ from m2flow.micro.work.arguments import Arguments
 from m2flow.micro.work.gang import MakeTrain, make_own_train
 from m2flow.micro.work.instances import Instances
 from m2flow.micro.work.leaving import Leave, Leaving
+from m2flow.micro.work.proving import Proving
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
@@ -118,6 +121,11 @@ class Workbench:
         """Tokens generated here of samples that have left."""
         self._tallies: dict[int, training.UpdateTally] = {}
         self._syncing = WeightSyncing(worker, shared_prefix, models, weights, recorder)
+        self._stop_above = weights.checks.stop_above
+        of_train = settings["train"].options if "train" in settings else {}
+        self._proving = Proving(
+            models, weights.checks, recorder, published=frozenset(weights.publishes), compute_dtype=str(of_train.get("compute_dtype", ""))
+        )
 
     def open(self) -> None:
         """Load every engine. Of those that take turns, what leaves the devices again comes first."""
@@ -347,6 +355,8 @@ class Workbench:
     def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
         """Add up the gradient of one micro-batch (`training.training_rows`)."""
         tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
+        rows = rows if tally.is_stepped else training.with_same_weights(call, rows)
+        self._proving.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
         ids = rows.ids.tolist()
         with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **_about(call), num_samples=len(ids), samples=ids) as span:
             objective = training.objective(call)
@@ -364,10 +374,14 @@ class Workbench:
     def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
         """One optimiser step. After the last of a call: its metrics."""
         tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
+        training.check_agreement(call, tally, self._stop_above)
         with self._recorder.span(SpanName.TRAIN_APPLY, **_about(call), version=call.writes[0].version):
             denominator = tally.denominator(training.objective(call).loss)
             tally.stepped(self._engine(self._train, call.role).apply(training.optimizer(call), denominator), denominator)
-        return self._tallies.pop(call.ordinal).metrics() if is_last else {}
+        if not is_last:
+            return {}
+        self._proving.updated(call.role, call.writes[0].version, self._engine(self._train, call.role))
+        return self._tallies.pop(call.ordinal).metrics()
 
     def give_up(self, call: Call) -> None:
         """Drop an update's gradient."""
@@ -390,10 +404,11 @@ class Workbench:
 
     def publish(self, role: str, version: int) -> Manifest:
         """Hand out a role's trained weights."""
-        return self._syncing.publish(role, version, self._engine(self._train, role))
+        manifest = self._syncing.publish(role, version, self._engine(self._train, role))
+        return msgspec.structs.replace(manifest, probe=self._proving.probe(role, version))
 
     def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
-        """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor.
+        """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor, and compute the same.
 
         Args:
             manifest: of those that were published; None: from the trainer of this process.
@@ -406,6 +421,7 @@ class Workbench:
             self._syncing.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
         else:
             self._syncing.load(role, version, manifest, engine, under_requests=under_requests)
+        self._proving.prove(role, self._proving.probe(role, version) if manifest is None else manifest.probe, engine)
 
     def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
         """A copy of a role's trained weights as they are now, in the type that its rollout engines hold."""
