@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import secrets
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 
 from m2flow.engines.contract import Capabilities, EngineSettings, Generated, ParallelLayouts, Request, RolloutEngine
+from m2flow.engines.guarded_place import GuardedPlace
 from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_tensors
 from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
 from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
@@ -87,6 +87,7 @@ class SglangRollout(RolloutEngine):
         self._is_onloaded = False
         self._server: SglangServer | None = None
         self._client: SglangClient | None = None
+        self._guarded: GuardedPlace | None = None
         self._place: Path | None = None
         if settings.options.get("deterministic_inference"):
             self.capabilities = replace(SglangRollout.capabilities, keyed_seeds=True)
@@ -96,7 +97,8 @@ class SglangRollout(RolloutEngine):
         if unknown := sorted(set(options) - set(_OPTIONS)):
             raise EngineError(f"the rollout engine sglang has no option {', '.join(unknown)}", now=f"It has {', '.join(_OPTIONS)}.")
         self._codec = load_tokenizer(self._source)
-        self._place = Path(tempfile.mkdtemp(prefix="m2flow-sglang-", dir=_weights_place(str(options.get("weights_dir", "")))))
+        self._guarded = GuardedPlace("m2flow-sglang-", _weights_place(str(options.get("weights_dir", ""))))
+        self._place = self._guarded.open()
         self._held = self._directory()
         self._shapes: Shapes = shapes_in(self._held)
         url = str(options.get("url", ""))
@@ -125,8 +127,9 @@ class SglangRollout(RolloutEngine):
             self._client.close()
         if self._server is not None:
             self._server.stop()
-        if self._place is not None:
-            shutil.rmtree(self._place, ignore_errors=True)
+        if self._guarded is not None:
+            self._guarded.close()
+        self._guarded = None
         self._client = self._server = self._place = None
 
     def offload(self) -> None:
