@@ -351,8 +351,8 @@ class World(Backend):
     def _handle(self, event: Event) -> None:
         try:
             commands = self._scheduler.handle(event)
-        except M2FlowError as error:
-            self._end = error
+        except M2FlowError as ended:
+            self._end = ended
             raise
         for command in commands:
             self._written.commanded(command)
