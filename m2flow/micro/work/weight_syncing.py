@@ -16,7 +16,7 @@ import msgspec
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
 from m2flow.channels.weights.device import CudaMemory, DeviceWeights, DeviceWeightsReader
 from m2flow.channels.weights.manifest import Seen, TensorEntry, differing, listed, seen
-from m2flow.channels.weights.tensors import Tied, Weight, once
+from m2flow.channels.weights.tensors import RawBits, Tied, Weight, once
 from m2flow.channels.weights.torch_tensors import given, on_device, seen_tensors, travelling
 from m2flow.engines.contract import RolloutEngine, TrainEngine
 from m2flow.errors import ChannelError, EngineError
@@ -188,6 +188,10 @@ class WeightSyncing:
         """A trainer's weights in the type that the role's rollout engines hold, one at a time."""
         return travelling(once(engine.weights()), self._rollout_dtype(role))
 
+    def kept(self, role: str, engine: TrainEngine) -> list[tuple[str, Weight]]:
+        """A copy of them."""
+        return [(name, _copied(weight)) for name, weight in self.travelling(role, engine) if not isinstance(weight, Tied)]
+
     def _rollout_dtype(self, role: str) -> str | None:
         model = self._models.get(role)
         return model.rollout_dtype if model is not None else None
@@ -246,6 +250,10 @@ def _plain(tensors: Iterable[tuple[str, Weight | Tied]]) -> Iterator[tuple[str, 
     for name, weight in tensors:
         if not isinstance(weight, Tied):
             yield name, weight
+
+
+def _copied(weight: Weight) -> Weight:
+    return RawBits(weight.bits.copy(), weight.dtype) if isinstance(weight, RawBits) else weight.copy()
 
 
 def _first(engine: RolloutEngine) -> Any:

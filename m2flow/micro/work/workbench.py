@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from m2flow.channels.weights import Manifest, RawBits, Tied, Weight, digest
+from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.torch_tensors import travelling
 from m2flow.engines.contract import (
     Engine,
@@ -27,7 +27,7 @@ from m2flow.engines.contract import (
     TrainEngine,
 )
 from m2flow.engines.registry import make_function, make_rollout
-from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
+from m2flow.errors import InternalError, M2FlowError, OpError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
@@ -37,6 +37,7 @@ from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.scheduling.leases import ROLLOUT
 from m2flow.micro.scheduling.staleness import check_admission, check_given
 from m2flow.micro.work import performing, training
+from m2flow.micro.work.admitting import add
 from m2flow.micro.work.arguments import Arguments
 from m2flow.micro.work.gang import MakeTrain, make_own_train
 from m2flow.micro.work.instances import Instances
@@ -170,7 +171,7 @@ class Workbench:
     def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch) -> None:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
-        _add(engine, requests)
+        add(engine, requests)
         start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
         self._growing.update((r.id, _Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix))) for row, r in enumerate(requests))
         self._had += sum(len(r.prefix) for r in requests)
@@ -425,8 +426,7 @@ class Workbench:
 
     def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
         """A copy of a role's trained weights as they are now, in the type that its rollout engines hold."""
-        kept = self._syncing.travelling(role, self._engine(self._train, role))
-        return [(name, _copied(weight)) for name, weight in kept if not isinstance(weight, Tied)]
+        return self._syncing.kept(role, self._engine(self._train, role))
 
     def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]], *, under_requests: bool = False) -> None:
         """Take weights that `keep_weights` gave into the role's rollout engine."""
@@ -488,24 +488,6 @@ def _responses(generated: Sequence[Generated], growing: Sequence[_Growing]) -> B
     prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
     seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
     return performing.responses([g.drawn for g in growing], generated, prompts, seeds)
-
-
-def _copied(weight: Weight) -> Weight:
-    return RawBits(weight.bits.copy(), weight.dtype) if isinstance(weight, RawBits) else weight.copy()
-
-
-def _add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
-    """Queue requests. If one does not fit, none is queued, and the error knows which it was."""
-    try:
-        engine.add(requests)
-    except PromptTooLong as error:
-        for position, request in enumerate(requests):
-            try:
-                engine.add([request])
-            except PromptTooLong as of_this:
-                engine.abort([r.id for r in requests[:position]])
-                raise of_this.about(request.id) from None
-        raise error
 
 
 def _about(call: Call) -> dict[str, object]:
