@@ -55,6 +55,8 @@ class Edge(msgspec.Struct):
     is_effect: bool
     transport: str = ""
     capacity: int = 0
+    per_s: float = 0.0
+    """Samples a second that the first has finished lately."""
     waiting: int = 0
     """Samples that the first has finished and the second has not begun."""
 
@@ -91,7 +93,10 @@ def graph_of(trace: RunTrace) -> Graph:
         node.steps = [min(call.step for call in calls), max(call.step for call in calls)]
         _count(trace, node, [call.ordinal for call in calls])
     plan = trace.plan
-    return Graph(nodes, _edges(trace, sites, members), plan.mode if plan else "", plan.cluster if plan else "")
+    edges = _edges(trace, sites, members)
+    for edge in edges:
+        edge.per_s = 0.0 if edge.is_effect else nodes[edge.source].per_s
+    return Graph(nodes, edges, plan.mode if plan else "", plan.cluster if plan else "")
 
 
 def _stages(trace: RunTrace) -> dict[int, tuple[str, str, bool, list[str]]]:

@@ -6,6 +6,7 @@ RunTrace, ledger.db, logs/ --health_of--> Health
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sqlite3
@@ -17,8 +18,12 @@ import numpy as np
 
 from m2flow.micro.analysis.run_trace import RunTrace
 from m2flow.micro.record.ledger import read_incidents
+from m2flow.observe.schedule.columns import Counter
 
 _CHANNEL = re.compile(r"channel to (?P<target>.+): (?P<what>[a-z ]+)")
+_ROOM = re.compile(r"channel (?P<what>samples|bytes), (?P<producer>.+) to (?P<target>.+)")
+_MOST_POINTS = 120
+_MOST_COUNTERS = 400
 _MOST_LOG_BYTES = 256 * 1024
 
 
@@ -50,6 +55,36 @@ class ChannelHealth(msgspec.Struct):
 
 
 @final
+class Room(msgspec.Struct):
+    """The credits of a channel: what may be under way from one call to one worker, and what is."""
+
+    producer: str
+    target: str
+    samples: float
+    most_samples: float
+    """That there were at once."""
+    room_samples: int
+    """0: the plan says no limit."""
+    num_bytes: float
+    most_bytes: float
+    room_bytes: int
+
+
+@final
+class CounterShown(msgspec.Struct):
+    """A counter, thinned to what a small picture needs."""
+
+    worker: str
+    name: str
+    at: list[int]
+    """Microseconds since the run's first span."""
+    values: list[float]
+    least: float
+    most: float
+    last: float
+
+
+@final
 class Happened(msgspec.Struct):
     """Something that happened to a worker, or an attempt's beginning or end. Unix seconds."""
 
@@ -65,6 +100,8 @@ class Health(msgspec.Struct):
 
     workers: list[WorkerHealth]
     channels: list[ChannelHealth]
+    rooms: list[Room]
+    counters: list[CounterShown]
     happened: list[Happened]
     failed_calls: list[tuple[int, str, str, str]]
     """Ordinal, name, line, error."""
@@ -125,6 +162,8 @@ def health_of(run_dir: Path, trace: RunTrace) -> Health:
     return Health(
         _workers(trace, losses, set(logs)),
         _channels(trace),
+        _rooms(trace),
+        _counters(trace),
         sorted([*incidents, *attempts], key=lambda one: one.at_s),
         failed,
         lost,
@@ -181,6 +220,41 @@ def _channels(trace: RunTrace) -> list[ChannelHealth]:
         ChannelHealth(source, target, of.get("parcels", 0.0), of.get("samples", 0.0), of.get("bytes", 0.0), of.get("seconds blocked", 0.0))
         for (source, target), of in sorted(found.items())
     ]
+
+
+def _rooms(trace: RunTrace) -> list[Room]:
+    found: dict[tuple[str, str], dict[str, Counter]] = {}
+    for (_, name), counter in trace.columns.counters.items():
+        told = _ROOM.fullmatch(name)
+        if told:
+            found.setdefault((told["producer"], told["target"]), {})[told["what"]] = counter
+    none = Counter("", "", [], [0.0])
+    routes = {(route.producer, route.target): route for route in trace.plan.routes} if trace.plan else {}
+    rooms = []
+    for (producer, target), of in sorted(found.items()):
+        samples, num_bytes, route = of.get("samples", none), of.get("bytes", none), routes.get((producer, target))
+        limits = (route.capacity, route.capacity_bytes) if route else (0, 0)
+        rooms.append(
+            Room(
+                producer, target, samples.values[-1], max(samples.values), limits[0], num_bytes.values[-1], max(num_bytes.values), limits[1]
+            )
+        )
+    return rooms
+
+
+def _counters(trace: RunTrace) -> list[CounterShown]:
+    """All but those that have a table of their own; not finite values are left out."""
+    found = []
+    for (track, name), counter in sorted(trace.columns.counters.items()):
+        known = [(at, value) for at, value in zip(counter.at_ns, counter.values, strict=True) if math.isfinite(value)]
+        if not known or _CHANNEL.fullmatch(name) or _ROOM.fullmatch(name):
+            continue
+        values = [value for _, value in known]
+        every = -(-len(known) // _MOST_POINTS)
+        shown = known[::-1][::every][::-1]  # The last one stays.
+        at = [(moment - trace.start) // 1000 for moment, _ in shown]
+        found.append(CounterShown(track.partition("/")[0], name, at, [value for _, value in shown], min(values), max(values), values[-1]))
+    return found[:_MOST_COUNTERS]
 
 
 def _is_held(run_dir: Path) -> bool:

@@ -18,10 +18,12 @@ from typing import TypeVar, final
 
 import msgspec
 
+from m2flow.micro.analysis.comparing import Comparison, comparison_of
 from m2flow.micro.analysis.idle import CAUSES
 from m2flow.micro.analysis.report import Analysis, analysis_of
 from m2flow.micro.analysis.run_trace import RunTrace
 from m2flow.micro.analysis.series import Training, read_series
+from m2flow.micro.plan import Plan
 from m2flow.micro.viewing.graph import Graph, graph_of
 from m2flow.micro.viewing.health import Health, State, health_of, log_text, state_of
 from m2flow.micro.viewing.sample_page import SamplePage, sample_page
@@ -52,8 +54,8 @@ class Predicted(msgspec.Struct):
 
     step_s: float
     bound_s: float
-    parts: list[tuple[str, float, bool]]
-    """What, seconds, whether it is on the critical path."""
+    parts: list[tuple[str, float, bool, list[str]]]
+    """What, seconds, whether it is on the critical path, and the workers that do it."""
 
 
 @final
@@ -82,6 +84,15 @@ class Summary(msgspec.Struct):
     cluster: str
     options: dict[str, object]
     has_ledger: bool
+
+
+def _workers_of(what: str, plan: Plan) -> list[str]:
+    """Who does a part of what a plan predicts: `policy.generate, judge.score / 2 steps under way`, `weight sync of policy`."""
+    calls = set(what.partition(" / ")[0].split(", "))
+    role = what.removeprefix("weight sync of ").partition(" / ")[0] if what.startswith("weight sync of ") else ""
+    found = [worker for stage in plan.stages if stage.call in calls for worker in stage.workers]
+    found += [worker for sync in plan.syncs if sync.role == role for worker in (sync.source, sync.target)]
+    return list(dict.fromkeys(found))
 
 
 @final
@@ -149,9 +160,9 @@ class RunView:
                 predicted=Predicted(
                     choice.predicted_step_s,
                     choice.lower_bound_s,
-                    [(part.what, part.seconds, part.on_critical_path) for part in choice.parts],
+                    [(part.what, part.seconds, part.on_critical_path, _workers_of(part.what, plan)) for part in choice.parts],
                 )
-                if choice
+                if plan and choice
                 else None,
                 mode=plan.mode if plan else "",
                 cluster=plan.cluster if plan else "",
@@ -238,3 +249,11 @@ class RunView:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def compared(one: RunView, other: RunView) -> Comparison:
+    """Two runs beside each other, neither of which moves meanwhile."""
+    with contextlib.ExitStack() as held:
+        for view in sorted({one, other}, key=lambda view: view.name):  # In one order, whoever asks.
+            held.enter_context(view._fresh())
+        return comparison_of((one.trace, one.analysis()), (other.trace, other.analysis()), (one.name, other.name))

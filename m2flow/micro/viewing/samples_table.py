@@ -63,6 +63,9 @@ class Columns(msgspec.Struct):
     """Versions that the first update that trained on it was ahead of that."""
     advantage: list[float | None]
     """(reward - mean of its group) / standard deviation of its group; of groups of two or more."""
+    lives: dict[str, list[tuple[int, int, int, int]]]
+    """Of samples that ran more than once, because they were aborted, moved or resumed: start, end, worker and version of each life, by the
+    sample's position in the columns."""
     workers: list[str]
     finishes: list[str]
     endings: list[str]
@@ -121,6 +124,7 @@ def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
         version=version.tolist(),
         staleness=behind,
         advantage=_advantages(ids, reward),
+        lives=_several(trace, ids),
         workers=list(trace.columns.workers.texts),
         finishes=FINISHES,
         endings=list(ENDINGS),
@@ -155,6 +159,23 @@ def _life_of(trace: RunTrace, ids: IntArray) -> IntArray:
     lives = np.flatnonzero((trace.group == LIFE) & (trace.columns["sample"] >= 0))
     lives = lives[np.lexsort((trace.columns["end"][lives], trace.columns["sample"][lives]))]
     return _last_of(trace.columns["sample"][lives], lives, ids)
+
+
+def _several(trace: RunTrace, ids: IntArray) -> dict[str, list[tuple[int, int, int, int]]]:
+    if not trace.columns.num_spans or not len(ids):
+        return {}
+    columns = trace.columns
+    lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0))
+    who, number = np.unique(columns["sample"][lives], return_counts=True)
+    lives = lives[np.isin(columns["sample"][lives], who[number > 1])]
+    place = {sample: at for at, sample in enumerate(ids.tolist())} if len(lives) else {}
+    found: dict[str, list[tuple[int, int, int, int]]] = {}
+    for span in lives[np.argsort(columns["start"][lives], kind="stable")].tolist():
+        at = place.get(int(columns["sample"][span]))
+        if at is not None:
+            start, end = ((int(columns[edge][span]) - trace.start) // 1000 for edge in ("start", "end"))
+            found.setdefault(str(at), []).append((start, end, int(columns["worker"][span]), int(columns["version"][span])))
+    return found
 
 
 def _touched(trace: RunTrace, ids: IntArray, group: int) -> IntArray:

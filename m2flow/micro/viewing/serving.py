@@ -7,6 +7,7 @@
     GET /api/runs/RUN/schedule             bars of a window: ?from=&to= in microseconds, &width= in pixels, &lanes=0,1 &expanded=0
     GET /api/runs/RUN/span/I               one span whole
     GET /api/runs/RUN/samples[/C/P/M]      all samples as columns; one sample with its texts and tokens
+    GET /api/runs/RUN/against/OTHER        what differs between two runs: `m2flow compare RUN OTHER`
     GET /api/runs/RUN/graph | training | health | analysis | log/WORKER
 
 On loopback it asks for nothing but a Host that names loopback, so that no other site's page can reach it by a name of its own. On any
@@ -33,6 +34,7 @@ from starlette.routing import Route
 
 from m2flow.errors import M2FlowError, SpecError
 from m2flow.micro.viewing.page import ASSETS, asset, policy, served_page
+from m2flow.micro.viewing.run_view import compared
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -76,11 +78,19 @@ def application(folder: Folder, *, token: str = "") -> Starlette:
     async def runs(_: Request) -> Response:
         return _json(await run_in_threadpool(folder.listed))
 
+    def against(view: RunView, request: Request) -> object:
+        other = folder.find(request.path_params["other"])
+        if other is None:
+            raise KeyError(f"there is no run {request.path_params['other']!r:.80} here")
+        share = other.loading(_PATIENCE_S)
+        return compared(view, other) if share is None else {"loading": share}
+
+    answers = {**_ANSWERS, "against/{other}": against}
     routes = [
         Route("/", page),
         Route("/page/{name}", part),
         Route("/api/runs", runs),
-        *(Route(f"/api/runs/{{run}}/{path}", of_run(answer)) for path, answer in _ANSWERS.items()),
+        *(Route(f"/api/runs/{{run}}/{path}", of_run(answer)) for path, answer in answers.items()),
     ]
     app = Starlette(routes=routes, exception_handlers={404: _not_found})
     app.add_middleware(_Guard, token=token)

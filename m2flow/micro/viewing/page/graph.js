@@ -57,7 +57,7 @@ export class GraphView {
     const place = el("div", { class: "graph", tabindex: 0, role: "region", "aria-label": "Macro graph" },
       svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Graph of ${graph.nodes.length} calls` },
         svg("defs", {}, [["data", "machinery"], ["effect", "version"]].map(([name, colour]) => svg("marker", { id: `head-${name}`, viewBox: "0 0 8 8", refX: 7.5, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0.5 8 4 0 7.5z", style: { fill: `var(--${colour})` } })))),
-        svg("text", { x: LEFT, y: 26, class: "small" }, `${graph.mode ? `${graph.mode} on ${graph.cluster} · ` : ""}full lines carry samples and rewards, dashed ones weights; a number on a line is how many samples wait there`),
+        svg("text", { x: LEFT, y: 26, class: "small" }, `${graph.mode ? `${graph.mode} on ${graph.cluster} · ` : ""}full lines carry samples and rewards, dashed ones weights; on a line: samples a second lately, and how many wait there`),
         graph.edges.map((edge) => this.edge(edge, boxes)),
         boxes.map((box) => this.node(box))));
     replace(this.place, place);
@@ -89,17 +89,18 @@ export class GraphView {
     const bend = Math.max((x1 - x0) / 2, 40);
     const isLong = to.x - from.x > WIDE + ACROSS + 1 && Math.abs(to.y - from.y) < TALL + DOWN;
     const path = edge.is_effect ? around(from, to, edge.track) : isLong ? beneath(from, to, y1) : `M${x0} ${y0} C${x0 + bend} ${y0} ${x1 - bend} ${y1} ${x1 - 1} ${y1}`;
-    const label = edge.waiting ? `${compact(edge.waiting)} wait` : "";
-    const about = (event) => showTip(event, el("b", {}, edge.what), facts([["from", from.node.name], ["to", to.node.name], ["over", edge.transport], ["room", edge.capacity ? `${count(edge.capacity)} samples` : ""], ["waiting", edge.waiting ? count(edge.waiting) : ""]]));
+    const label = [edge.per_s ? `${compact(Number(edge.per_s.toPrecision(2)))}/s` : "", edge.waiting ? `${compact(edge.waiting)} wait` : ""].filter(Boolean).join(" · ");
+    const about = (event) => showTip(event, el("b", {}, edge.what), facts([["from", from.node.name], ["to", to.node.name], ["over", edge.transport], ["room", edge.capacity ? `${count(edge.capacity)} samples` : ""], ["lately", edge.per_s ? `${number(edge.per_s, 3)} samples/s` : ""], ["waiting", edge.waiting ? count(edge.waiting) : ""]]));
     return svg("g", { onpointermove: about, onpointerleave: hideTip },
       svg("path", { d: path, style: { fill: "none", stroke: "transparent", strokeWidth: 12 } }),
       svg("path", { class: name, d: path, "marker-end": `url(#head-${name})` }),
-      label ? svg("text", { class: "small", x: (x0 + x1) / 2, y: (y0 + y1) / 2 - 5, "text-anchor": "middle", style: { fill: "var(--warn)" } }, label) : null);
+      label ? svg("text", { class: "small told", x: (x0 + x1) / 2, y: isLong ? Math.max(from.y, to.y) + TALL + 2 : (y0 + y1) / 2 - 5, "text-anchor": "middle", style: edge.waiting ? { fill: "var(--warn)" } : {} }, label) : null);
   }
 
-  open() {
+  open(node) {
     hideTip();
-    this.viewer.go("schedule");
+    if (node.kind >= 0) this.viewer.go("schedule", "line", node.kind);
+    else this.viewer.go("schedule");
   }
 }
 

@@ -1,7 +1,7 @@
 // Workers, channels, what happened to them, and what they printed.
 
-import { el, errorState, loadingState, replace } from "m2flow/dom.js";
-import { bytes, compact, count, micros, moment, seconds } from "m2flow/format.js";
+import { el, errorState, loadingState, replace, svg } from "m2flow/dom.js";
+import { bytes, compact, count, micros, moment, percent, seconds } from "m2flow/format.js";
 
 const EVERY_MS = 2000;
 const SILENT_US = 15e6;
@@ -38,6 +38,25 @@ export class HealthView {
     this.render();
   }
 
+  /** Credits: what is under way to whom, of what may be. */
+  rooms() {
+    const { rooms } = this.health;
+    if (!rooms.length) return null;
+    const full = (used, room) => (room ? el("span", { class: "gauge", role: "img", "aria-label": `${percent(used / room)} used` }, el("i", { style: { width: `${Math.min(used / room, 1) * 100}%`, background: used >= room ? "var(--warn)" : "var(--accent)" } })) : null);
+    return el("table", { class: "grid", style: { marginBottom: "14px" } },
+      el("thead", {}, el("tr", {}, ["under way from", "to", "#samples", "#at most", "#room", "used", "#bytes", "#room for"].map((name) => el("th", { scope: "col", class: name.startsWith("#") ? "num" : "" }, name.replace("#", ""))))),
+      el("tbody", {}, rooms.map((room) => el("tr", {},
+        el("td", {}, room.producer), el("td", {}, room.target), el("td", { class: "num" }, count(room.samples)), el("td", { class: "num" }, count(room.most_samples)), el("td", { class: "num" }, room.room_samples ? count(room.room_samples) : "no limit"), el("td", {}, full(room.samples, room.room_samples)), el("td", { class: "num" }, bytes(room.num_bytes)), el("td", { class: "num" }, room.room_bytes ? bytes(room.room_bytes) : "no limit")))));
+  }
+
+  /** What workers counted, each with its course over the run. */
+  counters() {
+    const shown = (name) => (/byte|memory|rss/i.test(name) ? bytes : (value) => compact(value === null ? null : Number(value.toPrecision(4))));
+    const row = (one) => el("tr", {}, el("td", {}, one.worker), el("td", {}, one.name), el("td", { class: "num" }, shown(one.name)(one.last)), el("td", { class: "num" }, shown(one.name)(one.least)), el("td", { class: "num" }, shown(one.name)(one.most)), el("td", {}, sparkline(one, this.summary.total)));
+    const heads = ["worker", "counter", "#now", "#least", "#most", "over the run"];
+    return el("table", { class: "grid" }, el("thead", {}, el("tr", {}, heads.map((name) => el("th", { scope: "col", class: name.startsWith("#") ? "num" : "" }, name.replace("#", ""))))), el("tbody", {}, this.health.counters.map(row)));
+  }
+
   render() {
     const { health, summary } = this;
     const old = this.place.querySelector(".page");
@@ -55,7 +74,8 @@ export class HealthView {
       ].filter(([, value]) => value !== "").map(([name, value]) => el("tr", {}, el("th", { scope: "row", style: { width: "150px" } }, name), el("td", {}, value)))))),
       health.failed_calls.length ? el("section", {}, el("h2", {}, "Calls that failed"), el("table", { class: "grid" }, heads(["#call", "name", "line", "error"]), el("tbody", {}, health.failed_calls.map(([ordinal, name, line, error]) => el("tr", {}, el("td", { class: "num" }, ordinal), el("td", {}, name), el("td", {}, el("code", {}, line)), el("td", {}, error)))))) : null,
       el("section", {}, el("h2", {}, "Workers"), health.workers.length ? el("table", { class: "grid" }, heads(["worker", "device", "engines", "#threads", "#spans", "last said something", "#lost"]), el("tbody", {}, health.workers.map((worker) => el("tr", {}, el("td", {}, worker.name), el("td", {}, worker.device), el("td", {}, worker.engines.join(", ")), el("td", { class: "num" }, worker.threads || ""), el("td", { class: "num" }, count(worker.num_spans)), el("td", {}, said(worker)), el("td", { class: "num", style: worker.num_losses ? { color: "var(--bad)" } : {} }, worker.num_losses ? `${worker.num_losses} times` : "no"))))) : el("p", { class: "quiet" }, "No worker has begun.")),
-      el("section", {}, el("h2", {}, "Channels"), health.channels.length ? el("table", { class: "grid" }, heads(["from", "to", "#parcels", "#samples", "#sent", "#blocked"]), el("tbody", {}, health.channels.map((one) => el("tr", {}, el("td", {}, one.source), el("td", {}, one.target), el("td", { class: "num" }, compact(one.parcels)), el("td", { class: "num" }, compact(one.samples)), el("td", { class: "num" }, bytes(one.num_bytes)), el("td", { class: "num" }, seconds(one.blocked_s)))))) : el("p", { class: "quiet" }, "Nothing was sent between workers.")),
+      el("section", {}, el("h2", {}, "Channels"), this.rooms(), health.channels.length ? el("table", { class: "grid" }, heads(["from", "to", "#parcels", "#samples", "#sent", "#blocked"]), el("tbody", {}, health.channels.map((one) => el("tr", {}, el("td", {}, one.source), el("td", {}, one.target), el("td", { class: "num" }, compact(one.parcels)), el("td", { class: "num" }, compact(one.samples)), el("td", { class: "num" }, bytes(one.num_bytes)), el("td", { class: "num" }, seconds(one.blocked_s)))))) : el("p", { class: "quiet" }, "Nothing was sent between workers.")),
+      health.counters.length ? el("section", {}, el("h2", {}, "Counters"), this.counters()) : null,
       el("section", {}, el("h2", {}, "What happened"), health.happened.length ? el("table", { class: "grid" }, heads(["when", "what", "to", "because"]), el("tbody", {}, health.happened.map((one) => el("tr", {}, el("td", {}, moment(one.at_s)), el("td", {}, one.kind), el("td", {}, one.who), el("td", {}, one.what))))) : el("p", { class: "quiet" }, "Nothing out of the ordinary.")),
       el("section", {}, el("h2", {}, "Log"), health.logs.length ? [
         el("div", { class: "actions", role: "group", "aria-label": "Whose log" }, health.logs.map((name) => el("button", { class: "button", type: "button", "aria-pressed": String(name === this.log), onclick: () => { this.log = name; this.fetch(); } }, name))),
@@ -69,4 +89,12 @@ export class HealthView {
     const log = page.querySelector("pre.log");
     if (log) log.scrollTop = atEnd ? log.scrollHeight : was;
   }
+}
+
+function sparkline({ at, values, least, most }, total) {
+  const wide = 220, tall = 22, span = most - least;
+  const y = (value) => (span > 0 ? tall - 2 - ((value - least) / span) * (tall - 4) : tall / 2).toFixed(1);
+  const x = (us) => ((us / (total || 1)) * (wide - 2) + 1).toFixed(1);
+  const steps = values.map((value, i) => `${i ? `H${x(at[i])} V` : `M${x(at[i])} `}${y(value)}`).join(" ");
+  return svg("svg", { width: wide, height: tall, viewBox: `0 0 ${wide} ${tall}`, class: "spark", "aria-hidden": "true" }, svg("path", { d: `${steps} H${wide - 1}` }));
 }

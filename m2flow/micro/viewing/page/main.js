@@ -9,6 +9,7 @@ import { HealthView } from "m2flow/health.js";
 import { RunsView } from "m2flow/runs.js";
 import { SamplesView } from "m2flow/samples.js";
 import { ScheduleView } from "m2flow/schedule.js";
+import { SchedulePair } from "m2flow/schedule_pair.js";
 import { TrainingView } from "m2flow/training.js";
 
 const VIEWS = { schedule: ["Schedule", ScheduleView], samples: ["Samples", SamplesView], graph: ["Graph", GraphView], training: ["Training", TrainingView], health: ["Health", HealthView] };
@@ -98,7 +99,8 @@ class Viewer {
   }
 
   async open() {
-    const [, View] = VIEWS[this.name];
+    const isPair = this.name === "schedule" && this.rest[0] === "beside" && this.rest[1];
+    const View = isPair ? SchedulePair : VIEWS[this.name][1];
     document.title = `${this.run} · m2flow`;
     replace(this.place);
     this.view = new View(this, this.place);

@@ -4,6 +4,7 @@ import { el, emptyState, facts, fit, hideTip, replace, showTip } from "m2flow/do
 import { compact, count, micros } from "m2flow/format.js";
 import { causeSwatch, colour, kindSwatch, meaning, ofKind } from "m2flow/palette.js";
 import { draw } from "m2flow/schedule_draw.js";
+import { listen } from "m2flow/schedule_input.js";
 import { AXIS, GUTTER, HEAD, layout } from "m2flow/schedule_layout.js";
 import { SchedulePanel } from "m2flow/schedule_panel.js";
 
@@ -13,9 +14,11 @@ const LEAST_US = 20;
 const MOST_OPEN_LANES = 6;
 
 export class ScheduleView {
-  constructor(viewer, place) {
+  /** @param pair the two that this is one of, or null */
+  constructor(viewer, place, pair = null) {
     this.viewer = viewer;
     this.place = place;
+    this.pair = pair;
     this.held = new Map();
     this.mostRunning = new Map();
     this.only = null;
@@ -40,6 +43,7 @@ export class ScheduleView {
     if (what === "at") this.zoomTo(Number(rest[0]), Number(rest[1]));
     this.relayout();
     await Promise.all([this.fetch(), this.fetchMini(), this.analyse()]);
+    if (what === "line") this.showOnly({ kind: Number(rest[0]) });
   }
 
   async update(summary) {
@@ -68,6 +72,7 @@ export class ScheduleView {
   }
 
   whole() {
+    if (this.pair) return this.pair.whole(this);
     const pad = Math.max(this.summary.total * 0.005, 1);
     return [-pad, this.summary.total + pad];
   }
@@ -82,21 +87,21 @@ export class ScheduleView {
     this.mini = el("canvas", { class: "mini", "aria-hidden": "true" });
     this.spacer = el("div");
     this.scroll = el("div", { class: "scroll", onscroll: () => this.paint() }, this.canvas, this.spacer);
-    this.legendPlace = el("div", { class: "legend", role: "toolbar", "aria-label": "What the colours mean" });
+    this.legendPlace = el("div", { class: this.pair ? "legend one-line" : "legend", tabindex: this.pair ? 0 : null, role: "toolbar", "aria-label": "What the colours mean" });
     this.shares = el("table", { class: "unseen" });
-    this.aside = el("aside", { "aria-label": "Details", tabindex: 0 });
+    this.aside = this.pair?.aside ?? el("aside", { "aria-label": "Details", tabindex: 0 });
     this.panel = new SchedulePanel(this, this.aside);
     this.rangePlace = el("span", { class: "right", id: "range" });
     const keys = [["W", "S", "zoom"], ["A", "D", "pan"], ["F", "all"], ["drag", "pan"], ["Shift", "drag", "zoom to"], ["Enter", "details"], ["Esc", "clear"]];
     replace(this.place,
       this.legendPlace,
       el("div", { class: "split" },
-        el("div", { class: "chart" }, el("div", { class: "whole" }, this.mini), this.scroll, this.shares,
-          el("div", { class: "keys" }, keys.map((row) => el("span", {}, row.slice(0, -1).map((key) => [el("kbd", {}, key), " "]), row.at(-1))), this.rangePlace)),
-        this.aside));
+        el("div", { class: "chart" }, this.pair ? null : el("div", { class: "whole" }, this.mini), this.scroll, this.shares,
+          el("div", { class: this.pair ? "keys short" : "keys" }, (this.pair ? [] : keys).map((row) => el("span", {}, row.slice(0, -1).map((key) => [el("kbd", {}, key), " "]), row.at(-1))), this.rangePlace)),
+        this.pair ? null : this.aside));
     this.legend();
     this.panel.render();
-    this.listen();
+    listen(this);
     this.watcher = new ResizeObserver(() => { this.relayout(); this.paintMini(); this.soon(); });
     this.watcher.observe(this.scroll);
   }
@@ -106,12 +111,31 @@ export class ScheduleView {
     const seen = causes.map((_, at) => at).filter((at) => idle.some(([, , , by]) => by[causes[at]] > 0));
     const button = (content, only, title) => {
       const isOn = this.only !== null && this.only.kind === only.kind && this.only.cause === only.cause;
-      return el("button", { type: "button", title, "aria-pressed": String(isOn), onclick: () => { this.only = isOn ? null : only; this.legend(); this.paint(); } }, content);
+      return el("button", { type: "button", title, "aria-pressed": String(isOn), onclick: () => this.showOnly(isOn ? null : only) }, content);
     };
     replace(this.legendPlace,
       kinds.map((kind, at) => button([kindSwatch(kinds, at), kind.label, kind.line && el("code", {}, kind.line.split("/").at(-1))], { kind: at }, `${kind.line} ${kind.text}`.trim() || `spans named ${kind.label}`)),
-      seen.length ? el("span", { class: "group" }, el("span", { class: "sep" }), el("span", { class: "quiet" }, "idle:"), seen.map((at) => button([causeSwatch(causes[at]), causes[at]], { cause: at }, meaning(causes[at])))) : null);
+      seen.length ? el("span", { class: "group" }, el("span", { class: "sep" }), el("span", { class: "quiet" }, "idle:"), seen.map((at) => button([causeSwatch(causes[at]), causes[at]], { cause: at }, meaning(causes[at])))) : null,
+      this.beside());
     replace(this.shares, el("caption", {}, "Busy share of each lane"), el("tbody", {}, this.summary.lanes.map((lane) => el("tr", {}, el("th", { scope: "row" }, lane.name), el("td", {}, `${Math.round(lane.busy_share * 100)}%`)))));
+  }
+
+  /** A choice of another run to be laid beneath this one. */
+  beside() {
+    const { viewer } = this;
+    const others = (viewer.runs ?? []).filter((run) => run.name !== viewer.run);
+    if (this.pair || !others.length || !viewer.source.isLive) return null;
+    return el("label", { class: "right" }, el("span", { class: "unseen" }, "Beside"), el("select", { "aria-label": "Lay another run's schedule beneath", onchange: (event) => event.target.value && viewer.go("schedule", "beside", event.target.value) },
+      el("option", { value: "" }, "compare with…"), others.map((run) => el("option", { value: run.name }, run.name))));
+  }
+
+  /** One line of the flow, or one cause, and nothing else; null: all. */
+  showOnly(only) {
+    this.only = only;
+    this.legend();
+    if (only === null) this.choose(null);
+    else if (only.kind !== undefined) this.panel.showLine(only.kind);
+    this.paint();
   }
 
   relayout() {
@@ -171,6 +195,7 @@ export class ScheduleView {
   }
 
   async fetchMini() {
+    if (this.pair) return; // The schedules are each other's context; the room is theirs.
     const width = Math.max(this.mini.clientWidth - GUTTER, 64);
     const lanes = this.summary.lanes.map((_, at) => at).slice(0, 12);
     const found = await this.viewer.source.window(this.viewer.run, 0, this.summary.total + 1, Math.min(width, 2000), lanes, []);
@@ -239,15 +264,24 @@ export class ScheduleView {
   // Moving about
 
   move(from, to) {
-    const most = this.summary.total * 1.2 + 2, least = LEAST_US;
+    const [first, last] = this.whole();
+    const most = (last - first) * 1.2 + 2, least = LEAST_US;
     const wide = Math.min(Math.max(to - from, least), most);
     const middle = (from + to) / 2;
-    const low = -0.1 * this.summary.total - 1, high = this.summary.total * 1.1 + 1;
+    const low = first - 0.1 * (last - first) - 1, high = last + 0.1 * (last - first) + 1;
     let start = Math.max(middle - wide / 2, low);
     if (start + wide > high) start = Math.max(high - wide, low);
     this.from = start;
     this.to = start + wide;
     this.isFollowing = this.to >= this.summary.total - 1;
+    this.paint();
+    this.soon();
+    this.pair?.moved(this);
+  }
+
+  /** Show what the other of two shows. */
+  follow(from, to) {
+    [this.from, this.to] = [from, to];
     this.paint();
     this.soon();
   }
@@ -270,7 +304,8 @@ export class ScheduleView {
 
   toStep(number) {
     const step = this.summary.marks.steps.find(([at]) => at === number);
-    if (step) this.zoomTo(step[1], step[2] - step[1]);
+    if (step && this.pair?.common().includes(number)) this.pair.align(number, true);
+    else if (step) this.zoomTo(step[1], step[2] - step[1]);
   }
 
   all() {
@@ -327,6 +362,7 @@ export class ScheduleView {
 
   choose(found) {
     this.selected = found;
+    this.pair?.chosen(this);
     if (found) this.panel.show(found);
     else this.panel.render();
     this.paint();
@@ -346,97 +382,26 @@ export class ScheduleView {
     if (start < this.from || start + row.d[i] > this.to) this.move(start - (this.to - this.from) / 2, start + (this.to - this.from) / 2);
   }
 
-  listen() {
-    const { canvas, mini } = this;
-    const point = (event) => {
-      const box = canvas.getBoundingClientRect();
-      return [event.clientX - box.left, event.clientY - box.top];
-    };
-    let drag = null;
-    canvas.addEventListener("pointerdown", (event) => {
-      const [x, y] = point(event);
-      if (event.button) return;
-      canvas.setPointerCapture(event.pointerId);
-      drag = { x, y, from: this.from, to: this.to, isBrush: event.shiftKey || (y < AXIS && x > GUTTER), scroll: this.scroll.scrollTop, moved: false };
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      const [x, y] = point(event);
-      this.mouse = x;
-      if (drag) {
-        drag.moved ||= Math.abs(x - drag.x) + Math.abs(y - drag.y) > 4;
-        if (!drag.moved) return;
-        hideTip();
-        if (drag.isBrush) this.paintRubber(drag.x, x);
-        else {
-          const by = ((drag.x - x) * (drag.to - drag.from)) / (this.width - GUTTER);
-          this.scroll.scrollTop = drag.scroll + drag.y - y;
-          this.move(drag.from + by, drag.to + by);
-        }
-        return;
+  /** Choose the first (or last) bar of a kind that is held, and go to it. */
+  seek(kind, direction) {
+    let best = null;
+    for (const [lane, data] of this.held) {
+      for (const part of ["work", "wait", "life"]) {
+        (data[part] ?? []).forEach((row, number) => {
+          const i = direction > 0 ? row.k.indexOf(kind) : row.k.lastIndexOf(kind);
+          if (i >= 0 && (!best || (row.s[i] - best.bar.s) * direction < 0)) best = { lane, part, row: number, bar: bar(row, i) };
+        });
       }
-      const found = this.find(x, y);
-      const isNew = JSON.stringify(found) !== JSON.stringify(this.hover);
-      this.hover = found?.bar ? found : null;
-      if (isNew) this.paint();
-      if (found && found.part !== "head") this.tell(event, found);
-      else hideTip();
-      canvas.style.cursor = found ? (found.part === "running" ? "default" : "pointer") : "default";
-    });
-    canvas.addEventListener("pointerup", (event) => {
-      const [x, y] = point(event);
-      if (!drag) return;
-      const { moved, isBrush, x: first } = drag;
-      drag = null;
-      if (moved && isBrush) this.move(Math.min(this.time(first), this.time(x)), Math.max(this.time(first), this.time(x)));
-      if (moved) return;
-      const found = this.find(x, y);
-      if (found?.part === "head" || found?.part === "running") this.toggle(found.lane);
-      else if (y < HEAD && y > AXIS) this.clickStep(this.time(x));
-      else this.choose(found);
-    });
-    canvas.addEventListener("pointerleave", () => { this.hover = null; this.mouse = undefined; hideTip(); this.paint(); });
-    canvas.addEventListener("dblclick", (event) => {
-      const found = this.find(...point(event));
-      if (found?.bar) this.zoomTo(found.bar.s, found.bar.d);
-    });
-    canvas.addEventListener("wheel", (event) => {
-      const fits = this.layout.height + HEAD <= this.height + 1;
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) { event.preventDefault(); this.pan(event.deltaX / this.width); return; }
-      if (!event.ctrlKey && !fits) return;
-      event.preventDefault();
-      this.zoom(1.0016 ** event.deltaY, this.time(Math.max(point(event)[0], GUTTER)));
-    }, { passive: false });
-    canvas.addEventListener("keydown", (event) => this.key(event));
-    const brush = (event) => {
-      const box = mini.getBoundingClientRect();
-      return ((event.clientX - box.left - GUTTER) * (this.summary.total + 1)) / (box.width - GUTTER - 8);
-    };
-    mini.addEventListener("pointerdown", (event) => { mini.setPointerCapture(event.pointerId); mini.first = brush(event); });
-    mini.addEventListener("pointermove", (event) => { if (mini.first !== undefined && Math.abs(brush(event) - mini.first) > this.summary.total / 400) this.move(Math.min(mini.first, brush(event)), Math.max(mini.first, brush(event))); });
-    mini.addEventListener("pointerup", (event) => {
-      if (mini.first !== undefined && Math.abs(brush(event) - mini.first) <= this.summary.total / 400) { const half = (this.to - this.from) / 2; this.move(mini.first - half, mini.first + half); }
-      mini.first = undefined;
-    });
-    mini.addEventListener("dblclick", () => this.all());
-  }
-
-  key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const at = this.mouse > GUTTER ? this.time(this.mouse) : undefined;
-    const act = {
-      w: () => this.zoom(0.7, at), s: () => this.zoom(1 / 0.7, at), a: () => this.pan(-0.2), d: () => this.pan(0.2), f: () => this.all(),
-      ArrowLeft: () => (this.selected ? this.next(-1) : this.pan(-0.2)), ArrowRight: () => (this.selected ? this.next(1) : this.pan(0.2)),
-      ArrowUp: () => { this.scroll.scrollTop -= 60; }, ArrowDown: () => { this.scroll.scrollTop += 60; },
-      Enter: () => this.selected && this.zoomTo(this.selected.bar.s, this.selected.bar.d), Escape: () => { this.only = null; this.legend(); this.choose(null); },
-    }[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-    if (!act) return;
-    event.preventDefault();
-    act();
+    }
+    if (!best) return;
+    this.choose(best);
+    const half = (this.to - this.from) / 2, middle = best.bar.s + best.bar.d / 2;
+    if (best.bar.s < this.from || best.bar.s + best.bar.d > this.to) this.move(middle - half, middle + half);
   }
 
   clickStep(at) {
     const step = this.summary.marks.steps.find(([, start, end]) => at >= start && at < end);
-    if (step) this.zoomTo(step[1], step[2] - step[1]);
+    if (step) this.toStep(step[0]);
   }
 
   toggle(at) {

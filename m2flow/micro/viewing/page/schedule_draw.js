@@ -8,6 +8,7 @@ const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", 
 const SMALL = FONT.replace("11.5px", "10.5px");
 const BOLD = `600 ${FONT}`;
 const DIM = 0.16;
+const GHOST = 4; // Pixels that a ghost stands out above and below its lane's bars.
 
 /**
  * @param scene summary, layout, held (lane -> answer of the server), from and to in microseconds, width, height, scroll, only (a kind, or
@@ -56,6 +57,7 @@ function drawLane(context, scene, lane, x, scale, styles) {
     context.restore();
     return;
   }
+  drawGhosts(context, scene, lane, x);
   if (data.idle && lane.work.length) {
     const { s, d, k } = data.idle;
     const [top, tall] = lane.work[0];
@@ -143,6 +145,28 @@ function drawRunning(context, scene, lane, data, x) {
   context.lineWidth = 1;
   context.stroke();
   context.globalAlpha = 1;
+}
+
+/** What the plan said that this lane would do when, behind what it did: a little taller, so that it is seen above and below. */
+function drawGhosts(context, scene, lane, x) {
+  const { predicted, marks } = scene.summary;
+  if (!predicted || !lane.work.length) return;
+  const [top, tall] = lane.work[0];
+  for (const [, start] of marks.steps) {
+    let at = start;
+    for (const [, seconds, isCritical, workers] of predicted.parts) {
+      if (!isCritical) continue;
+      const left = Math.max(x(at), GUTTER), right = Math.min(x(at + seconds * 1e6), scene.width);
+      at += seconds * 1e6;
+      if (!workers.includes(lane.lane.name) || right - left < 1) continue;
+      context.fillStyle = colour("ghost");
+      context.fillRect(left, top - GHOST, right - left, tall + 2 * GHOST);
+      context.strokeStyle = colour("quiet");
+      context.setLineDash([3, 2]);
+      context.strokeRect(left + 0.5, top - GHOST + 0.5, Math.max(right - left - 1, 1), tall + 2 * GHOST - 1);
+      context.setLineDash([]);
+    }
+  }
 }
 
 function drawPlan(context, scene, lane, x) {

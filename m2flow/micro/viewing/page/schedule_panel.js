@@ -14,7 +14,8 @@ export class SchedulePanel {
 
   /** Where the time went. */
   render() {
-    const { analysis, analysisError, summary } = this.view;
+    const { analysis, analysisError, summary, pair } = this.view;
+    if (pair) return replace(this.place, pair.overview());
     if (analysisError) return replace(this.place, errorState("The run can't be analysed", analysisError));
     if (!analysis) return replace(this.place, el("p", { class: "quiet" }, "Looking for where the time went"));
     const last = analysis.steps;
@@ -79,6 +80,21 @@ export class SchedulePanel {
     return el("table", { class: "rows" },
       el("thead", {}, el("tr", {}, ["samples", "number", "mean tokens", "reward"].map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, classes.map((one) => el("tr", {}, el("td", {}, one.name), el("td", {}, count(one.num)), el("td", {}, one.length === null ? "" : `${number(one.length, 3)}${whole ? ` (${(one.length / whole).toFixed(2)}x)` : ""}`), el("td", {}, number(one.reward, 3))))));
+  }
+
+  /** A line of the flow: what it cost, and the way to its spans. */
+  showLine(at) {
+    const { analysis, summary } = this.view;
+    const kind = summary.kinds[at];
+    const path = analysis?.path.find((one) => one.label === kind.label && one.line === kind.line);
+    const stage = analysis?.stages.find((one) => one.label === kind.label && one.line === kind.line);
+    const button = (text, act) => el("button", { class: "button", type: "button", onclick: act }, text);
+    return replace(this.place, el("section", {},
+      this.head([kindSwatch(summary.kinds, at), kind.label]),
+      kind.line ? [el("h3", {}, kind.line), kind.text ? el("code", { class: "source" }, kind.text) : null] : null,
+      path ? el("p", {}, `On the critical path for ${percent(path.share)} of the steps.`) : kind.line ? el("p", { class: "quiet" }, "No step waited for it.") : null,
+      facts([["a step waits", stage ? seconds(stage.seconds) : ""], ["planned", stage?.predicted_s ? seconds(stage.predicted_s) : ""]]),
+      el("div", { class: "actions" }, button("First span", () => this.view.seek(at, 1)), button("Last span", () => this.view.seek(at, -1)), button("Show all lines", () => this.view.showOnly(null)))));
   }
 
   /** What was chosen: a span, a sample's life, or an idle stretch. */

@@ -12,6 +12,7 @@ class Server {
   sample = (run, call, prompt, member) => ask(`api/runs/${name(run)}/samples/${call}/${prompt}/${member}`);
   graph = (run) => ask(`api/runs/${name(run)}/graph`);
   training = (run) => ask(`api/runs/${name(run)}/training`);
+  against = (run, other) => ask(`api/runs/${name(run)}/against/${name(other)}`);
   health = (run) => ask(`api/runs/${name(run)}/health`);
   analysis = (run) => ask(`api/runs/${name(run)}/analysis`);
   log = async (run, worker) => (await ask(`api/runs/${name(run)}/log/${name(worker)}`)).text;

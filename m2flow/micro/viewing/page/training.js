@@ -1,6 +1,7 @@
 // Metrics over steps, a chart for each; other runs beside this one.
 
 import uPlot from "m2flow/uPlot.js";
+import { askComparison, comparedRuns, comparisonSections } from "m2flow/comparison.js";
 import { el, emptyState, errorState, loadingState, replace } from "m2flow/dom.js";
 import { compact, number } from "m2flow/format.js";
 import { colour } from "m2flow/palette.js";
@@ -58,10 +59,24 @@ export class TrainingView {
       return;
     }
     if (this.isClosed) return;
+    if (this.others.size && this.compared?.join() !== names.join()) this.compare(names);
     const isSame = JSON.stringify(found) === this.last;
     this.last = JSON.stringify(found);
     this.found = found.map((training, at) => ({ name: names[at], ...training }));
     if (!isSame) this.render();
+  }
+
+  /** What differs between this run and each that is beside it; drawn when it is there. */
+  async compare(names) {
+    this.compared = names;
+    const [run, ...others] = names;
+    this.comparisons = [];
+    for (const other of others) {
+      const found = await askComparison(this.viewer.source, run, other).catch((error) => ({ error }));
+      if (this.isClosed || this.compared !== names) return;
+      this.comparisons.push(found);
+    }
+    this.render();
   }
 
   names() {
@@ -88,11 +103,20 @@ export class TrainingView {
         others.length ? el("label", {}, "beside it", el("select", { "aria-label": "Compare with a run", onchange: (event) => { if (event.target.value) this.others.add(event.target.value); this.fetch(); } }, el("option", { value: "" }, "choose a run"), others.filter((one) => !this.others.has(one.name)).map((one) => el("option", { value: one.name }, one.name)))) : null,
         [...this.others].map((name, at) => el("button", { class: "button", type: "button", title: "Leave it out", onclick: () => { this.others.delete(name); this.fetch(); } }, swatch(at + 1), ` ${name} ×`))),
       place);
+    for (const found of this.others.size ? this.comparisons ?? [] : []) place.append(this.difference(found));
     for (const name of this.names()) place.append(this.card(name));
     place.scrollTop = scrolled;
     this.watcher?.disconnect();
     this.watcher = new ResizeObserver(() => this.charts.forEach((chart) => chart.setSize({ width: chart.root.parentElement.clientWidth, height: HEIGHT })));
     this.watcher.observe(place);
+  }
+
+  difference(found) {
+    if (found.error) return el("section", { class: "card wide" }, el("h2", {}, "What differs"), el("p", { class: "quiet" }, found.error.message));
+    const { kinds, causes } = this.summary;
+    return el("section", { class: "card wide", "data-compared": found.other.name },
+      el("div", { class: "compared" }, comparedRuns(found), el("a", { class: "button", href: this.viewer.link("schedule", "beside", found.other.name) }, "Schedules beside each other")),
+      el("div", { class: "columns" }, comparisonSections({ ...found, metrics: [] }, kinds, causes)));
   }
 
   card(name) {
