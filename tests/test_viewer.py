@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from observed_run import record_run, store_run
+from observed_run import MS, record_run, store_run
 from viewed import HOSTILE, make_run, make_traced, served
 
 from m2flow.cli.main import cli
 from m2flow.micro.viewing.exporting import write_page
 from m2flow.micro.viewing.page import ASSETS
+from m2flow.observe.recorder import Recorder
+from m2flow.samples import SampleId
 
 
 def get(address: str, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
@@ -162,6 +164,61 @@ def test_samples_are_columns_and_one_of_them_has_its_text_as_it_is(runs: Path) -
         assert len(page["pieces"]) == len(page["kinds"]) == len(page["logprobs"])
         assert ask(address, f"/api/runs/{run}/training")["series"]
         assert {node["name"] for node in ask(address, f"/api/runs/{run}/graph")["nodes"]} >= {"policy.generate", "policy.update"}
+
+
+def test_two_runs_are_compared_and_a_third_is_not_there(runs: Path) -> None:
+    with served(runs) as address:
+        made = next(one["name"] for one in ask(address, "/api/runs") if one["name"] != "traced")
+        for one, other in (("traced", "traced"), ("traced", made), (made, "traced")):
+            found = ask(address, f"/api/runs/{one}/against/{other}")
+            assert (found["one"]["name"], found["other"]["name"]) == (one, other)
+            assert found["explained"]
+        for name in ("nothing", "..%2ftraced", "%2e%2e"):
+            answer, body = get(address, f"/api/runs/traced/against/{name}")
+            assert answer.status == 404, body
+
+
+def test_a_sample_that_ran_twice_has_both_of_its_lives(tmp_path: Path) -> None:
+    recorders = [Recorder("rollout-0"), Recorder("rollout-1")]
+    moved, stayed = SampleId(0, 0, 0).pack(), SampleId(0, 0, 1).pack()
+    for at, (recorder, start) in enumerate(zip(recorders, (0, 5), strict=True)):
+        recorder.anchor_ns = 0
+        about = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1", "num_tokens": 4}
+        recorder.add("sample", start * MS, (start + 4) * MS, **about, sample=moved, version=at)
+        recorder.add("sample", 0, 9 * MS, **about, sample=stayed + at, version=0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    store_run(tmp_path / "run", [recorder.drain() for recorder in recorders])
+    with served(tmp_path) as address:
+        table = ask(address, "/api/runs/run/samples")
+        at = next(i for i, member in enumerate(table["member"]) if member == 0)
+        assert table["lives"] == {str(at): [[0, 4000, 0, 0], [5000, 9000, 1, 1]]}
+
+
+def test_health_shows_the_room_of_channels_and_the_course_of_counters(tmp_path: Path) -> None:
+    recorder = Recorder("controller")
+    recorder.add("wait", 0, 900 * MS)
+    recorder.anchor_ns = 0
+    for at in range(500):
+        recorder.count("channel samples, policy.generate to train-0", at % 7, at * MS)
+        recorder.count("memory bytes", at if at != 3 else float("nan"), at * MS)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    store_run(tmp_path / "run", [recorder.drain()])
+    with served(tmp_path) as address:
+        health = ask(address, "/api/runs/run/health")
+    (room,) = health["rooms"]
+    assert (room["producer"], room["target"], room["samples"], room["most_samples"]) == ("policy.generate", "train-0", 499 % 7, 6)
+    (counter,) = health["counters"]
+    assert (counter["worker"], counter["name"], counter["least"], counter["most"], counter["last"]) == (
+        "controller",
+        "memory bytes",
+        0,
+        499,
+        499,
+    )
+    assert len(counter["at"]) == len(counter["values"]) <= 120
+    assert counter["values"][-1] == 499
 
 
 def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,9 +164,45 @@ def test_the_graph_training_and_health_show_what_the_run_did(page: Page, runs: P
         page.locator(".card[data-metric=reward] canvas").wait_for()
         page.get_by_label("Compare with a run").select_option("traced")
         page.get_by_role("button", name=re.compile("traced")).wait_for()
+        page.locator(".card[data-compared=traced]").get_by_role("heading", name="What differs").wait_for()
         page.get_by_role("link", name="Health").click()
         page.get_by_role("heading", name="What happened").wait_for()
         assert "attempt 1" in page.locator(".page").inner_text()
+
+
+def test_two_schedules_are_laid_beneath_each_other_and_move_together(page: Page, runs: Path) -> None:
+    make_traced(runs / "shorter", num_steps=2)
+    try:
+        with served(runs) as address:
+            page.goto(f"{address}#traced/schedule")
+            painted(page)
+            page.get_by_label("Lay another run's schedule beneath").select_option("shorter")
+            page.get_by_role("heading", name="What differs").wait_for()
+            until(page, "[...document.querySelectorAll('.scroll canvas')].filter((one) => Number(one.dataset.painted) > 0).length === 2")
+            both = "[...document.querySelectorAll('#range')].map((one) => one.textContent).join()"
+            whole = until(page, both)
+            page.locator(".scroll canvas").first.focus()
+            page.keyboard.press("w")
+            closer = until(page, f"{both} !== was && {both}", whole)
+            until(page, f"new Set({both}.split(',')).size === 1")  # As much of the one as of the other.
+            page.get_by_label("Where both begin").select_option("1")
+            until(page, f"{both} !== was", closer)
+            page.get_by_role("link", name="Close").click()
+            page.get_by_role("heading", name="Where the time went").wait_for()
+    finally:
+        shutil.rmtree(runs / "shorter")
+
+
+def test_a_line_leads_to_its_spans_and_the_graph_to_its_line(page: Page, runs: Path) -> None:
+    with served(runs) as address:
+        page.goto(f"{address}#traced/graph")
+        page.get_by_role("button", name=re.compile("policy.update")).first.click()
+        painted(page)
+        page.get_by_text("On the critical path for").wait_for()
+        assert page.locator(".legend [aria-pressed=true]").inner_text().startswith("policy.update")
+        page.get_by_role("button", name="First span").click()
+        page.get_by_role("button", name="Zoom to it").wait_for()
+        assert "trainer-0" in page.locator("aside").inner_text()
 
 
 def test_a_run_that_goes_on_moves_by_itself(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import TextIO, final
 
 import msgspec
 
 from m2flow.errors import InternalError
+from m2flow.observe.board import Board
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -36,7 +37,7 @@ class MetricsWriter:
         self._run_dir = Path(run_dir)
         self._has_tensorboard = tensorboard
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._board: Board | None = None
         self.non_finite: Counter[str] = Counter()
         """How often each metric was not finite."""
 
@@ -67,7 +68,7 @@ class MetricsWriter:
             board = self._open_board()
             for name, value in numbers.items():
                 if name not in bad:
-                    board.add_scalar(name, value, step, walltime=line.time_s)
+                    board.add(name, value, step, line.time_s)
         return list(bad)
 
     @property
@@ -83,21 +84,19 @@ class MetricsWriter:
         for line in _lines(self._run_dir):
             for name, value in line.values.items():
                 if value is not None:
-                    self._open_board().add_scalar(name, value, line.step, walltime=line.time_s)
+                    self._open_board().add(name, value, line.step, line.time_s)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-            self._board = None
         if self._file is not None:
             self._file.close()
             self._file = None
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
 
-    def _open_board(self) -> Any:
+    def _open_board(self) -> Board:
         if self._board is None:
-            from tensorboardX import SummaryWriter  # takes a second or two to import
-
-            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), flush_secs=10)
+            self._board = Board(self._run_dir / "tensorboard")
         return self._board
 
     def __enter__(self) -> MetricsWriter:

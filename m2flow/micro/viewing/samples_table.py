@@ -140,7 +140,8 @@ def _from_ledger(run_dir: Path) -> list[tuple]:  # type: ignore[type-arg]
 def _from_trace(trace: RunTrace) -> list[tuple]:  # type: ignore[type-arg]
     columns = trace.columns
     lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0)) if columns.num_spans else np.zeros(0, np.int64)
-    lives = lives[np.argsort(columns["sample"][lives], kind="stable")]
+    lives = lives[np.lexsort((columns["end"][lives], columns["sample"][lives]))]
+    lives = lives[np.append(np.diff(columns["sample"][lives]) != 0, True)] if len(lives) else lives  # The last life has all tokens.
     used = (
         set(trace.columns.touches[trace.group[trace.columns.touches[:, 1]] == TRAIN, 0].tolist()) if len(trace.columns.touches) else set()
     )
