@@ -18,9 +18,12 @@ from typing import Literal
 import click
 import psutil
 
+from m2flow.cli.engines import other_interpreter
 from m2flow.cli.rundirs import find_run
 from m2flow.engines.compiling import missing_tools
-from m2flow.engines.registry import engines
+from m2flow.engines.registry import check_engine, engines
+from m2flow.errors import M2FlowError
+from m2flow.spec import ClusterSpec, load_cluster
 
 State = Literal["ok", "missing", "optional"]
 _SHARED = Path("/dev/shm")
@@ -45,7 +48,10 @@ class Finding:
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where a run is looked for.")
-def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="Look into the interpreters that this spec names, too."
+)
+def command(run: str | None, as_json: bool, runs_dir: Path, cluster: Path | None) -> None:
     """Check what this machine has and what is missing; or, with a RUN, whether the record of that run is sound.
 
     RUN is a run directory or its name: one that ended well, failed, was killed, or still goes on. Ends with status 1 if something is
@@ -59,7 +65,7 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     if run is not None:
         _examine_run(find_run(run, runs_dir), as_json=as_json)
         return
-    findings = list(examine())
+    findings = [*examine(), *([_engine_of(load_cluster(cluster))] if cluster is not None else [])]
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -127,6 +133,16 @@ def _extra(extra: str) -> Finding:
     if tools:
         return Finding(f"extra {extra}", "optional", f"lacks {', '.join(tools)} to run on a CPU", "; ".join(tools.values()))
     return Finding(f"extra {extra}", "ok", ", ".join(f"{f.name} {f.value}" for f in found))
+
+
+def _engine_of(spec: ClusterSpec) -> Finding:
+    """What a spec's rollout engine has where it runs."""
+    name = spec.rollout.engine
+    try:
+        check_engine(name, "rollout", spec.device, spec.rollout.options)
+    except M2FlowError as error:
+        return Finding(f"engine {name}", "missing", error.what, error.now)
+    return Finding(f"engine {name}", "ok", other_interpreter(spec))
 
 
 def _shared_memory() -> Finding:

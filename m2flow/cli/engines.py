@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -10,22 +12,33 @@ from rich.table import Table
 
 from m2flow.engines.compiling import missing_tools
 from m2flow.engines.registry import EngineInfo, engines
+from m2flow.engines.sglang_installed import OLDEST, installed
+from m2flow.engines.table import capability_tables
 from m2flow.micro.costs.devices import BUILT_IN, device_list
 from m2flow.micro.costs.layouts import PLANNED
+from m2flow.spec import ClusterSpec, load_cluster
 
 
 @click.command("engines")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-def command(as_json: bool) -> None:
+@click.option("--markdown", is_flag=True, help="Print what they can do as tables: those of docs/engines.md.")
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="Look into the interpreters that this spec names, too."
+)
+def command(as_json: bool, markdown: bool, cluster: Path | None) -> None:
     """List the engines, what they can do, and which work here.
 
     A cluster spec names them: `rollout: {engine: embedded}`. Others register theirs under the entry point group m2flow.engines.
 
     \b
-    Example:
+    Examples:
       m2flow engines
+      m2flow engines --cluster clusters/sglang-cpu.yaml
     """
     found = engines()
+    if markdown:
+        click.echo(capability_tables(found), nl=False)
+        return
     if as_json:
         click.echo(json.dumps([_record(info) for info in found], indent=2))
         return
@@ -43,6 +56,8 @@ def command(as_json: bool) -> None:
     planned = "; ".join(f"{name} ({kind}) with {', '.join(names)}" for (name, kind), names in beyond.items() if names)
     if planned:
         console.print(f"\nTo plan and simulate with, but not to run here: {planned}")
+    if cluster is not None:
+        console.print(f"\nOf {cluster}: {other_interpreter(load_cluster(cluster))}", soft_wrap=True)
     console.print(f"Devices for `pools` in a cluster spec: {', '.join(device_list().names)}")
     console.print(f"They are in {BUILT_IN}; a list of yours in the same form (`devices: mine.yaml`) adds to it.", soft_wrap=True)
 
@@ -52,9 +67,23 @@ def usable(info: EngineInfo) -> str:
     if not info.missing:
         tools = missing_tools() if info.compiles else {}
         lacking = f"; not on a CPU: {', '.join(tools)} missing; {'; '.join(tools.values())}" if tools else ""
-        return "yes" + f" ({info.version})" * bool(info.version) + lacking
+        untested = f"; untested on {info.untested}" * bool(info.untested)
+        return "yes" + f" ({info.version})" * bool(info.version) + lacking + untested
     how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
     return f"no: {', '.join(info.missing)} missing; {how}"
+
+
+def other_interpreter(spec: ClusterSpec) -> str:
+    """What the interpreter has that a spec names for its rollout engine, in words."""
+    given = spec.rollout.options
+    if spec.rollout.engine != "sglang" or given.get("url"):
+        return f"its rollout engine {spec.rollout.engine} has no interpreter of its own"
+    python = str(Path(str(given["python"])).expanduser()) if given.get("python") else ""
+    has = installed(python)
+    if not has.version:
+        return f"{python or sys.executable} has no sglang"
+    lacking = f"; it lacks {', '.join(has.lacking)}, which {OLDEST} has" if has.lacking else ""
+    return f"{python or sys.executable} has sglang {has.version}: {', '.join(has.abilities)}{lacking}"
 
 
 def _abilities(info: EngineInfo) -> list[str]:
@@ -65,10 +94,11 @@ def _abilities(info: EngineInfo) -> list[str]:
         "keyed seeds": can.keyed_seeds,
         "resume with prefix": can.resume_with_prefix,
         "weights under requests": can.weights_under_requests,
+        "probes": can.probes,
         "deterministic": can.deterministic,
     }
     if info.kind != "rollout":  # The others are about generation.
-        names = {"deterministic": can.deterministic}
+        names = {"deterministic": can.deterministic, "adapters": can.lora}
     return [name for name, has in names.items() if has] + can.parallel_layouts.names()
 
 
@@ -82,5 +112,6 @@ def _record(info: EngineInfo) -> dict[str, object]:
         "missing": list(info.missing),
         "usable": not info.missing,
         "version": info.version,
+        "untested": info.untested,
         "missing to compile on a CPU": list(missing_tools()) if info.compiles else [],
     }

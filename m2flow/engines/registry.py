@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,6 +37,10 @@ class EngineInfo:
     """The extra that brings them."""
     compiles: bool = False
     """On a CPU it compiles a part of itself when it is first used (`m2flow.engines.compiling`)."""
+    check: str = ""
+    """`module:function` that is called with the options from the cluster spec before a run, and raises what would keep it from starting."""
+    untested: str = ""
+    """Where it has not been run; empty: nowhere that it says it can."""
 
     @property
     def kind(self) -> EngineKind:
@@ -66,6 +71,7 @@ _BUILT_IN = (
         Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, probes=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
+        untested="cuda",
     ),
     EngineInfo(
         "embedded",
@@ -73,6 +79,7 @@ _BUILT_IN = (
         Capabilities("train", heads=_HEADS, lora=True, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
         ("torch", "transformers"),
+        untested="cuda",
     ),
     EngineInfo(
         "sglang",
@@ -89,6 +96,8 @@ _BUILT_IN = (
         ),
         "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),
+        check="m2flow.engines.sglang_installed:check_options",
+        untested="cuda",
     ),
     EngineInfo(
         "fsdp",
@@ -96,6 +105,7 @@ _BUILT_IN = (
         Capabilities("train", heads=_HEADS, devices=_DEVICES, parallel_layouts=ParallelLayouts(dp=None, zero=(3,))),
         "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2.",
         ("torch", "transformers"),
+        untested="cuda",
     ),
     EngineInfo(
         "deepspeed",
@@ -110,6 +120,7 @@ _BUILT_IN = (
         ("torch", "transformers", "deepspeed", "ninja"),
         extra="deepspeed",
         compiles=True,
+        untested="cuda",
     ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
     EngineInfo(
@@ -172,14 +183,21 @@ def check_adapters() -> None:
         raise MissingExtra("a policy with lora=... needs peft", now="pip install 'm2flow[lora]'")
 
 
-def check_engine(name: str, kind: EngineKind, device: str) -> None:
+def check_engine(name: str, kind: EngineKind, device: str, options: Mapping[str, object] | None = None) -> None:
     """Refuse an engine that could not start in an environment like this one, before anything is started.
+
+    Args:
+        options: its own, from the cluster spec; None: they are about another host.
 
     Raises:
         EngineError: there is none of that name and kind. MissingExtra: what it needs is not installed.
     """
-    if find_engine(name, kind).compiles and device.startswith("cpu"):
+    info = find_engine(name, kind)
+    if info.compiles and device.startswith("cpu"):
         check_compiler(name)
+    if info.check and options is not None:
+        module, _, function = info.check.partition(":")
+        getattr(importlib.import_module(module), function)(options)
 
 
 def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:

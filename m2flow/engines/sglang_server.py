@@ -21,10 +21,9 @@ from pathlib import Path
 
 import httpx2
 
-from m2flow.errors import EngineError, MissingExtra
+from m2flow.engines.sglang_installed import check_version
+from m2flow.errors import EngineError
 
-OLDEST = (0, 5, 20)
-"""The first release with weight versions by token, `begin_weight_update` and incremental streaming."""
 _LOG_LINES = 20
 _PORTS_TRIED = 3
 _END_S = 15.0
@@ -44,43 +43,6 @@ class ServerOptions:
     env: str = ""
     """Further environment variables: `A=1 B=2`, as in a shell."""
     start_timeout_s: float = 300.0
-
-
-def installed_version(python: str) -> str:
-    """Of SGLang in an interpreter; empty if it has none.
-
-    Raises:
-        EngineError: there is no such interpreter.
-    """
-    probe = "import importlib.metadata as m\ntry: print(m.version('sglang'))\nexcept m.PackageNotFoundError: pass"
-    try:
-        done = subprocess.run([python or sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
-    except OSError as error:
-        raise EngineError(
-            f"the interpreter {python} can't be run: {error}", now="Give the option `python` of the rollout engine."
-        ) from None
-    return done.stdout.strip()
-
-
-def check_version(python: str) -> str:
-    """The version of SGLang in an interpreter, if it has all that is needed.
-
-    Raises:
-        MissingExtra: there is none, or it is too old.
-    """
-    found = installed_version(python)
-    where = python or sys.executable
-    least = ".".join(map(str, OLDEST))
-    if not found:
-        raise MissingExtra(
-            f"the rollout engine sglang needs sglang, which {where} does not have",
-            now=f"pip install 'sglang>={least}' there, or name an interpreter that has it: rollout.options.python in the cluster spec.",
-        )
-    if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < OLDEST:
-        raise MissingExtra(
-            f"SGLang {found} in {where} lacks what the rollout engine needs; {least} has it", now=f"pip install 'sglang>={least}' there."
-        )
-    return found
 
 
 class SglangServer:

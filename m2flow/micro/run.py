@@ -190,7 +190,7 @@ class Run:
             M2FlowError: what went wrong; the samples up to there are in `run_dir`.
         """
         plan = self._plan or self.prepare()
-        check_engines(plan)
+        check_engines(plan, self.spec)
         destinations(self.settings, Path(), self.flow.name, lambda said: None)  # What is missing is said before there is a directory.
         with naming_a_full_disk(self.settings.runs_dir):
             self.run_dir = brought_home(self._resume, self.settings.runs_dir) if self._resume else self._new_run_dir()
