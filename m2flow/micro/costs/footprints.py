@@ -26,6 +26,13 @@ def shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     return (shape.num_parameters - shape.expert_parameters) / ways, shape.expert_parameters / (ways * layout.ep)
 
 
+def trained_shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """The same of those that are trained: all, or the adapters."""
+    if not shape.adapter_parameters:
+        return shards(shape, layout)
+    return shape.adapter_parameters / (layout.tp * layout.pp), 0.0
+
+
 def kv_token_bytes(shape: ModelShape, layout: Layout) -> float:
     """Of the cache, on a device, for one token. Key/value heads that do not divide are copied; so is a latent."""
     return shape.kv_bytes / (min(layout.tp, shape.max_kv_shards) * layout.pp)
@@ -58,7 +65,8 @@ def most_running(shape: ModelShape, layout: Layout, extent: Extent, memory_bytes
 
 
 def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool) -> Footprint:
-    """A trainer's, for micro-batches of so many tokens; of a model that is only asked (a reference), its weights and a layer.
+    """A trainer's, for micro-batches of so many tokens; of a model that is only asked (a reference), its weights and a layer. Of one that
+    trains adapters, gradients and optimiser are theirs; what layers keep for the backward pass is as much, but for the adapters' own.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054: stage 1 shards the optimiser's state, 2 the gradients too, 3 the weights too.
@@ -67,10 +75,12 @@ def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trai
     each = shape.bytes_each
     ranks = layout.dp * layout.sp
     weights = gradients = optimizer = 0.0
-    for count, group in zip(shards(shape, layout), (ranks, max(1, ranks // layout.ep)), strict=True):
-        weights += each * count / (group if layout.zero >= 3 else 1)
-        gradients += each * count / (group if layout.zero >= 2 else 1)
-        optimizer += (_MASTER_BYTES if each < 4 else 8) * count / (group if layout.zero >= 1 else 1)
+    beside = trained_shards(shape, layout) if shape.adapter_parameters else (0.0, 0.0)
+    groups = ranks, max(1, ranks // layout.ep)
+    for count, more, trained, group in zip(shards(shape, layout), beside, trained_shards(shape, layout), groups, strict=True):
+        weights += each * (count + more) / (group if layout.zero >= 3 else 1)
+        gradients += each * trained / (group if layout.zero >= 2 else 1)
+        optimizer += (_MASTER_BYTES if each < 4 else 8) * trained / (group if layout.zero >= 1 else 1)
     activations = _activations(shape, layout, tokens / layout.sp, is_trained=is_trained, recomputes=recomputes)
     if not is_trained:
         return Footprint(weights=math.ceil(weights), activations=math.ceil(activations))

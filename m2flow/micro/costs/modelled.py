@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar, final
 
 from m2flow.errors import ModelError, SpecError
 from m2flow.micro.costs import footprints
+from m2flow.micro.costs.adapters import adapted
 from m2flow.micro.costs.extents import Extent
 from m2flow.micro.costs.layouts import legal_layouts, offered, thread_layouts
 from m2flow.micro.costs.moves import hop_s, switch, sync_s
@@ -261,7 +262,8 @@ class ModelledCosts(Costs):
 
 
 def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, ModelShape]:
-    """The shape of each role's model: what the spec says (`shapes`), else what its directory's config.json says, in the flow's dtype.
+    """The shape of each role's model: what the spec says (`shapes`), else what its directory's config.json says, in the flow's dtype; with
+    its adapters.
 
     A shape for a role is also that of the roles whose model was made from the same path: a policy's reference and critic.
 
@@ -277,7 +279,7 @@ def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, Model
     shapes = {}
     for role, model in models.items():
         named = spec.shapes.get(role) or by_path.get(model.path)
-        shapes[role] = shape_named(named) if named else _own_shape(role, model)
+        shapes[role] = adapted(shape_named(named) if named else _own_shape(role, model), model.lora)
     return shapes
 
 

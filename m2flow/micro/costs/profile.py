@@ -288,8 +288,9 @@ def read_profile(path: Path) -> Profile:
 
 
 def told_model(model: Model) -> str:
-    """A model as far as its speed goes: its folder's name, its head and its type of numbers."""
-    return f"{Path(model.path).name} ({model.head}, {model.dtype})"
+    """A model as far as its speed goes: its folder's name, its head, its type of numbers, and the rank of its adapters."""
+    adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
+    return f"{Path(model.path).name} ({model.head}, {model.dtype}{adapters})"
 
 
 def now_text() -> str:

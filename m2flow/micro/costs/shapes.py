@@ -61,6 +61,8 @@ class ModelShape:
     """Of the attention of a layer."""
     has_query_norms: bool = False
     max_context: int = 0
+    adapter_parameters: int = 0
+    """Beside its layers, and trained in the place of all others (`m2flow.micro.costs.adapters`); 0: all are trained."""
 
     @cached_property
     def attention_parameters(self) -> int:

@@ -1,6 +1,7 @@
 """How long a trainer's passes and steps take, modelled from the model's shape and the device's data sheet.
 
     a sample of s tokens   token_s * s + token2_s * s**2        operations / (devices * MFU * peak), and the exposed communication
+                           of adapters: a pass less over the frozen weights, all passes over theirs
     a micro-batch          fixed_s                              launches; ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
     an optimiser step      optimizer_s                          gradients' reduction, the optimiser's bytes, a pipeline's bubble
 
@@ -10,7 +11,7 @@ taken to be many and evenly shared; imbalance within a step is the simulator's.
 
 from __future__ import annotations
 
-from m2flow.micro.costs.footprints import shards
+from m2flow.micro.costs.footprints import shards, trained_shards
 from m2flow.micro.costs.pools import Pool
 from m2flow.micro.costs.shapes import ModelShape
 from m2flow.micro.costs.terms import Constant, Layout, PassCost, TrainCost
@@ -38,13 +39,16 @@ def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_toke
     if not is_trained:
         return TrainCost(forward, forward, 0.0)
     passes = 4 if recomputes else 3
+    # Frozen weights take no gradient of their own: a pass less. The adapters beside them are multiplied in all passes.
+    adapters = 2 * shape.adapter_parameters
+    trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
     update = PassCost(
         fixed_s=(device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0)) / layout.dp,
-        token_s=passes * work / (device.train_mfu * peak) + passes * token_comm_s,
+        token_s=trained_work / (device.train_mfu * peak) + passes * token_comm_s,
         token2_s=passes * work2 / (device.train_mfu * peak),
     )
-    # Of each parameter, stages 0 and 1 move the gradients once and something back (the sums, or the new weights); 2 the weights alone.
-    moved_s = {0: 2 * reduce_s, 1: reduce_s + gather_s, 2: gather_s, 3: 0.0}[layout.zero]
+    # Of each trained parameter, stages 0 and 1 move the gradients once and something back (the sums, or new weights); 2 the weights alone.
+    moved_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
     bubble_s = (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
     return TrainCost(forward, update, moved_s + _step_s(shape, pool, layout) + bubble_s)
 
@@ -56,11 +60,13 @@ def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCo
     rate = f"({devices} x {device.train_mfu:g} x {peak:g} TFLOP/s)"
     forward = f"({devices} x {device.prefill_mfu:g} x {peak:g} TFLOP/s)"
     linear, square = f"{shape.token_flops / 1e9:.3g} GFLOP", f"{shape.attention_flops:.3g} FLOP"
-    step = f"{_STEP_BYTES} B a parameter and the gradients' reduction, {layout}"
+    trained = f"each of {shape.adapter_parameters / 1e6:.3g} M parameters of adapters" if shape.adapter_parameters else "a parameter"
+    step = f"{_STEP_BYTES} B {trained} and the gradients' reduction, {layout}"
+    whole = f"{linear}, frozen but for adapters" if shape.adapter_parameters else linear
     return {
         "forward_token_s": Constant(cost.forward.token_s, "s", f"modelled: {linear} / {forward}"),
         "forward_token2_s": Constant(cost.forward.token2_s, "s", f"modelled: {square} / {forward}"),
-        "update_token_s": Constant(cost.update.token_s, "s", f"modelled: forward and backward of {linear} / {rate}"),
+        "update_token_s": Constant(cost.update.token_s, "s", f"modelled: forward and backward of {whole} / {rate}"),
         "update_token2_s": Constant(cost.update.token2_s, "s", f"modelled: forward and backward of {square} / {rate}"),
         "microbatch_s": Constant(cost.update.fixed_s, "s", "modelled: launches, and what ZeRO moves for each micro-batch"),
         "optimizer_s": Constant(cost.optimizer_s, "s", f"modelled: {step}"),
@@ -87,20 +93,21 @@ def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> flo
 
 
 def _gathers(shape: ModelShape, pool: Pool, layout: Layout) -> tuple[float, float]:
-    """Seconds to gather all weights on every replica, and to reduce all gradients to their shards."""
+    """Seconds to gather all weights on every replica, and to reduce all gradients that there are to their shards."""
     ranks, stride = layout.dp * layout.sp, layout.tp * layout.pp
     gather_s = reduce_s = 0.0
-    for count, group in zip(shards(shape, layout), (ranks, max(1, ranks // layout.ep)), strict=True):
+    groups = ranks, max(1, ranks // layout.ep)
+    for count, trained, group in zip(shards(shape, layout), trained_shards(shape, layout), groups, strict=True):
         if count:
-            seconds = pool.gather_s(count * shape.bytes_each, group, stride * (ranks // group))
-            gather_s += seconds
-            reduce_s += seconds
+            gather_s += pool.gather_s(count * shape.bytes_each, group, stride * (ranks // group))
+        if trained:
+            reduce_s += pool.gather_s(trained * shape.bytes_each, group, stride * (ranks // group))
     return gather_s, reduce_s
 
 
 def _step_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
     ranks = layout.dp * layout.sp
-    shared, experts = shards(shape, layout)
+    shared, experts = trained_shards(shape, layout)
     if layout.zero >= 1:
         shared, experts = shared / ranks, experts / max(1, ranks // layout.ep)
     count = shared + experts
