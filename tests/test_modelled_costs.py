@@ -14,7 +14,7 @@ from m2flow.micro.costs.extents import Extent
 from m2flow.micro.costs.layouts import legal_layouts, offered
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
 from m2flow.micro.costs.pools import GIB
-from m2flow.micro.costs.shapes import shape_named, zoo
+from m2flow.micro.costs.shapes import ModelShape, shape_named, zoo
 from m2flow.micro.costs.terms import EngineId, Footprint, Layout
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.recipe import Lora, Model
@@ -103,6 +103,17 @@ def test_adapters_have_as_many_parameters_as_is_published() -> None:
     queries_and_values = Lora(rank=8, targets=("q_proj", "v_proj"))
     assert adapted(shape_named("Llama-3.1-8B"), queries_and_values).adapter_parameters == 3_407_872
     assert adapted(shape_named("Qwen2.5-7B"), None).adapter_parameters == 0
+
+
+def test_experts_and_their_routers_have_adapters_as_peft_makes_them() -> None:
+    """Counted on models that peft 0.21.2 had put adapters of rank 4 on."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    small |= {"vocab_size": 100, "num_experts_per_tok": 2}
+    qwen = ModelShape.from_config(small | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8})
+    assert adapted(qwen, Lora(rank=4)).adapter_parameters == 40_032
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1}
+    assert adapted(ModelShape.from_config(small | latent | experts), Lora(rank=4)).adapter_parameters == 29_920
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -2,12 +2,12 @@
 
     ModelShape, Lora --adapted--> the same shape with `adapter_parameters`
 
-Each adapted layer of i inputs and o outputs has rank x (i + o) of them. Layers go by their Hugging Face names. Routed experts have none:
-their weights are one tensor for all, and no layers. Names that a recipe gives and no layer of this shape has are left out here; the engine
-refuses them.
+Each adapted layer of i inputs and o outputs has rank x (i + o) of them. Layers go by their Hugging Face names. Where there are experts,
+peft (0.21) adapts them and their routers, and no other MLP; gate and up of an expert are one matrix there, of twice the rank. Names that a
+recipe gives and no layer of this shape has are left out here; the engine refuses them.
 
 Source:
-    Hu et al. 2021, LoRA, arXiv:2106.09685.
+    Hu et al. 2021, LoRA, arXiv:2106.09685. Counts were compared with peft's.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def adapted(shape: ModelShape, recipe: Lora | None) -> ModelShape:
 
 def _layers(shape: ModelShape) -> Mapping[str, tuple[int, int, int]]:
     """Name -> how many there are in the model, inputs, outputs."""
-    h, num, heads = shape.hidden, shape.num_layers, shape.num_heads
-    sparse = num - shape.num_dense_layers
+    h, num = shape.hidden, shape.num_layers
     found = _latent_attention(shape) if shape.latent else _attention(shape)
-    found["o_proj"] = num, heads * shape.value_dim, h
-    # Dense layers and shared experts, each of their own width, count as so many of the mean one: what is added up is the same.
-    num_mlps = shape.num_dense_layers + (sparse if shape.shared_width else 0)
-    width = (shape.num_dense_layers * shape.dense_width + sparse * shape.shared_width) // max(num_mlps, 1)
-    found |= {"gate_proj": (num_mlps, h, width), "up_proj": (num_mlps, h, width), "down_proj": (num_mlps, width, h)}
-    return found
+    found["o_proj"] = (num, shape.num_heads * shape.value_dim, h)
+    if not shape.num_experts:
+        width = shape.dense_width
+        return found | {"gate_proj": (num, h, width), "up_proj": (num, h, width), "down_proj": (num, width, h)}
+    sparse = num - shape.num_dense_layers
+    each, width = sparse * shape.num_experts, shape.expert_width
+    return found | {"gate": (sparse, h, shape.num_experts), "gate_up_proj": (2 * each, h, 2 * width), "down_proj": (each, width, h)}
 
 
 def _attention(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
@@ -60,7 +60,5 @@ def _latent_attention(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
         "kv_b_proj": (num, rank, heads * (nope + shape.value_dim)),
     }
     if shape.query_latent:
-        found |= {"q_a_proj": (num, h, shape.query_latent), "q_b_proj": (num, shape.query_latent, heads * shape.head_dim)}
-    else:
-        found["q_proj"] = num, h, heads * shape.head_dim
-    return found
+        return found | {"q_a_proj": (num, h, shape.query_latent), "q_b_proj": (num, shape.query_latent, heads * shape.head_dim)}
+    return found | {"q_proj": (num, h, heads * shape.head_dim)}
