@@ -110,15 +110,16 @@ class ChannelSpec(_Strict):
 class WeightsSpec(_Strict):
     """How new weights reach the engines that sample."""
 
-    transport: Literal["auto", "shared memory", "cuda ipc", "broadcast", "file"] = "auto"
-    """Between processes; inside one it is a copy. `auto`: what the plan finds cheapest; `cuda ipc`, which lends them on the trainer's GPU,
-    only where it is asked for."""
+    transport: Literal["auto", "shared memory", "cuda ipc", "broadcast", "tcp", "file"] = "auto"
+    """Between processes; inside one it is a copy. `auto`: what the plan finds cheapest on one host, and between hosts `tcp`, m2flow's own
+    connections, encrypted with the cluster's key. `broadcast` is faster and neither encrypted nor authenticated; `file` goes over storage;
+    `cuda ipc` lends them on the trainer's GPU. These three only where they are asked for."""
     directory: str = ""
     """Of `file`: one that all workers reach; by default in the run's directory."""
     host: str = "127.0.0.1"
-    """Of `broadcast`: the IPv4 address that trainers listen at. What passes is neither encrypted nor authenticated."""
+    """Of `broadcast` and `tcp`: the IPv4 address that trainers listen at; on Ray, each node's own."""
     changes: Literal["auto", "never", "always"] = "auto"
-    """Send only values that changed, over `broadcast` and `file`: where it is measured to take less time, never, or always."""
+    """Send only values that changed, over `broadcast`, `tcp` and `file`: where it is measured to take less time, never, or always."""
     bucket_mib: int = Field(16, ge=1, le=1024)
     """Of `broadcast` and `file`: each side has two buffers of this size."""
     probe: Literal["first", "always", "never"] = "first"
@@ -268,7 +269,8 @@ class ClusterSpec(_Strict):
                 _contradiction(("channels", "transport"), what)
             if self.weights.transport == "shared memory":
                 _contradiction(
-                    ("weights", "transport"), "'shared memory' is for one host, and the launcher is 'ray'; give 'broadcast' or 'file'"
+                    ("weights", "transport"),
+                    "'shared memory' is for one host, and the launcher is 'ray'; give 'tcp', 'broadcast' or 'file'",
                 )
             known = ["rollout", "train", "functions", *self.pools]
             for name in self.ray.resources:

@@ -119,5 +119,5 @@ def test_on_several_hosts_nothing_listens_without_a_key_unless_the_spec_says_so(
         return {sync.transport for sync in lower(graph, models, spec).syncs}
 
     ray = load_cluster(ROOT / "clusters" / "ray.yaml")
-    assert syncs(ray) == {"file"}
+    assert syncs(ray) == {"tcp"}
     assert syncs(ray.model_copy(update={"weights": WeightsSpec(transport="broadcast")})) == {"broadcast"}

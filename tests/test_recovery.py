@@ -94,7 +94,7 @@ def test_a_run_whose_worker_is_killed_gives_what_one_gives_that_was_left_alone(t
 
 
 @SLOW
-@pytest.mark.parametrize("transport", ["broadcast", "file"])
+@pytest.mark.parametrize("transport", ["broadcast", "file", "tcp"])
 def test_a_rollout_worker_that_is_started_again_gets_the_current_weights_over_any_transport(tmp_path, transport):
     said = disturbed(tmp_path, ("fake", f'transport="{transport}"'), "rollout-0", 20_000, lambda process: process.kill())
     assert said.get("error") is None

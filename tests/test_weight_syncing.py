@@ -57,7 +57,7 @@ def cluster(transport: str, changes: str, placement: str = "split") -> ClusterSp
 
 @pytest.mark.parametrize("placement", ["split", "time-shared"])
 @pytest.mark.parametrize(
-    ("transport", "changes"), [("shared memory", "auto"), ("file", "always"), ("file", "never"), ("broadcast", "always")]
+    ("transport", "changes"), [("shared memory", "auto"), ("file", "always"), ("file", "never"), ("broadcast", "always"), ("tcp", "always")]
 )
 def test_a_run_over_any_transport_equals_the_eager_one(transport: str, changes: str, placement: str) -> None:
     spec = cluster(transport, changes, placement)

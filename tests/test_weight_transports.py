@@ -24,18 +24,21 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from m2flow.channels.codec import DTYPES
+from m2flow.channels.keys import Keys
 from m2flow.channels.weights import Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions
 from m2flow.channels.weights import shared as shared_memory
 from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer, Offer
 from m2flow.channels.weights.checksum import checksum
 from m2flow.channels.weights.files import open_file, remove_files
 from m2flow.channels.weights.manifest import Content, laid_out, padded
+from m2flow.channels.weights.streams import StreamReceiver, StreamServer
 from m2flow.channels.weights.tensors import bytes_of, once
 from m2flow.channels.weights.torch_tensors import given as as_engines_take
 from m2flow.channels.weights.torch_tensors import travelling
-from m2flow.errors import BrokenChannel, ChannelError, DecodeError
+from m2flow.channels.zeromq import new_keys
+from m2flow.errors import BrokenChannel, ChannelError, DecodeError, SpecError
 
-TRANSPORTS = ("shared memory", "file", "broadcast")
+TRANSPORTS = ("shared memory", "file", "broadcast", "tcp")
 BF16 = np.dtype(np.uint16)
 
 shapes = npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=40)
@@ -142,7 +145,7 @@ def test_any_model_arrives_bit_for_bit_in_buckets_of_any_size(transport: str, da
             model = [*data.draw(models)]
 
 
-@pytest.mark.parametrize("transport", ["file", "broadcast"])
+@pytest.mark.parametrize("transport", ["file", "broadcast", "tcp"])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_changes_since_any_version_give_the_whole(transport: str, data: st.DataObject, tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_changes_since_any_version_give_the_whole(transport: str, data: st.DataO
             model = moved(model, data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0])), seed=version)
 
 
-@pytest.mark.parametrize("transport", ["file", "broadcast"])
+@pytest.mark.parametrize("transport", ["file", "broadcast", "tcp"])
 def test_who_holds_the_version_before_gets_what_changed_and_others_the_whole(transport: str, pairs: Callable[..., Pair]) -> None:
     pair = pairs(transport, changes="always")
     rng = np.random.default_rng(0)
@@ -177,7 +180,7 @@ def test_who_holds_the_version_before_gets_what_changed_and_others_the_whole(tra
     assert pair.received(manifest, "rollout-new") == plain(now)
 
 
-@pytest.mark.parametrize("transport", ["file", "broadcast"])
+@pytest.mark.parametrize("transport", ["file", "broadcast", "tcp"])
 def test_a_model_of_which_all_changed_comes_whole_and_says_so(transport: str, pairs: Callable[..., Pair]) -> None:
     pair = pairs(transport)
     model: Named = [("w", np.random.default_rng(0).standard_normal(400_000).astype(np.float32))]
@@ -389,3 +392,45 @@ def test_a_new_version_is_not_written_over_one_that_is_being_sent(pairs: Callabl
         assert publishing.result(30).version == 2
     receiver.close()
     assert pair.received(publishing.result()) == plain(second)  # type: ignore[arg-type]
+
+
+def streams(model: Named, keys: Keys | None) -> tuple[Publisher, Manifest]:
+    publisher = Publisher(f"m2flow-test-{secrets.token_hex(4)}-policy", WeightOptions(transports=("tcp",), keys=keys))
+    return publisher, publisher.publish(model, 1)
+
+
+def test_a_stream_is_for_holders_of_the_key_who_know_the_token() -> None:
+    keys, model = new_keys(), some_model()
+    publisher, manifest = streams(model, keys)
+    with contextlib.closing(publisher):
+        address, _, token = manifest.stream.partition(" ")
+        for of, where in ((new_keys(), manifest.stream), (None, manifest.stream), (keys, f"{address} {token[::-1]}x")):
+            stranger = StreamReceiver("stranger", keys=of, timeout_s=0.3)
+            with contextlib.closing(stranger), pytest.raises(BrokenChannel, match="gave no answer about weights"):
+                stranger.receive(where, 1, -1)
+        member = Subscriber("rollout-0", keys=keys)
+        with contextlib.closing(member):
+            assert plain(list(member.tensors(manifest, "tcp"))) == plain(model)
+
+
+def test_a_stream_is_offered_to_other_hosts_with_a_key_alone() -> None:
+    server = StreamServer(host="192.0.2.1")
+    with pytest.raises(SpecError, match="there is no key"):
+        server.open()
+    server.close()
+
+
+def test_a_stream_of_a_version_that_is_gone_ends_with_the_reason_and_the_next_goes_on() -> None:
+    model = [("w", np.arange(40 << 20, dtype=np.uint8))]
+    publisher, manifest = streams(model, None)
+    receiver = StreamReceiver("rollout-0", bucket_bytes=1 << 20)
+    with contextlib.closing(publisher), contextlib.closing(receiver):
+        _, buckets = receiver.receive(manifest.stream, 1, -1)
+        next(buckets)
+        later = publisher.publish(model, 2)
+        with pytest.raises(ChannelError, match="version 1 of the weights is not offered"):
+            for _ in buckets:
+                pass
+        content, buckets = receiver.receive(later.stream, 2, -1)
+        assert b"".join(bucket.tobytes() for bucket in buckets)[: 40 << 20] == model[0][1].tobytes()
+        assert content.version == 2

@@ -16,7 +16,7 @@ from m2flow.errors import PlanError
 from m2flow.micro.columns import in_columns
 from m2flow.micro.search.choice import Choice
 
-SyncTransport = Literal["same process", "shared memory", "cuda ipc", "broadcast", "file"]
+SyncTransport = Literal["same process", "shared memory", "cuda ipc", "broadcast", "tcp", "file"]
 
 
 class EngineSlot(msgspec.Struct, frozen=True):

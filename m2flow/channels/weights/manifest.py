@@ -108,6 +108,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Where they lie on a device of this host (`m2flow.channels.weights.device`)."""
     probe: Probe | None = None
     """What they must compute."""
+    stream: str = ""
+    """Where a stream of them can be asked for, and the token to say."""
 
     def whole(self) -> Content:
         return Content(self.version, -1, self.num_bytes, self.tensors, self.tied)

@@ -3,7 +3,7 @@
     trainer.weights() --type conversion--> shared memory --> Manifest
                                             |  compared with the version before, where that can pay
                                             +--> file: the whole, or what changed
-                                            +--> broadcast: whichever of them a receiver can use
+                                            +--> broadcast, tcp: whichever of them a receiver can use
 
 The staged copy has the receivers' type, stays from one version to the next, and is what the next version is compared with. So training
 goes on as soon as it is written, and a receiver that comes late or comes back takes the current version from it.
@@ -18,15 +18,17 @@ from typing import Literal, final
 
 import msgspec
 
+from m2flow.channels.keys import Keys
 from m2flow.channels.weights.broadcast import BroadcastServer, Offer
 from m2flow.channels.weights.buckets import BUCKET_BYTES
 from m2flow.channels.weights.delta import Changes
 from m2flow.channels.weights.files import WeightFiles
 from m2flow.channels.weights.manifest import Content, Manifest
 from m2flow.channels.weights.shared import SharedWeights
+from m2flow.channels.weights.streams import StreamServer
 from m2flow.channels.weights.tensors import Tied, Weight
 
-Transport = Literal["same process", "shared memory", "broadcast", "file"]
+Transport = Literal["same process", "shared memory", "broadcast", "tcp", "file"]
 _MOST_SKIPPED = 16
 
 
@@ -39,7 +41,9 @@ class WeightOptions:
     directory: str = ""
     """Of `file`."""
     host: str = "127.0.0.1"
-    """Of `broadcast`: the address to listen at."""
+    """Of `broadcast` and `tcp`: the address to listen at."""
+    keys: Keys | None = None
+    """Of `tcp`: the cluster's. Without, it listens at loopback alone."""
     device: str = "cpu"
     """Of `broadcast`: a GPU's name for NCCL."""
     num_receivers: int = 1
@@ -70,6 +74,8 @@ class Publisher:
         self._files = WeightFiles(options.directory, name) if "file" in options.transports else None
         self._server: BroadcastServer | None = None
         self._address = ""
+        self._streams: StreamServer | None = None
+        self._stream = ""
         self._name = name
         self._version = -1
         self._num_bytes = 0
@@ -86,6 +92,8 @@ class Publisher:
         """
         if self._server is not None:
             self._server.withdraw()
+        if self._streams is not None:
+            self._streams.withdraw()
         changes = self._changes()
         base, self._version = self._version, -1
         start = time.monotonic()
@@ -114,19 +122,27 @@ class Publisher:
             self._serving().offer(Offer((manifest.whole(), body), found if pays else None))
             manifest = msgspec.structs.replace(manifest, address=self._address)
             self.last.sent["broadcast"] = len(found[1]) if pays and found is not None else manifest.num_bytes
+        if "tcp" in self._options.transports:
+            streams = self._streaming()
+            pays = found is not None and self._pays(len(found[1]), manifest.num_bytes, streams.bytes_per_s, took_s)
+            streams.offer(Offer((manifest.whole(), body), found if pays else None))
+            manifest = msgspec.structs.replace(manifest, stream=self._stream)
+            self.last.sent["tcp"] = len(found[1]) if pays and found is not None else manifest.num_bytes
         return manifest
 
     def close(self) -> None:
         """Take everything back. May be called twice."""
         if self._server is not None:
             self._server.close()
+        if self._streams is not None:
+            self._streams.close()
         if self._files is not None:
             self._files.close()
         self._shared.close()
 
     def _changes(self) -> Changes | None:
         """What to compare with the version before, if that can be of use."""
-        can = set(self._options.transports) & {"file", "broadcast"} and self._version >= 0
+        can = set(self._options.transports) & {"file", "broadcast", "tcp"} and self._version >= 0
         if not can or self._options.changes == "never":
             return None
         if self._options.changes == "always":
@@ -168,6 +184,12 @@ class Publisher:
             )
             self._address = self._server.open()
         return self._server
+
+    def _streaming(self) -> StreamServer:
+        if self._streams is None:
+            self._streams = StreamServer(host=self._options.host, keys=self._options.keys)
+            self._stream = self._streams.open()
+        return self._streams
 
 
 def pays(num_bytes: int, whole_bytes: int, bytes_per_s: float, apply_s: float) -> tuple[bool, str]:

@@ -14,6 +14,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.channels.keys import Keys
 from m2flow.channels.weights.broadcast import BroadcastReceiver
 from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving, collected, unpacked
 from m2flow.channels.weights.checksum import checksum
@@ -21,6 +22,7 @@ from m2flow.channels.weights.delta import applied
 from m2flow.channels.weights.files import WeightFile, open_file
 from m2flow.channels.weights.manifest import ALIGNMENT, Change, Content, Manifest, TensorEntry, listed, named
 from m2flow.channels.weights.shared import SharedWeightsReader
+from m2flow.channels.weights.streams import StreamReceiver
 from m2flow.channels.weights.tensors import Weight, bytes_of
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError, InternalError
 
@@ -38,11 +40,14 @@ class Subscriber:
         directory: where files are.
     """
 
-    def __init__(self, name: str, *, directory: str = "", device: str = "cpu", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, name: str, *, directory: str = "", device: str = "cpu", bucket_bytes: int = BUCKET_BYTES, keys: Keys | None = None
+    ) -> None:
         self._directory = directory
         self._bucket_bytes = bucket_bytes
         self._shared = SharedWeightsReader()
         self._broadcast = BroadcastReceiver(name, device=device, bucket_bytes=bucket_bytes)
+        self._streams = StreamReceiver(name, keys=keys, bucket_bytes=bucket_bytes)
         self.num_bytes = 0
         """What the last publication took to get here."""
 
@@ -71,7 +76,9 @@ class Subscriber:
         if transport == "file":
             parts = self._from_files(manifest, base, held)
         elif transport == "broadcast":
-            parts = self._from_broadcast(manifest, base, held)
+            parts = self._asked_for(lambda base: self._broadcast.receive(manifest.address, manifest.version, base), manifest, base, held)
+        elif transport == "tcp":
+            parts = self._asked_for(lambda base: self._streams.receive(manifest.stream, manifest.version, base), manifest, base, held)
         else:
             raise InternalError(f"weights do not come by {transport!r}")
         return named(manifest.whole(), _verified(parts, manifest, verify))
@@ -80,6 +87,7 @@ class Subscriber:
         """Let go of mappings and groups. May be called twice."""
         self._shared.close()
         self._broadcast.close()
+        self._streams.close()
 
     def _from_files(self, manifest: Manifest, base: int, held: Held | None) -> Iterator[tuple[TensorEntry, Bytes]]:
         with ExitStack() as stack:
@@ -104,10 +112,12 @@ class Subscriber:
                 parts = _held_parts(manifest, held)
             yield from _updated(parts, updates)
 
-    def _from_broadcast(self, manifest: Manifest, base: int, held: Held | None) -> Iterator[tuple[TensorEntry, Bytes]]:
+    def _asked_for(
+        self, receive: Callable[[int], tuple[Content, Iterator[Bytes]]], manifest: Manifest, base: int, held: Held | None
+    ) -> Iterator[tuple[TensorEntry, Bytes]]:
         done: set[str] = set()
         for attempt in range(_ATTEMPTS):
-            content, buckets = self._broadcast.receive(manifest.address, manifest.version, base)
+            content, buckets = receive(base)
             if content.base not in (-1, base):
                 raise ChannelError(f"changes to version {content.base} came to who holds {base}")
             if not 0 <= content.num_bytes <= (manifest.num_bytes if content.base < 0 else _most_bytes(manifest)):

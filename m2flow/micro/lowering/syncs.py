@@ -7,7 +7,8 @@ and one out for each receiver, at the speed of memory; to other hosts a broadcas
 carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so.
 
 The local launcher has one host, so between processes the rule finds shared memory there. Workers of a Ray cluster are on hosts that nobody
-knows before the run, and a broadcast listens to a network without encryption: there it is files, unless the spec says otherwise.
+knows before the run, and a broadcast listens to a network without encryption: there it is m2flow's own connections, which are encrypted,
+unless the spec says otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from m2flow.errors import PlanError
 from m2flow.micro.plan import SwitchPlan, SyncTransport, WeightSync, WorkerPlan
 from m2flow.spec import WeightsSpec
 
-_OTHER_HOSTS = "other hosts, over storage that they share; a broadcast is faster, and neither encrypted nor authenticated"
+_OTHER_HOSTS = "other hosts: encrypted, a stream for each; a broadcast is faster, and neither encrypted nor authenticated"
 
 
 def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True) -> tuple[WeightSync, ...]:
@@ -46,7 +47,7 @@ def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_hos
     others = Counter((role, source) for role, source, target in pairs if source != target)
     if not is_one_host and spec.transport == "auto":
         return tuple(
-            WeightSync(role, source, target, *(("same process", "one copy") if source == target else ("file", _OTHER_HOSTS)))
+            WeightSync(role, source, target, *(("same process", "one copy") if source == target else ("tcp", _OTHER_HOSTS)))
             for role, source, target in pairs
         )
     return tuple(

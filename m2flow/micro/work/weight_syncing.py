@@ -13,6 +13,7 @@ from typing import Any, final
 
 import msgspec
 
+from m2flow.channels.keys import Keys
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
 from m2flow.channels.weights.device import CudaMemory, DeviceWeights, DeviceWeightsReader
 from m2flow.channels.weights.manifest import Seen, TensorEntry, differing, listed, seen
@@ -41,9 +42,14 @@ class WeightSettings(msgspec.Struct, frozen=True):
     num_receivers: dict[str, int] = {}
     directory: str = ""
     host: str = "127.0.0.1"
+    keys: Keys | None = None
     changes: str = "auto"
     bucket_bytes: int = 16 << 20
     checks: Checks = Checks()
+
+    def with_keys(self, keys: Keys | None) -> WeightSettings:
+        """The same, of a cluster with this key."""
+        return msgspec.structs.replace(self, keys=keys)
 
 
 def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec, directory: str) -> WeightSettings:
@@ -118,8 +124,9 @@ class WeightSyncing:
             return
         subscriber = self._subscribers.get(role)
         if subscriber is None:
-            directory, bucket_bytes = self._settings.directory, self._settings.bucket_bytes
-            subscriber = self._subscribers[role] = Subscriber(self._worker, directory=directory, bucket_bytes=bucket_bytes)
+            known = self._settings
+            subscriber = Subscriber(self._worker, directory=known.directory, bucket_bytes=known.bucket_bytes, keys=known.keys)
+            self._subscribers[role] = subscriber
         unlisted, transport = self._unlisted.get(role), self._settings.loads.get(role, SHARED_MEMORY)
         is_listed = unlisted is not None and not unlisted
         with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
@@ -213,6 +220,7 @@ class WeightSyncing:
             transports=settings.publishes.get(role, (SHARED_MEMORY,)),
             directory=settings.directory,
             host=settings.host,
+            keys=settings.keys,
             num_receivers=settings.num_receivers.get(role, 1),
             changes=settings.changes,  # type: ignore[arg-type]
             bucket_bytes=settings.bucket_bytes,

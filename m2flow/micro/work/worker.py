@@ -137,7 +137,7 @@ class Worker:
             gather_s=settings.gather_s,
             restore=settings.restore,
             worker=settings.name,
-            weights=settings.weights,
+            weights=settings.weights.with_keys(settings.keys),
             make_train=make_train,
             takes_turns=settings.takes_turns,
         )
