@@ -201,9 +201,18 @@ class InternalError(M2FlowError, AssertionError):
     """A fault of m2flow's own; please report it with the run directory."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that there was no room: Python's, torch's on a GPU, torch's on a CPU."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (type(error) is RuntimeError and "can't allocate memory" in str(error))
+    )
+
+
 def unexpected(call: str, error: Exception) -> M2FlowError:
     """What a call raised that nobody raises on purpose."""
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return EngineError(f"{call}: out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec.")
     return InternalError(f"{call}: {error!r}", remote="".join(traceback.format_exception(error)))
 

@@ -81,6 +81,8 @@ class Capabilities:
     """Train: it can train adapters of low rank."""
     probes: bool = False
     """Rollout: it can say the log-probabilities of given tokens (`RolloutEngine.logprobs`), so a weight sync can be proved by them."""
+    retries_smaller: bool = False
+    """Train: when `accumulate` has run out of memory, `discard` leaves it as it was after the last step."""
     devices: tuple[str, ...] = ("cpu",)
     parallel_layouts: ParallelLayouts = ParallelLayouts()
 

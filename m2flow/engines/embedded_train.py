@@ -31,7 +31,7 @@ from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sum
 from m2flow.engines.demonstrations import Demonstrations
 from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
 from m2flow.engines.token_logprobs import token_logprobs
-from m2flow.errors import EngineError, OpError
+from m2flow.errors import EngineError, OpError, is_out_of_memory
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged
 
@@ -45,7 +45,7 @@ class EmbeddedTrain(TrainEngine):
     """Packed forward and backward passes over a model that this process holds."""
 
     name = "embedded"
-    capabilities = Capabilities("train", heads=tuple(scalar_head.HEADS), lora=True, devices=("cpu", "cuda"))
+    capabilities = Capabilities("train", heads=tuple(scalar_head.HEADS), lora=True, retries_smaller=True, devices=("cpu", "cuda"))
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -249,6 +249,8 @@ def _evaluate(loss: Loss, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping
     try:
         result = function(**inputs, **dict(loss.options))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise OpError(f"the loss {loss.name} raised {type(error).__name__}: {error}") from error
     terms, reported = result if isinstance(result, tuple) else (result, {})
     return terms, reported

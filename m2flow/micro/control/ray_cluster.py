@@ -9,6 +9,7 @@ pass through it.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -25,6 +26,8 @@ from m2flow.micro.control.bundles import Bundle
 from m2flow.spec import RaySpec
 
 _NOT_SHIPPED = ["runs", ".git", ".venv*", "__pycache__", "*.safetensors", "*.bin", "*.gguf", "*.pt"]
+_OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Where Ray says to the entry point of a submitted job what it was submitted with."""
 _CALLS_AT_ONCE = 4
 _A_LITTLE = 0.001
 """Of a resource that only says which nodes have it."""
@@ -100,16 +103,16 @@ class RayCluster:
             handler()
 
     def _environment(self) -> dict[str, object]:
-        """What each node gets. A submitted job has its own already, which can't be added to."""
-        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-            return {}
+        """What each node gets. Ray adds it to what a submitted job has, and refuses what is in both: there the job's counts."""
+        of_job = json.loads(os.environ.get(_OF_A_JOB, "{}")).get("runtime_env", {})
         found: dict[str, object] = {
             "py_modules": [str(Path(__file__).resolve().parents[2])],
             "excludes": _NOT_SHIPPED,
-            "env_vars": dict(self._spec.env),
+            "env_vars": {name: value for name, value in self._spec.env.items() if name not in of_job.get("env_vars", {})},
         }
         directory = self._spec.working_dir or self._flow_directory
-        return found | ({"working_dir": directory} if directory else {})
+        found |= {"working_dir": directory} if directory else {}
+        return {name: value for name, value in found.items() if name not in of_job or name == "env_vars"}
 
     @property
     def own_address(self) -> str:

@@ -1,0 +1,94 @@
+"""A micro-batch that does not fit into memory is trained on in halves, and halves of halves, as far as one sample.
+
+    MiniBatch.accumulate --engine.accumulate--> out of memory --engine.discard, those before it again--> its halves
+
+The gradient of a mini-batch is a sum over its samples, so how it is cut changes the last bits and nothing else. An engine that runs out of
+memory in the middle of a backward pass has added up some of it; so the mini-batch's gradient is dropped, and its earlier micro-batches
+are put through again. Their rows are kept for that until the step is made. Only for engines that say so (`Capabilities.retries_smaller`)
+and of one rank: the others of a gang would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import final
+
+import numpy as np
+
+from m2flow.engines.contract import Objective, Sums, TrainEngine
+from m2flow.errors import EngineError, is_out_of_memory
+from m2flow.samples import Batch
+
+
+@final
+class MiniBatch:
+    """What an engine has added up of one, for which no step was made yet.
+
+    Args:
+        may_halve: else running out of memory is an error at once.
+    """
+
+    def __init__(self, engine: TrainEngine, *, may_halve: bool) -> None:
+        self._engine = engine
+        self._may_halve = may_halve
+        self._parts: list[Batch] = []
+        self.num_halved = 0
+
+    def accumulate(self, rows: Batch, objective: Objective) -> Sums:
+        """Add up one micro-batch.
+
+        Raises:
+            EngineError: one sample alone does not fit, or the engine can't be asked again.
+        """
+        sums = self._tried(rows, objective)
+        if sums is not None:
+            return sums
+        halves = _halves(rows)
+        if not self._may_halve or len(halves) < 2:
+            what = "one sample of it" if self._may_halve else "it"
+            raise EngineError(
+                f"out of memory in a micro-batch of {len(rows)} samples; {what} does not fit",
+                now="Lower train.token_budget in the cluster spec, or shorten the samples (max_new_tokens).",
+            )
+        self.num_halved += 1
+        print(f"out of memory in a micro-batch of {len(rows)} samples: it is trained on in halves", flush=True)
+        self._engine.discard()
+        for part in self._parts:
+            self._engine.accumulate(part, objective)
+        return added(*[self.accumulate(half, objective) for half in halves])
+
+    def stepped(self) -> None:
+        """Its step is made, or it was given up."""
+        self._parts = []
+
+    def _tried(self, rows: Batch, objective: Objective) -> Sums | None:
+        """None: there was no room. What holds the memory, the error's traceback, is gone by then."""
+        try:
+            sums = self._engine.accumulate(rows, objective)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        if self._may_halve:
+            self._parts.append(rows)
+        return sums
+
+
+def added(*parts: Sums) -> Sums:
+    """Of several micro-batches."""
+    metrics: Counter[str] = Counter()
+    for part in parts:
+        for name, value in part.metrics.items():
+            metrics[name] += value  # type: ignore[assignment]
+    return Sums(
+        sum(part.num_sequences for part in parts),
+        sum(part.num_tokens for part in parts),
+        sum(part.num_context_tokens for part in parts),
+        dict(metrics),
+    )
+
+
+def _halves(rows: Batch) -> list[Batch]:
+    ordered = rows.in_order()
+    middle = len(ordered) // 2
+    return [ordered.take(part) for part in (np.arange(middle), np.arange(middle, len(ordered))) if len(part)]

@@ -1,0 +1,131 @@
+"""A Ray cluster reached by its own doors: `ray job submit`, and a client's address. The answers are those of a local run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("recovery_run.py")
+SPEC = """
+name: submitted
+launcher: ray
+ray: {address: auto, env: {SAID_BY_THE_SPEC: "1"}}
+placement: split
+device: cpu
+cores: 4
+rollout: {engine: fake, workers: 2, max_running: 8, threads: 1}
+train: {engine: fake, token_budget: 200, threads: 1}
+functions: {workers: 2, chunk: 4}
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is missing; `make rest` installs it in .venv-full"),
+]
+
+
+class Head(NamedTuple):
+    """A cluster of one node."""
+
+    dashboard: str
+    client: str
+    environment: dict[str, str]
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    port, dashboard, agent, client = free_ports(4)
+    with tempfile.TemporaryDirectory(prefix="m2ray", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        token = Path(directory, "token")
+        token.write_text(secrets.token_hex(32))
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_raylet_start_wait_time_s": "150"}
+        environment |= {"PYTHONPATH": str(SCRIPT.parent.parent), "RAY_ADDRESS": ""}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=8"]
+        command += [f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-port={dashboard}", f"--temp-dir={directory}"]
+        command += [f"--dashboard-agent-listen-port={agent}", "--node-ip-address=127.0.0.1"]
+        said = Path(directory, "said.log")
+        with said.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 200
+            while b"Ray runtime started" not in said.read_bytes():
+                assert process.poll() is None, said.read_text()
+                assert time.monotonic() < deadline, said.read_text()
+                time.sleep(0.1)
+            yield Head(f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}", environment)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@functools.cache
+def local() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as runs_dir:
+        command = [sys.executable, str(SCRIPT), runs_dir, "fake"]
+        return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.splitlines()[-1]))
+
+
+def test_a_submitted_job_gives_the_digests_of_a_local_run(head: Head, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    shutil.copy(SCRIPT, work / "flow.py")
+    (work / "ray.yaml").write_text(SPEC)
+    entry = [
+        sys.executable,
+        "-m",
+        "m2flow",
+        "run",
+        "flow.py",
+        "--cluster",
+        "ray.yaml",
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        "--json",
+        "--quiet",
+    ]
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.dashboard, "--working-dir", str(work), "--"]
+    done = subprocess.run([*submit, *entry], capture_output=True, text=True, env=head.environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    whole = local()
+    assert (said["samples_sha256"], said["weights_sha256"], said["samples"]) == (whole["samples"], whole["weights"], whole["count"])
+    logs = {path.name for path in (tmp_path / "runs" / Path(said["run_dir"]).name / "logs").glob("*.log")}
+    assert {"rollout-0.log", "rollout-1.log", "train-0.log", "functions-0.log", "functions-1.log"} <= logs
+
+
+def test_a_client_of_a_cluster_gives_the_digests_of_a_local_run(head: Head, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "fake", f"ray={json.dumps({'address': head.client})}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=head.environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    said, whole = json.loads(done.stdout.splitlines()[-1]), local()
+    assert [said.get(name) for name in ("samples", "weights", "count")] == [whole[name] for name in ("samples", "weights", "count")], said
