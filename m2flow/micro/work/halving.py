@@ -15,7 +15,7 @@ from typing import final
 
 import numpy as np
 
-from m2flow.engines.contract import Objective, Sums, TrainEngine
+from m2flow.engines.contract import EngineSettings, Objective, Sums, TrainEngine
 from m2flow.errors import EngineError, is_out_of_memory
 from m2flow.samples import Batch
 
@@ -72,6 +72,29 @@ class MiniBatch:
         if self._may_halve:
             self._parts.append(rows)
         return sums
+
+
+@final
+class MiniBatches:
+    """Of the updates of a process, one under way in each."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, MiniBatch] = {}
+
+    def of(self, update: int, engine: TrainEngine, settings: EngineSettings) -> MiniBatch:
+        """That of an update call, by its ordinal."""
+        may_halve = engine.capabilities.retries_smaller and settings.num_ranks == 1
+        return self._of.setdefault(update, MiniBatch(engine, may_halve=may_halve))
+
+    def stepped(self, update: int, *, is_last: bool) -> dict[str, float]:
+        """Its step is made, or it was given up: what there is to report of the whole call."""
+        found = self._of.get(update)
+        if found is None:
+            return {}
+        found.stepped()
+        if is_last:
+            del self._of[update]
+        return {"micro_batches_halved": float(found.num_halved)} if found.num_halved else {}
 
 
 def added(*parts: Sums) -> Sums:

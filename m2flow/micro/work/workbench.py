@@ -40,7 +40,7 @@ from m2flow.micro.work import performing, training
 from m2flow.micro.work.admitting import add
 from m2flow.micro.work.arguments import Arguments
 from m2flow.micro.work.gang import MakeTrain, make_own_train
-from m2flow.micro.work.halving import MiniBatch
+from m2flow.micro.work.halving import MiniBatches
 from m2flow.micro.work.instances import Instances
 from m2flow.micro.work.leaving import Leave, Leaving
 from m2flow.micro.work.proving import Proving
@@ -122,7 +122,7 @@ class Workbench:
         self._num_left = 0
         """Tokens generated here of samples that have left."""
         self._tallies: dict[int, training.UpdateTally] = {}
-        self._minibatches: dict[int, MiniBatch] = {}
+        self._minibatches = MiniBatches()
         self._syncing = WeightSyncing(worker, shared_prefix, models, weights, recorder)
         self._stop_above = weights.checks.stop_above
         of_train = settings["train"].options if "train" in settings else {}
@@ -364,7 +364,8 @@ class Workbench:
         with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **_about(call), num_samples=len(ids), samples=ids) as span:
             objective = training.objective(call)
             try:
-                sums = self._minibatch(call).accumulate(rows, objective)
+                engine = self._engine(self._train, call.role)
+                sums = self._minibatches.of(call.ordinal, engine, self._settings["train"]).accumulate(rows, objective)
             except M2FlowError:
                 raise
             except Exception as error:
@@ -381,18 +382,15 @@ class Workbench:
         with self._recorder.span(SpanName.TRAIN_APPLY, **_about(call), version=call.writes[0].version):
             denominator = tally.denominator(training.objective(call).loss)
             tally.stepped(self._engine(self._train, call.role).apply(training.optimizer(call), denominator), denominator)
-        minibatch = self._minibatch(call)
-        minibatch.stepped()
+        halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
         if not is_last:
             return {}
         self._proving.updated(call.role, call.writes[0].version, self._engine(self._train, call.role))
-        del self._minibatches[call.ordinal]
-        halved = {"micro_batches_halved": float(minibatch.num_halved)} if minibatch.num_halved else {}
         return self._tallies.pop(call.ordinal).metrics() | halved
 
     def give_up(self, call: Call) -> None:
         """Drop an update's gradient."""
-        self._minibatches.pop(call.ordinal, None)
+        self._minibatches.stepped(call.ordinal, is_last=True)
         if self._tallies.pop(call.ordinal, None) is not None:
             self._engine(self._train, call.role).discard()
 
@@ -471,11 +469,6 @@ class Workbench:
         yield from self._train.values()
         if self._function is not None:
             yield self._function
-
-    def _minibatch(self, call: Call) -> MiniBatch:
-        engine = self._engine(self._train, call.role)
-        may_halve = engine.capabilities.retries_smaller and self._settings["train"].num_ranks == 1
-        return self._minibatches.setdefault(call.ordinal, MiniBatch(engine, may_halve=may_halve))
 
     def _engine(self, engines: Mapping[str, E], role: str) -> E:
         if role not in engines:
