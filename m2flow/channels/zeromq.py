@@ -245,13 +245,15 @@ class LinkDialer(Endpoint):
         socket = self._opened()
         messages: list[bytes] = []
         deadline = time.monotonic() + timeout_s
-        while not messages and _is_readable(socket, max(deadline - time.monotonic(), 0.0)):
+        while True:
             while len(messages) < MAX_MESSAGES_AT_ONCE:
                 try:
                     messages += socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-        return messages
+            left_s = deadline - time.monotonic()
+            if messages or left_s <= 0 or not _is_readable(socket, left_s):
+                return messages
 
     def send(self, message: bytes) -> None:
         """Raises `BrokenChannel`: the controller took nothing for `timeout_s`."""

@@ -348,6 +348,7 @@ class FunctionEngine(Engine):
         size: int | None = None,
         in_turn: bool = False,
         on_done: OnDone | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Sequence[object]:
         """One result a unit (sample, group, mini-batch or batch), in order of identity.
 
@@ -355,6 +356,7 @@ class FunctionEngine(Engine):
             size: groups in a mini-batch.
             in_turn: one unit after the other, each seeing what the one before it left.
             on_done: of a unit that turned out well, unless one has failed before.
+            meanwhile: what the caller has to do besides; called at most once, while the first units run.
         Raises:
             OpError: the function raises, or takes longer than `timeout_s` for one unit; the sample is named.
         """

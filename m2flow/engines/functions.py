@@ -86,6 +86,7 @@ class PythonFunctions(FunctionEngine):
         size: int | None = None,
         in_turn: bool = False,
         on_done: OnDone | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Sequence[object]:
         units = _units(batch.in_order().frozen(), granularity, size)
         concurrency = 1 if in_turn else int(str(self._settings.options.get("concurrency", 1)))
@@ -109,6 +110,9 @@ class PythonFunctions(FunctionEngine):
                 num_started += 1
             if not deadlines:
                 break
+            if meanwhile is not None:
+                meanwhile()
+                meanwhile = None
             deadline = min(deadlines.values())
             losing = _next_slow(patience) if num_started < len(units) and not failures else float("inf")
             outcome = _next_outcome(outcomes, min(deadline, losing))

@@ -7,7 +7,7 @@ where they are from and where they go is the caller's.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -281,7 +281,14 @@ class Workbench:
 
     # Functions
 
-    def perform(self, call: Call, inputs: Mapping[str, Batch], values: Mapping[str, object], leave: Leave | None = None) -> Batch | object:
+    def perform(
+        self,
+        call: Call,
+        inputs: Mapping[str, Batch],
+        values: Mapping[str, object],
+        leave: Leave | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Batch | object:
         """A function's rows, or its value if it gives one for all; a model's log-probabilities.
 
         Args:
@@ -289,6 +296,7 @@ class Workbench:
             values: the inputs that are whole values.
             leave: is given rows before the end, if that takes long: the samples that they came from, and they. They are not among
                 those that are returned.
+            meanwhile: is called when a user's function has begun, and runs on a thread of its own; of others before they begin.
         """
         if call.engine == "train":
             samples = inputs["samples"].in_order()
@@ -304,9 +312,11 @@ class Workbench:
             if performing.gives(call) == "concat":
                 return rows
             if call.options.get("style") == "columns":
+                if meanwhile is not None:
+                    meanwhile()
                 return performing.columns_result(call, inputs, rows, performing.function_of(call)(rows, values))
             took_ns: list[int] = []
-            result = self._by_unit(call, rows, inputs, values, took_ns, leave)
+            result = self._by_unit(call, rows, inputs, values, took_ns, leave, meanwhile)
             span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
             return result
 
@@ -318,6 +328,7 @@ class Workbench:
         values: Mapping[str, object],
         took_ns: list[int],
         leave: Leave | None,
+        meanwhile: Callable[[], None] | None,
     ) -> Batch | object:
         """The user's function on one sample, group, mini-batch or batch after the other; appends how long each took."""
         assert self._function is not None
@@ -341,6 +352,7 @@ class Workbench:
                 timeout_s=timeout_s,
                 in_turn=bool(call.writes),
                 on_done=leaving.done if leaving is not None else None,
+                meanwhile=meanwhile,
             )
         except OpError as error:
             raise performing.function_error(call, error) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,12 +27,12 @@ from m2flow.micro.bodies import call_of
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.scheduling.roster import tag_of
-from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.channel_counts import ChannelCounts
 from m2flow.micro.work.gang import GangSettings, MakeTrain, make_own_train
 from m2flow.micro.work.notebook import Notebook
 from m2flow.micro.work.peers import Peers
+from m2flow.micro.work.reporting import Reports, finished
 from m2flow.micro.work.store import RowStore, stopped_at
 from m2flow.micro.work.weight_syncing import WeightSettings
 from m2flow.micro.work.workbench import Workbench
@@ -156,6 +156,7 @@ class Worker:
         self.is_in_users_code = False
         """A user's function has been called, and takes as long as it takes."""
         self._queue: deque[m.Task] = deque()
+        self._reports = Reports(self._attempt)
         self._generations: dict[int, _Generation] = {}
         self._task_of: dict[int, int] = {}
         self._flushed_ns = 0
@@ -185,6 +186,8 @@ class Worker:
         self._report_load()
         if self._next_is_ready():
             self._do(self._queue.popleft())
+        if not self._next_is_ready():
+            self._reports.make()
         self.flush_spans(force=False)
 
     def _report_load(self) -> None:
@@ -198,6 +201,7 @@ class Worker:
 
     def close(self) -> None:
         """Free the engines; send the last spans and goodbye."""
+        self._reports.make()
         self.bench.close()
         self._notebook.close()
         self.flush_spans(force=True)
@@ -277,8 +281,15 @@ class Worker:
 
     def _do(self, task: m.Task) -> None:
         self.is_in_users_code = isinstance(task, m.Perform) and self._calls[task.call].engine == "function"
+        if not self.is_in_users_code:
+            self._reports.make()
+        self._attempt(task, lambda: self._perform(task))
+        self.is_in_users_code = False
+
+    def _attempt(self, task: m.Task, action: Callable[[], m.TaskDone | None]) -> None:
+        """Do something about a task; say that it is done, if that is what comes of it, or that it has failed."""
         try:
-            done = self._perform(task)
+            done = action()
         except M2FlowError as error:
             self._failed(task, error)
         except Exception as error:
@@ -286,10 +297,9 @@ class Worker:
         else:
             if done is not None:
                 self._send(done)
-        finally:
-            self.is_in_users_code = False
 
     def _failed(self, task: m.Task, error: M2FlowError) -> None:
+        self._reports.make()
         where = f" (worker {self.settings.name}, pid {os.getpid()})"
         named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
         self._send(m.TaskFailed(task.number, task.call, named.to_record(), error.row))
@@ -309,10 +319,14 @@ class Worker:
                     left.update(ids)
                     self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
 
-                result = bench.perform(call, self._inputs(task), task.values, leave)
+                result = bench.perform(call, self._inputs(task), task.values, leave, self._meanwhile)
                 if isinstance(result, Batch):
+                    if len(result):
+                        self._store.put(call.ordinal, result)  # The next task may need them; all else about them can wait.
                     dropped = sorted(set(task.ids) - left - set(result.ids.tolist()))
-                    self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True)
+                    self._reports.later(
+                        task, lambda: self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True, keeps=False)
+                    )
                     return None
                 return m.TaskDone(task.number, performing.plain_value(call, result))
             case m.Accumulate(epoch=epoch):
@@ -335,6 +349,13 @@ class Worker:
             case m.Save(role=role, path=path, seals=seals):
                 return m.TaskDone(task.number, bench.save(role, path, seals=seals))
         raise InternalError(f"unknown task {type(task).__name__}")
+
+    def _meanwhile(self) -> None:
+        """A function runs: report what was done before it, and take in what will be done next."""
+        self._reports.make()
+        self._heard += map(m.decode_to_worker, self._link.receive(0.0))
+        while self._heard and isinstance(self._heard[0], m.Define | m.Task):
+            self._take(self._heard.popleft())
 
     def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:
         call = self._calls[task.call]
@@ -400,24 +421,7 @@ class Worker:
             if keeps:
                 self._store.put(call.ordinal, rows)
             self._forward(call.ordinal, rows, forward_to)
-        has_texts = call.engine == "rollout" and len(rows) > 0
-        texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
-        self._send(
-            m.Finished(
-                task,
-                call.ordinal,
-                rows.ids.tolist(),
-                performing.num_tokens_of(rows),
-                performing.num_generated_of(rows),
-                [float(v) for v in rows.dense("reward")] if performing.gives_reward(call) else [],
-                performing.finish_of(rows),
-                texts,
-                place,
-                list(dropped),
-                stretches_of(rows) if is_time_dependent(call) else [],
-                ends,
-            )
-        )
+        self._send(finished(task, call, rows, place, dropped, ends=ends))
 
     def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
         for peer in to:
@@ -484,11 +488,6 @@ class Worker:
 def _lengths(rows: Batch) -> tuple[list[int], list[int]]:
     """Tokens of each row, all and generated."""
     return performing.num_tokens_of(rows), performing.num_generated_of(rows)
-
-
-def _showable(text: str) -> str:
-    """The text without lone surrogates, which a message can't carry. Only what is shown is changed."""
-    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass
