@@ -343,3 +343,8 @@ def num_generated_of(batch: Batch) -> list[int]:
 
 def finish_of(batch: Batch) -> list[int]:
     return [int(f) for f in batch.dense("finish")] if "finish" in batch else [int(Finish.STOP)] * len(batch)
+
+
+def about(call: Call) -> dict[str, object]:
+    """What a span of a call's work says of it."""
+    return {"call": call.ordinal, "flow_line": str(call.site), "label": call.name, "step": call.step}

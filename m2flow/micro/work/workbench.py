@@ -18,7 +18,6 @@ from m2flow.channels.weights.torch_tensors import travelling
 from m2flow.engines.contract import (
     Engine,
     EngineSettings,
-    FunctionEngine,
     Generated,
     Occupancy,
     Request,
@@ -28,7 +27,7 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.registry import make_function, make_rollout
 from m2flow.errors import InternalError, M2FlowError, OpError
-from m2flow.macro.graph import Call, Granularity
+from m2flow.macro.graph import Call
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
 from m2flow.micro.plan import EngineSlot
@@ -38,11 +37,10 @@ from m2flow.micro.scheduling.leases import ROLLOUT
 from m2flow.micro.scheduling.staleness import check_admission, check_given
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.admitting import add
-from m2flow.micro.work.arguments import Arguments
+from m2flow.micro.work.functions import Functions
 from m2flow.micro.work.gang import MakeTrain, make_own_train
 from m2flow.micro.work.halving import MiniBatches
-from m2flow.micro.work.instances import Instances
-from m2flow.micro.work.leaving import Leave, Leaving
+from m2flow.micro.work.leaving import Leave
 from m2flow.micro.work.proving import Proving
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
@@ -111,8 +109,7 @@ class Workbench:
         """Role -> the part of a checkpoint that its trainer begins with."""
         self._rollout: dict[str, RolloutEngine] = {}
         self._train: dict[str, TrainEngine] = {}
-        self._function: FunctionEngine | None = None
-        self._instances = Instances()
+        self._functions: Functions | None = None
         self._growing: dict[int, _Growing] = {}
         self._finished: list[tuple[Generated, int]] = []
         """Samples that wait to leave, and when they finished."""
@@ -134,8 +131,9 @@ class Workbench:
         """Load every engine. Of those that take turns, what leaves the devices again comes first."""
         for slot in sorted(self._slots, key=lambda slot: slot.takes_turn == ROLLOUT) if self._takes_turns else self._slots:
             if slot.kind == "function":
-                self._function = make_function(slot.engine, self._settings["function"])
-                self._function.start()
+                engine = make_function(slot.engine, self._settings["function"])
+                engine.start()
+                self._functions = Functions(engine, run_seed=self._run_seed, recorder=self._recorder)
             elif slot.kind == "rollout":
                 self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], self._settings["rollout"])
                 self._rollout[slot.role].start()
@@ -301,66 +299,12 @@ class Workbench:
         if call.engine == "train":
             samples = inputs["samples"].in_order()
             ids = samples.ids.tolist()
-            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **_about(call), num_samples=len(ids), samples=ids):
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **performing.about(call), num_samples=len(ids), samples=ids):
                 engine = self._engine(self._train, call.role)
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
-        if self._function is None:
+        if self._functions is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
-        is_sorted = "arguments" in call.options
-        rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else performing.function_input(call, inputs)
-        with self._recorder.span(SpanName.FUNCTION_CALL, **_about(call), num_samples=len(rows), samples=rows.ids.tolist()) as span:
-            if performing.gives(call) == "concat":
-                return rows
-            if call.options.get("style") == "columns":
-                if meanwhile is not None:
-                    meanwhile()
-                return performing.columns_result(call, inputs, rows, performing.function_of(call)(rows, values))
-            took_ns: list[int] = []
-            result = self._by_unit(call, rows, inputs, values, took_ns, leave, meanwhile)
-            span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
-            return result
-
-    def _by_unit(
-        self,
-        call: Call,
-        rows: Batch,
-        inputs: Mapping[str, Batch],
-        values: Mapping[str, object],
-        took_ns: list[int],
-        leave: Leave | None,
-        meanwhile: Callable[[], None] | None,
-    ) -> Batch | object:
-        """The user's function on one sample, group, mini-batch or batch after the other; appends how long each took."""
-        assert self._function is not None
-        timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
-        assert timeout_s is None or isinstance(timeout_s, int | float)
-        assert size is None or isinstance(size, int)
-        function = self._instances.method(call) if "instance" in call.options else performing.function_of(call)
-        if "arguments" in call.options:
-            function = arguments = Arguments(call, function, inputs, values, self._run_seed)
-            rows = arguments.rows
-        leaving = None
-        if leave is not None and call.is_aligned and call.granularity is Granularity.SAMPLE:
-            rows = rows.in_order()
-            leaving = Leaving(lambda part, results: performing.function_rows(call, part, results), rows, leave)
-        try:
-            results = self._function.call(
-                performing.checked(call, function, took_ns),
-                rows,
-                granularity=call.granularity.value,
-                size=size,
-                timeout_s=timeout_s,
-                in_turn=bool(call.writes),
-                on_done=leaving.done if leaving is not None else None,
-                meanwhile=meanwhile,
-            )
-        except OpError as error:
-            raise performing.function_error(call, error) from error
-        if not call.is_aligned:
-            return results[0]
-        if leaving is not None and leaving.has_left:
-            return leaving.rest(results)
-        return performing.function_rows(call, rows, results)
+        return self._functions.perform(call, inputs, values, leave, meanwhile)
 
     # Training
 
@@ -373,7 +317,7 @@ class Workbench:
         rows = rows if tally.is_stepped else training.with_same_weights(call, rows)
         self._proving.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
         ids = rows.ids.tolist()
-        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **_about(call), num_samples=len(ids), samples=ids) as span:
+        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **performing.about(call), num_samples=len(ids), samples=ids) as span:
             objective = training.objective(call)
             try:
                 engine = self._engine(self._train, call.role)
@@ -391,7 +335,7 @@ class Workbench:
         """One optimiser step. After the last of a call: its metrics."""
         tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
         training.check_agreement(call, tally, self._stop_above)
-        with self._recorder.span(SpanName.TRAIN_APPLY, **_about(call), version=call.writes[0].version):
+        with self._recorder.span(SpanName.TRAIN_APPLY, **performing.about(call), version=call.writes[0].version):
             denominator = tally.denominator(training.objective(call).loss)
             tally.stepped(self._engine(self._train, call.role).apply(training.optimizer(call), denominator), denominator)
         halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
@@ -479,8 +423,8 @@ class Workbench:
     def _engines(self) -> Iterator[Engine]:
         yield from self._rollout.values()
         yield from self._train.values()
-        if self._function is not None:
-            yield self._function
+        if self._functions is not None:
+            yield self._functions.engine
 
     def _engine(self, engines: Mapping[str, E], role: str) -> E:
         if role not in engines:
@@ -505,7 +449,3 @@ def _responses(generated: Sequence[Generated], growing: Sequence[_Growing]) -> B
     prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
     seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
     return performing.responses([g.drawn for g in growing], generated, prompts, seeds)
-
-
-def _about(call: Call) -> dict[str, object]:
-    return {"call": call.ordinal, "flow_line": str(call.site), "label": call.name, "step": call.step}
