@@ -15,7 +15,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.channels.contract import Inbox, Outbox
 from m2flow.channels.keys import Keys, read_keys, write_keys
 from m2flow.channels.places import address_of, is_private
-from m2flow.channels.zeromq import LinkDialer, LinkListener, new_keys
+from m2flow.channels.zeromq import LinkDialer, LinkListener, new_keys, new_secret
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.cli.main import cli
 from m2flow.errors import BrokenChannel, SpecError
@@ -38,6 +38,52 @@ class KeyedMaker(Maker):
 @pytest.mark.parametrize("check", CHANNEL_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_a_channel_with_a_key_is_a_channel(check: Callable[[Maker], None]) -> None:
     check(KeyedMaker())
+
+
+SECRET = new_secret()
+
+
+def test_a_secret_on_loopback_lets_its_holders_talk():
+    inbox, outbox = ZmqInbox("tcp", keys=SECRET), ZmqOutbox("friend", keys=SECRET)
+    listener, dialer = LinkListener(_TOKEN, "tcp", keys=SECRET), LinkDialer(keys=SECRET)
+    try:
+        outbox.send(inbox.open(), parcel_of(7))
+        assert_same_parcel(receive_all(inbox, 1)[0], parcel_of(7))
+        dialer.open(listener.open(), "rollout-0", _TOKEN)
+        dialer.send(b"mine")
+        assert listener.receive(30.0) == [("rollout-0", b"mine")]
+    finally:
+        for end in (outbox, inbox, dialer, listener):
+            end.close()
+
+
+def test_a_secret_is_no_key_for_other_hosts():
+    with pytest.raises(SpecError, match="can be reached from other hosts, and there is no key"):
+        ZmqInbox("tcp:192.0.2.7", keys=SECRET).open()
+
+
+@pytest.mark.parametrize("password", [None, b"guessed"])
+def test_a_stranger_on_loopback_fills_no_memory_with_frames_of_a_message_that_never_ends(password):
+    """ZeroMQ would take all of them in before the inbox saw the first."""
+    inbox, outbox = ZmqInbox("tcp", keys=SECRET), ZmqOutbox("friend", keys=SECRET)
+    address = inbox.open()
+    try:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as other:
+            other.linger, other.sndtimeo, other.immediate = 0, 100, 1
+            if password is not None:
+                other.plain_username, other.plain_password = b"m2flow", password
+            other.connect(address)
+            taken = 0
+            with contextlib.suppress(zmq.Again):
+                while taken < 400:
+                    other.send(bytes(1 << 20), zmq.SNDMORE)
+                    taken += 1
+            assert taken == 0
+            outbox.send(address, parcel_of(7))
+            assert_same_parcel(receive_all(inbox, 1)[0], parcel_of(7))
+    finally:
+        outbox.close()
+        inbox.close()
 
 
 @contextlib.contextmanager
@@ -197,7 +243,7 @@ def test_a_run_over_channels_with_a_key_gives_the_same_answer(tmp_path):
     write_keys(tmp_path / "cluster.key", KEYS)
     runs = RunSettings(runs_dir=str(tmp_path / "runs"))
     digests = set()
-    for channels in (ChannelSpec(), ChannelSpec(transport="tcp", keys=str(tmp_path / "cluster.key"))):
+    for channels in (ChannelSpec(transport="tcp"), ChannelSpec(transport="tcp", keys=str(tmp_path / "cluster.key"))):
         spec = ClusterSpec(
             device="cpu", placement="split", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"), channels=channels
         )

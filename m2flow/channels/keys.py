@@ -25,10 +25,11 @@ _ALPHABET = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTU
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """A pair of CURVE keys, 40 characters of Z85 each."""
+    """A pair of CURVE keys, 40 characters of Z85 each; or a secret alone, that lets its holders in and encrypts nothing."""
 
     public: str
     secret: str
+    encrypts: bool = True
 
     def __repr__(self) -> str:
         return f"Keys({self.public!r}, secret)"

@@ -5,8 +5,9 @@
 Parcels go over the same kind of sockets (`m2flow.channels.zeromq_parcels`); no other file imports ZeroMQ.
 
 Sockets bind to the loopback interface or in a private directory (`m2flow.channels.places`); to another interface only with a key,
-and then all that passes is encrypted, and a peer that has not the same key is told nothing and heard by nobody (CURVE). Without a key,
-on TCP every user of the host can reach an inbox; the link takes a peer only with the run's token.
+and then all that passes is encrypted, and a peer that has not the same key is told nothing and heard by nobody (CURVE). On loopback a run
+without a key has a secret of its own (PLAIN): ZeroMQ reads the whole of a message, however many frames it has, before anybody can look at
+it, so who may send at all is settled before. Without either, on TCP every user of the host can reach an inbox.
 
 One thread uses one object; each has a context of its own, so closing one waits for nothing of another's.
 """
@@ -36,6 +37,8 @@ MAX_MESSAGE_BYTES = 1 << 30
 MAX_MESSAGES_AT_ONCE = 1024
 """So that `receive` returns even if senders never pause."""
 _HELLO = b"m2flow-hello-1"
+_HOLDER = "m2flow"
+"""Who has a secret that does not encrypt says this name with it."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -61,9 +64,17 @@ class Endpoint:
         if self._keys is not None and listens:
             self._guard = ThreadAuthenticator(self._context, log=_silent())
             self._guard.start()
-            self._guard.configure_curve_callback(credentials_provider=_Holders(self._keys))
+            if self._keys.encrypts:
+                self._guard.configure_curve_callback(credentials_provider=_Holders(self._keys))
+            else:
+                self._guard.configure_plain(passwords={_HOLDER: self._keys.secret})
         self._socket = self._context.socket(kind)
-        if self._keys is not None:
+        if self._keys is not None and not self._keys.encrypts:
+            if listens:
+                self._socket.plain_server = True
+            else:
+                self._socket.plain_username, self._socket.plain_password = _HOLDER.encode(), self._keys.secret.encode()
+        elif self._keys is not None:
             self._socket.curve_publickey = self._keys.public.encode()
             self._socket.curve_secretkey = self._keys.secret.encode()
             if listens:
@@ -101,7 +112,7 @@ class Endpoint:
             self._remove_directory = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
             place += directory
         address = address_of(place)
-        if self._keys is None and not is_private(address):
+        if (self._keys is None or not self._keys.encrypts) and not is_private(address):
             raise SpecError(
                 f"{place} can be reached from other hosts, and there is no key",
                 now="Make one with `m2flow keys FILE`, and name it in the cluster spec: channels: {keys: FILE}",
@@ -281,6 +292,11 @@ def new_keys() -> Keys:
     """A key that nobody has yet."""
     public, secret = zmq.curve_keypair()
     return Keys(public.decode(), secret.decode())
+
+
+def new_secret() -> Keys:
+    """For sockets on loopback: keeps the host's other users out, who can't listen there either; costs nothing once a peer is in."""
+    return Keys("", secrets.token_hex(20), encrypts=False)
 
 
 class _Holders:

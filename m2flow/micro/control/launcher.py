@@ -173,6 +173,10 @@ class LocalLauncher(Launcher):
         self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
         self._claim = Claim(self._prefix, self._sockets.name, self._weights_directory)
         self._processes: dict[str, Processes] = {}
+        if self.keys is None and spec.transport == "tcp":
+            from m2flow.channels.zeromq import new_secret
+
+            self.keys = new_secret()
 
     @property
     def socket_dir(self) -> str:
