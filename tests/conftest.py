@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if config.getoption("--long"):
+            item.add_marker(pytest.mark.timeout(0))
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("long") and not config.getoption("--long"):

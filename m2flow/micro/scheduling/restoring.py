@@ -93,5 +93,7 @@ def written_down(board: Board, state: CallState, place: str, message: m.Flushed 
     if state.is_over and state.carry is None:
         return
     prefixes = {packed: prefix for packed, prefix in prefixes_in(message).items() if packed not in state.done}
+    # Whoever had stopped them before is asked for these tokens no more.
+    board.perhaps_unreachable({state.prefixes[row].by for row in prefixes.keys() & state.prefixes.keys()})
     state.prefixes.update(prefixes)
     board.rows.replaced(stopped_at(state.call.ordinal), prefixes, place)
