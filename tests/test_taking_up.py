@@ -18,7 +18,8 @@ from m2flow.micro.record.account import read_token_account
 from m2flow.micro.record.audit import audit
 from m2flow.micro.record.left_behind import LeftBehind
 from m2flow.micro.record.rundir import read_config
-from m2flow.micro.record.segments import Kind, SegmentWriter
+from m2flow.micro.record.scratch import clear_scratch
+from m2flow.micro.record.segments import Kind, SegmentWriter, scan_segments
 from m2flow.samples import Batch, Finish
 from m2flow.spec import RunSettings, TrainSpec
 
@@ -57,10 +58,35 @@ def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, sec
         tokens = read_token_account(image)
         assert tokens.is_balanced, (image, tokens)
         assert (audited := audit(image)).is_sound, str(audited)
+        pointed = {name for table in ("samples", "prefixes", "made", "expired") for (name,) in rows(image, f"SELECT segment FROM {table}")}
+        scratch = {path.name for path in (image / "segments").glob("*-r*.seg")}
+        assert scratch <= pointed
         num_kept += len(finished)
         num_went_on += len(rows(image, "SELECT * FROM went_on"))
     assert num_went_on > 5
     assert num_kept > 20
+
+
+def test_scratch_files_that_nothing_points_into_are_deleted_and_their_names_are_not_given_again(tmp_path):
+    for _ in range(3):
+        writer = SegmentWriter(tmp_path, "rollout-0-running")
+        place = writer.append(Batch(np.array([1, 2])), Kind.RUNNING, 7)
+        writer.close()
+    finished = SegmentWriter(tmp_path, "rollout-0")
+    finished.append(Batch(np.array([1, 2])), Kind.FINISHED, 7)
+    finished.close()
+    clear_scratch(tmp_path, ["rollout-0-running.1.seg"], is_last=False)
+    assert {path.name: path.stat().st_size > 0 for path in tmp_path.iterdir()} == {
+        "rollout-0.seg": True,
+        "rollout-0-running.1.seg": True,
+        "rollout-0-running.2.seg": False,
+    }
+    assert place[0] == "rollout-0-running.2.seg"
+    assert list(scan_segments(tmp_path, "rollout-0-running", {"rollout-0-running.1.seg": 10_000, place[0]: 10_000})) == []
+    with contextlib.closing(SegmentWriter(tmp_path, "rollout-0-running")) as following:
+        assert following.path.name == "rollout-0-running.3.seg"
+    clear_scratch(tmp_path, [], is_last=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["rollout-0.seg"]
 
 
 def test_rows_of_a_record_that_were_not_told_with_the_others_are_found(tmp_path):

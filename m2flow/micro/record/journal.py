@@ -15,8 +15,9 @@ from m2flow.micro.record.decisions import Decisions, Stretch, given_by
 from m2flow.micro.record.flow_record import LedgerWriter
 from m2flow.micro.record.ledger import Ledger
 from m2flow.micro.record.length_bias import as_metrics
-from m2flow.micro.record.past import Past
+from m2flow.micro.record.past import DONE, Past
 from m2flow.micro.record.reading_back import read_back
+from m2flow.micro.record.scratch import clear_scratch
 from m2flow.micro.record.segments import Place
 from m2flow.micro.record.storage import Copying
 from m2flow.micro.record.taking_up import TakingUp
@@ -61,9 +62,11 @@ class Journal:
         self._trace.open()
         self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))
         self._ledger.before_commit.append(self._write_known)
-        self._ledger.commit()
+        self._ledger.commit(durably=self._past is not None)
         if self._copying is not None:
             self._copying.open()
+        if self._past is not None and self._keeps:
+            self._clear_scratch(is_last=False)
 
     def restored(self, call: Call, stage: Stage) -> Restored | None:
         """What an earlier attempt left of a call that goes on now, if it did."""
@@ -88,6 +91,12 @@ class Journal:
         """The attempt is over: `done`, or why not."""
         self._ledger.attempt_ended(self._attempt, reason)
         self._ledger.commit(durably=True)
+        if reason == DONE:
+            self._clear_scratch(is_last=True)
+
+    def _clear_scratch(self, *, is_last: bool) -> None:
+        places = " UNION ".join(f"SELECT segment FROM {table}" for table in ("samples", "prefixes", "made", "expired"))
+        clear_scratch(self._run_dir / "segments", [name for (name,) in self._ledger.select(places)], is_last=is_last)
 
     def num_well(self) -> int:
         """How many calls of the program, from the first, are over and well."""

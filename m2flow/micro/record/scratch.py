@@ -3,7 +3,8 @@
     append(batch, keys) -> Place;    release(keys) -> files without keys, but for the newest two, are deleted
 
 What a run keeps are finished samples (`m2flow.micro.record.segments`); of what is written here only the newest counts, and that not for
-ever. The newest two files stay whatever is in them: whoever reads a place that was newest a moment ago still finds it.
+ever. The newest two files stay whatever is in them: whoever reads a place that was newest a moment ago still finds it. What processes of
+an earlier attempt at the run wrote goes by what the ledger points to (`clear_scratch`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import final
 
-from m2flow.micro.record.segments import Kind, Place, SegmentWriter
+from m2flow.micro.record.segments import Kind, Place, SegmentWriter, segment_files, worker_of
 from m2flow.samples import Batch
 
 _ROTATES_AT_BYTES = 32 << 20
@@ -59,6 +60,31 @@ class Scratch:
             if not held:
                 writer.path.unlink(missing_ok=True)
         self._files = [(writer, held) for place, (writer, held) in enumerate(self._files) if held or place >= len(self._files) - 2]
+
+
+_WHATS = ("running", "rows")
+
+
+def clear_scratch(directory: Path, pointed: Iterable[str], *, is_last: bool) -> None:
+    """Delete the scratch files that nobody writes any more and nobody points into.
+
+    The last of a name keeps its place, empty: a file of an old name would be taken for one that is known in part.
+
+    Args:
+        pointed: names of files that the ledger has places in.
+        is_last: no process will write again; then nothing keeps its place.
+    """
+    needed = set(pointed)
+    names = {worker_of(path.name) for path in directory.glob("*.seg")}
+    for name in sorted(name for name in names if name.endswith(tuple(f"-{what}" for what in _WHATS))):
+        files = segment_files(directory, name)
+        for path in files:
+            if path.name in needed:
+                continue
+            if path == files[-1] and not is_last:
+                path.write_bytes(b"")
+            else:
+                path.unlink(missing_ok=True)
 
 
 def scratch_name(worker: str, what: str) -> str:
