@@ -72,4 +72,4 @@ def read_keys(path: Path) -> Keys:
     parts = [found.get(name, "") for name in ("public", "secret")]
     if lines[:1] != [_HEAD] or any(len(part) != _LENGTH or not _ALPHABET.issuperset(part) for part in parts):
         raise SpecError(f"{path} is no key of m2flow", now=now)
-    return Keys(*parts)
+    return Keys(parts[0], parts[1])
