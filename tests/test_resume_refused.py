@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from one_thread import SteppedRun, commit_every, imaged
+from one_thread import SteppedRun, commit_every, imaged, resumed
 from test_resume import account, loop, spec_of
 
-from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.cli.main import cli
 from m2flow.errors import DivergenceError, EngineError, RewardError, SpecError
 from m2flow.micro.attempts import Attempts, only_writer
 from m2flow.micro.record.checkpoints import read
 from m2flow.micro.run import Summary
+from m2flow.observe.metrics import read_metrics
 from m2flow.spec import RunSettings
 
 SPEC = spec_of()
 
 
-def settings(tmp_path: Path) -> RunSettings:
-    return RunSettings(runs_dir=str(tmp_path / "runs"), eager=True, checkpoint_steps=1)
+def settings(tmp_path: Path, how: str = "eager") -> RunSettings:
+    return RunSettings(runs_dir=str(tmp_path / "runs"), eager=how == "eager", checkpoint_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +148,45 @@ def test_a_run_that_failed_goes_on_when_what_failed_does_not_any_more(tmp_path):
     broken.unlink()
     summary, _ = go_on(run.run_dir, tmp_path, asks)
     assert account(summary) == expected
+
+
+@pytest.mark.parametrize("how", ["planned", "eager"])
+def test_logs_of_the_step_that_failed_are_neither_left_out_nor_written_twice(tmp_path, how):
+    """One waits for what failed, and later ones of its step were written."""
+    broken = tmp_path / "service-is-down"
+
+    def judge(sample: Sample) -> float:
+        if broken.exists() and sample.id.call > 8:
+            raise ConnectionError("no answer")
+        return float(sample.num_tokens)
+
+    @flow
+    def asks(num_steps: int = 3) -> None:
+        policy, reward = Policy("fake"), Reward(judge)
+        prompts = Dataset([{"prompt": f"{i}="} for i in range(7)])
+        for step in steps(num_steps):
+            log(began=float(step))
+            responses = policy.generate(prompts.take(2), n=2, max_new_tokens=5)
+            rewards = reward.score(responses)
+            log(reward=rewards.mean(), at=float(step), length=responses.length.mean())
+            policy.update(responses, rewards, optimizer=AdamW(1e-3))
+            log(at=float(-step))
+
+    def logs(run_dir: Path) -> tuple[list[object], int, object]:
+        with contextlib.closing(sqlite3.connect(run_dir / "ledger.db")) as db:
+            found = sorted(db.execute("SELECT * FROM logs").fetchall())
+        return found, len((run_dir / "metrics.jsonl").read_text().splitlines()), read_metrics(run_dir)
+
+    whole = SteppedRun(asks, {}, SPEC, settings(tmp_path / "whole", how)).execute()
+    broken.touch()
+    run = SteppedRun(asks, {}, SPEC, settings(tmp_path, how))
+    with pytest.raises(RewardError, match="no answer"):
+        run.execute()
+    names = [name for _, name, _ in logs(run.run_dir)[0]]
+    assert names.count("reward") < names.count("length")
+    broken.unlink()
+    resumed(asks, {}, SPEC, settings(tmp_path, how), run.run_dir)
+    assert logs(run.run_dir) == logs(Path(whole.run_dir))
 
 
 def test_attempts_that_come_no_further_end_the_run_and_those_that_do_start_the_count_anew():

@@ -21,6 +21,7 @@ import io
 import itertools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
@@ -52,8 +53,7 @@ class ReplayBackend(Backend):
     Args:
         until_call: the first call that is live again. until_step: the first step that is. Neither: the end of the record.
         reperform: which calls before the point are done again by the live backend.
-        num_logs: how many logs of the program were written, so that the next one is the first to be written again; by default those
-            before the point.
+        logged: step and name -> how many such logs were written; others are written now. By default all those before the point were.
         left: generation -> the samples that it left to the next one of its line.
     """
 
@@ -65,7 +65,7 @@ class ReplayBackend(Backend):
         until_call: int | None = None,
         until_step: int | None = None,
         reperform: Callable[[Call], bool] = nothing,
-        num_logs: int | None = None,
+        logged: Mapping[tuple[int, str], int] | None = None,
         left: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._record = record
@@ -73,7 +73,7 @@ class ReplayBackend(Backend):
         self._until_call = len(record.calls) if until_call is None else min(until_call, len(record.calls))
         self._until_step = until_step
         self._reperform = reperform
-        self._num_logs_left = num_logs
+        self._logged = None if logged is None else Counter(logged)
         self._left = left
         self._written: set[str] = set()
         """Resources that the live backend has written."""
@@ -141,11 +141,11 @@ class ReplayBackend(Backend):
         return value
 
     def log(self, step: int, values: Mapping[str, LogSource]) -> None:
-        if self._num_logs_left is None:
+        if self._logged is None:
             due = list(values) if self._is_live else []
         else:
-            due = list(values)[self._num_logs_left :]
-            self._num_logs_left -= len(values) - len(due)
+            due = [name for name in values if not self._logged[step, name]]
+            self._logged.subtract((step, name) for name in values if name not in due)
         if due:
             self._live.log(step, {name: self._log_source(values[name]) for name in due})
 

@@ -38,8 +38,9 @@ class Past:
     """None: weights and optimisers begin as the run did, and all updates are made again."""
     done: frozenset[int]
     """Calls that were over, well."""
-    num_logs: int
-    """Logs of the program that were written."""
+    logged: Mapping[tuple[int, str], int]
+    """Step and name -> how many such logs of the program were written. Not the first so many of all: a log whose call failed was passed
+    over, and later ones of its step were written."""
     attempt: int
     """Of the attempt that begins now; the first of a run was 0."""
     metrics_size: int
@@ -103,7 +104,7 @@ def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
                 raise SpecError(f"the run in {run_dir} has come to its end: there is nothing to resume")
             num_calls, num_looks = _well(db, record)
             done = {call for (call,) in db.execute("SELECT ordinal FROM calls WHERE state='done' AND ordinal < ?", (num_calls,))}
-            (num_logs,) = db.execute("SELECT COUNT(*) FROM logs").fetchone()
+            logged = {(step, name): count for step, name, count in db.execute("SELECT step, name, COUNT(*) FROM logs GROUP BY step, name")}
             marks = dict(db.execute("SELECT name, value FROM marks"))
             left: dict[int, list[int]] = {}
             for sample, call in db.execute("SELECT sample, call FROM dropped WHERE reason='unused' ORDER BY sample"):
@@ -117,7 +118,7 @@ def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
         kept,
         newest_good(run_dir, warn, is_of_it),
         frozenset(done),
-        num_logs,
+        logged,
         (attempts[-1][0] if attempts else 0) + 1,
         marks.get("metrics", 0),
         {call: tuple(samples) for call, samples in left.items()},
