@@ -55,7 +55,7 @@ function shade(page, mode, i, advantage) {
   const mix = (name, share) => `color-mix(in srgb, var(--${name}) ${Math.round(share * 100)}%, transparent)`;
   if (mode === "version") {
     if (page.versions[i] === null || page.versions[i] === undefined) return null;
-    return mix(`c${versionsOf(page).indexOf(page.versions[i]) % 8}`, 0.38);
+    return mix(`c${page.versions[i] % 8}`, 0.38);
   }
   if (mode === "logprob") {
     const value = page.logprobs[i];
@@ -70,7 +70,7 @@ const versionsOf = (page) => [...new Set(page.versions.filter((one) => one !== n
 function legend(page, mode, advantage) {
   const entry = (background, text) => { const box = el("i", { class: "swatch" }); box.style.background = background; return el("span", {}, box, text); };
   const mix = (name, share) => `color-mix(in srgb, var(--${name}) ${Math.round(share * 100)}%, transparent)`;
-  if (mode === "version") return versionsOf(page).map((version, at) => entry(mix(`c${at % 8}`, 0.38), `version ${version}`));
+  if (mode === "version") return versionsOf(page).map((version) => entry(mix(`c${version % 8}`, 0.38), `version ${version}`));
   if (mode === "logprob") return [0, -1, -2.5, -5].map((value) => entry(mix("c3", Math.min(-value / 5, 1) * 0.7), value === -5 ? "-5 and below" : String(value)));
   if (!page.advantages.length && advantage === null) return [el("span", {}, "Its group has no spread to compare it with.")];
   return [entry(mix("c0", 0.6), "above its group"), entry(mix("c3", 0.6), "below"), page.advantages.length ? null : el("span", {}, "one number for all tokens: (reward - mean) / deviation of its group")].filter(Boolean);

@@ -81,21 +81,23 @@ export class SamplesView {
       this.isGrouped ? { key: "size", name: "samples", width: 74, value: (i) => this.groups.size[i], show: count } : plain("advantage", "advantage", 84, (value) => number(value, 3)),
       plain("prompt_tokens", "prompt", 72, count),
       plain("tokens", this.isGrouped ? "mean tokens" : "tokens", 92, compact, { bar: "tokens" }),
-      plain("staleness", "staleness", 80, count),
+      { key: "start", name: "life in its step", width: 240, isLeft: true, isLife: true, value: (i) => data.start[i] },
+      this.isGrouped ? null : plain("version", "version", 66, (value) => (value < 0 ? "" : count(value))),
+      plain("staleness", "staleness", 76, count),
       plain("wait", "waited", 82, micros),
-      plain("updates", "updates", 72, count),
-      { key: "finish", name: "finish", width: 70, isLeft: true, value: (i) => data.finish[i], show: (value) => data.finishes[value] ?? "" },
-      { key: "ending", name: "ending", width: 88, isLeft: true, value: (i) => data.ending[i], show: (value) => data.endings[value] ?? "" },
+      this.isGrouped || !Object.keys(data.lives).length ? null : { key: "lives", name: "lives", width: 54, value: (i) => data.lives[i]?.length ?? 1, show: count },
+      plain("updates", "updates", 68, count),
+      { key: "finish", name: "finish", width: 62, isLeft: true, value: (i) => data.finish[i], show: (value) => data.finishes[value] ?? "" },
+      { key: "ending", name: "ending", width: 82, isLeft: true, value: (i) => data.ending[i], show: (value) => data.endings[value] ?? "" },
       { key: "worker", name: "worker", width: 100, isLeft: true, value: (i) => data.worker[i], show: (value) => data.workers[value] ?? "" },
-      { key: "start", name: "life in its step", width: 260, isLeft: true, isLife: true, value: (i) => data.start[i] },
-    ];
+    ].filter(Boolean);
     return this.isGrouped ? all.filter((one) => !["finish", "ending", "worker"].includes(one.key)).map((one) => (this.groups[one.key] ? { ...one, value: (i) => this.groups[one.key][i] } : one)) : all;
   }
 
   build() {
     const { data } = this;
-    const range = (key, name, step) => {
-      const ask = (end) => el("input", { type: "number", step, "aria-label": `${name}, ${end === "least" ? "at least" : "at most"}`, placeholder: end === "least" ? "≥" : "≤", value: this.filters[key]?.[end] ?? "", oninput: (event) => { this.filters[key] = { ...this.filters[key], [end]: event.target.value === "" ? undefined : Number(event.target.value) }; this.choose_(); } });
+    const range = (key, name, step, unit = 1) => {
+      const ask = (end) => el("input", { type: "number", step, "aria-label": `${name}, ${end === "least" ? "at least" : "at most"}`, placeholder: end === "least" ? "≥" : "≤", value: this.filters[key]?.[end] === undefined ? "" : this.filters[key][end] / unit, oninput: (event) => { this.filters[key] = { ...this.filters[key], [end]: event.target.value === "" ? undefined : Number(event.target.value) * unit }; this.choose_(); } });
       return el("label", {}, name, ask("least"), ask("most"));
     };
     const pick = (key, name, values) => el("label", {}, name, el("select", { "aria-label": name, onchange: (event) => { this.filters[key] = event.target.value === "" ? undefined : Number(event.target.value); this.choose_(); } }, el("option", { value: "" }, "any"), values.map((value, at) => el("option", { value: at }, value))));
@@ -107,7 +109,7 @@ export class SamplesView {
     this.aside = el("aside", { class: "wide", "aria-label": "Sample", tabindex: 0, hidden: true });
     replace(this.place,
       data.num_left_out ? el("div", { class: "notice" }, `The newest ${count(data.call.length)} samples are shown; ${count(data.num_left_out)} older ones are not. \`m2flow samples\` chooses among all.`) : null,
-      el("div", { class: "filters", role: "search" }, this.group, range("step", "step", 1), range("reward", "reward", "any"), range("tokens", "tokens", 1), range("staleness", "staleness", 1), pick("finish", "finish", data.finishes), pick("ending", "ending", data.endings), this.counted),
+      el("div", { class: "filters", role: "search" }, this.group, range("step", "step", 1), range("reward", "reward", "any"), range("tokens", "tokens", 1), range("staleness", "staleness", 1), range("wait", "waited s", "any", 1e6), pick("finish", "finish", data.finishes), pick("ending", "ending", data.endings), this.counted),
       el("div", { class: "split" }, this.table, this.aside));
     this.watcher = new ResizeObserver(() => this.paint());
     this.watcher.observe(this.table);
@@ -120,7 +122,7 @@ export class SamplesView {
     const found = [];
     for (let i = 0; i < number_; i++) {
       let fits = true;
-      for (const key of ["step", "reward", "tokens", "staleness"]) {
+      for (const key of ["step", "reward", "tokens", "staleness", "wait"]) {
         const limit = filters[key];
         if (!limit) continue;
         const value = data[key][i];
@@ -205,6 +207,7 @@ export class SamplesView {
     const step = summary.marks.steps.find(([number_]) => number_ === data.step[i]);
     const starts = members.map((one) => data.start[one]).filter((one) => one !== null);
     if (!starts.length) return canvas;
+    for (const one of members) for (const [start] of data.lives[one] ?? []) starts.push(start);
     const from = Math.min(...starts, step ? step[1] : Infinity);
     const to = Math.max(step ? step[2] : 0, ...members.map((one) => Math.max(data.trained[one] ?? 0, data.end[one] ?? 0)));
     const x = (us) => ((us - from) / (to - from || 1)) * (width - 4) + 2;
@@ -216,8 +219,14 @@ export class SamplesView {
     members.forEach((one, at) => {
       const top = 3 + at * ((height - 6) / members.length) + (members.length === 1 ? 3 : 0);
       if (data.start[one] === null) return;
-      context.fillStyle = ofKind(kinds, Math.max(kind, 0)).fill;
-      context.fillRect(x(data.start[one]), top, Math.max(x(data.end[one]) - x(data.start[one]), 1.5), tall);
+      // A bar for each life, in the colour of the version that it began with; where one was cut short, a mark.
+      const lives = data.lives[one] ?? [[data.start[one], data.end[one], data.worker[one], data.version[one]]];
+      lives.forEach(([start, end, , version], number) => {
+        context.fillStyle = version < 0 ? ofKind(kinds, Math.max(kind, 0)).fill : colour(`c${version % 8}`);
+        context.fillRect(x(start), top, Math.max(x(end) - x(start), 1.5), tall);
+        context.fillStyle = colour("bad");
+        if (number + 1 < lives.length) context.fillRect(x(end) - 1, top - 2, 2, tall + 4);
+      });
       if (data.trained[one] !== null) {
         context.fillStyle = colour("wait");
         context.fillRect(x(data.end[one]), top + tall / 2 - 0.5, Math.max(x(data.trained[one]) - x(data.end[one]), 0), 1);
