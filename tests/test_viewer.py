@@ -79,7 +79,10 @@ def test_a_window_has_the_bars_of_the_lanes_that_were_asked_for(runs: Path) -> N
     [
         ("/api/runs/traced/schedule?from=0&to=1&width=0&lanes=0", 400),
         ("/api/runs/traced/schedule?from=0&to=x&width=9&lanes=0", 400),
+        (f"/api/runs/traced/schedule?from=-{10**30}&to={10**30}&width=9&lanes=0", 400),
         ("/api/runs/traced/span/99999999", 404),
+        (f"/api/runs/traced/span/{10**30}", 404),
+        (f"/api/runs/traced/samples/0/0/{10**30}", 404),
         ("/api/runs/traced/log/nobody", 404),
         ("/api/runs/traced/samples/0/0/0", 404),
         ("/api/runs/none/summary", 404),
@@ -114,10 +117,25 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
         assert b"tell no one" not in body
 
 
+def test_a_link_in_a_run_does_not_lead_out_of_it_either(tmp_path: Path) -> None:
+    make_traced(tmp_path / "runs" / "traced")
+    (tmp_path / "secret.txt").write_text("tell no one")
+    logs = tmp_path / "runs" / "traced" / "logs"
+    logs.mkdir()
+    (logs / "own.log").write_text("hello")
+    (logs / "linked.log").symlink_to(tmp_path / "secret.txt")
+    with served(tmp_path / "runs") as address:
+        assert ask(address, "/api/runs/traced/health")["logs"] == ["own"]
+        answer, body = get(address, "/api/runs/traced/log/linked")
+        assert (answer.status, b"tell no one" in body) == (404, False)
+
+
 def test_loopback_is_answered_only_under_its_own_names(runs: Path) -> None:
     with served(runs) as address:
-        assert get(address, "/api/runs", Host="evil.example")[0].status == 403
-        assert get(address, "/api/runs", Host="localhost:1")[0].status == 200
+        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "evil.example:80", "0.0.0.0", "user@localhost"):
+            assert get(address, "/api/runs", Host=host)[0].status == 403, host
+        for host in ("localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8265"):
+            assert get(address, "/api/runs", Host=host)[0].status == 200, host
 
 
 def test_elsewhere_a_token_is_asked_for_once_and_kept_in_a_cookie(runs: Path) -> None:

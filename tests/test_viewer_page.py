@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sqlite3
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 from large_trace import make_large
@@ -16,6 +18,8 @@ from observed_run import record_run, store_run
 from viewed import HOSTILE, make_run, make_traced, served
 
 from m2flow.micro.viewing.exporting import write_page
+from m2flow.observe.metrics import MetricsWriter
+from m2flow.observe.recorder import Recorder
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -203,6 +207,41 @@ def test_a_line_leads_to_its_spans_and_the_graph_to_its_line(page: Page, runs: P
         page.get_by_role("button", name="First span").click()
         page.get_by_role("button", name="Zoom to it").wait_for()
         assert "trainer-0" in page.locator("aside").inner_text()
+
+
+def test_no_name_line_log_or_metric_of_a_run_is_taken_for_markup(page: Page, tmp_path: Path) -> None:
+    evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+    for name in (f"{evil.replace('/', '')}", "other"):
+        run = tmp_path / name
+        (run / "logs").mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps({"flow": evil, "options": {evil: evil if name == "other" else 1}}))
+        recorder = Recorder(f"w-{evil.replace('/', '')}")
+        recorder.add("sample", 0, 9_000_000, call=0, step=0, label=evil, flow_line=evil, sample=0, num_tokens=4, odd=evil)
+        recorder.add("rollout.step", 0, 9_000_000, call=0, step=0, label=evil, flow_line=evil, num_samples=1, odd=evil)
+        recorder.count(evil, 1.0, 5)
+        store_run(run, [recorder.drain()])
+        (run / "logs" / "w.log").write_text(evil)
+        with MetricsWriter(run, tensorboard=False) as writer:
+            writer.write(0, {evil: 1.0})
+    with served(tmp_path) as address:
+        first = quote(next(path.name for path in tmp_path.iterdir() if path.name != "other"), safe="")
+        for view in ("schedule", "samples", "graph", "training", "health", "schedule/beside/other"):
+            page.goto("about:blank")
+            page.goto(f"{address}#{first}/{view}")
+            until(page, "!document.querySelector('main .spinner') && document.querySelector('main').children.length > 0")
+            if view == "schedule":
+                box = page.locator(".scroll canvas").bounding_box()
+                assert box is not None
+                page.mouse.click(box["x"] + 560, box["y"] + 75)
+            if view == "training":
+                page.get_by_label("Compare with a run").select_option("other")
+            if view in ("training", "schedule/beside/other"):
+                page.get_by_role("heading", name="What differs").wait_for()
+            assert page.locator("img, main script, #bar script").count() == 0, view
+        page.goto(f"{address}#")
+        page.get_by_role("heading", name="Runs").first.wait_for()
+        assert page.locator("img").count() == 0
+        assert "taken" not in page.title()
 
 
 def test_a_run_that_goes_on_moves_by_itself(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

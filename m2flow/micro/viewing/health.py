@@ -172,7 +172,9 @@ def health_of(run_dir: Path, trace: RunTrace) -> Health:
 
 
 def log_names(run_dir: Path) -> list[str]:
-    return sorted(path.stem for path in (run_dir / "logs").glob("*.log") if path.is_file())
+    """A link that leads out of the run's directory is no log of it."""
+    inside = run_dir.resolve()
+    return sorted(path.stem for path in (run_dir / "logs").glob("*.log") if path.is_file() and path.resolve().is_relative_to(inside))
 
 
 def log_text(run_dir: Path, worker: str) -> str:

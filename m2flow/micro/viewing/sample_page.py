@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.errors import SpecError
+from m2flow.errors import InternalError, SpecError
 from m2flow.micro.record.sample_book import Entry, SampleBook
 from m2flow.samples import Batch, SampleId, Segment
 
@@ -66,7 +66,11 @@ def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePag
     Raises:
         SpecError: there is no such sample. EngineError: its rows can't be read.
     """
-    page = next(sample_pages(run_dir, [SampleId(call, prompt, member).pack()]), None)
+    try:
+        wanted = [SampleId(call, prompt, member).pack()]
+    except InternalError:  # There can be no such number.
+        wanted = []
+    page = next(sample_pages(run_dir, wanted), None)
     if page is None:
         raise SpecError(f"there is no sample {call}/{prompt}/{member} in {run_dir.name}")
     return page

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, final
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from m2flow.micro.viewing.run_view import RunView
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
 _COOKIE = "m2flow-viewer"
 _PATIENCE_S = 0.3
 """How long an answer waits for the trace to be read, before it says how far that is."""
@@ -110,8 +112,8 @@ def _answered(folder: Folder, answer: Answer, request: Request) -> Response:
         return _json(answer(view, request))
     except M2FlowError as error:
         return _said(404 if isinstance(error, SpecError) else 500, str(error))
-    except (ValueError, IndexError, KeyError) as error:
-        return _said(400 if isinstance(error, ValueError) else 404, f"{request.url.path}: {error}")
+    except (ValueError, OverflowError, LookupError) as error:
+        return _said(404 if isinstance(error, LookupError) else 400, f"{request.url.path}: {error}")
     except OSError as error:
         return _said(500, f"the run can't be read: {error}")
 
@@ -193,8 +195,8 @@ class _Guard:
         if request.method not in ("GET", "HEAD"):
             return _said(405, "the viewer only reads")
         if not self._token:
-            host = (request.url.hostname or "").strip("[]")
-            return None if host in LOOPBACK else _said(403, "this viewer answers on loopback only; open the link that it printed")
+            is_ours = _LOOPBACK_HOST.fullmatch(request.headers.get("host", ""))
+            return None if is_ours else _said(403, "this viewer answers on loopback only; open the link that it printed")
         given = request.query_params.get("token")
         if given is not None and hmac.compare_digest(given.encode(), self._token.encode()):
             answer = RedirectResponse(request.url.path, 303)
