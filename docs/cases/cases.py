@@ -35,7 +35,7 @@ def taught() -> Policy:
 
 def questions(num_steps: int) -> Dataset:
     rng = random.Random(1)
-    return Dataset([question(rng, number) for number in range(num_steps * BATCH)], name="questions")
+    return Dataset([question(rng, number) for number in range(num_steps * BATCH)], name="questions", shuffle=False)
 
 
 def brevity(sample: Sample) -> float:
