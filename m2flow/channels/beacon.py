@@ -10,12 +10,15 @@ from m2flow.channels.keys import Keys
 from m2flow.channels.zeromq import LinkDialer
 from m2flow.errors import BrokenChannel
 
+_ANSWER_S = 0.1
+"""What comes later is taken with the next beat; so long may `close` take."""
+
 
 class Beacon:
     """Beats from a thread of its own.
 
-    Every `period_s` it sends `payload()` as the peer `<name>.beat`. It beats as long as other threads get the interpreter: a C extension
-    that holds its lock for seconds silences it. A beat that can't leave is skipped.
+    Every `period_s` it sends `payload()` as the peer `<name>.beat`, and hands what is answered to `hear`. It beats as long as other threads
+    get the interpreter: a C extension that holds its lock for seconds silences it. A beat that can't leave is skipped.
     """
 
     def __init__(
@@ -26,6 +29,7 @@ class Beacon:
         *,
         period_s: float = 1.0,
         payload: Callable[[], bytes] = lambda: b"",
+        hear: Callable[[bytes], None] = lambda answer: None,
         keys: Keys | None = None,
     ) -> None:
         self._address = address
@@ -33,6 +37,7 @@ class Beacon:
         self._token = token
         self._period_s = period_s
         self._payload = payload
+        self._hear = hear
         self._keys = keys
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -56,6 +61,8 @@ class Beacon:
                 # The controller is slow or gone; the next beat, or its absence, says the same.
                 with contextlib.suppress(BrokenChannel):
                     dialer.send(self._payload())
+                for answer in dialer.receive(min(self._period_s, _ANSWER_S)):
+                    self._hear(answer)
                 if self._stopping.wait(self._period_s):
                     return
         finally:

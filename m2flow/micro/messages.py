@@ -58,6 +58,8 @@ class Generate(Task, frozen=True):
     """Generated tokens of each that goes on: the row with so many is meant."""
     spills: bool = False
     """Finished ones may lie for long: keep them in the segment file alone."""
+    waited_us: int = 0
+    """From when its call was made to when this is sent; for the record."""
 
 
 class Perform(Task, frozen=True):
@@ -304,6 +306,24 @@ class Pulse(Message, frozen=True):
     """Processor time of all threads, so far."""
     is_in_users_code: bool
     """A user's function has been called."""
+    sent_ns: int = 0
+    """When, by the worker's clock (Unix ns); it is answered with an `Echo`. 0: nothing is asked."""
+    exchange: tuple[int, int, int, int] | None = None
+    """How that went with the one before (`m2flow.observe.clocks.Exchange`)."""
+    memory_bytes: int | None = None
+    """Of the process."""
+    gpu_use: float | None = None
+    """Share of the time in which its GPU was busy lately, by whomever."""
+    gpu_memory_bytes: int | None = None
+    """Taken there, by whomever."""
+
+
+class Echo(Message, frozen=True):
+    """The controller's answer to a `Pulse`, on the same link. Times are Unix ns, the first by the worker's clock."""
+
+    asked_ns: int
+    heard_ns: int
+    answered_ns: int
 
 
 class Fatal(Message, frozen=True):
@@ -350,6 +370,7 @@ def calls_of(task: Task) -> tuple[int, ...]:
 
 encode = msgspec.msgpack.Encoder().encode
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_echo: msgspec.msgpack.Decoder[Echo] = msgspec.msgpack.Decoder(Echo)
 _to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
 
 
@@ -365,6 +386,14 @@ def decode_to_controller(body: bytes) -> ToController:
     """A message to the controller. Raises `DecodeError` for bytes that are none."""
     try:
         return _to_controller.decode(body)
+    except _NO_MESSAGE as error:
+        raise _no_message(body, error) from None
+
+
+def decode_echo(body: bytes) -> Echo:
+    """An answer to a heartbeat. Raises `DecodeError` for bytes that are none."""
+    try:
+        return _echo.decode(body)
     except _NO_MESSAGE as error:
         raise _no_message(body, error) from None
 

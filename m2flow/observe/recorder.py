@@ -5,7 +5,8 @@ The hot path appends (name, start, end, attributes) to a list; naming, anchoring
 drained: a worker drains with every message to the controller, or at least every few seconds.
 
 Times are `time.monotonic_ns()`, anchored once to the wall clock. On Linux the processes of a host share that clock, so their spans
-can be compared to the microsecond, whatever happens to the wall clock meanwhile; across hosts they are as good as NTP.
+can be compared to the microsecond, whatever happens to the wall clock meanwhile; those of other hosts are moved into the controller's
+time when they are stored (`m2flow.observe.clocks`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Recorder:
 
     def __init__(self, track: str) -> None:
         self.track = track
-        self.anchor_ns = _anchor_ns()
+        self.anchor_ns = unix_anchor_ns()
         self._spans: list[tuple[str, int, int, dict[str, Any]]] = []
         self._counts: list[tuple[str, float, int]] = []
 
@@ -91,7 +92,7 @@ class OpenSpan:
         self._recorder._spans.append((self._name, self._start_ns, now_ns(), self._attributes))
 
 
-def _anchor_ns() -> int:
+def unix_anchor_ns() -> int:
     """Unix time minus monotonic time: of a few readings, the one that was interrupted least."""
     readings = []
     for _ in range(5):

@@ -9,8 +9,17 @@ Attributes that viewers understand:
     call         ordinal of the call in program order; its samples' identities carry the same number
     flow_line    the line that made the call, "flows/grpo.py:23"
     label        what was called there, "policy.generate"
-    step, version, num_samples, num_tokens, length, finish
+    step, version, num_samples, num_tokens, length
     sample       whose life it is: a packed `SampleId`, or its text "p17/3" beside `call`
+    num_steps    decode steps that the span stands for, if it is not one
+    finish       how the sample's stay ended: `stop`, `length`, `abort` (it may go on elsewhere), `given_up`
+    had          tokens with which it came, to go on from
+    waited_us, first_us
+                 from its call to its admission, and from there to the first token that it got
+    versions, version_tokens
+                 of the weights, where there were several, and how many tokens each made
+    num_prompt_tokens
+                 of its prompt
     samples      whom the work was done on: packed identities, or a `range` of them
     unit_us      microseconds of each unit that a function was called on, in the order of their ends
     num_bytes    what was moved

@@ -31,6 +31,7 @@ from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.scaling import requests
+from m2flow.micro.control.waiting_samples import Waiting
 from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.record.journal import Journal
@@ -135,7 +136,7 @@ class Controller:
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
         self._custody = Custody(journal, launcher.log_path("").parent.parent, self._calls)
-        self._deadlines = Deadlines()
+        self._deadlines, self._waiting = Deadlines(), Waiting()
         self._consuming: dict[int, m.Accumulate] = {}
         self._wanted: set[int] = set()
         """Calls whose rows the program waits for."""
@@ -289,6 +290,7 @@ class Controller:
         match post:
             case Submitted(call, stage, body, given, left):
                 self._calls[call.ordinal] = call
+                self._waiting.made(call)
                 self._bodies[call.ordinal] = body
                 self._journal.call_added(call)
                 if given is not None:
@@ -345,6 +347,7 @@ class Controller:
                 self._ship(Parcel(push.call, self._custody.read_back(push), CONTROLLER), push.to)
             case Send(worker, message):
                 if isinstance(message, m.Generate):
+                    message = self._waiting.sent(message)
                     self._custody.begins(worker, message)
                     self._deadlines.began(message, self._calls[message.call], time.monotonic())
                 if isinstance(message, m.Accumulate):
@@ -376,6 +379,7 @@ class Controller:
             case Forgotten(ordinal):
                 self._journal.forgotten(ordinal)
                 self._outcomes.forget(self._calls.pop(ordinal))
+                self._waiting.forget(ordinal)
                 del self._bodies[ordinal]
                 self._crew.forget_call(ordinal)
 
@@ -409,7 +413,7 @@ class Controller:
                     self._journal.sample_failed(self._calls[message.call], message.row, message.error.what)
                 self._handle(FromWorker(worker, message))
             case m.Spans(block=block):
-                self._journal.spans(block)
+                self._crew.vitals.recorded(worker, block)
             case m.Fatal(error=error):
                 raise error_from_record(error)
             case m.Goodbye():
@@ -464,9 +468,10 @@ class Controller:
                 for peer, body in self._listener.receive(0.0):
                     heard = self._crew.heard(peer, body) if peer != _FLOW else None
                     if heard is not None and isinstance(heard[1], m.Spans):
-                        self._journal.spans(heard[1].block)
+                        self._crew.vitals.recorded(heard[0], heard[1].block)
                     elif heard is not None and isinstance(heard[1], m.Goodbye):
                         self._crew.has_left(heard[0])
+            self._crew.vitals.close()
         except (M2FlowError, OSError):
             pass  # The run is over; what is lost here is the end of the trace.
         self._crew.tell_all_to_stop()

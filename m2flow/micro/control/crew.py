@@ -24,6 +24,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.control.census import Census
 from m2flow.micro.control.hanging import Watch
 from m2flow.micro.control.launcher import Launcher
+from m2flow.micro.control.vitals import Vitals
 from m2flow.micro.plan import Plan
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.scheduling.events import CONTROLLER, Event, WorkerJoined, WorkerLost
@@ -106,6 +107,7 @@ class Crew:
         )
         self._was_ready = False
         self._checked_s = time.monotonic()
+        self.vitals = Vitals(journal.spans, listener.send)
 
     # The link
 
@@ -127,6 +129,7 @@ class Crew:
         message = m.decode_to_controller(body)
         if not isinstance(message, m.Pulse):
             return worker, message
+        self.vitals.heard(worker, peer, message)
         if watch is not None and rank:
             watch.rank_beat(now_s, rank, message.cpu_s)
         elif watch is not None:
@@ -300,6 +303,7 @@ class Crew:
         for known in (self._watches, self._knows, self._starting_s):
             known.pop(worker, None)
         self._addresses.pop(tag, None)
+        self.vitals.forget(worker)
         if not was_up:
             self._plan_restart(worker, time.monotonic())
             return [] if end.returns else [WorkerLost(worker, how=named, last_words=end.last_words)]

@@ -125,6 +125,7 @@ class Launcher(ABC):
             flush_tokens=self._settings.flush_tokens,
             flush_s=self._settings.flush_s,
             heartbeat_s=self._settings.heartbeat_s,
+            record_every=self._settings.record_every,
             parent=os.getpid(),
             incarnation=incarnation,
             takes_turns=bool(worker.lease),

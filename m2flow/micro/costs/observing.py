@@ -182,7 +182,8 @@ class _Reader:
 
     def _decode(self, steps: Sequence[Span], lives: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
         found = {}
-        for (role, worker), own in _by(steps).items():
+        single = [span for span in steps if "num_steps" not in span.attributes]  # Several as one span do not say what each took.
+        for (role, worker), own in _by(single).items():
             (decoding, context, entered, prefill), kept = batches_of(own, [life for life in lives if life.lane[0] == worker], self._counts)
             spans = [own[i] for i in kept.tolist()]
             if spans:

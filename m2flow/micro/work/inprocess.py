@@ -121,6 +121,7 @@ class InProcess:
             gather_s=math.inf,
             restore=restored.parts if restored else None,
             weights=WeightSettings(checks=checks_of(spec.weights)),
+            record_every=settings.record_every,
         )
         self._hosted = places(plan.workers)
         self._trained = {slot.role for slot in slots if slot.kind == "train"}

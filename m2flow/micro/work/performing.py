@@ -341,6 +341,16 @@ def num_generated_of(batch: Batch) -> list[int]:
     return [int(lengths.row(i)[kinds.row(i) == Segment.GENERATED].sum()) for i in range(len(batch))]
 
 
+def lengths_of(rows: Batch) -> tuple[list[int], list[int]]:
+    """Tokens of each row, all and generated."""
+    return num_tokens_of(rows), num_generated_of(rows)
+
+
+def showable(text: str) -> str:
+    """The text without lone surrogates, which a message can't carry. Only what is shown is changed."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def finish_of(batch: Batch) -> list[int]:
     return [int(f) for f in batch.dense("finish")] if "finish" in batch else [int(Finish.STOP)] * len(batch)
 

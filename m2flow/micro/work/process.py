@@ -29,6 +29,7 @@ from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
 from m2flow.micro.control.claims import remove
 from m2flow.micro.work.gang import Gang
+from m2flow.micro.work.vital_signs import VitalSigns
 from m2flow.micro.work.worker import Worker, WorkerSettings
 
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
@@ -71,16 +72,16 @@ def serve(settings: WorkerSettings, token: str) -> None:
     gang = Gang(settings.gang, token)
     worker = Worker(settings, link, inbox, outbox, gang.make_train)
 
-    def pulse() -> bytes:
-        return m.encode(m.Pulse(worker.num_turns, time.process_time(), worker.is_in_users_code))
-
-    beacon = Beacon(settings.controller, settings.tag, token, period_s=settings.heartbeat_s, payload=pulse, keys=keys)
+    signs = VitalSigns(lambda: (worker.num_turns, worker.is_in_users_code), settings.device, worker.recorder.anchor_ns)
+    period_s = settings.heartbeat_s
+    beacon = Beacon(settings.controller, settings.tag, token, period_s=period_s, payload=signs.pulse, hear=signs.hear, keys=keys)
     beacon.open()
     try:
         gang.open()
         worker.open()
         while not worker.is_stopping:
             if not worker.has_work:
+                worker.rest()
                 wait([link, inbox], _IDLE_S)
             worker.turn()
     except M2FlowError as error:

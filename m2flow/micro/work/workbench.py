@@ -41,6 +41,7 @@ from m2flow.micro.work.functions import Functions
 from m2flow.micro.work.gang import MakeTrain, make_own_train
 from m2flow.micro.work.halving import MiniBatches
 from m2flow.micro.work.leaving import Leave
+from m2flow.micro.work.lives import Lives
 from m2flow.micro.work.proving import Proving
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
@@ -66,6 +67,8 @@ class _Growing:
     start_ns: int
     had: int
     """Tokens that it came with."""
+    waited_us: int
+    """Before it came."""
 
 
 class Workbench:
@@ -90,6 +93,7 @@ class Workbench:
         weights: WeightSettings = WeightSettings(),  # noqa: B008
         make_train: MakeTrain = make_own_train,
         takes_turns: bool = False,
+        record_every: int = 1,
     ) -> None:
         """
         Args:
@@ -103,7 +107,7 @@ class Workbench:
         self._settings = settings
         self._make_train = make_train
         self._run_seed = run_seed
-        self._recorder = recorder
+        self._recorder, self._lives = recorder, Lives(recorder, every=record_every)
         self._gather_ns = gather_s * 1e9
         self._restore = restore or {}
         """Role -> the part of a checkpoint that its trainer begins with."""
@@ -147,6 +151,7 @@ class Workbench:
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
+        self._lives.flush()
         for engine in self._engines():
             engine.stop()
         self._syncing.close()
@@ -157,23 +162,25 @@ class Workbench:
     def num_unfinished(self) -> int:
         return len(self._growing)
 
-    def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None) -> None:
+    def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None, waited_us: int = 0) -> None:
         """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one."""
         drawn = drawn or call
-        self._begin(call, drawn, performing.requests(drawn, ids, prompts, self._run_seed), prompts)
+        self._begin(call, drawn, performing.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us)
 
-    def resume(self, call: Call, stopped: Batch, drawn: Call) -> None:
+    def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0) -> None:
         """Queue samples that go on from the tokens in these rows."""
         for packed, stretches in zip(stopped.ids.tolist(), stretches_of(stopped), strict=True):
             check_given(call, packed, stretches)
-        self._begin(call, drawn, performing.continuations(drawn, stopped), stopped)
+        self._begin(call, drawn, performing.continuations(drawn, stopped), stopped, waited_us)
 
-    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch) -> None:
+    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int) -> None:
         engine = self._engine(self._rollout, call.role)
         check_admission(call, engine.version)
         add(engine, requests)
         start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
-        self._growing.update((r.id, _Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix))) for row, r in enumerate(requests))
+        for row, r in enumerate(requests):
+            self._growing[r.id] = _Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
+        self._lives.began({r.id: len(r.prefix) for r in requests})
         self._had += sum(len(r.prefix) for r in requests)
 
     def step(self) -> list[tuple[Call, Batch]]:
@@ -183,9 +190,11 @@ class Workbench:
                 start, num_running = now_ns(), engine.num_unfinished
                 finished = engine.step()
                 end = now_ns()
-                self._recorder.add(SpanName.ROLLOUT_STEP, start, end, num_samples=num_running, version=engine.version, label=role)
+                self._lives.stepped(role, start, end, num_running, engine.version)
                 self._finished += [(generated, end) for generated in finished]
         is_last = len(self._finished) == len(self._growing)
+        if is_last:
+            self._lives.flush()
         if not self._finished or not (is_last or now_ns() - self._left_ns >= self._gather_ns):
             return []
         self._left_ns = now_ns()
@@ -202,7 +211,9 @@ class Workbench:
         had = {generated.id: len(generated.tokens) for generated in gone}
         had |= {generated.id: len(generated.tokens) for generated, _ in self._finished if self._growing[generated.id].call.ordinal == call}
         for packed in ids:
-            self._leave(packed, had.get(packed, 0))
+            gone_now = self._leave(packed, num := had.get(packed, 0))
+            version = self._engine(self._rollout, gone_now.call.role).version
+            self._lives.given_up(call, packed, gone_now.start_ns, num, version, had=gone_now.had, waited_us=gone_now.waited_us)
         self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
         return {packed: count for packed, count in had.items() if count}
 
@@ -247,6 +258,10 @@ class Workbench:
         """Tokens so far of each sample that generates."""
         return {packed: count for engine in self._rollout.values() for packed, count in engine.progress().items()}
 
+    def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
+        """Each role that can generate, how full its engine is, and the version of its weights."""
+        return ((role, engine.occupancy(), engine.version) for role, engine in self._rollout.items())
+
     def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
         """Of each role that generates: how full its engine is, and tokens so far of each sample there."""
         return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._rollout.items() if engine.num_unfinished}
@@ -262,6 +277,7 @@ class Workbench:
     def tokens(self) -> tuple[int, dict[int, int]]:
         """Tokens generated here in all; and how many each sample has that grows here or waits to leave."""
         counts = self.progress()
+        self._lives.seen(counts)
         if self._finished:
             counts |= {generated.id: len(generated.tokens) for generated, _ in self._finished}
         return self._num_left + sum(counts.values()) - self._had, counts
@@ -272,9 +288,7 @@ class Workbench:
         call = growing[0].call
         rows = _responses(generated, growing)
         for (g, end), s in zip(finished, growing, strict=True):
-            self._recorder.add(
-                SpanName.SAMPLE, s.start_ns, end, call=call.ordinal, sample=g.id, num_tokens=len(g.tokens), version=int(g.versions[-1])
-            )
+            self._lives.ended(call.ordinal, s.start_ns, end, g, had=s.had, waited_us=s.waited_us)
         return call, rows
 
     # Functions

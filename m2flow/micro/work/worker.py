@@ -28,8 +28,9 @@ from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.work import performing, training
-from m2flow.micro.work.channel_counts import ChannelCounts
 from m2flow.micro.work.gang import GangSettings, MakeTrain, make_own_train
+from m2flow.micro.work.gauges import Gauges
+from m2flow.micro.work.idling import Idling
 from m2flow.micro.work.notebook import Notebook
 from m2flow.micro.work.peers import Peers
 from m2flow.micro.work.reporting import Reports, finished
@@ -89,6 +90,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     restore: dict[str, str] = {}
     """Role -> the part of a checkpoint that its trainer begins with."""
     weights: WeightSettings = WeightSettings()
+    record_every: int = 1
+    """Of what repeats itself (`m2flow.spec.RunSettings.record_every`)."""
     incarnation: int = 0
     """How many processes this worker was before."""
     gang: GangSettings = GangSettings()
@@ -126,13 +129,13 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.is_stopping = False
-        self._recorder = Recorder(settings.name)
+        self.recorder = Recorder(settings.name)
         self.bench = Workbench(
             settings.engines,
             settings.models,
             settings.engine_settings(),
             run_seed=settings.run_seed,
-            recorder=self._recorder,
+            recorder=self.recorder,
             shared_prefix=settings.shared_prefix,
             gather_s=settings.gather_s,
             restore=settings.restore,
@@ -140,6 +143,7 @@ class Worker:
             weights=settings.weights.with_keys(settings.keys),
             make_train=make_train,
             takes_turns=settings.takes_turns,
+            record_every=settings.record_every,
         )
         self._link = link
         self._inbox = inbox
@@ -149,7 +153,7 @@ class Worker:
         self._store = RowStore()
         self._calls: dict[int, Call] = {}
         self._peers = Peers(outbox, self._hear, knows_all=not settings.incarnation)
-        self._channel_counts = ChannelCounts(self._recorder)
+        self._gauges, self._idling = Gauges(self.recorder, self.bench), Idling(self.recorder)
         self._heard: deque[m.ToWorker] = deque()
         """What the controller has said and is not done yet."""
         self.num_turns = 0
@@ -182,13 +186,19 @@ class Worker:
         while self._heard:
             self._take(self._heard.popleft())
         if self.bench.num_unfinished:
+            self._idling.works()
             self._decode()
         self._report_load()
         if self._next_is_ready():
+            self._idling.works()
             self._do(self._queue.popleft())
         if not self._next_is_ready():
             self._reports.make()
         self.flush_spans(force=False)
+
+    def rest(self) -> None:
+        """There is nothing to do now; to be called before somebody waits for that."""
+        self._idling.waits(self._calls.get(self._queue[0].call) if self._queue else None)
 
     def _report_load(self) -> None:
         """Say how full the engines are, every so many turns of decoding."""
@@ -367,10 +377,10 @@ class Worker:
     def _generate(self, task: m.Generate) -> None:
         call, drawn = self._calls[task.call], self._calls[task.drawn_by]
         if task.aborted_by >= 0:
-            self.bench.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn)
+            self.bench.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn, task.waited_us)
             self._notebook.began(task.ids, task.had)
         else:
-            self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn)
+            self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn, task.waited_us)
         self._generations[task.number] = _Generation(task, len(task.ids))
         self._task_of.update(dict.fromkeys(task.ids, task.number))
 
@@ -383,7 +393,7 @@ class Worker:
         if left:
             self._notebook.measure(self.bench)
         for call, rows, place in self._notebook.due(self.bench):
-            self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *_lengths(rows), stretches_of(rows), place))
+            self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *performing.lengths_of(rows), stretches_of(rows), place))
 
     def _generated(self, call: Call, rows: Batch) -> None:
         """Samples are done: write them down, hand them on, and say so; end their tasks."""
@@ -427,7 +437,7 @@ class Worker:
         for peer in to:
             start = now_ns()
             if peer != self.settings.tag and self._peers.send(peer, Parcel(call, rows, self.settings.tag)):
-                self._recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
+                self.recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
 
     def _yield(self, ordinal: int, ids: list[int]) -> None:
         """Stop these samples of a call, those that have not finished; their tasks end without them."""
@@ -455,7 +465,7 @@ class Worker:
             self._store.put(stopped_at(ordinal), stopped)
             place = self._notebook.stopped(ordinal, stopped)
             self._notebook.measure(self.bench)
-            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *_lengths(stopped), stretches_of(stopped), place))
+            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *performing.lengths_of(stopped), stretches_of(stopped), place))
 
     def _abort(self, ordinal: int) -> None:
         """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
@@ -479,15 +489,10 @@ class Worker:
 
     def flush_spans(self, *, force: bool) -> None:
         """Send what was recorded; not more often than a few times a second while there is work."""
-        if len(self._recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
-            self._channel_counts.record(self._peers.statistics())
-            self._send(m.Spans(self._recorder.drain()))
+        if len(self.recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
+            self._gauges.record(self._peers.statistics())
+            self._send(m.Spans(self.recorder.drain()))
             self._flushed_ns = now_ns()
-
-
-def _lengths(rows: Batch) -> tuple[list[int], list[int]]:
-    """Tokens of each row, all and generated."""
-    return performing.num_tokens_of(rows), performing.num_generated_of(rows)
 
 
 @dataclass
