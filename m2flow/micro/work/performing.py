@@ -346,11 +346,6 @@ def lengths_of(rows: Batch) -> tuple[list[int], list[int]]:
     return num_tokens_of(rows), num_generated_of(rows)
 
 
-def showable(text: str) -> str:
-    """The text without lone surrogates, which a message can't carry. Only what is shown is changed."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def finish_of(batch: Batch) -> list[int]:
     return [int(f) for f in batch.dense("finish")] if "finish" in batch else [int(Finish.STOP)] * len(batch)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -39,6 +38,7 @@ from m2flow.micro.work import performing, training
 from m2flow.micro.work.admitting import add
 from m2flow.micro.work.functions import Functions
 from m2flow.micro.work.gang import MakeTrain, make_own_train
+from m2flow.micro.work.growing import Growing, rows_of
 from m2flow.micro.work.halving import MiniBatches
 from m2flow.micro.work.leaving import Leave
 from m2flow.micro.work.lives import Lives
@@ -50,25 +50,6 @@ from m2flow.recipe import Model
 from m2flow.samples import Batch
 
 E = TypeVar("E")
-
-
-@dataclass(frozen=True)
-class _Growing:
-    """A sample that an engine has."""
-
-    call: Call
-    """The one that it is generated for."""
-    drawn: Call
-    """The one whose sample it is."""
-    prompts: Batch
-    row: int
-    """Of its prompt in `prompts`."""
-    seed: int
-    start_ns: int
-    had: int
-    """Tokens that it came with."""
-    waited_us: int
-    """Before it came."""
 
 
 class Workbench:
@@ -114,7 +95,7 @@ class Workbench:
         self._rollout: dict[str, RolloutEngine] = {}
         self._train: dict[str, TrainEngine] = {}
         self._functions: Functions | None = None
-        self._growing: dict[int, _Growing] = {}
+        self._growing: dict[int, Growing] = {}
         self._finished: list[tuple[Generated, int]] = []
         """Samples that wait to leave, and when they finished."""
         self._left_ns = 0
@@ -179,7 +160,7 @@ class Workbench:
         add(engine, requests)
         start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
         for row, r in enumerate(requests):
-            self._growing[r.id] = _Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
+            self._growing[r.id] = Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
         self._lives.began({r.id: len(r.prefix) for r in requests})
         self._had += sum(len(r.prefix) for r in requests)
 
@@ -217,7 +198,7 @@ class Workbench:
         self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
         return {packed: count for packed, count in had.items() if count}
 
-    def _leave(self, packed: int, num_tokens: int) -> _Growing:
+    def _leave(self, packed: int, num_tokens: int) -> Growing:
         """A sample grows here no more; it has so many tokens."""
         growing = self._growing.pop(packed)
         self._had -= growing.had
@@ -272,7 +253,7 @@ class Workbench:
         for generated in [generated for engine in self._rollout.values() for generated in engine.snapshot(ids)]:
             by_call.setdefault(self._growing[generated.id].call.ordinal, []).append(generated)
         growing = {generated.id: self._growing[generated.id] for of in by_call.values() for generated in of}
-        return [(growing[of[0].id].call, _responses(of, [growing[generated.id] for generated in of])) for of in by_call.values()]
+        return [(growing[of[0].id].call, rows_of(of, [growing[generated.id] for generated in of])) for of in by_call.values()]
 
     def tokens(self) -> tuple[int, dict[int, int]]:
         """Tokens generated here in all; and how many each sample has that grows here or waits to leave."""
@@ -286,7 +267,7 @@ class Workbench:
         generated = [g for g, _ in finished]
         growing = [self._leave(g.id, len(g.tokens)) for g in generated]
         call = growing[0].call
-        rows = _responses(generated, growing)
+        rows = rows_of(generated, growing)
         for (g, end), s in zip(finished, growing, strict=True):
             self._lives.ended(call.ordinal, s.start_ns, end, g, had=s.had, waited_us=s.waited_us)
         return call, rows
@@ -456,10 +437,3 @@ def _leave(slot: EngineSlot, engine: Engine) -> None:
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest((name, weight) for name, weight in travelling(tensors) if not isinstance(weight, Tied))
-
-
-def _responses(generated: Sequence[Generated], growing: Sequence[_Growing]) -> Batch:
-    """The rows of samples, finished or not."""
-    prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
-    seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
-    return performing.responses([g.drawn for g in growing], generated, prompts, seeds)

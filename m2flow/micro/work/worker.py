@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -30,6 +29,7 @@ from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.gang import GangSettings, MakeTrain, make_own_train
 from m2flow.micro.work.gauges import Gauges
+from m2flow.micro.work.growing import Generation
 from m2flow.micro.work.idling import Idling
 from m2flow.micro.work.notebook import Notebook
 from m2flow.micro.work.peers import Peers
@@ -161,7 +161,7 @@ class Worker:
         """A user's function has been called, and takes as long as it takes."""
         self._queue: deque[m.Task] = deque()
         self._reports = Reports(self._attempt)
-        self._generations: dict[int, _Generation] = {}
+        self._generations: dict[int, Generation] = {}
         self._task_of: dict[int, int] = {}
         self._flushed_ns = 0
         self._num_turns = 0
@@ -381,7 +381,7 @@ class Worker:
             self._notebook.began(task.ids, task.had)
         else:
             self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn, task.waited_us)
-        self._generations[task.number] = _Generation(task, len(task.ids))
+        self._generations[task.number] = Generation(task, len(task.ids))
         self._task_of.update(dict.fromkeys(task.ids, task.number))
 
     def _decode(self) -> None:
@@ -493,11 +493,3 @@ class Worker:
             self._gauges.record(self._peers.statistics())
             self._send(m.Spans(self.recorder.drain()))
             self._flushed_ns = now_ns()
-
-
-@dataclass
-class _Generation:
-    """A generate task under way."""
-
-    task: m.Generate
-    num_left: int
