@@ -53,6 +53,7 @@ _NAMES: dict[np.dtype[np.generic], Dtype] = {dtype: cast("Dtype", name) for name
 """By the type itself: its `name` is put together anew each time that it is asked for. Of another byte order there is none."""
 
 _PREFIX = struct.Struct("<3sBI")
+_PAIR = struct.Struct("<2q")
 _MAGIC = b"m2f"
 _ALIGNMENT = 8
 _PADDING = [bytes(-left % _ALIGNMENT) for left in range(_ALIGNMENT)]
@@ -138,10 +139,14 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
         else:
             if kind != "numbers" and (column.dtype != "uint8" or len(shape) != 1):
                 raise DecodeError(f"column {name!r}: {kind} of type {column.dtype} {shape}")
-            offsets = cast("npt.NDArray[np.int64]", take(_INT64, (num_rows + 1,), name))
-            values = take(dtype, shape, name)
-            if not _do_rise(offsets, shape[0]):
-                raise DecodeError(f"column {name!r}: offsets that do not rise from 0 to its {shape[0]} values")
+            found = arrays.only_row(dtype, shape[0]) if num_rows == len(shape) == 1 else None
+            if found is None:
+                offsets = cast("npt.NDArray[np.int64]", take(_INT64, (num_rows + 1,), name))
+                values = take(dtype, shape, name)
+                if not _do_rise(offsets, shape[0]):
+                    raise DecodeError(f"column {name!r}: offsets that do not rise from 0 to its {shape[0]} values")
+            else:
+                offsets, values = found
             columns[name] = Ragged(values, offsets, kind)
         if dtype is _BOOL:
             _check_booleans(values, name)
@@ -246,6 +251,19 @@ class _ArrayReader:
         if self._next_large == len(self._large):
             raise DecodeError(f"column {name!r}: its frame is missing")
         return np.ndarray(shape, dtype, self._next_frame(num_bytes, name))
+
+    def only_row(self, dtype: np.dtype[np.generic], num_values: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]] | None:
+        """Offsets and values of a ragged column with one row, if both are in the head and sound. If not, None: `take` says why."""
+        start, num_bytes = self._next, num_values * dtype.itemsize
+        end = start + _PAIR.size + num_bytes
+        if (
+            not 0 < num_bytes <= self._inline_bytes >= _PAIR.size
+            or end > self._size
+            or _PAIR.unpack_from(self._head, start) != (0, num_values)
+        ):
+            return None
+        self._next = end + -end % _ALIGNMENT
+        return np.ndarray((2,), _INT64, self._head, start), np.ndarray((num_values,), dtype, self._head, start + _PAIR.size)
 
     def _next_frame(self, num_bytes: int, name: str) -> memoryview:
         """The next large column, put together from its pieces if it came in several. They are here, so its size is no mere claim."""
