@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import random
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, load_flow, op, ppo_clip, steps
 from m2flow.errors import FlowError, FlowLoadError, OptionError, TraceError
+from m2flow.macro.flow import randomness_kept, seed_everything
 from m2flow.macro.tracing import trace
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
@@ -338,3 +342,13 @@ def test_a_reward_may_be_any_real_number(value):
     answer = run_eager(judged, {}, SPEC)
     assert answer.error == ""
     assert list(answer.rewards.values()) == [1.0]
+
+
+def test_a_torch_that_another_thread_is_about_to_load_is_nobodys_yet(monkeypatch):
+    half = types.ModuleType("torch")
+    half.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+    half.__spec__._initializing = True  # type: ignore[attr-defined]  # As importlib says it.
+    monkeypatch.setitem(sys.modules, "torch", half)
+    seed_everything(1)
+    with randomness_kept():
+        pass

@@ -18,6 +18,7 @@ from m2flow.micro.record.account import read_token_account
 from m2flow.micro.record.audit import audit
 from m2flow.micro.record.left_behind import LeftBehind
 from m2flow.micro.record.rundir import read_config
+from m2flow.micro.record.sample_book import SampleBook
 from m2flow.micro.record.scratch import clear_scratch
 from m2flow.micro.record.segments import Kind, SegmentWriter, scan_segments
 from m2flow.samples import Batch, Finish
@@ -43,13 +44,27 @@ def rows(run_dir: Path, query: str) -> list[tuple[int, ...]]:
         return db.execute(query).fetchall()
 
 
+def check_lives(run_dir: Path) -> int:
+    """Over all attempts each sample was asked for, generated, rewarded and trained on once; how often samples went on from a prefix."""
+    num_went_on = 0
+    with SampleBook(run_dir) as book:
+        for entry in book.entries():
+            events = [event.split(":")[0].split(" by ")[0] for event in entry.life]
+            went_on = events.count("went on")
+            num_went_on += went_on
+            rest = [event for event in events if event not in ("went on", "lost")]
+            assert rest == ["asked for", "generated", "rewarded", "trained on"], entry.life
+            assert events.index("generated") > max((at for at, event in enumerate(events) if event in ("went on", "lost")), default=0)
+    return num_went_on
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(1e9, marks=pytest.mark.slow)], ids=["commits at once", "commits at checkpoints"])
 def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, seconds):
     commit_every(monkeypatch, seconds)
     summary, images = imaged(long_answers, {}, SPEC, settings(tmp_path), tmp_path / "images")
     expected = account(summary)
-    num_went_on = num_kept = 0
+    num_went_on = num_kept = num_told = 0
     for number, image in enumerate(images.paths[3 :: len(images.paths) // 6]):
         finished = dict(rows(image, f"SELECT id, offset FROM samples WHERE finish <> {int(Finish.ABORT)}"))
         went_on = resumed(long_answers, {}, SPEC, settings(tmp_path), image, order_seed=number)
@@ -61,9 +76,10 @@ def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, sec
         pointed = {name for table in ("samples", "prefixes", "made", "expired") for (name,) in rows(image, f"SELECT segment FROM {table}")}
         scratch = {path.name for path in (image / "segments").glob("*-r*.seg")}
         assert scratch <= pointed
+        num_told += check_lives(image)
         num_kept += len(finished)
         num_went_on += len(rows(image, "SELECT * FROM went_on"))
-    assert num_went_on > 5
+    assert num_told == num_went_on > 5
     assert num_kept > 20
 
 

@@ -188,13 +188,19 @@ def _import(path: Path) -> types.ModuleType:
     return module
 
 
+def _loaded_torch() -> types.ModuleType | None:
+    """Torch, if the program has loaded it. Another thread may be about to (TensorBoard's writer does); then it is no one's yet."""
+    torch = sys.modules.get("torch")
+    return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
+
+
 def seed_everything(seed: int) -> None:
     """Seed the generators that a flow's Python may use. Torch only if the flow has loaded it."""
     import numpy as np
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch = sys.modules.get("torch")
+    torch = _loaded_torch()
     if torch is None:
         return
     if torch.accelerator.current_accelerator() is None:
@@ -208,7 +214,7 @@ def randomness_kept() -> Iterator[None]:
     """Work in the flow's own process, by engines and users' functions, that leaves the flow's generators as they were."""
     import numpy as np
 
-    states, torch = (random.getstate(), np.random.get_state()), sys.modules.get("torch")
+    states, torch = (random.getstate(), np.random.get_state()), _loaded_torch()
     torch_state = None if torch is None else torch.get_rng_state()
     try:
         yield
