@@ -40,11 +40,12 @@ from m2flow.micro.costs.terms import EngineId, Footprint, Layout
 from m2flow.micro.plan import EngineSlot, Plan, WeightSync, WorkerPlan
 from m2flow.micro.record.ledger import Ledger, read_lengths
 from m2flow.micro.search.workload import CallLoad, Workload
+from m2flow.micro.simulation.machines import machines_of
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.store import TraceStore
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Batch, Finish, SampleId
-from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec
+from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
 
 ROLLOUT, TRAIN, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")
 FITTED = Quality(100, 0.99, 0.02)
@@ -346,6 +347,42 @@ def test_what_was_measured_is_used_and_the_context_is_that_of_the_workload() -> 
     assert profiled.slowdown("rollout", "train") == 1.0
     assert profiled.hop_s(1000, "", "") == pytest.approx(PROFILE.hop_s / 2 + 1e-6)
     assert profiled.message_s() == PROFILE.hop_s / 2
+
+
+def test_ranks_on_this_machine_have_the_price_of_as_many_ranks(tmp_path: Path) -> None:
+    """Measured with two ranks of a thread each it is that; else the model's, corrected by what was measured."""
+    write_run(tmp_path)
+    workers = tuple(msgspec.structs.replace(one, threads=1, ranks=2) if one.lease else one for one in PLAN.workers)
+    plan = msgspec.structs.replace(PLAN, workers=workers)
+    profile = profile_of("grpo", {}, [Measurement(plan, ClusterSpec(), Observed.of_run(tmp_path))], gather_s=0.02, load=0.0)
+    found = profile.engine("policy", "train", 2, ranks=2)
+    assert found is not None
+    assert found.update is not None
+    assert profile.engine("policy", "train", 2) is None
+    assert any(name.startswith("policy.train[2, 2 ranks].") for name in profile.constants())
+    _, modelled = costs(train=TrainSpec(ranks=2, engine="fsdp"))
+    assert modelled.layouts(TRAIN, "", 2) == (Layout(tp=1, dp=2),)
+    assert modelled.layouts(TRAIN, "", 3) == ()
+    profiled = ProfiledCosts(profile, modelled)
+    assert profiled.train(TRAIN, "", Layout(tp=1, dp=2)).update.fixed_s == found.update.fixed_s
+    off = found.update.token_s / modelled.train(TRAIN, "", Layout(tp=1, dp=2)).update.token_s
+    alone = profiled.train(TRAIN, "", Layout(tp=2)).update.token_s
+    assert alone == pytest.approx(modelled.train(TRAIN, "", Layout(tp=2)).update.token_s * off)
+    with_one, _ = costs()
+    assert with_one.train(TRAIN, "", Layout(tp=1, dp=2)).update.fixed_s != UPDATE.fixed_s  # It was measured in one process.
+
+
+def test_a_simulated_trainer_of_two_ranks_has_the_devices_and_the_costs_of_both() -> None:
+    profiled, modelled = costs(train=TrainSpec(ranks=2, engine="fsdp"))
+    slot = EngineSlot("policy", "train", "fsdp")
+    workers = (
+        WorkerPlan("train-0", "cpu", 1, (slot,), ranks=2),
+        WorkerPlan("rollout-0", "cpu", 2, (EngineSlot("policy", "rollout", "x"),)),
+    )
+    machines = machines_of(msgspec.structs.replace(PLAN, workers=workers), modelled.spec, profiled)
+    assert machines["train-0"].num_devices == 2
+    assert machines["train-0"].train["policy"] == profiled.train(TRAIN, "", Layout(tp=1, dp=2))
+    assert machines["rollout-0"].decode["policy"] == profiled.decode(ROLLOUT, "", Layout(tp=2))
 
 
 def test_what_was_not_measured_is_the_model_s_corrected_where_the_engine_is_known() -> None:

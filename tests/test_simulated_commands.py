@@ -122,12 +122,12 @@ def loop(num_steps: int = 3, batch: int = 4, n: int = 3) -> None:
         policy.update(responses, reward.score(responses), minibatch_size=2)
 
 
-def cluster(placement: str) -> ClusterSpec:
+def cluster(placement: str, num_rollout: int = 1) -> ClusterSpec:
     return ClusterSpec(
         placement=placement,
         device="cpu",
         cores=2,
-        rollout=RolloutSpec(engine="fake", max_running=16),
+        rollout=RolloutSpec(engine="fake", max_running=16, workers=num_rollout),
         train=TrainSpec(engine="fake", token_budget=64),
         functions=FunctionSpec(chunk=64),
     )
@@ -170,7 +170,7 @@ def first_difference(ours: Iterable[Told], theirs: Iterable[Told]) -> str:
 
 @pytest.mark.parametrize("placement", ["time-shared", "split"])
 def test_a_run_and_its_simulation_tell_each_worker_the_same_tasks_in_the_same_order(placement, tmp_path):
-    """With one worker of a kind: which of several is there first is a matter of time."""
+    """With one worker of a kind: which of several is there first is a matter of time, as below."""
     spec, options = cluster(placement), {"num_steps": 3, "batch": 4, "n": 3}
     real, plan = recorded(loop, options, spec, tmp_path)
     virtual = simulated(loop, options, spec, real)
@@ -180,6 +180,41 @@ def test_a_run_and_its_simulation_tell_each_worker_the_same_tasks_in_the_same_or
         assert ours[worker] == theirs[worker], f"{worker}: {first_difference(ours[worker], theirs[worker])}"
     assert {kind for told in ours.values() for kind, *_ in told} >= {"Generate", "Perform", "Accumulate", "Apply", "LoadWeights"}
     assert all(SampleId.unpack(row).prompt < options["batch"] for told in ours.values() for *_, rows in told for row in rows)
+
+    again = Scheduler(plan)
+    assert [again.handle(*events) for events in real.events] == real.commands
+
+
+def generated_at(log: Log) -> tuple[dict[str, tuple[int, ...]], dict[int, list[int]]]:
+    """The samples of the first step that each worker was given, and all samples of each step."""
+    first: dict[str, tuple[int, ...]] = {}
+    rows: dict[int, list[int]] = defaultdict(list)
+    for worker, told in log.told().items():
+        for kind, _, step, ids in told:
+            if kind == "Generate":
+                rows[step] += ids
+                if step == 0:
+                    first[worker] = (*first.get(worker, ()), *ids)
+    return first, {step: sorted(ids) for step, ids in rows.items()}
+
+
+@pytest.mark.parametrize("placement", ["time-shared", "split"])
+def test_with_three_rollout_workers_a_run_and_its_simulation_share_out_and_train_alike(placement, tmp_path):
+    """In the first step nobody waits for weights, so each has the same samples. Who takes weights first later, and so has which samples,
+    is a matter of time; but all are made once, and what is done with them comes in the same order."""
+    spec, options = cluster(placement, 3), {"num_steps": 3, "batch": 6, "n": 3}  # Two whole groups each.
+    real, plan = recorded(loop, options, spec, tmp_path)
+    virtual = simulated(loop, options, spec, real)
+    (ours, made), (theirs, virtually_made) = generated_at(real), generated_at(virtual)
+    assert ours == theirs
+    assert sorted(map(len, ours.values())) == [6, 6, 6]
+    assert made == virtually_made
+    assert all(len(ids) == len(set(ids)) == 18 for ids in made.values())
+    kinds = "Perform", "Accumulate", "Apply"
+    of_both = [{worker: [one for one in told if one[0] in kinds] for worker, told in log.told().items()} for log in (real, virtual)]
+    for worker in sorted(of_both[0] | of_both[1]):
+        assert of_both[0][worker] == of_both[1][worker], f"{worker}: {first_difference(of_both[0][worker], of_both[1][worker])}"
+    assert sum(map(len, of_both[0].values())) >= 3 * 4
 
     again = Scheduler(plan)
     assert [again.handle(*events) for events in real.events] == real.commands

@@ -43,10 +43,12 @@ def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, 
     return tuple(_layouts(shape, offers, kind, num_devices, per_node))
 
 
-def thread_layouts(kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:
-    """On cores of a CPU, which `tp` counts: a trainer has one process with so many threads, rollout instances share them out evenly."""
+def thread_layouts(kind: EngineKind, num_devices: int, per_node: int, num_ranks: int = 1) -> tuple[Layout, ...]:
+    """On cores of a CPU. `tp` counts the threads of a process: a trainer has as many processes as the spec gives it ranks, and rollout
+    instances share the cores out evenly."""
     if kind == "train":
-        return (Layout(tp=num_devices),) if num_devices <= per_node else ()
+        is_legal = num_devices <= per_node and num_devices % num_ranks == 0
+        return (Layout(tp=num_devices // num_ranks, dp=num_ranks),) if is_legal else ()
     return tuple(Layout(tp=k, dp=num_devices // k) for k in range(1, min(per_node, num_devices) + 1) if num_devices % k == 0)
 
 

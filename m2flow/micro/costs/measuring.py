@@ -58,14 +58,14 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
         gather_s: how long the plan's workers let finished samples wait for others.
         load: of the machine, when the first run began.
     """
-    engines: dict[tuple[str, str, int], MeasuredEngine] = {}
+    engines: dict[tuple[str, str, int, int], MeasuredEngine] = {}
     syncs: dict[tuple[str, str], MeasuredSync] = {}
     functions: dict[str, MeasuredFunction] = {}
     hop_s = _hop_s(runs)
     for run in runs:
         for worker in run.plan.workers:
             for found in _engines(run, worker, hop_s):
-                engines.setdefault((found.role, found.kind, found.num_devices), found)
+                engines.setdefault((found.role, found.kind, found.num_devices, found.ranks), found)
         for sync in _syncs(run):
             syncs.setdefault((sync.role, sync.transport), sync)
         for call, units in run.observed.functions.items():
@@ -124,9 +124,21 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
                 forward, also = _pass(seen.forward[key], seen, worker.name, hop_s)
                 slowdown = slowdown or also
         optimizer_s = robust_mean(seen.optimizer.get(key, [])) if slot.kind == "train" else 0.0
+        ranks = worker.ranks if slot.kind == "train" else 1
         found.append(
             MeasuredEngine(
-                slot.role, slot.kind, slot.engine, worker.device, num_devices, decode, update, forward, optimizer_s, come_s, slowdown
+                slot.role,
+                slot.kind,
+                slot.engine,
+                worker.device,
+                num_devices * ranks,
+                decode,
+                update,
+                forward,
+                optimizer_s,
+                come_s,
+                slowdown,
+                ranks,
             )
         )
     return found

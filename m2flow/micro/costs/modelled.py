@@ -112,7 +112,7 @@ class ModelledCosts(Costs):
         if not 1 <= num_devices <= found.num_devices:
             return ()
         if found.device.shares_host_memory:
-            return thread_layouts(engine.kind, num_devices, found.per_node)
+            return thread_layouts(engine.kind, num_devices, found.per_node, self._spec.train.ranks)
         return legal_layouts(self.shape(engine), self._offers[engine.kind], engine.kind, num_devices, found.per_node)
 
     @_once

@@ -20,7 +20,7 @@ import numpy as np
 
 from m2flow.errors import SpecError
 from m2flow.micro.costs.fitting import Quality
-from m2flow.micro.costs.terms import Constant, EngineKind
+from m2flow.micro.costs.terms import Constant, EngineKind, Layout
 from m2flow.micro.lowering.placement import device_of
 from m2flow.micro.plan import SyncTransport
 from m2flow.micro.rollouts.lengths import Lengths
@@ -76,6 +76,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
     engine: str
     device: str
     num_devices: int
+    """Of all ranks."""
     decode: MeasuredDecode | None = None
     update: MeasuredPass | None = None
     forward: MeasuredPass | None = None
@@ -84,10 +85,16 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
     """To take its device: what the engine before it takes to leave is in this."""
     slowdown: dict[Beside, float] = {}
     """How many times as long it takes while an engine of that kind works on other devices of the host."""
+    ranks: int = 1
+    """Processes that hold one model together, each with its share of the devices."""
 
     @property
     def name(self) -> str:
         return f"{self.role}.{self.kind}"
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.num_devices // self.ranks, dp=self.ranks)
 
 
 class MeasuredFunction(msgspec.Struct, frozen=True):
@@ -170,9 +177,10 @@ class Profile(msgspec.Struct, frozen=True):
     """Processes that the machine had to run besides, on average, when the measurement began."""
     version: int = VERSION
 
-    def engine(self, role: str, kind: EngineKind, num_devices: int) -> MeasuredEngine | None:
-        """What was measured of an engine on exactly so many devices."""
-        return next((e for e in self.engines if (e.role, e.kind, e.num_devices) == (role, kind, num_devices)), None)
+    def engine(self, role: str, kind: EngineKind, num_devices: int, ranks: int = 1) -> MeasuredEngine | None:
+        """What was measured of an engine on exactly so many devices, and in so many ranks."""
+        wanted = role, kind, num_devices, ranks
+        return next((e for e in self.engines if (e.role, e.kind, e.num_devices, e.ranks) == wanted), None)
 
     def function(self, call: str) -> MeasuredFunction | None:
         return next((found for found in self.functions if found.call == call), None)
@@ -239,7 +247,7 @@ class Profile(msgspec.Struct, frozen=True):
         """Every number, by a dotted name, with its source."""
         found: dict[str, Constant] = {}
         for engine in self.engines:
-            where = f"{engine.name}[{engine.num_devices}]"
+            where = f"{engine.name}[{engine.num_devices}{f', {engine.ranks} ranks' if engine.ranks > 1 else ''}]"
             for part, measured in (("", engine.decode), ("update.", engine.update), ("forward.", engine.forward)):
                 if measured is not None:
                     found |= {f"{where}.{part}{name}": constant for name, constant in _constants_of(measured).items()}

@@ -3,7 +3,8 @@
     Profile, ModelledCosts --ProfiledCosts--> search, simulator
 
 A profile speaks of this machine alone (the pool named ""). An engine on another number of its devices than was measured is modelled, and
-then corrected by how far the model is off where both are known. Pools elsewhere, memory and legality are the model's.
+then corrected by how far the model is off where both are known; so is a trainer in another number of ranks. Pools elsewhere, memory and
+legality are the model's.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ class ProfiledCosts(Costs):
         known = self._other(engine, pool, lambda one: one.decode is not None)
         if known is None:
             return modelled
-        there = Layout(tp=known.num_devices)
+        there = known.layout
         return _scaled(modelled, self.decode(engine, pool, there), self.modelled.decode(engine, pool, there))
 
     def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
         modelled = self.modelled.train(engine, pool, layout)
-        measured = self._measured(engine, pool, layout.num_devices)
+        measured = self._measured(engine, pool, layout.num_devices, layout.dp)
         known = measured or self._other(engine, pool, lambda one: one.update is not None or one.forward is not None)
         if known is None:
             return modelled
-        there = modelled if measured else self.modelled.train(engine, pool, Layout(tp=known.num_devices))
+        there = modelled if measured else self.modelled.train(engine, pool, known.layout)
         update = _pass_cost(known.update) if known.update else there.update
         # Of a trainer that never looked at log-probabilities alone: a third of forward and backward.
         forward = _pass_cost(known.forward) if known.forward else _times(update, 1 / 3) if known.update else there.forward
@@ -130,8 +131,8 @@ class ProfiledCosts(Costs):
         }
         return measured | rest
 
-    def _measured(self, engine: EngineId, pool: str, num_devices: int) -> MeasuredEngine | None:
-        return self.profile.engine(engine.role, engine.kind, num_devices) if pool == HERE else None
+    def _measured(self, engine: EngineId, pool: str, num_devices: int, ranks: int = 1) -> MeasuredEngine | None:
+        return self.profile.engine(engine.role, engine.kind, num_devices, ranks) if pool == HERE else None
 
     def _other(self, engine: EngineId, pool: str, has: Callable[[MeasuredEngine], bool]) -> MeasuredEngine | None:
         """The largest layout of the engine that was measured in this respect."""

@@ -135,7 +135,8 @@ def _seats(plan: Plan, worker: WorkerPlan, place: Place) -> list[Seat]:
 
 def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Seat:
     if plan.choice is None:
-        return Seat(engine, (), "", place.first, place.num_devices, Layout(tp=place.num_devices), 0, Footprint(), worker.lease)
+        layout = Layout(tp=worker.threads, dp=worker.ranks if engine.kind == "train" else 1)
+        return Seat(engine, (), "", place.first, layout.num_devices, layout, 0, Footprint(), worker.lease)
     for seat in plan.choice.seats:
         inside = not place.pool or (seat.pool == place.pool and seat.first_device <= place.first and place.stop <= seat.devices.stop)
         if seat.engine == engine and inside:
@@ -144,8 +145,8 @@ def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Sea
 
 
 def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
-    """The devices of each worker. Without pools they are this machine's cores: one worker's after the other's, and a trainer that takes
-    turns has those of the rollout workers that it takes them with."""
+    """The devices of each worker. Without pools they are this machine's cores, one for each thread of each rank: one worker's after the
+    other's, and a trainer that takes turns has those of the rollout workers that it takes them with."""
     places: dict[str, Place] = {}
     last = 0
     hosts = [worker for worker in plan.workers if any(slot.kind != "function" for slot in worker.engines)]
@@ -159,8 +160,8 @@ def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
         if shared and not any(slot.kind == "rollout" for slot in worker.engines):
             places[worker.name] = Place("", min(place.first for place in shared), max(place.stop for place in shared))
             continue
-        places[worker.name] = Place("", last, last + worker.threads)
-        last += worker.threads
+        places[worker.name] = Place("", last, last + worker.threads * worker.ranks)
+        last += worker.threads * worker.ranks
     return places
 
 
