@@ -7,7 +7,7 @@ mini-batch's denominator here, once, so no number depends on how the mini-batch 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -100,6 +100,12 @@ class Optimizers:
             states[recipe] = (optimizer, int(entry["num_steps"]))
         self._states = states
         self.clear_gradients()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All moments."""
+        for optimizer, _ in self._states.values():
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def to(self, device: torch.device | str) -> None:
         """Move the state, to leave a device or to come back to it."""

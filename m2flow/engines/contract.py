@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.engines.accounting import Memory
 from m2flow.engines.agreement import NO_AGREEMENT, Agreement
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
@@ -124,6 +125,10 @@ class Engine(ABC):
 
     def offload(self) -> None:
         """Leave the device to another engine, and free what can be rebuilt."""
+
+    def memory(self) -> Memory:
+        """What it holds of its device now; nothing, if it does not know."""
+        return Memory()
 
     def rest(self) -> None:
         """Let another engine work on the device while what this one keeps stays there: give back what it does not need for that."""

@@ -37,6 +37,11 @@ class Decoder(Protocol):
         """Tokens of cache that what runs takes, and that there may be; 0: not limited."""
         ...
 
+    @property
+    def kv_bytes(self) -> int:
+        """That caches take."""
+        ...
+
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         """Take jobs from the queue's front while there is room, add a token to each that runs, and return what finished."""
         ...
@@ -107,6 +112,10 @@ class ContinuousDecoder:
         num_rows = len(self._jobs)
         longest = int(self._rows["length"][:num_rows].max()) + 1 if num_rows else 0
         return longest * num_rows, self._budget_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes
 
     def progress(self) -> dict[int, int]:
         return dict(zip(self.running_ids(), self._rows["count"][: len(self._jobs)].tolist(), strict=True))

@@ -23,6 +23,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines import allocator, checkpoint, compiling, deepspeed_options, packing, scalar_head
+from m2flow.engines.accounting import Memory, bytes_on
 from m2flow.engines.adamw import learning_rate
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
@@ -107,6 +109,13 @@ class DeepSpeedTrain(RankedTrain):
     def rest(self) -> None:
         if self._pins:
             torch.cuda.empty_cache()
+
+    def memory(self) -> Memory:
+        """Gradients are the library's own, and not counted."""
+        held = super().memory()
+        moments = [moment for of_parts in self._client.moments.values() for both in of_parts.values() for moment in both]
+        parts = [part for group in self._client.param_groups for part in group["params"]] if self._options.zero else []
+        return replace(held, optimizer=bytes_on(self._settings.device, [*moments, *parts]))
 
     def put_away(self) -> None:
         """Move everything but gradients to the host's memory, whatever the device is."""

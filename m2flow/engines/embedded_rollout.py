@@ -20,6 +20,7 @@ import numpy.typing as npt
 import psutil
 import torch
 
+from m2flow.engines.accounting import Memory
 from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occupancy, Request, RolloutEngine
 from m2flow.engines.decoding import ContinuousDecoder, Decoder
 from m2flow.engines.fixed_rows import FixedRowsDecoder
@@ -94,6 +95,11 @@ class EmbeddedRollout(RolloutEngine):
             model.to("cpu")
             torch.cuda.empty_cache()
         self._is_onloaded = False
+
+    def memory(self) -> Memory:
+        if self._model is None or self._decoder is None:
+            return Memory()
+        return Memory(weights=self._model.bytes_on(self._settings.device), kv=self._decoder.kv_bytes)
 
     def add(self, requests: Sequence[Request]) -> None:
         model, codec, decoder = self._started()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from m2flow.engines import allocator, checkpoint, lora, packing, scalar_head
+from m2flow.engines.accounting import Memory, bytes_on
 from m2flow.engines.adamw import Optimizers
 from m2flow.engines.agreement import NO_AGREEMENT, Agreement, agreement_of
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
@@ -75,6 +76,16 @@ class EmbeddedTrain(TrainEngine):
         if torch.device(self._settings.device).type != "cpu":
             self._move("cpu")
             _empty_device_cache(self._settings.device)
+
+    def memory(self) -> Memory:
+        if self._model is None:
+            return Memory()
+        device, parameters = self._settings.device, list(self._model.parameters())
+        return Memory(
+            weights=bytes_on(device, [*parameters, *self._model.buffers()]),
+            gradients=bytes_on(device, (parameter.grad for parameter in parameters)),
+            optimizer=bytes_on(device, self._optimizers.tensors()),
+        )
 
     def rest(self) -> None:
         _empty_device_cache(self._settings.device)

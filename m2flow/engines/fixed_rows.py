@@ -54,6 +54,10 @@ class FixedRowsDecoder:
     def kv_tokens(self) -> tuple[int, int]:
         return 0, 0
 
+    @property
+    def kv_bytes(self) -> int:
+        return sum(batch.kv_bytes for batch in self._batches)
+
     def progress(self) -> dict[int, int]:
         return {job.id: batch.count_of(job) for batch in self._batches for job in batch.jobs.values()}
 
@@ -123,6 +127,10 @@ class _FixedBatch:
             logits = self._model.decode(self._cache, self._tokens[:, self._count - 1].astype(np.int64), positions)
         self._draw(logits.cpu())  # some of what sampling does has no deterministic kernel on a GPU
         return self._finished(version)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes
 
     def count_of(self, job: Job) -> int:
         """Tokens that a job has: those that it came with, until all are replayed."""

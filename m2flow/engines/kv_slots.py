@@ -42,6 +42,11 @@ class SlotCache:
         return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._layers.values() for t in pair)
 
     @property
+    def num_bytes(self) -> int:
+        """Of all that is reserved."""
+        return sum(cached.numel() * cached.element_size() for pair in self._layers.values() for cached in pair)
+
+    @property
     def num_layers(self) -> int:
         return len(self._layers)
 

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from m2flow.engines.accounting import bytes_on
 from m2flow.engines.checkpoint import named_weights
 from m2flow.engines.hf_model import hold_in, load_model
 from m2flow.engines.hf_names import checkpoint_tensors
@@ -130,6 +131,10 @@ class SlotModel:
                 f"the weights are not this model's: missing {_some(sorted(missing))}, unknown {_some(unknown)}",
                 now="Do trainer and rollout engine load the same model?",
             )
+
+    def bytes_on(self, device: str) -> int:
+        """Of its weights."""
+        return bytes_on(device, [*self._module.parameters(), *self._module.buffers()])
 
     def to(self, device: str) -> None:
         self._module.to(device)

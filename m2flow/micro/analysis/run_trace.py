@@ -30,6 +30,8 @@ _BY_NAME = {
     SpanName.WEIGHTS_PUBLISH: SYNC,
     SpanName.WEIGHTS_LOAD: SYNC,
     SpanName.SWITCH: SWITCH,
+    SpanName.OFFLOAD: SWITCH,
+    SpanName.ONLOAD: SWITCH,
     SpanName.SEND: WAIT,
     SpanName.WAIT: WAIT,
     SpanName.SAMPLE: LIFE,

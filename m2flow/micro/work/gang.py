@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.channels.codec import encode_batch
+from m2flow.engines.accounting import Memory
 from m2flow.engines.contract import EngineSettings, Objective, Sums, Tensor, TrainEngine
 from m2flow.engines.registry import make_train
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, error_from_record
@@ -308,6 +309,9 @@ class GangTrain(TrainEngine):
 
     def scores(self, batch: Batch) -> Batch:
         return self._gang.together(Compute(self._role, "scores"), lambda: self._own.scores(batch), batch)
+
+    def memory(self) -> Memory:
+        return self._own.memory()
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self._own.num_training_tokens(batch)

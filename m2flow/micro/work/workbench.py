@@ -14,6 +14,7 @@ import msgspec
 
 from m2flow.channels.weights import Manifest, Tied, Weight, digest
 from m2flow.channels.weights.torch_tensors import travelling
+from m2flow.engines.accounting import Memory
 from m2flow.engines.contract import (
     Engine,
     EngineSettings,
@@ -34,7 +35,7 @@ from m2flow.micro.record.checkpoints import seal
 from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.scheduling.leases import ROLLOUT
 from m2flow.micro.scheduling.staleness import check_admission, check_given
-from m2flow.micro.work import performing, training
+from m2flow.micro.work import handing_over, performing, training
 from m2flow.micro.work.admitting import add
 from m2flow.micro.work.functions import Functions
 from m2flow.micro.work.gang import MakeTrain, make_own_train
@@ -42,6 +43,7 @@ from m2flow.micro.work.growing import Growing, rows_of
 from m2flow.micro.work.halving import MiniBatches
 from m2flow.micro.work.leaving import Leave
 from m2flow.micro.work.lives import Lives
+from m2flow.micro.work.memory_shortage import accounted
 from m2flow.micro.work.proving import Proving
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
@@ -128,7 +130,7 @@ class Workbench:
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
             if self._takes_turns and slot.kind != "function" and slot.takes_turn != ROLLOUT:
-                _leave(slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
+                handing_over.leave(self._recorder, slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
@@ -164,6 +166,7 @@ class Workbench:
         self._lives.began({r.id: len(r.prefix) for r in requests})
         self._had += sum(len(r.prefix) for r in requests)
 
+    @accounted("rollout")
     def step(self) -> list[tuple[Call, Batch]]:
         """Decode one token of everything that runs; the rows that leave now, by call."""
         for role, engine in self._rollout.items():
@@ -274,6 +277,7 @@ class Workbench:
 
     # Functions
 
+    @accounted("train")
     def perform(
         self,
         call: Call,
@@ -306,6 +310,7 @@ class Workbench:
     def num_training_tokens(self, call: Call, samples: Batch) -> list[int]:
         return [int(n) for n in self._engine(self._train, call.role).num_training_tokens(samples)]
 
+    @accounted("train")
     def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
         """Add up the gradient of one micro-batch (`training.training_rows`)."""
         tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
@@ -326,6 +331,7 @@ class Workbench:
             span.set(num_tokens=sums.num_context_tokens)
         tally.add(sums, rows, epoch=epoch)
 
+    @accounted("train")
     def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
         """One optimiser step. After the last of a call: its metrics."""
         tally = self._tallies.setdefault(call.ordinal, training.UpdateTally())
@@ -364,6 +370,7 @@ class Workbench:
         manifest = self._syncing.publish(role, version, self._engine(self._train, role))
         return msgspec.structs.replace(manifest, probe=self._proving.probe(role, version))
 
+    @accounted("switch")
     def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
         """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor, and compute the same.
 
@@ -388,13 +395,14 @@ class Workbench:
         """Take weights that `keep_weights` gave into the role's rollout engine."""
         self._syncing.take(role, version, kept, self._engine(self._rollout, role), under_requests=under_requests)
 
+    @accounted("switch")
     def switch(self, to: str) -> None:
         """Hand the device to the engines of another turn."""
         with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
             for slot, engine in self._of_turn(self._turn):
-                _leave(slot, engine)
-            for _, engine in self._of_turn(to):
-                engine.onload()
+                handing_over.leave(self._recorder, slot, engine)
+            for slot, engine in self._of_turn(to):
+                handing_over.come(self._recorder, slot, engine)
         self._turn = to
 
     def _of_turn(self, turn: str) -> Iterator[tuple[EngineSlot, Engine]]:
@@ -421,18 +429,15 @@ class Workbench:
         if self._functions is not None:
             yield self._functions.engine
 
+    def held(self) -> dict[str, Memory]:
+        """What each engine holds of its device."""
+        found = {f"{role} rollout": engine.memory() for role, engine in self._rollout.items()}
+        return found | {f"{role} train": engine.memory() for role, engine in self._train.items()}
+
     def _engine(self, engines: Mapping[str, E], role: str) -> E:
         if role not in engines:
             raise InternalError(f"no engine of {role} is in this process; it has {', '.join(engines) or 'none'}")
         return engines[role]
-
-
-def _leave(slot: EngineSlot, engine: Engine) -> None:
-    """The devices are others' now."""
-    if slot.stays:
-        engine.rest()
-    else:
-        engine.offload()
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
