@@ -22,8 +22,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines import allocator, checkpoint, compiling, deepspeed_options, packing, scalar_head
-from m2flow.engines.accounting import Memory, bytes_on
 from m2flow.engines.adamw import learning_rate
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
@@ -110,12 +108,10 @@ class DeepSpeedTrain(RankedTrain):
         if self._pins:
             torch.cuda.empty_cache()
 
-    def memory(self) -> Memory:
-        """Gradients are the library's own, and not counted."""
-        held = super().memory()
+    def _optimizer_tensors(self) -> Iterable[Tensor]:
+        """Moments, and the float32 parts that they belong to. Gradients are in buffers of the library's, which are not counted."""
         moments = [moment for of_parts in self._client.moments.values() for both in of_parts.values() for moment in both]
-        parts = [part for group in self._client.param_groups for part in group["params"]] if self._options.zero else []
-        return replace(held, optimizer=bytes_on(self._settings.device, [*moments, *parts]))
+        return [*moments, *(part for group in self._client.param_groups for part in group["params"] if self._options.zero)]
 
     def put_away(self) -> None:
         """Move everything but gradients to the host's memory, whatever the device is."""

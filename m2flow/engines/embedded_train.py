@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -84,8 +84,11 @@ class EmbeddedTrain(TrainEngine):
         return Memory(
             weights=bytes_on(device, [*parameters, *self._model.buffers()]),
             gradients=bytes_on(device, (parameter.grad for parameter in parameters)),
-            optimizer=bytes_on(device, self._optimizers.tensors()),
+            optimizer=bytes_on(device, self._optimizer_tensors()),
         )
+
+    def _optimizer_tensors(self) -> Iterable[Tensor]:
+        return self._optimizers.tensors()
 
     def rest(self) -> None:
         _empty_device_cache(self._settings.device)
