@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -171,12 +172,51 @@ def test_a_first_step_is_as_long_in_bfloat16_as_it_should_be(model: Model) -> No
         ({"zero": 0, "compute_dtype": "bfloat16"}, "out of reach in bfloat16"),
         ({"zero": 2, "offload_parameters": True}, "can't keep its weights in the host's memory"),
         ({"compute_dtype": "fp8"}, "no passes in 'fp8'"),
+        ({"tp": 2}, r"AutoTP(.|\n)*engine: fsdp, ranks: 2, options: {tp: 2}"),
+        ({"sp": 2}, r"Ulysses(.|\n)*activation_checkpointing: true"),
+        ({"offload_optimizer": "nvme"}, r"NVMe(.|\n)*offload_optimizer: true"),
+        ({"nvme_path": "/mnt/nvme"}, r"NVMe(.|\n)*offload_parameters: true"),
     ],
     ids=str,
 )
 def test_what_can_t_be_is_refused_when_the_engine_is_made(options: dict[str, int | str | bool], words: str, model: Model) -> None:
     with pytest.raises(EngineError, match=words):
         DeepSpeedTrain(model, EngineSettings(options=options))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_losses_in_float16_are_scaled_and_a_gradient_beyond_it_lowers_the_scale(zero: int, model: Model, float16: None) -> None:
+    batch = samples(VOCABULARY)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        first = copied(engine)
+        step(engine, batch, LINEAR)
+        exact = copied(engine)
+    # 2^30 times any gradient is beyond float16, whose largest number is 65504.
+    options = {"zero": zero, "compute_dtype": "float16", "initial_loss_scale": 2.0**30}
+    with started(DeepSpeedTrain(model, EngineSettings(options=options))) as engine:
+        said, scales = {"skipped": 1.0}, [2.0**30]
+        while said["skipped"]:
+            before = copied(engine)
+            engine.accumulate(batch, PPO)
+            said = dict(engine.apply(LINEAR, 3.0))
+            scales.append(said["loss_scale"])
+            if said["skipped"]:
+                assert distance(copied(engine), before) == 0
+                assert said["lr"] == 0
+        found = copied(engine)
+    assert len(scales) > 5
+    assert scales[-1] < 2.0**28
+    assert all(later <= earlier for earlier, later in itertools.pairwise(scales))
+    moved = {name: array - first[name] for name, array in exact.items()}
+    assert 0 < distance({name: array - first[name] for name, array in found.items()}, moved) < 0.05
+
+
+@pytest.fixture
+def float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes a CPU for one that has float16: torch computes it there, slowly."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
 
 
 def deepspeed(model: Model, num_ranks: int, followers: Followers, **options: int | bool) -> TrainEngine:

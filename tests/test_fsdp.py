@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from test_scalar_heads import random_model
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.embedded_train import EmbeddedTrain
@@ -83,6 +84,42 @@ def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
             results.append(({"logprobs": before}, merged, {key: np.array([value]) for key, value in metrics.items()}, copied(engine)))
     for found, expected in zip(results[1], results[0], strict=True):
         assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen2", {"tp": 2}), ("qwen3", {"tp": 2}), ("qwen2", {"cpu_offload": True})], ids=str)
+def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number(
+    name: str, options: dict[str, object], followers: Followers, tmp_path: Path
+) -> None:
+    config = transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16) if name == "qwen3" else CONFIGS[name]()
+    model, batch = write_model(tmp_path / "model", config), samples(VOCABULARY)
+    made: dict[str, Callable[[], TrainEngine]] = {"alone": lambda: EmbeddedTrain(model, EngineSettings())}
+    made["spread"] = lambda: Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
+    results = []
+    for which, make in made.items():
+        with started(make()) as engine:
+            logprobs = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+            sums = [engine.accumulate(batch.take(rows), PPO) for rows in (np.arange(7), np.arange(7, 12))]
+            metrics = {key: np.array([value]) for key, value in engine.apply(replace(LINEAR, max_grad_norm=2.0), 3.0).items()}
+            whole = copied(engine)
+            step(engine, batch, RECIPE)
+            engine.save(str(tmp_path / which))
+            merged = {f"{i}/{key}": value for i, one in enumerate(sums) for key, value in metric_weights(one).items()}
+            results.append(({"logprobs": logprobs}, merged, metrics, whole))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert distance(found, expected) < 1e-5
+    weights = []
+    for which, other in (("alone", "spread"), ("spread", "alone")):
+        with started(made[which]()) as engine:
+            engine.load(str(tmp_path / other))
+            step(engine, batch, RECIPE)
+            weights.append(copied(engine))
+    assert distance(weights[1], weights[0]) < 1e-4
+
+
+def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:
+    engine = Mirrored(FsdpTrain, model, EngineSettings(options={"tp": 3}), followers)
+    with pytest.raises(EngineError, match="tp is 3, which does not divide 2 ranks"):
+        engine.start()
 
 
 def test_a_checkpoint_goes_on_with_any_number_of_ranks(model: Model, followers: Followers, tmp_path: Path) -> None:

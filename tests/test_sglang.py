@@ -31,7 +31,7 @@ from m2flow.observe.recorder import Recorder
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Batch, Ragged
 from m2flow.testing.rollout_cases import Factory, drain, generate, make_request, started
-from m2flow.testing.rollout_self_paced import LONG, run_until
+from m2flow.testing.rollout_self_paced import LONG, check_weights_change_under_what_runs_if_it_is_allowed, run_until
 from m2flow.testing.rollout_suite import ROLLOUT_CHECKS
 
 ROOT = Path(__file__).parent.parent
@@ -135,11 +135,30 @@ def servers() -> set[psutil.Process]:
     return {child for child in psutil.Process().children() if "sglang.launch_server" in " ".join(child.cmdline())}
 
 
-def test_a_server_that_dies_is_an_error_with_its_last_words(model: Model) -> None:
-    others = servers()
-    with started(lambda settings: SglangRollout(model, replace(settings, options=OPTIONS))) as engine:
-        engine.add([make_request(0, 0, LONG)])
-        run_until(engine, [make_request(0, 0, LONG).id], 1)
+@pytest.mark.timeout(600)
+def test_a_lost_server_comes_back_with_the_weights_that_it_held_and_the_last_one_is_an_error_with_its_words(model: Model) -> None:
+    others, request = servers(), make_request(0, 0, LONG)
+    with started(lambda settings: SglangRollout(model, replace(settings, options={**OPTIONS, "restarts": 1}))) as engine:
+        assert isinstance(engine, SglangRollout)
+        engine.load_weights([(name, tensor * 2) for name, tensor in engine.weights()], 7)
+        whole = generate(engine, [request])[request.id]
+        engine.add([request])
+        run_until(engine, [request.id], 4)
+        (server,) = servers() - others
+        for process in [server, *server.children(recursive=True)]:
+            process.suspend()
+        patience, engine._hung_after_s = engine._hung_after_s, 1.0  # Only while it hangs: one that is slow is not lost.
+        while engine.num_restarts == 0:
+            engine.step()
+        engine._hung_after_s = patience
+        assert not server.is_running()
+        done = drain(engine)[request.id]
+        assert (done.versions == 7).all() and engine.version == 7  # noqa: PT018
+        np.testing.assert_array_equal(done.tokens, whole.tokens)
+        np.testing.assert_allclose(done.logprobs, whole.logprobs, atol=1e-4)
+
+        engine.add([request])
+        run_until(engine, [request.id], 1)
         (server,) = servers() - others
         children = server.children(recursive=True)
         server.kill()
@@ -147,6 +166,24 @@ def test_a_server_that_dies_is_an_error_with_its_last_words(model: Model) -> Non
             drain(engine)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+
+
+def test_caches_may_stay_when_weights_change(model: Model, urls: list[str]) -> None:
+    request = make_request(0, 0, LONG)
+    options = {"url": urls[0], "deterministic_inference": True, "keep_kv": True}
+
+    def make(settings: EngineSettings) -> SglangRollout:
+        return SglangRollout(model, replace(settings, options=options))
+
+    check_weights_change_under_what_runs_if_it_is_allowed(make)
+    with started(make) as engine:
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add([request])
+        run_until(engine, [request.id], 4)
+        engine.load_weights(changed, 1, under_requests=True)
+        done = drain(engine)[request.id]
+    assert set(done.versions.tolist()) == {0, 1}
+    np.testing.assert_array_equal(done.kv_stale, done.versions == 1)
 
 
 @pytest.mark.timeout(900)

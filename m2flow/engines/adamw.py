@@ -42,6 +42,7 @@ class Optimizers:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._is_fused = len(_by_mesh(self._parameters)) < 2
         self._states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
 
     def step(self, recipe: AdamW, denominator: float) -> dict[str, float]:
@@ -59,14 +60,16 @@ class Optimizers:
                 raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
             if not (math.isfinite(denominator) and denominator > 0):
                 raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
-            norm = float(whole(torch.nn.utils.get_total_norm(gradients))) / denominator
+            by_mesh = _by_mesh(gradients)
+            norm = _norm(by_mesh) / denominator
             if not math.isfinite(norm):
                 raise EngineError(
                     f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
                     now="Look for infinite losses or advantages, and for a learning rate that is too high.",
                 )
             shrink = recipe.max_grad_norm / norm if 0 < recipe.max_grad_norm < norm else 1.0
-            torch._foreach_mul_(gradients, shrink / denominator)
+            for alike in by_mesh:
+                torch._foreach_mul_(alike, shrink / denominator)
             optimizer, num_steps = self._states.get(recipe) or (self._fresh(recipe), 0)
             rate = learning_rate(recipe, num_steps)
             for group in optimizer.param_groups:
@@ -95,6 +98,8 @@ class Optimizers:
             recipe = AdamW(**{**entry["recipe"], "betas": tuple(entry["recipe"]["betas"])})
             optimizer = self._fresh(recipe)
             optimizer.load_state_dict(entry["state"])
+            for group in optimizer.param_groups:
+                group["fused"] = self._is_fused
             for parameter, state in optimizer.state.items():
                 state.update({name: spread_like(value, parameter) for name, value in state.items() if isinstance(value, Tensor)})
             states[recipe] = (optimizer, int(entry["num_steps"]))
@@ -117,5 +122,23 @@ class Optimizers:
 
     def _fresh(self, recipe: AdamW) -> torch.optim.AdamW:
         return torch.optim.AdamW(
-            self._parameters, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True
+            self._parameters,
+            lr=recipe.lr,
+            betas=recipe.betas,
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            fused=self._is_fused,
         )
+
+
+def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Those that are spread over the same ranks together: torch works on several at once only if they are."""
+    found: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(found.values())
+
+
+def _norm(by_mesh: list[list[Tensor]]) -> float:
+    norms = [float(whole(torch.nn.utils.get_total_norm(alike))) for alike in by_mesh]
+    return norms[0] if len(norms) == 1 else math.hypot(*norms)

@@ -42,8 +42,15 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         yield from checkpoint_tensors(model, name, tensor.detach())
 
 
-def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a checkpoint, with the model's weights or those that are given.
+def save(
+    path: str,
+    model: Any,
+    codec: TextCodec,
+    state: Mapping[str, object],
+    weights: Mapping[str, Tensor] | None = None,
+    adapter: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a checkpoint, with the model's weights and adapters or those that are given, by the module's names.
 
     Raises `EngineError` if the disk refuses; what was at `path` is then still there."""
     target = Path(path)
@@ -53,8 +60,8 @@ def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], w
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         if lora.is_adapted(model):
-            weights = dict(lora.whole_state(model))
-            lora.write_adapter(model, fresh / _ADAPTER)
+            weights = dict(lora.whole_state(model)) if weights is None else weights
+            lora.write_adapter(model, fresh / _ADAPTER, dict(lora.adapter_state(model)) if adapter is None else adapter)
         model.save_pretrained(str(fresh), state_dict=weights)
         codec.save(str(fresh))
         torch.save(dict(state), fresh / _STATE)
@@ -76,20 +83,16 @@ def save(path: str, model: Any, codec: TextCodec, state: Mapping[str, object], w
 def load(path: str, model: Any, source: Model) -> dict[str, Any]:
     """Copy a checkpoint's weights into the model and return its state. Raises `ModelError` if it is incomplete or altered."""
     device = str(next(model.parameters()).device)
-    if lora.is_adapted(model):
-        verify(Path(path))
-        lora.read_adapter(model, Path(path) / _ADAPTER)
-        return read_state(path, device)
     current = model.state_dict()
     loaded = read_weights(path, source, {name: tensor.shape for name, tensor in current.items()})
     with torch.no_grad():
-        for name, tensor in current.items():
-            tensor.copy_(spread_like(loaded[name], tensor))
+        for name, tensor in loaded.items():
+            current[name].copy_(spread_like(tensor, current[name]))
     return read_state(path, device)
 
 
 def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """A checkpoint's weights by the module's names, in the host's memory.
+    """A checkpoint's weights by the module's names, in the host's memory; of a model with adapters, theirs alone.
 
     Raises `ModelError` if it is incomplete, altered, or of another model.
 
@@ -97,6 +100,8 @@ def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> 
         shapes: what the model has, by the same names.
     """
     verify(Path(path))
+    if source.lora is not None:
+        return lora.read_adapter(Path(path) / _ADAPTER, shapes)
     loaded: dict[str, Tensor] = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
     if {name: tensor.shape for name, tensor in loaded.items()} != dict(shapes):
         raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines import allocator, checkpoint, compiling, deepspeed_options, packing, scalar_head
+from m2flow.engines import allocator, checkpoint, compiling, deepspeed_options, lora, packing, scalar_head
 from m2flow.engines.adamw import learning_rate
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
@@ -52,6 +52,7 @@ class DeepSpeedTrain(RankedTrain):
     capabilities = Capabilities(
         "train",
         heads=tuple(scalar_head.HEADS),
+        lora=True,
         devices=("cpu", "cuda"),
         parallel_layouts=ParallelLayouts(dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
     )
@@ -59,6 +60,7 @@ class DeepSpeedTrain(RankedTrain):
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
         self._options = deepspeed_options.read(settings.options, model.dtype)
+        deepspeed_options.check_adapters(self._options, model)
         self._engine: Any = None
         self._num_pending = 0
         """Backward passes since the last step."""
@@ -75,6 +77,8 @@ class DeepSpeedTrain(RankedTrain):
         self._codec = load_tokenizer(self._source)
         self._model = load_model(self._source, device=self._settings.device, attention=packing.ATTENTION)
         packing.check_model(self._model)
+        if self._source.lora is not None:
+            lora.adapt(self._model, self._source.lora, self._source.seed)
         self._demonstrations = Demonstrations(self._codec)
         if self._options.activation_checkpointing:
             _recompute_layers(self._model)
@@ -150,7 +154,7 @@ class DeepSpeedTrain(RankedTrain):
         self._step()
         norm = self._client.taken()
         if self._options.compute_dtype == "float16":
-            scale = {"loss_scale": float(self._engine.loss_scale())}
+            scale = {"loss_scale": float(self._engine.optimizer.loss_scale)}
             # A gradient beyond float16's range: the library has lowered the scale, and the next one may fit.
             return (
                 {"grad_norm": math.inf, "lr": 0.0, "skipped": 1.0, **scale}
@@ -170,9 +174,8 @@ class DeepSpeedTrain(RankedTrain):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each whole on every rank, one after the other; where ranks hold parts, all go through them together."""
-        for name, tensor in self._tensors.items():
-            with self._whole(tensor) as full:
-                yield from checkpoint_tensors(self._model, name, full)
+        for name, tensor in lora.whole_state(self._model, self._whole):
+            yield from checkpoint_tensors(self._model, name, tensor)
 
     def copy_from(self, source: TrainEngine) -> None:
         """Take another trainer's weights, one after the other; what it lacks stays. Collective."""
@@ -192,14 +195,14 @@ class DeepSpeedTrain(RankedTrain):
     def save(self, path: str) -> None:
         """In the format of the embedded trainer, which can go on from it, as can any number of ranks in any stage."""
         is_first = self._ranks.rank == 0
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self._tensors.items():
-            with self._whole(tensor) as full:
-                if is_first:
-                    weights[name] = full.cpu().clone()
+
+        def kept(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+            return {name: tensor.cpu().clone() if is_first else tensor.new_empty(0) for name, tensor in tensors}
+
+        weights, adapter = kept(lora.whole_state(self._model, self._whole)), kept(lora.adapter_state(self._model, self._whole))
         saved = [packed_state(recipe, count, self._whole_moments(recipe)) for recipe, count in self._client.num_steps.items()]
         state = {"optimizers": saved}
-        self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights) if is_first else None)
+        self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_first else None)
 
     def load(self, path: str) -> None:
         def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -212,8 +215,8 @@ class DeepSpeedTrain(RankedTrain):
             recipe, count, moments = unpacked_state(saved, len(self._trained))
             self._client.num_steps[recipe] = count
             self._set_moments(recipe, moments)
-        for name, tensor in self._tensors.items():
-            self._set(tensor, weights[name])
+        for name, value in weights.items():
+            self._set(self._tensors[name], value)
 
     # Passes
 
@@ -251,17 +254,19 @@ class DeepSpeedTrain(RankedTrain):
     @contextlib.contextmanager
     def _whole(self, tensor: Tensor) -> Iterator[Tensor]:
         """One of the model's tensors as a whole, in the model's type."""
-        if not tensor.requires_grad or self._options.zero == 0:
-            yield tensor.detach()
-        elif self._has_masters:
+        if tensor.requires_grad and self._has_masters:
             yield self._whole_master(tensor)
-        elif self._options.zero < 3:
+        elif not self._is_spread(tensor):
             yield tensor.detach()
         else:
             with contextlib.ExitStack() as held:
                 with _quiet():
                     held.enter_context(self._library.zero.GatheredParameters([tensor]))
                 yield tensor.detach()
+
+    def _is_spread(self, tensor: Tensor) -> bool:
+        """Of parameters, those that nothing is trained of too; buffers stay whole."""
+        return self._options.zero == 3 and isinstance(tensor, torch.nn.Parameter)
 
     def _whole_master(self, tensor: Tensor) -> Tensor:
         with _quiet():
@@ -275,7 +280,7 @@ class DeepSpeedTrain(RankedTrain):
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         """Give one of the model's tensors another value, which every rank has whole."""
-        if self._options.zero == 3 and tensor.requires_grad:
+        if self._is_spread(tensor):
             with _quiet(), self._library.zero.GatheredParameters([tensor], modifier_rank=0):
                 tensor.copy_(value)
         else:

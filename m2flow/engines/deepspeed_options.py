@@ -16,10 +16,31 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from m2flow.errors import EngineError
+from m2flow.recipe import Model
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _OF_THE_PASSES = ("logprob_tokens", "share_prompts")
 """Options that the embedded trainer reads by itself."""
+
+_TENSOR_PARALLEL = (
+    "no tensor parallelism (AutoTP): nothing public of the library puts a weight together again that it has split, so neither a checkpoint "
+    "nor a rollout engine could have it",
+    "Take `train: {engine: fsdp, ranks: 2, options: {tp: 2}}`, or spread whole layers with zero: 3.",
+)
+_SEQUENCE_PARALLEL = (
+    "no sequence parallelism (Ulysses): it replaces the attention by which micro-batches are packed without padding here",
+    "Take more ranks, which share out whole sequences, and activation_checkpointing: true or a smaller token_budget for long ones.",
+)
+_NVME = (
+    "no states on an NVMe drive: what swaps them there knows the library's own optimisers alone, and flows have one for each recipe",
+    "Write offload_optimizer: true and, with zero: 3, offload_parameters: true for the host's memory.",
+)
+_REFUSED = {
+    **dict.fromkeys(("tp", "autotp_size", "tensor_parallel"), _TENSOR_PARALLEL),
+    **dict.fromkeys(("sp", "ulysses", "sequence_parallel", "sequence_parallel_size"), _SEQUENCE_PARALLEL),
+    **dict.fromkeys(("nvme", "nvme_path"), _NVME),
+}
+"""What the library has and this engine has not: why, and what instead."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,9 @@ def read(given: Mapping[str, object], model_dtype: str) -> Options:
     for name, value in given.items():
         if name in _OF_THE_PASSES:
             continue
+        refused = _NVME if name.startswith("offload_") and str(value).lower() == "nvme" else _REFUSED.get(name)
+        if refused is not None:
+            raise EngineError(f"the train engine 'deepspeed' has {refused[0]}", now=refused[1])
         if name not in kinds:
             near = difflib.get_close_matches(name, kinds, 1)
             hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(kinds)}."
@@ -82,6 +106,15 @@ def _check(options: Options) -> None:
         raise EngineError("ZeRO stage 0 can't keep its optimiser in the host's memory", now="Write zero: 1.")
     if options.offload_parameters and options.zero != 3:
         raise EngineError(f"ZeRO stage {options.zero} can't keep its weights in the host's memory", now="Write zero: 3.")
+
+
+def check_adapters(options: Options, model: Model) -> None:
+    """Raises `EngineError`: what is not trained would be rounded, and the checkpoint with it."""
+    if model.lora is not None and options.compute_dtype != model.dtype:
+        raise EngineError(
+            f"DeepSpeed would round the weights beside the adapters from {model.dtype} to {options.compute_dtype}, and keep no others",
+            now=f"Write Policy(..., dtype={options.compute_dtype!r}) in the flow, or leave compute_dtype out.",
+        )
 
 
 def configuration(options: Options, *, pin_memory: bool) -> dict[str, Any]:

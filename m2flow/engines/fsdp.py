@@ -14,7 +14,9 @@ Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,14 +24,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from m2flow.engines import checkpoint, scalar_head
+from m2flow.engines import checkpoint, lora, scalar_head, tensor_parallel
 from m2flow.engines.adamw import Optimizers
-from m2flow.engines.contract import Capabilities, ParallelLayouts, TrainEngine
+from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
 from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.ranked_train import RankedTrain, Root
 from m2flow.engines.spread import spread_like, whole
 from m2flow.errors import EngineError
-from m2flow.recipe import AdamW
+from m2flow.recipe import AdamW, Model
 
 
 class FsdpTrain(RankedTrain):
@@ -37,15 +39,28 @@ class FsdpTrain(RankedTrain):
 
     name = "fsdp"
     capabilities = Capabilities(
-        "train", heads=tuple(scalar_head.HEADS), devices=("cpu", "cuda"), parallel_layouts=ParallelLayouts(dp=None, zero=(3,))
+        "train", heads=tuple(scalar_head.HEADS), lora=True, devices=("cpu", "cuda"), parallel_layouts=ParallelLayouts(dp=None, zero=(3,))
     )
 
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._mesh: DeviceMesh | None = None
+        """With tensor parallelism: data ranks x tensor ranks."""
+        self._summed: list[torch.nn.Parameter] = []
+
     def start(self) -> None:
+        tp = self._num_alike
+        tensor_parallel.check(self._ranks.count, tp, has_adapters=self._source.lora is not None)
+        how = _options(self._settings.options)
         self._ranks.open()
         super().start()
         self._root = Root(self._model, self._source.head)
-        mesh = DeviceMesh.from_group(self._ranks.group, torch.device(self._settings.device).type)
-        how = {"mesh": mesh, **_options(self._settings.options)}
+        if tp > 1:
+            self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, tp)
+            self._summed = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
+            how["mesh"] = self._mesh["data"]
+        else:
+            how["mesh"] = DeviceMesh.from_group(self._ranks.group, torch.device(self._settings.device).type)
         for layer in _layers(self._model):
             fully_shard(layer, **how)
         fully_shard(self._root, **how)
@@ -55,18 +70,25 @@ class FsdpTrain(RankedTrain):
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
         self._optimizers = Optimizers(self._root.parameters())
 
+    @property
+    def _num_alike(self) -> int:
+        return int(str(self._settings.options.get("tp", 1)))
+
     def stop(self) -> None:
         self._root = None
         super().stop()
+        self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
         self._ranks.close()
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        if self._mesh is not None:
+            tensor_parallel.add_up(self._summed, self._mesh)
         return self._together(lambda: super(FsdpTrain, self).apply(optimizer, denominator))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each whole on every rank, one after the other; all ranks go through them together."""
-        for name, tensor in _named_weights(self._model):
-            yield from checkpoint_tensors(self._model, name, whole(tensor).detach())
+        for name, tensor in lora.whole_state(self._model, _whole):
+            yield from checkpoint_tensors(self._model, name, tensor)
 
     def copy_from(self, source: TrainEngine) -> None:
         given, waiting = iter(source.weights()), dict[str, Tensor]()
@@ -85,8 +107,9 @@ class FsdpTrain(RankedTrain):
         """In the format of the embedded trainer, which can go on from it, as can any number of ranks. Rank 0 keeps what is gathered."""
         is_writer = self._ranks.rank == 0
         state = {"optimizers": _whole_state(self._optimizers.state(), keeps=is_writer)}
-        weights = {name: _gathered(tensor, keeps=is_writer) for name, tensor in _named_weights(self._model)}
-        self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights) if is_writer else None)
+        weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, _whole)}
+        adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, _whole)}
+        self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
 
     def load(self, path: str) -> None:
         self._together(lambda: super(FsdpTrain, self).load(path))
@@ -132,10 +155,13 @@ def _whole_state(saved: Any, *, keeps: bool) -> Any:
         return {key: _whole_state(value, keeps=keeps) for key, value in saved.items()}
     if isinstance(saved, list):
         return [_whole_state(value, keeps=keeps) for value in saved]
-    return _gathered(saved, keeps=keeps) if isinstance(saved, Tensor) else saved
+    return _kept(whole(saved).detach(), keeps=keeps) if isinstance(saved, Tensor) else saved
 
 
-def _gathered(tensor: Tensor, *, keeps: bool) -> Tensor:
-    """The whole, in the host's memory; nothing on a rank that does not keep it. Collective."""
-    found = whole(tensor).detach()
-    return found.cpu() if keeps else found.new_empty(0)
+def _whole(tensor: Tensor) -> AbstractContextManager[Tensor]:
+    return contextlib.nullcontext(whole(tensor).detach())
+
+
+def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:
+    """In the host's memory; nothing on a rank that does not keep it."""
+    return tensor.cpu() if keeps else tensor.new_empty(0)

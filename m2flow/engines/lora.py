@@ -15,7 +15,9 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ _NAME = "default"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Of names in peft's files: there the model is inside a `PeftModel`."""
+
+Whole = Callable[[Tensor], AbstractContextManager[Tensor]]
+"""One of the model's tensors -> all of it, for as long as it is entered."""
 
 
 def adapt(model: Any, recipe: Lora, seed: int) -> None:
@@ -59,57 +64,99 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def whole_state(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """What the state dictionary of the model without adapters would have, by its names. Of tied tensors, the first alone."""
-    layers, seen = _layers(model) if is_adapted(model) else {}, set[int]()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:  # By object: tensors without values share an address.
-            continue
-        seen.add(id(tensor))
+def whole_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator[tuple[str, Tensor]]:
+    """What the state dictionary of the model without adapters would have, by its names. Of tied tensors, the first alone.
+
+    Args:
+        whole: gives a tensor of the model as a whole, where ranks hold parts of it; then this is collective, and each tensor is valid
+            until the next is asked for.
+    """
+    layers = _layers(model) if is_adapted(model) else {}
+    for name, tensor in _once(model):
         stem, _, last = name.rpartition(".base_layer.")
         if stem in layers and last == "weight":
-            with torch.no_grad():  # Left before the tensor is handed out: who takes it would compute without gradient.
-                tensor = tensor + layers[stem].get_delta_weight(_NAME)
-            yield f"{stem}.{last}", tensor
-        elif stem in layers:
-            yield f"{stem}.{last}", tensor
-        elif not any(f".{part}.{_NAME}." in name for part in ("lora_A", "lora_B")):
-            yield name, tensor
+            yield f"{stem}.{last}", _merged(layers[stem], tensor, whole)
+        elif _adapter_name(name) not in layers:
+            with whole(tensor) as full:
+                yield (f"{stem}.{last}" if stem in layers else name), full
 
 
-def write_adapter(model: Any, directory: Path) -> None:
+def adapter_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' own tensors by the module's names, each whole, as `whole_state` gives the others. Collective where that is."""
+    layers = _layers(model) if is_adapted(model) else {}
+    for name, tensor in _once(model):
+        if _adapter_name(name) in layers:
+            with whole(tensor) as full:
+                yield name, full
+
+
+def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the adapter as peft does.
 
+    Args:
+        tensors: what `adapter_state` gave.
     Raises:
         OSError: the disk refuses.
     """
-    import peft
     from safetensors.torch import save_file
 
     directory.mkdir()
-    tensors = peft.get_peft_model_state_dict(model, adapter_name=_NAME)
-    save_file({_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS)
+    save_file({_in_file(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS)
     model.peft_config[_NAME].save_pretrained(str(directory))
 
 
-def read_adapter(model: Any, directory: Path) -> None:
-    """Copy what `write_adapter` wrote into a model with adapters of the same shapes.
+def read_adapter(directory: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """What `write_adapter` wrote, by the module's names, in the host's memory.
 
+    Args:
+        shapes: of all that the module's state dictionary has.
     Raises:
         ModelError: it is not there, or of other layers.
     """
-    import peft
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(directory / _WEIGHTS).items()}
+        tensors: dict[str, Tensor] = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"the adapter in {directory} can't be read: {error}", now="Use an earlier checkpoint.") from error
-    expected = peft.get_peft_model_state_dict(model, adapter_name=_NAME)
-    if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in expected.items()}:
+    expected = {_in_file(name): name for name in shapes if _adapter_name(name)}
+    if {name: t.shape for name, t in tensors.items()} != {file: shapes[name] for file, name in expected.items()}:
         raise ModelError(f"the adapter in {directory} is of other layers or of another rank than the flow's `lora=`")
-    peft.set_peft_model_state_dict(model, tensors, adapter_name=_NAME)
+    return {expected[name]: tensor for name, tensor in tensors.items()}
+
+
+def _merged(layer: Any, weight: Tensor, whole: Whole) -> Tensor:
+    """W + scale B A. The gradient's mode is left before it is handed out: who takes it would compute without."""
+    parts = (weight, layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight)
+    with torch.no_grad():
+        with whole(parts[1]) as full_b, whole(parts[2]) as full_a:
+            delta = full_b @ full_a * layer.scaling[_NAME]
+        with whole(parts[0]) as full:
+            found: Tensor = full + (delta.T if layer.fan_in_fan_out else delta)
+    return found
+
+
+def _once(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The module's tensors, a tied one once. By object: tensors without values share an address."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _adapter_name(name: str) -> str:
+    """The layer whose adapter a tensor belongs to; empty for any other tensor."""
+    for part in (f".lora_A.{_NAME}.", f".lora_B.{_NAME}."):
+        stem, found, _ = name.rpartition(part)
+        if found:
+            return stem
+    return ""
+
+
+def _in_file(name: str) -> str:
+    return _PREFIX + name.replace(f".{_NAME}.", ".")
 
 
 def _layers(model: Any) -> dict[str, Any]:

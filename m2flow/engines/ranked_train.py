@@ -40,6 +40,11 @@ class RankedTrain(EmbeddedTrain):
         self._ranks = Ranks(settings)
         self._root: Any = None
 
+    @property
+    def _num_alike(self) -> int:
+        """Neighbouring ranks that hold parts of the same layers, and so see the same samples. The first of them says what they found."""
+        return 1
+
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
         """Add this rank's gradients to those of the others, as a sum."""
@@ -52,9 +57,10 @@ class RankedTrain(EmbeddedTrain):
             own, weight = self._share(batch, num_masked)
             terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss))
             self._backward(terms.sum() * weight)
-            metrics = self._ranks.total({name: value * weight for name, value in metrics.items()})
+            counted = weight if self._ranks.rank % self._num_alike == 0 else 0.0
+            metrics = self._ranks.total({name: value * counted for name, value in metrics.items()})
             if "same_weights" in batch:
-                agreement = self._agreed(of_own if weight else NO_AGREEMENT)
+                agreement = self._agreed(of_own if counted else NO_AGREEMENT)
         return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
 
     def _agreed(self, own: Agreement) -> Agreement:
@@ -101,8 +107,9 @@ class RankedTrain(EmbeddedTrain):
     def _share(self, batch: Batch, num_masked: npt.NDArray[np.int64]) -> tuple[Batch, float]:
         """This rank's samples, and what they count: one that has none does the first of the batch, for nothing."""
         rows = np.flatnonzero(num_masked)
-        of_ranks = shares(batch.ragged("tokens").lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), self._ranks.count)
-        own = rows[of_ranks[self._ranks.rank]]
+        num_shares = self._ranks.count // self._num_alike
+        of_ranks = shares(batch.ragged("tokens").lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), num_shares)
+        own = rows[of_ranks[self._ranks.rank // self._num_alike]]
         return (batch.take(own), 1.0) if len(own) else (batch.take(rows[:1]), 0.0)
 
     def _spread(
@@ -113,8 +120,9 @@ class RankedTrain(EmbeddedTrain):
         rows = np.flatnonzero(num_masked)
         if not len(rows):
             return np.zeros(0)
-        of_ranks = [rows[share] for share in shares(tokens.lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), self._ranks.count)]
-        own = of_ranks[self._ranks.rank]
+        num_shares = self._ranks.count // self._num_alike
+        of_ranks = [rows[share] for share in shares(tokens.lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), num_shares)]
+        own = of_ranks[self._ranks.rank // self._num_alike]
         runs = [own[run] for run in self._runs(tokens.take(own))] if len(own) else []
         parts: list[npt.NDArray[Any]] = []
         with torch.no_grad():
@@ -122,7 +130,7 @@ class RankedTrain(EmbeddedTrain):
                 found = compute(runs[turn] if turn < len(runs) else rows[:1])
                 if turn < len(runs):
                     parts.append(found)
-        gathered = self._ranks.gather(np.concatenate([*parts, np.zeros(0)]))
+        gathered = self._ranks.gather(np.concatenate([*parts, np.zeros(0)]))[:: self._num_alike]
         starts = np.concatenate(([0], np.cumsum(num_masked)))
         result = np.zeros(int(starts[-1]))
         for share, values in zip(of_ranks, gathered, strict=True):

@@ -102,7 +102,7 @@ _BUILT_IN = (
     EngineInfo(
         "fsdp",
         "m2flow.engines.fsdp:FsdpTrain",
-        Capabilities("train", heads=_HEADS, devices=_DEVICES, parallel_layouts=ParallelLayouts(dp=None, zero=(3,))),
+        Capabilities("train", heads=_HEADS, lora=True, devices=_DEVICES, parallel_layouts=ParallelLayouts(dp=None, zero=(3,))),
         "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2.",
         ("torch", "transformers"),
         untested="cuda",
@@ -113,6 +113,7 @@ _BUILT_IN = (
         Capabilities(
             "train",
             heads=_HEADS,
+            lora=True,
             devices=_DEVICES,
             parallel_layouts=ParallelLayouts(dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
         ),

@@ -4,11 +4,16 @@
     load_weights -> files in memory -> pause, POST /update_weights_from_disk, continue
 
 Which weights made which token is what the server says (`weight_versions`). A change of weights under requests takes them out of the
-running batch (`retract`): their caches are computed anew, so no token sees an older one.
+running batch (`retract`): their caches are computed anew, so no token sees an older one. With `keep_kv` they stay, caches and all, and
+what comes after is marked. No request finds a cache of other weights: the version is a part of its key (`extra_key`).
+
+    a server that was started here dies, or answers nothing for `hung_after_s` --restart--> the weights that it held, under their version;
+    what ran goes on from its tokens
 
 Options: `python` (an interpreter that has SGLang), `args` and `env` of the server, `start_timeout_s`; or `url` of one that runs already.
 `deterministic_inference`: random numbers belong to the sample (the server's `sampling_seed`), at a cost in speed. `stream_interval`
-(tokens between two pieces of news of a sample, default 8), `weights_dir` (where weights are handed over, default /dev/shm).
+(tokens between two pieces of news of a sample, default 8), `weights_dir` (where weights are handed over, default /dev/shm), `restarts`
+(how often a server that is lost is started again, default 2), `hung_after_s` (default 120), `keep_kv`.
 
 Limits: random numbers are the server's own functions of seed and position. One weight set; the server must see this host's files.
 """
@@ -16,46 +21,45 @@ Limits: random numbers are the server's own functions of seed and position. One 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 
-from m2flow.engines.contract import Capabilities, EngineSettings, Generated, ParallelLayouts, Request, RolloutEngine
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occupancy, ParallelLayouts, Request, RolloutEngine
 from m2flow.engines.guarded_place import GuardedPlace
 from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_tensors
 from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
 from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
 from m2flow.engines.sglang_client import Heard, SglangClient, Span
+from m2flow.engines.sglang_requests import Running, grown, request_body
 from m2flow.engines.sglang_server import ServerOptions, SglangServer
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
 
+_LOG = logging.getLogger("m2flow.engines.sglang")
+_T = TypeVar("_T")
 _NEWS_WAIT_S = 0.02
 _ABORT_WAIT_S = 30.0
 _HUNG_AFTER_S = 120.0
+_RESTARTS = 2
+_DEATH_WAIT_S = 1.0
+"""A server that dies breaks its connections first."""
 _SERVER_RESERVE = 2
 """Tokens of the context that the server keeps for itself."""
-_OPTIONS = ("python", "args", "env", "start_timeout_s", "url", "deterministic_inference", "stream_interval", "weights_dir")
-
-
-@dataclass
-class _Running:
-    """A request that the server has."""
-
-    job: Job
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    is_mixed: bool = False
-    """Weights have changed under it: which made which token is said at its end."""
+_OPTIONS = (
+    *("python", "args", "env", "start_timeout_s", "url", "deterministic_inference", "stream_interval", "weights_dir"),
+    *("restarts", "hung_after_s", "keep_kv"),
+)
 
 
 @final
@@ -78,7 +82,7 @@ class SglangRollout(RolloutEngine):
         self._source = model
         self._settings = settings
         self._queue: deque[Job] = deque()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._ended: list[tuple[Job, Finish]] = []
         self._version = 0
         self._names = itertools.count()
@@ -89,6 +93,8 @@ class SglangRollout(RolloutEngine):
         self._client: SglangClient | None = None
         self._guarded: GuardedPlace | None = None
         self._place: Path | None = None
+        self.num_restarts = 0
+        """How often a lost server was started again."""
         if settings.options.get("deterministic_inference"):
             self.capabilities = replace(SglangRollout.capabilities, keyed_seeds=True)
 
@@ -101,11 +107,11 @@ class SglangRollout(RolloutEngine):
         self._place = self._guarded.open()
         self._held = self._directory()
         self._shapes: Shapes = shapes_in(self._held)
+        self._hung_after_s = _number(options, "hung_after_s", _HUNG_AFTER_S)
+        self._restarts_left = int(_number(options, "restarts", _RESTARTS))
         url = str(options.get("url", ""))
         if not url:
-            self._server = SglangServer(self._held, self._arguments(), _server_options(options), self._place / "server.log")
-            self._server.start()
-            url = self._server.url
+            url = self._serve()
         self._client = SglangClient(url)
         self._client.open()
         if not self._server:
@@ -113,6 +119,7 @@ class SglangRollout(RolloutEngine):
         info = self._client.call("/server_info")
         model = load_config(self._held)
         room = int(info.get("max_total_num_tokens") or 1 << 62)
+        self._room = room if room < 1 << 62 else 0
         self._max_context = min(int(model.max_position_embeddings), room) - _SERVER_RESERVE
         self._vocab_size = int(model.vocab_size)
         self._heard_s = time.monotonic()
@@ -134,9 +141,9 @@ class SglangRollout(RolloutEngine):
 
     def offload(self) -> None:
         """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
-        self._queue.extendleft(reversed(self._take(list(self._running))))
+        self._queue.extendleft(reversed(self._surviving(lambda: self._take(list(self._running)))))
         if self._settings.device != "cpu":
-            self._call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+            self._surviving(lambda: self._call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}))
         self._is_onloaded = False
 
     def onload(self) -> None:
@@ -167,19 +174,17 @@ class SglangRollout(RolloutEngine):
         self._started()
         if not self._is_onloaded:
             raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
-        self._send_queued()
-        if self._running:
-            self._hear(0.0 if self._ended else _NEWS_WAIT_S)
+        self._surviving(self._go_on)
         finished, self._ended = self._ended, []
         return [generated_of(job, finish, self._codec) for job, finish in finished]
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         self._started()
         wanted = set(ids)
-        taken = [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
+        taken = self._surviving(lambda: self._take([rid for rid, one in self._running.items() if one.job.id in wanted]))
+        taken += [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
         self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
         self._queue = deque(job for job in self._queue if job.id not in wanted)
-        taken += self._take([rid for rid, one in self._running.items() if one.job.id in wanted])
         return [generated_of(job, Finish.ABORT, self._codec) for job in taken]
 
     @property
@@ -191,16 +196,16 @@ class SglangRollout(RolloutEngine):
         self._started()
         wanted = set(ids)
         waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
-        running = [
-            _grown(one, [Span(str(self._version), 0, len(one.tokens))] if one.tokens else [])
-            for one in self._running.values()
-            if one.job.id in wanted and not one.is_mixed
-        ]
+        running = [self._so_far(one) for one in self._running.values() if one.job.id in wanted and not one.is_mixed]
         return [generated_of(job, Finish.ABORT, self._codec) for job in waiting + running]
 
     def progress(self) -> dict[int, int]:
         waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
         return waiting | {one.job.id: len(one.job.tokens) + len(one.tokens) for one in self._running.values()}
+
+    def occupancy(self) -> Occupancy:
+        used = sum(len(one.job.prompt) + len(one.job.tokens) + len(one.tokens) for one in self._running.values())
+        return Occupancy(len(self._running), len(self._queue), used, self._room)
 
     @property
     def num_unfinished(self) -> int:
@@ -217,20 +222,16 @@ class SglangRollout(RolloutEngine):
         assert self._place is not None
         fresh = self._place / f"weights-{next(self._names)}"
         write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.rollout_dtype or self._source.dtype))
-        if self._running:
-            self._call("/pause_generation", {"mode": "retract"})
+        before = self._held
         try:
-            if self._is_onloaded:
-                self._read_weights(fresh, version)
+            self._change_weights(fresh, version)
         except EngineError:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
-        finally:
-            if self._running:
-                self._call("/continue_generation", {})
+            if not self._restart(fresh, version):
+                shutil.rmtree(fresh, ignore_errors=True)
+                raise
         for one in self._running.values():
             one.is_mixed = True
-        before, self._held, self._version = self._held, fresh, version
+        self._held, self._version = fresh, version
         if before.parent == self._place:
             shutil.rmtree(before, ignore_errors=True)
 
@@ -245,6 +246,7 @@ class SglangRollout(RolloutEngine):
         said = []
         for sequence in sequences:
             body = {"input_ids": list(sequence), "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
+            body["extra_key"] = f"weights-{self._version}"
             found = self._call("/generate", {**body, "logprob_start_len": 0})["meta_info"]["input_token_logprobs"]
             if len(found) != len(sequence):
                 raise EngineError(f"the SGLang server said {len(found)} log-probabilities of {len(sequence)} given tokens")
@@ -252,6 +254,66 @@ class SglangRollout(RolloutEngine):
         return said
 
     # The server
+
+    def _serve(self) -> str:
+        """Start a server with the weights that are held; its address."""
+        assert self._place is not None
+        self._server = SglangServer(self._held, self._arguments(), _server_options(self._settings.options), self._place / "server.log")
+        self._server.start()
+        return self._server.url
+
+    def _surviving(self, work: Callable[[], _T]) -> _T:
+        """Do what needs the server; again, if it is lost meanwhile and can be started anew."""
+        while True:
+            try:
+                return work()
+            except EngineError as error:
+                if not self._restart(self._held, self._version):
+                    raise
+                _LOG.warning("the SGLang server is started again: %s", error)
+
+    def _restart(self, held: Path, version: int) -> bool:
+        """Start a lost server anew with these weights; what ran is in the queue then. False: it is not lost, or has been too often."""
+        server = self._server
+        if server is None or not server.is_lost(_DEATH_WAIT_S) or self._restarts_left < 1:
+            return False
+        self._restarts_left -= 1
+        self.num_restarts += 1
+        server.stop()
+        if self._client is not None:
+            self._client.close()
+        # Of one under which weights have changed it was not said yet which made which token: it begins anew.
+        jobs = [one.job if one.is_mixed else self._so_far(one) for one in self._running.values()]
+        self._running.clear()
+        self._aborting.clear()
+        for job in reversed(jobs):
+            finish = finish_of_prefix(job)
+            if finish is None:
+                self._queue.appendleft(job)
+            else:
+                self._ended.append((job, finish))
+        self._held, self._version = held, version
+        self._client = SglangClient(self._serve())
+        self._client.open()
+        self._heard_s = time.monotonic()
+        self._is_onloaded = True
+        return True
+
+    def _so_far(self, one: Running) -> Job:
+        """A job with the tokens that have come, all of them by the weights that are held."""
+        return grown(one, [Span(str(self._version), 0, len(one.tokens))] if one.tokens else [])
+
+    def _change_weights(self, fresh: Path, version: int) -> None:
+        """Have the server read weights; what runs waits meanwhile."""
+        keeps = bool(self._settings.options.get("keep_kv"))
+        if self._running:
+            self._call("/pause_generation", {"mode": "in_place" if keeps else "retract"})
+        try:
+            if self._is_onloaded:
+                self._read_weights(fresh, version, flush=not (keeps and self._running))
+        finally:
+            if self._running:
+                self._call("/continue_generation", {})
 
     def _arguments(self) -> list[str]:
         settings, interval = self._settings, self._settings.options.get("stream_interval", 8)
@@ -262,7 +324,7 @@ class SglangRollout(RolloutEngine):
             "--dtype",
             self._source.rollout_dtype or self._source.dtype,
             "--weight-version",
-            "0",
+            str(self._version),
             "--incremental-streaming-output",
         ]
         given += ["--max-running-requests", str(settings.max_running), "--stream-interval", str(interval), "--skip-server-warmup"]
@@ -280,11 +342,16 @@ class SglangRollout(RolloutEngine):
         self._codec.save(str(directory))
         return directory
 
-    def _read_weights(self, directory: Path, version: int) -> None:
-        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+    def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
+        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": flush}
         answer = self._call("/update_weights_from_disk", body, timeout_s=600.0)
         if not answer.get("success"):
             raise EngineError(f"the SGLang server did not take the weights of version {version}: {answer.get('message')}")
+
+    def _go_on(self) -> None:
+        self._send_queued()
+        if self._running:
+            self._hear(0.0 if self._ended else _NEWS_WAIT_S)
 
     def _send_queued(self) -> None:
         client = self._started()
@@ -292,8 +359,8 @@ class SglangRollout(RolloutEngine):
             job = self._queue.popleft()
             # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
             rid = f"{self._prefix}-{next(self._names)}"
-            self._running[rid] = _Running(job)
-            client.generate(rid, _body(job))
+            self._running[rid] = Running(job)
+            client.generate(rid, {**request_body(job), "extra_key": f"weights-{self._version}"})
             self._heard_s = time.monotonic()
 
     def _hear(self, timeout_s: float) -> None:
@@ -306,8 +373,13 @@ class SglangRollout(RolloutEngine):
             self._heard_s = now
         elif self._server is not None:
             self._server.check()
-        if now - self._heard_s > _HUNG_AFTER_S:
-            self._call("/health_generate", timeout_s=_HUNG_AFTER_S)
+        if now - self._heard_s > self._hung_after_s:
+            try:
+                self._call("/health_generate", timeout_s=self._hung_after_s)
+            except EngineError as error:
+                if self._server is not None:
+                    self._server.end_hung()
+                raise EngineError(f"the SGLang server has said nothing for {2 * self._hung_after_s:g} s: {error.what}") from error
             self._heard_s = time.monotonic()
 
     def _take_in(self, heard: Heard) -> None:
@@ -315,8 +387,7 @@ class SglangRollout(RolloutEngine):
         if one is None:
             return
         if heard.error:
-            if self._server is not None:
-                time.sleep(_NEWS_WAIT_S)  # A server that dies breaks its connections first.
+            if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
                 self._server.check()
             raise EngineError(f"the SGLang server gave up sample {SampleId.unpack(one.job.id)}: {heard.error}")
         one.tokens += heard.tokens
@@ -330,7 +401,7 @@ class SglangRollout(RolloutEngine):
                 f"the SGLang server gave up sample {SampleId.unpack(one.job.id)}: {heard.finish.message or heard.finish.type}"
             )
         self._aborting.discard(heard.rid)
-        self._ended.append((_grown(one, heard.spans), finish))
+        self._ended.append((grown(one, heard.spans, keeps=bool(self._settings.options.get("keep_kv"))), finish))
 
     def _take(self, rids: list[str]) -> list[Job]:
         """Take these from the server, with their tokens so far."""
@@ -369,48 +440,17 @@ def load_config(directory: Path) -> Any:
     return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).get_text_config()
 
 
-def _body(job: Job) -> dict[str, object]:
-    """What /generate is told. Log-probabilities are the server's: of softmax(logits / temperature), before top-p and top-k."""
-    sampling = job.sampling
-    parameters = {
-        "max_new_tokens": sampling.max_new_tokens - len(job.tokens),
-        "min_new_tokens": max(0, sampling.min_new_tokens - len(job.tokens)),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "stop_token_ids": job.stop_ids.tolist(),
-        "skip_special_tokens": False,
-        "sampling_seed": job.seed % (1 << 63),
-    }
-    return {"input_ids": [*job.prompt.tolist(), *job.tokens.tolist()], "sampling_params": parameters, "return_logprob": True}
-
-
-def _grown(one: _Running, spans: Sequence[Span]) -> Job:
-    """A job with all its tokens, each with the version of the weights that made it."""
-    job, count = one.job, len(one.tokens)
-    if len(one.logprobs) != count or (count and (not spans or spans[-1].end != count)):
-        raise EngineError(
-            f"the SGLang server said {len(one.logprobs)} log-probabilities and versions {spans} of {count} tokens "
-            f"of sample {SampleId.unpack(job.id)}"
-        )
-    versions = np.zeros(count, np.int32)
-    for span in spans:
-        versions[span.start : span.end] = int(span.version)
-    return replace(
-        job,
-        tokens=np.concatenate([job.tokens, np.array(one.tokens, np.int32)]),
-        logprobs=np.concatenate([job.logprobs, np.array(one.logprobs, np.float32)]),
-        versions=np.concatenate([job.versions, versions]),
-        kv_stale=np.concatenate([job.kv_stale, np.zeros(count, np.bool_)]),
-    )
+def _number(options: Mapping[str, object], name: str, default: float) -> float:
+    value = options.get(name, default)
+    if not isinstance(value, int | float) or value < 0:
+        raise EngineError(f"the option {name} of the rollout engine sglang is {value!r}; it must be a number from 0 on")
+    return float(value)
 
 
 def _server_options(options: Mapping[str, object]) -> ServerOptions:
-    timeout = options.get("start_timeout_s", ServerOptions.start_timeout_s)
-    if not isinstance(timeout, int | float):
-        raise EngineError(f"option start_timeout_s is {timeout!r}; it must be seconds")
+    timeout = _number(options, "start_timeout_s", ServerOptions.start_timeout_s)
     python, args, env = (str(options.get(name, "")) for name in ("python", "args", "env"))
-    return ServerOptions(str(Path(python).expanduser()) if python else "", args, env, float(timeout))
+    return ServerOptions(str(Path(python).expanduser()) if python else "", args, env, timeout)
 
 
 def _weights_place(given: str) -> str | None:

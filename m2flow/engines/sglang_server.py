@@ -82,6 +82,20 @@ class SglangServer:
         if self._process is not None and (status := self._process.poll()) is not None:
             raise EngineError(f"the SGLang server ended with status {status}", now=f"Its log is {self._log}.", remote=self._tail())
 
+    def is_lost(self, wait_s: float) -> bool:
+        """Whether it has ended, or does so in this time."""
+        if self._process is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        return self._process.poll() is not None
+
+    def end_hung(self) -> None:
+        """Kill it, since it answers nothing any more; `check` says so from then on."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def stop(self) -> None:
         """End it and all its processes. May be called twice."""
         process, self._process = self._process, None
