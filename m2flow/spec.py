@@ -368,8 +368,8 @@ class RunSettings(_Strict):
     """Seconds before the first of these; twice as many before each further one, up to 30."""
     sample_attempts: int = Field(3, ge=1)
     """Workers that may die while they have a sample, before that is taken for its fault, and the run ends."""
-    start_timeout_s: float = 180.0
-    """Seconds that a worker may take to come up."""
+    start_timeout_s: float = 600.0
+    """Seconds that a worker may take to come up, a server of its own and a library that compiles itself included."""
     record_every: int = Field(1, ge=1)
     """How much of what repeats itself is recorded. 1: everything. N: N decode steps as one span, and one group in N sample by sample."""
     otlp: str = ""

@@ -113,7 +113,7 @@ def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number
             engine.load(str(tmp_path / other))
             step(engine, batch, RECIPE)
             weights.append(copied(engine))
-    assert distance(weights[1], weights[0]) < 1e-4
+    assert distance(weights[1], weights[0]) < 1e-3  # Adam takes a step as long for a gradient that is nothing but rounding.
 
 
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:

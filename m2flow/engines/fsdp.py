@@ -46,7 +46,7 @@ class FsdpTrain(RankedTrain):
         super().__init__(model, settings)
         self._mesh: DeviceMesh | None = None
         """With tensor parallelism: data ranks x tensor ranks."""
-        self._summed: list[torch.nn.Parameter] = []
+        self._summed: list[torch.nn.Module] = []
 
     def start(self) -> None:
         tp = self._num_alike

@@ -40,11 +40,11 @@ def check(num_ranks: int, tp: int, *, has_adapters: bool) -> None:
         )
 
 
-def split(model: Any, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
+def split(model: Any, mesh: DeviceMesh) -> list[torch.nn.Module]:
     """Split a model's layers over the tensor ranks of a grid, in place.
 
     Returns:
-        The parameters whose gradients are parts of a sum over those ranks.
+        The modules whose own parameters have gradients that are parts of a sum over those ranks.
     Raises:
         EngineError: the architecture has no plan for it, or its heads do not divide.
     """
@@ -61,17 +61,12 @@ def split(model: Any, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
     body = model.base_model
     parallelize_module(body, tensor, {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES})
     summed = [pattern for pattern, style in plan.items() if style == _SUMMED]
-    return [
-        parameter
-        for name, module in body.named_modules()
-        if any(fnmatch.fnmatch(name, pattern) for pattern in summed)
-        for parameter in module.parameters(recurse=False)
-    ]
+    return [module for name, module in body.named_modules() if any(fnmatch.fnmatch(name, pattern) for pattern in summed)]
 
 
-def add_up(parameters: list[torch.nn.Parameter], mesh: DeviceMesh) -> None:
+def add_up(modules: list[torch.nn.Module], mesh: DeviceMesh) -> None:
     """Make whole gradients of the parts that each tensor rank has. Collective."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            part = parameter.grad
+    # Asked anew each time: who spreads a module over ranks puts other parameters in the place of its own.
+    for parameter in [parameter for module in modules for parameter in module.parameters(recurse=False)]:
+        if (part := parameter.grad) is not None:
             dist.all_reduce(part.to_local() if hasattr(part, "to_local") else part, group=mesh["tensor"].get_group())
