@@ -112,6 +112,37 @@ def test_a_checkpoint_is_a_whole_model_and_an_adapter_and_training_goes_on_from_
 
 
 @needs_peft
+def test_a_reference_and_a_critic_of_an_adapted_policy_share_its_base_in_memory_and_keep_what_it_was(model: Model) -> None:
+    policy = trained(started(model))
+    reference, critic = started(replace(model, is_policy=False)), started(replace(model, head="value", is_policy=False))
+    batch = samples(32)
+    for other in (reference, critic):
+        other.copy_from(policy)
+    before = policy.logprobs(batch).ragged("reference_logprobs").values
+    assert (reference.logprobs(batch).ragged("reference_logprobs").values == before).all()
+    sent = copied(policy)
+    body = [name for name, _ in critic.weights() if name in sent]
+    assert len(body) > 10
+    assert all(torch.equal(tensor, sent[name]) for name, tensor in critic.weights() if name in sent)
+    places = {tensor.data_ptr() for name, tensor in policy._model.state_dict().items() if "base_layer" in name}
+    for other in (reference, critic):
+        held = {tensor.data_ptr() for name, tensor in other._model.state_dict().items() if "layers" in name and "base_layer" in name}
+        assert held  # Of the body; a critic's head is its own.
+        assert held <= places
+    trained(policy)
+    assert (policy.logprobs(batch).ragged("reference_logprobs").values != before).any()
+    assert (reference.logprobs(batch).ragged("reference_logprobs").values == before).all()
+
+
+@needs_peft
+def test_a_model_with_adapters_takes_the_weights_of_one_without(model: Model) -> None:
+    plain, adapted = trained(started(replace(model, lora=None))), started(model)
+    adapted.copy_from(plain)
+    sent, held = copied(plain), copied(adapted)
+    assert all(torch.equal(held[name], sent[name]) for name in sent)
+
+
+@needs_peft
 def test_a_checkpoint_of_another_rank_is_refused(model: Model, tmp_path: Path) -> None:
     started(model).save(str(tmp_path / "saved"))
     other = started(replace(model, lora=Lora(rank=2)))

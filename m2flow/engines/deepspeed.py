@@ -181,6 +181,8 @@ class DeepSpeedTrain(RankedTrain):
         """Take another trainer's weights, one after the other; what it lacks stays. Collective."""
         given, waiting = iter(source.weights()), dict[str, Tensor]()
         for name, tensor in self._tensors.items():
+            if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.
+                continue
             with self._whole(tensor) as held:
                 full = held.clone()
             for part, view in checkpoint_tensors(self._model, name, full):

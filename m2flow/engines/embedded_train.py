@@ -31,6 +31,7 @@ from m2flow.engines.agreement import NO_AGREEMENT, Agreement, agreement_of
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
 from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
+from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.token_logprobs import token_logprobs
 from m2flow.errors import EngineError, OpError, is_out_of_memory
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model
@@ -154,6 +155,20 @@ class EmbeddedTrain(TrainEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return checkpoint.named_weights(self._model)
+
+    def copy_from(self, source: TrainEngine) -> None:
+        if lora.is_adapted(self._model) and isinstance(source, EmbeddedTrain) and lora.is_adapted(source._model):
+            lora.share_base(self._model, source._model)
+            return
+        target = {
+            part: view
+            for name, tensor in self._model.state_dict().items()
+            if (plain := lora.plain_name(name))
+            for part, view in checkpoint_tensors(self._model, plain, tensor)
+        }
+        for name, tensor in source.weights():
+            if name in target:
+                target[name].copy_(tensor)
 
     def save(self, path: str) -> None:
         checkpoint.save(path, self._model, self._codec, {"optimizers": self._optimizers.state()})

@@ -93,6 +93,8 @@ class FsdpTrain(RankedTrain):
     def copy_from(self, source: TrainEngine) -> None:
         given, waiting = iter(source.weights()), dict[str, Tensor]()
         for name, tensor in _named_weights(self._model):
+            if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.
+                continue
             full = whole(tensor).detach().clone()
             for part, view in checkpoint_tensors(self._model, name, full):
                 while part not in waiting and (found := next(given, None)) is not None:

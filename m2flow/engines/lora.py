@@ -7,6 +7,8 @@
 B begins as zeros, so the first weights are those of the base, in every engine that loads it. What a trainer keeps for the backward pass of
 the base's weights is not kept: gradients and optimiser are those of the adapters.
 
+A reference or a critic of an adapted policy in the same process has that policy's base, not one of its own (`share_base`).
+
 Limit: linear layers; one adapter a model. A tensor that is merged is made anew each time that it is asked for.
 
 Source:
@@ -88,6 +90,25 @@ def adapter_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator
         if _adapter_name(name) in layers:
             with whole(tensor) as full:
                 yield name, full
+
+
+def plain_name(name: str) -> str:
+    """The name that one of the module's tensors has without adapters; empty for an adapter's own."""
+    return "" if _adapter_name(name) else name.replace(".base_layer.", ".")
+
+
+def share_base(model: Any, source: Any) -> None:
+    """Compute what another model with the same adapters computes now, from the same base in memory: neither ever changes it.
+
+    What only one of them has (a head) stays as it is.
+    """
+    own = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in source.state_dict(keep_vars=True).items():
+            if name in own and _adapter_name(name):
+                own[name].copy_(tensor)
+            elif name in own and not (tensor.requires_grad or own[name].requires_grad):
+                own[name].data = tensor.data
 
 
 def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:
