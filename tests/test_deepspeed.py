@@ -10,6 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from adapted_trainers import adapted_model, check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
+from test_scalar_heads import random_model
 from test_train_engines import CONFIGS, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, TrainEngine
@@ -18,6 +21,7 @@ from m2flow.engines.embedded_train import EmbeddedTrain
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW, Model
 from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.scalar_suite import ScalarHeadSuite
 from m2flow.testing.train_suite import LINEAR, NEXT, PPO, RECIPE, TrainEngineSuite, copied, distance, metric_weights, samples, started
 
 pytestmark = [
@@ -45,6 +49,30 @@ class TestDeepSpeed(TrainEngineSuite):
 
     def make(self) -> TrainEngine:
         return deepspeed(self.model, 2, self.followers, zero=3)
+
+
+class TestDeepSpeedHeads(ScalarHeadSuite):
+    """Critics and reward models."""
+
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.path, self.followers = Path(model.path), followers
+
+    def make(self, head: str) -> TrainEngine:
+        return deepspeed(random_model(self.path, head), 2, self.followers, zero=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_adapters_are_those_of_the_embedded_trainer(zero: int, followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: deepspeed(model, 2, followers, zero=zero), tmp_path)
+
+
+def test_the_weights_beside_adapters_are_not_rounded(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="round the weights beside the adapters") as raised:
+        DeepSpeedTrain(adapted_model(tmp_path), EngineSettings(options={"compute_dtype": "bfloat16"}))
+    assert "dtype='bfloat16'" in str(raised.value)
 
 
 @pytest.mark.parametrize(("zero", "num_ranks"), [(0, 1), (1, 2), (2, 2), (3, 2)])
@@ -217,6 +245,21 @@ def float16(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
+
+
+def test_a_stage_3_before_it_in_one_of_the_processes_changes_no_gradient_of_stage_2(model: Model, followers: Followers) -> None:
+    # Where the library replaces torch's linear in one process, its gradients come in another order than on the other ranks.
+    linear, batch = torch.nn.functional.linear, samples(VOCABULARY, num_prompts=5)
+    with started(deepspeed(model, 1, followers, zero=3)) as engine:
+        step(engine, batch)
+    assert torch.nn.functional.linear is linear
+    results = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), deepspeed(model, 2, followers, zero=2)):
+        with started(engine):
+            first = copied(engine)
+            step(engine, batch, LINEAR)
+            results.append({name: array - first[name] for name, array in copied(engine).items()})
+    assert distance(results[1], results[0]) < 1e-4  # Of differences of weights, which are themselves rounded.
 
 
 def deepspeed(model: Model, num_ranks: int, followers: Followers, **options: int | bool) -> TrainEngine:

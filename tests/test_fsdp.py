@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
+from adapted_trainers import adapted_model, check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from test_scalar_heads import random_model
@@ -114,6 +116,12 @@ def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number
             step(engine, batch, RECIPE)
             weights.append(copied(engine))
     assert distance(weights[1], weights[0]) < 1e-3  # Adam takes a step as long for a gradient that is nothing but rounding.
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+def test_adapters_are_those_of_the_embedded_trainer(followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: spread(model, 2, followers), tmp_path)
 
 
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:

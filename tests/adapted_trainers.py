@@ -1,0 +1,48 @@
+"""Adapters of a policy whose trainer has several ranks: it trains, sends and saves what the embedded trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from test_train_engines import CONFIGS, VOCABULARY, write_model
+
+from m2flow import Lora
+from m2flow.engines.contract import EngineSettings, TrainEngine
+from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.recipe import Model
+from m2flow.testing.train_suite import LINEAR, PPO, copied, distance, samples, started
+
+
+def adapted_model(path: Path) -> Model:
+    return replace(write_model(path, CONFIGS["qwen2"]()), lora=Lora(rank=4, alpha=8))
+
+
+def check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(
+    model: Model, spread: Callable[[], TrainEngine], tmp_path: Path
+) -> None:
+    batch = samples(VOCABULARY)
+    made = {"alone": lambda: EmbeddedTrain(model, EngineSettings()), "spread": spread}
+    found = {}
+    for name, make in made.items():
+        with started(make()) as engine:
+            first = copied(engine)
+            step(engine, batch)
+            step(engine, batch)
+            engine.save(str(tmp_path / name))
+            step(engine, batch)
+            found[name] = first, copied(engine)
+    assert distance(found["spread"][0], found["alone"][0]) == 0
+    assert distance(found["spread"][1], found["alone"][1]) < 1e-5
+    assert distance(found["alone"][1], found["alone"][0]) > 1e-3
+    for name, other in (("alone", "spread"), ("spread", "alone")):  # Each goes on from the other's checkpoint.
+        with started(made[name]()) as engine:
+            engine.load(str(tmp_path / other))
+            step(engine, batch)
+            assert distance(copied(engine), found["alone"][1]) < 1e-5
+
+
+def step(engine: TrainEngine, batch) -> None:  # type: ignore[no-untyped-def]
+    engine.accumulate(batch, PPO)
+    engine.apply(LINEAR, 3.0)
