@@ -18,9 +18,10 @@ from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
 from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.exporting import export_model
 from m2flow.engines.fsdp import FsdpTrain
 from m2flow.engines.ranks import shares
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, ModelError
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.testing.fake_ranks import FakeRanks
 from m2flow.testing.mirrored import Followers, Mirrored
@@ -144,6 +145,34 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(model: Model, followers: 
             assert distance(copied(other), whole) < 1e-5
     with started(EmbeddedTrain(replace(model, path=str(tmp_path / "there"), init="pretrained"), EngineSettings())) as engine:
         assert distance(copied(engine), whole) > 1e-5
+
+
+def test_a_checkpoint_that_each_rank_writes_its_part_of_goes_on_anywhere_and_is_exported_whole(
+    model: Model, followers: Followers, tmp_path: Path
+) -> None:
+    batch, there = samples(VOCABULARY), tmp_path / "there"
+    with started(Mirrored(FsdpTrain, model, EngineSettings(options={"spread_checkpoints": True}), followers)) as engine:
+        step(engine, batch, LINEAR)
+        engine.save(str(tmp_path / "there"))  # Another is there already.
+        step(engine, batch, LINEAR)
+        engine.save(str(tmp_path / "there"))
+        saved = copied(engine)
+        step(engine, batch, LINEAR)
+        whole = copied(engine)
+    assert not list(there.glob("*.safetensors"))
+    assert len(list((there / "m2flow_parts").glob("*.distcp"))) == 2
+    for other in (EmbeddedTrain(model, EngineSettings()), spread(model, 1, followers), spread(model, 2, followers)):
+        with started(other):
+            other.load(str(there))
+            assert distance(copied(other), saved) == 0
+            step(other, batch, LINEAR)
+            assert distance(copied(other), whole) < 1e-5
+    exported = export_model(there, tmp_path / "out")
+    assert distance({name: tensor.numpy() for name, tensor in exported.items()}, saved) == 0
+    part = next((there / "m2flow_parts").glob("__1*.distcp"))
+    part.write_bytes(part.read_bytes()[:-9])
+    with started(spread(model, 1, followers)) as engine, pytest.raises(ModelError, match="its size or checksum differs"):
+        engine.load(str(there))
 
 
 def test_an_error_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:

@@ -1,6 +1,7 @@
 """A trainer's checkpoint on disk: a Hugging Face model directory, with the optimisers' state and a manifest beside it.
 
     path/  config.json, *.safetensors, tokenizer.*     what any tool reads
+           m2flow_parts/                               instead of *.safetensors: what each rank had of weights and state (FSDP2's option)
            adapter/                                    of a model with adapters; the weights are then base and adapters together
            m2flow_state.pt                             optimisers' state: tensors and numbers, read without unpickling code
            m2flow_checkpoint.json                      size and SHA-256 of every file
@@ -10,6 +11,7 @@ Written to a neighbouring directory and renamed into place: `path` is either the
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -33,7 +35,9 @@ from m2flow.recipe import Model
 if TYPE_CHECKING:
     from m2flow.engines.hf_model import TextCodec
 
-_MANIFEST, _STATE, _ADAPTER = "m2flow_checkpoint.json", "m2flow_state.pt", "adapter"
+_MANIFEST, _STATE, _ADAPTER, _PARTS = "m2flow_checkpoint.json", "m2flow_state.pt", "adapter", "m2flow_parts"
+_WEIGHT = "weights."
+"""What names of weights begin with in the parts; other tensors there are the state's."""
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -49,8 +53,13 @@ def save(
     state: Mapping[str, object],
     weights: Mapping[str, Tensor] | None = None,
     adapter: Mapping[str, Tensor] | None = None,
+    parts: Path | None = None,
 ) -> None:
     """Write a checkpoint, with the model's weights and adapters or those that are given, by the module's names.
+
+    Args:
+        parts: a directory that ranks have written weights and the marked tensors of the state into (`m2flow.engines.spread_files`); it is
+            moved into the checkpoint.
 
     Raises `EngineError` if the disk refuses; what was at `path` is then still there."""
     target = Path(path)
@@ -62,7 +71,13 @@ def save(
         if lora.is_adapted(model):
             weights = dict(lora.whole_state(model)) if weights is None else weights
             lora.write_adapter(model, fresh / _ADAPTER, dict(lora.adapter_state(model)) if adapter is None else adapter)
-        model.save_pretrained(str(fresh), state_dict=weights)
+        if parts is None:
+            model.save_pretrained(str(fresh), state_dict=weights)
+        else:
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]  # As transformers does where it writes the weights too.
+            config.save_pretrained(str(fresh))
+            parts.rename(fresh / _PARTS)
         codec.save(str(fresh))
         torch.save(dict(state), fresh / _STATE)
         files = [file for file in sorted(fresh.rglob("*")) if file.is_file()]
@@ -102,7 +117,12 @@ def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> 
     verify(Path(path))
     if source.lora is not None:
         return lora.read_adapter(Path(path) / _ADAPTER, shapes)
-    loaded: dict[str, Tensor] = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
+    if (Path(path) / _PARTS).is_dir():
+        loaded = parts_of(Path(path))
+        if json.loads((Path(path) / "config.json").read_text()).get("tie_word_embeddings"):
+            shapes = {name: shape for name, shape in shapes.items() if name in loaded}  # A tied one is there under its first name.
+    else:
+        loaded = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
     if {name: tensor.shape for name, tensor in loaded.items()} != dict(shapes):
         raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
     return loaded
@@ -115,7 +135,29 @@ def read_state(path: str, device: str) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ModelError(f"{file} can't be read: {error}") from error
+    if (file.parent / _PARTS).is_dir():
+        from m2flow.engines import spread_files
+
+        state = spread_files.put_back(state, spread_files.read_parts(file.parent / _PARTS), device)
     return state
+
+
+def parts_of(directory: Path) -> dict[str, Tensor]:
+    """The weights that ranks wrote into a checkpoint, whole, by the module's names; empty if it has them in one piece."""
+    from m2flow.engines import spread_files
+
+    if not (directory / _PARTS).is_dir():
+        return {}
+    found = spread_files.read_parts(directory / _PARTS)
+    return {name.removeprefix(_WEIGHT): tensor for name, tensor in found.items() if name.startswith(_WEIGHT)}
+
+
+def marked(weights: Mapping[str, Tensor], state: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """What goes into parts, by name there, and the state with marks in the place of what does."""
+    from m2flow.engines import spread_files
+
+    tensors = {_WEIGHT + name: tensor.detach() for name, tensor in weights.items()}
+    return tensors, spread_files.take_out(dict(state), tensors, "state")
 
 
 def verify(directory: Path) -> None:

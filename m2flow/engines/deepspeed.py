@@ -217,8 +217,9 @@ class DeepSpeedTrain(RankedTrain):
             recipe, count, moments = unpacked_state(saved, len(self._trained))
             self._client.num_steps[recipe] = count
             self._set_moments(recipe, moments)
-        for name, value in weights.items():
-            self._set(self._tensors[name], value)
+        for name, tensor in self._tensors.items():  # Of adapters alone, if it has some; a tied tensor is there once.
+            if name in weights:
+                self._set(tensor, weights[name])
 
     # Passes
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from m2flow.engines.checkpoint import named_weights
+from m2flow.engines.checkpoint import named_weights, parts_of
 from m2flow.errors import EngineError, ModelError
 
 _OURS = "m2flow_"
@@ -47,6 +47,8 @@ def export_model(checkpoint: Path, out: Path) -> dict[str, Tensor]:
         for file in sorted(checkpoint.iterdir()):
             if file.is_file() and not file.name.startswith(_OURS):
                 shutil.copyfile(file, fresh / file.name)
+        if parts := parts_of(checkpoint):
+            _written_whole(fresh, parts)
         weights = _loaded_as_saved(fresh)
         fresh.rename(out)
     except OSError as error:
@@ -54,6 +56,16 @@ def export_model(checkpoint: Path, out: Path) -> dict[str, Tensor]:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return weights
+
+
+def _written_whole(directory: Path, weights: dict[str, Tensor]) -> None:
+    """Write what ranks had parts of as transformers does. Raises ModelError: it is of another model than the configuration says."""
+    config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    if set(weights) - set(model.state_dict()):
+        raise ModelError(f"{directory} has weights that a {config.model_type!r} model has not")
+    model.save_pretrained(str(directory), state_dict=weights)
 
 
 def _loaded_as_saved(directory: Path) -> dict[str, Tensor]:

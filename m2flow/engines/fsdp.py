@@ -6,7 +6,8 @@
 What a rank does of a batch is in `m2flow.engines.ranked_train`; this file spreads the model and puts its weights together again. Sums go
 over ranks in their order, so one layout always gives the same bits.
 
-Options: `compute_dtype` (`bfloat16`: passes in it, float32 weights), `cpu_offload`, `reshard_after_forward`.
+Options: `compute_dtype` (`bfloat16`: passes in it, float32 weights), `cpu_offload`, `reshard_after_forward`, `tp`
+(ranks that split layers among them), `spread_checkpoints` (every rank writes its part: PyTorch's distributed checkpoints).
 
 Limits: every rank reads the whole model once, at its start, in the memory of its host; tensor parallelism is not offered.
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020).
@@ -15,8 +16,10 @@ Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbha
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from m2flow.engines import checkpoint, lora, scalar_head, tensor_parallel
+from m2flow.engines import checkpoint, lora, scalar_head, spread_files, tensor_parallel
 from m2flow.engines.adamw import Optimizers
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
 from m2flow.engines.hf_names import checkpoint_tensors
@@ -107,11 +110,23 @@ class FsdpTrain(RankedTrain):
 
     def save(self, path: str) -> None:
         """In the format of the embedded trainer, which can go on from it, as can any number of ranks. Rank 0 keeps what is gathered."""
+        if self._settings.options.get("spread_checkpoints") and self._source.lora is None:
+            self._save_parts(Path(path))
+            return
         is_writer = self._ranks.rank == 0
         state = {"optimizers": _whole_state(self._optimizers.state(), keeps=is_writer)}
         weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, _whole)}
         adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, _whole)}
         self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
+
+    def _save_parts(self, path: Path) -> None:
+        """Each rank writes what it has."""
+        is_first = self._ranks.rank == 0
+        parts = path.with_name(f".{path.name}.parts")
+        tensors, state = checkpoint.marked(dict(_named_weights(self._model)), {"optimizers": self._optimizers.state()})
+        self._together(lambda: _emptied(parts) if is_first else None)
+        self._together(lambda: spread_files.write_parts(parts, tensors, self._ranks.group))
+        self._together(lambda: checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
 
     def load(self, path: str) -> None:
         self._together(lambda: super(FsdpTrain, self).load(path))
@@ -158,6 +173,15 @@ def _whole_state(saved: Any, *, keeps: bool) -> Any:
     if isinstance(saved, list):
         return [_whole_state(value, keeps=keeps) for value in saved]
     return _kept(whole(saved).detach(), keeps=keeps) if isinstance(saved, Tensor) else saved
+
+
+def _emptied(directory: Path) -> None:
+    """Raises EngineError: the disk refuses."""
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise EngineError(f"the checkpoint {directory} can't be written: {error}") from error
 
 
 def _whole(tensor: Tensor) -> AbstractContextManager[Tensor]:
