@@ -54,7 +54,7 @@ class FsdpTrain(RankedTrain):
     def start(self) -> None:
         tp = self._num_alike
         tensor_parallel.check(self._ranks.count, tp, has_adapters=self._source.lora is not None)
-        how = _options(self._settings.options)
+        how = _options(self._settings.options, self._settings.device)
         self._ranks.open()
         super().start()
         self._root = Root(self._model, self._source.head)
@@ -135,7 +135,7 @@ class FsdpTrain(RankedTrain):
         loss.backward()
 
 
-def _options(options: Mapping[str, object]) -> dict[str, Any]:
+def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:
     """What `fully_shard` is told."""
     name = str(options.get("compute_dtype", "float32"))
     dtype = getattr(torch, name, None)
@@ -143,7 +143,9 @@ def _options(options: Mapping[str, object]) -> dict[str, Any]:
         raise EngineError(f"compute_dtype is no dtype of torch: {name!r}", now="Write bfloat16 or float32.")
     return {
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32) if "compute_dtype" in options else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy() if options.get("cpu_offload") else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.device(device).type == "cuda")
+        if options.get("cpu_offload")
+        else OffloadPolicy(),
         "reshard_after_forward": bool(options.get("reshard_after_forward", True)),
     }
 

@@ -95,6 +95,8 @@ class SglangServer:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
 
     def stop(self) -> None:
         """End it and all its processes. May be called twice."""
