@@ -31,6 +31,10 @@ class RolloutSpec(_Strict):
     spare: int = Field(0, ge=0)
     """Further ones, which are not there when a run begins and may join while it goes on (`m2flow cluster scale`). Not with a placement that
     is searched for."""
+    scale: Literal["asked", "auto"] = "asked"
+    """Who decides whether spare ones join, and others leave: `m2flow cluster scale` alone, or also the run itself, by what it measures."""
+    replan_s: float = Field(20.0, gt=0)
+    """With `scale: auto`: seconds that it looks back on, three times in a row, before it changes anything."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of an instance; by default its share of the machine."""
     max_running: int = Field(256, ge=1)
@@ -287,6 +291,8 @@ class ClusterSpec(_Strict):
             _contradiction(
                 ("rollout", "spare"), "nobody can join where the placement is searched for; say `placement: split`, without pools"
             )
+        if self.rollout.scale == "auto" and not self.rollout.spare:
+            _contradiction(("rollout", "scale"), "nobody is spare, so nobody can join; say `spare: 2`, or leave it out")
         for name, pin in self.pin.items():
             if pin.pool is not None and pin.pool not in self.pools:
                 close = difflib.get_close_matches(pin.pool, self.pools, 1)

@@ -9,7 +9,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.errors import M2FlowError
 from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run
-from m2flow.spec import ClusterSpec, FunctionSpec, RaySpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, RaySpec, RolloutSpec, RunSettings, StorageSpec, TrainSpec, WeightsSpec
 
 
 def unhurried(sample: Sample) -> float:
@@ -47,9 +47,18 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
         placement=given.pop("placement", "split"),
         device="cpu",
         cores=4,
-        rollout=RolloutSpec(engine=engine, workers=given.pop("rollouts", 2), spare=given.pop("spare", 0), max_running=8, threads=1),
+        rollout=RolloutSpec(
+            engine=engine,
+            workers=given.pop("rollouts", 2),
+            spare=given.pop("spare", 0),
+            scale=given.pop("scale", "asked"),
+            replan_s=given.pop("replan_s", 20.0),
+            max_running=8,
+            threads=1,
+        ),
         train=TrainSpec(engine=train, ranks=max(ranks, 1), token_budget=200, threads=1, options=given.pop("train_options", {})),
         functions=FunctionSpec(workers=2, chunk=4),
+        storage=StorageSpec.model_validate(given.pop("storage", {})),
         weights=WeightsSpec(transport=given.pop("transport", "auto"), changes="always"),
     )
     options = {name: given.pop(name) for name in ("num_steps",) if name in given}

@@ -63,7 +63,12 @@ class Cable:
             ip("-n", self.host, *arguments)
 
     def cut(self) -> None:
+        """In both directions."""
         ip("link", "set", self._near, "down")
+
+    def silence(self) -> None:
+        """In one: what is sent there arrives, and nothing that is sent from there."""
+        ip("-n", self.host, "route", "replace", "blackhole", f"{HERE}/32")
 
     def take_away(self) -> None:
         for arguments in (("link", "del", self._near), ("netns", "del", self.host)):
@@ -164,9 +169,9 @@ def ended(process: subprocess.Popen[str]) -> Said:
 
 
 @functools.cache
-def local() -> Said:
+def local(*more: str) -> Said:
     with tempfile.TemporaryDirectory() as runs_dir:
-        command = [sys.executable, str(SCRIPT), runs_dir, "fake"]
+        command = [sys.executable, str(SCRIPT), runs_dir, "fake", *more]
         return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.splitlines()[-1]))
 
 
@@ -184,7 +189,10 @@ def test_what_crosses_the_network_gives_the_local_digests_and_can_not_be_read(ca
     assert not says_hello, "a worker's hello to its controller can be read"
 
 
-def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_this_side(cable: Cable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [Cable.cut, pytest.param(Cable.silence, marks=pytest.mark.long)], ids=["both ways", "one way"])
+def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_this_side(
+    cable: Cable, tmp_path: Path, cut: Callable[[Cable], None]
+) -> None:
     def have_both_begun() -> bool:
         sizes = [path.stat().st_size for path in tmp_path.glob("*/segments/rollout-?.seg")]
         return len(sizes) == 2 and all(sizes)
@@ -193,9 +201,40 @@ def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_
         process = start(tmp_path, cluster, silent_after_s=3.0, resources={"train": "near", "functions": "near"})
         try:
             until(lambda: have_both_begun() or process.poll() is not None, lambda: "it has not begun")
-            cable.cut()
+            cut(cable)
             said = ended(process)
         finally:
             process.kill()
     assert same(said, local()), said
     assert ["gave no answer" in what for _, kind, _, what in said["incidents"] if kind == "lost"] == [True]
+
+
+def test_a_run_whose_controller_s_node_is_lost_goes_on_from_the_storage_on_another_node(cable: Cable, tmp_path: Path) -> None:
+    """Its directory is gone with the node; only what is on the storage is left."""
+    storage, lost = tmp_path / "storage", tmp_path / "there"
+    near = dict.fromkeys(("train", "functions", "rollout"), "near")
+
+    def has_a_checkpoint() -> bool:
+        return any(storage.glob("*/checkpoints/step-*")) and any(path.stat().st_size for path in storage.glob("*/segments/*.seg"))
+
+    with ray_over(cable, cpus_here=6, cpus_there=0) as cluster:
+        ray = json.dumps({"address": cluster[0], "silent_after_s": 3.0, "patience_s": 180.0, "resources": near})
+        given = [f"ray={ray}", f'storage={{"directory": "{storage}", "every_s": 0.5}}', "checkpoint_steps=1", "num_steps=8"]
+        command = ["ip", "netns", "exec", cable.host, sys.executable, str(SCRIPT), str(lost), "fake", *given]
+        driver = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cluster[1], start_new_session=True
+        )
+        try:
+            until(lambda: has_a_checkpoint() or driver.poll() is not None, lambda: "there is no checkpoint")
+            assert driver.poll() is None, driver.communicate()
+            cable.cut()
+        finally:
+            os.killpg(driver.pid, signal.SIGKILL)
+            driver.communicate()
+        shutil.rmtree(lost)
+        (there,) = storage.iterdir()
+        resume = [sys.executable, "-m", "m2flow", "run", "--resume", str(there), "--runs-dir", str(tmp_path / "here"), "--json", "--quiet"]
+        done = subprocess.run(resume, capture_output=True, text=True, env=cluster[1], timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    said, whole = json.loads(done.stdout.splitlines()[-1]), local("num_steps=8")
+    assert (said["samples_sha256"], said["weights_sha256"], said["samples"]) == (whole["samples"], whole["weights"], whole["count"])

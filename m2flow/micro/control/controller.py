@@ -30,6 +30,7 @@ from m2flow.micro.control.custody import Custody
 from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.control.outcomes import Outcomes
+from m2flow.micro.control.replanning import Staffing
 from m2flow.micro.control.scaling import requests
 from m2flow.micro.control.waiting_samples import Waiting
 from m2flow.micro.control.watchdog import Watchdog
@@ -133,6 +134,7 @@ class Controller:
         """Of the posts in hand, what the scheduler is to be told."""
         self._rows = RowStore()
         self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, warn)
+        self._staffing = Staffing(spec, plan, self._crew, self._scheduler, journal)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
         self._custody = Custody(journal, launcher.log_path("").parent.parent, self._calls)
@@ -276,6 +278,7 @@ class Controller:
             if self._crew.is_ready:
                 for request in requests(self._launcher.run_dir):
                     self._tell_of(request.answered_by(self._crew.scale))
+            self._tell_of(self._staffing.look(now_s))
             halted = self._watchdog.look(self._scheduler.waits(), now_s)
             if halted is not None:
                 raise halted

@@ -52,6 +52,17 @@ class _End:
     returns: bool
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """Workers that do nothing but generate."""
+
+    num_up: int
+    num_away: int
+    """May join."""
+    start_s: float
+    """That one took to come up, at most."""
+
+
 @final
 class Crew:
     """Of one plan. It is told what comes on the link, and asked now and then (`check`) what the scheduler should know."""
@@ -106,6 +117,8 @@ class Crew:
             slot.kind == "rollout" for worker in plan.workers if worker.name not in self._rollouts for slot in worker.engines
         )
         self._was_ready = False
+        self._began_s = time.monotonic()
+        self._start_s = 0.0
         self._checked_s = time.monotonic()
         self.vitals = Vitals(journal.spans, listener.send)
 
@@ -180,6 +193,7 @@ class Crew:
         """A worker's engines have loaded."""
         self._knows[worker] = set()
         self._up_s[worker] = now_s = time.monotonic()
+        self._start_s = max(self._start_s, now_s - self._starting_s.get(worker, self._began_s))
         limits = self._settings
         self._watches[worker] = Watch(
             now_s, hung_after_s=limits.hung_after_s, turn_limit_s=limits.turn_limit_s, num_ranks=self._num_ranks[worker]
@@ -242,6 +256,11 @@ class Crew:
     def said_goodbye(self, worker: str) -> list[Event]:
         """A worker leaves, and nobody has told it to: it failed, and could not say why."""
         return self._died(worker, "ended", is_hung=True)
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Who generates, and who could."""
+        return Rollouts(sum(worker in self._knows for worker in self._rollouts), len(self._away), self._start_s)
 
     def scale(self, change: int) -> tuple[list[Event], str]:
         """Have so many rollout workers join, or leave; what the scheduler should know, and what to say to who asked for it.
