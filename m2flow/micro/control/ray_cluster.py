@@ -117,8 +117,8 @@ class RayCluster:
     @property
     def own_address(self) -> str:
         """Where the cluster's nodes reach this process, IPv4."""
-        if self._spec.address.startswith("ray://"):
-            return _address_towards(self._spec.address.removeprefix("ray://").partition(":")[0])
+        if self._spec.address.startswith("ray://"):  # Its own host may be a tunnel's end; nodes are where they say.
+            return _address_towards(next(node.address for node in self.nodes()))
         return _node_address()
 
     def nodes(self) -> list[Node]:

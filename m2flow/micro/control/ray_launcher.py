@@ -106,7 +106,7 @@ class RayLauncher(Launcher):
                 )
             host = self._spec.channels.host
             self._host = self._cluster.own_address if is_private(f"tcp://{host}:0") else host
-            if self.keys is None and not is_private(f"tcp://{self._host}:0"):
+            if self.keys is None:  # Wherever this process is: workers listen at their nodes' addresses.
                 from m2flow.channels.zeromq import new_keys
 
                 self.keys = new_keys()
