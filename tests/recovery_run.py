@@ -4,12 +4,13 @@ import json
 import os
 import sys
 import time
+import urllib.request
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.errors import M2FlowError
 from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run
-from m2flow.spec import ClusterSpec, FunctionSpec, RaySpec, RolloutSpec, RunSettings, StorageSpec, TrainSpec, WeightsSpec
+from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RaySpec, RolloutSpec, RunSettings, StorageSpec, TrainSpec, WeightsSpec
 
 
 def unhurried(sample: Sample) -> float:
@@ -18,6 +19,9 @@ def unhurried(sample: Sample) -> float:
     while os.path.exists(os.environ.get("HELD_BY", "")):
         time.sleep(0.01)
     print("judged", flush=True)
+    if service := os.environ.get("SERVICE"):
+        with urllib.request.urlopen(f"{service}/{len(sample.tokens)}", timeout=60.0) as answer:
+            return float(answer.read())
     return float(len(sample.tokens) % 3)
 
 
@@ -58,6 +62,7 @@ def main(runs_dir: str, model: str, *arguments: str) -> None:
         ),
         train=TrainSpec(engine=train, ranks=max(ranks, 1), token_budget=200, threads=1, options=given.pop("train_options", {})),
         functions=FunctionSpec(workers=2, chunk=4),
+        channels=ChannelSpec(host=given.pop("host", "127.0.0.1")),
         storage=StorageSpec.model_validate(given.pop("storage", {})),
         weights=WeightsSpec(transport=given.pop("transport", "auto"), changes="always"),
     )

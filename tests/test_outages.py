@@ -1,0 +1,86 @@
+"""A reward service that goes down in the middle of a run: the run ends with the reason, and goes on when the service is back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("recovery_run.py")
+
+
+class Service(ThreadingHTTPServer):
+    """Judges; after so many answers it takes connections and says nothing, until it is brought back."""
+
+    daemon_threads = True
+
+    def __init__(self, num_answers: int) -> None:
+        super().__init__(("127.0.0.1", 0), Judge)
+        self.num_answers = num_answers
+        self.lock = threading.Lock()
+
+    def answers(self) -> bool:
+        with self.lock:
+            self.num_answers -= 1
+            return self.num_answers >= 0
+
+
+class Judge(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Service)
+        if not self.server.answers():
+            return  # The connection ends.
+        body = str(int(self.path.strip("/")) % 3).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(num_answers: int) -> Iterator[tuple[Service, dict[str, str]]]:
+    service = Service(num_answers)
+    thread = threading.Thread(target=service.serve_forever)
+    thread.start()
+    try:
+        yield service, {**os.environ, "SERVICE": f"http://127.0.0.1:{service.server_port}"}
+    finally:
+        service.shutdown()
+        thread.join()
+        service.server_close()
+
+
+def said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_whose_reward_service_is_down_ends_with_the_reason_and_is_resumed_to_the_same_weights(tmp_path: Path) -> None:
+    plain = said([sys.executable, str(SCRIPT), str(tmp_path / "plain"), "fake"], dict(os.environ))
+    with served(50) as (service, environment):
+        failed = said([sys.executable, str(SCRIPT), str(tmp_path / "runs"), "fake"], environment)
+        assert "RewardError" in failed["error"]
+        assert "RemoteDisconnected" in failed["error"]
+        service.num_answers = 10_000
+        (run_dir,) = (tmp_path / "runs").iterdir()
+        resumed = said([sys.executable, "-m", "m2flow", "run", "--resume", str(run_dir), "--json", "--quiet"], environment)
+    assert (resumed["samples_sha256"], resumed["weights_sha256"], resumed["samples"]) == (
+        plain["samples"],
+        plain["weights"],
+        plain["count"],
+    )
