@@ -7,13 +7,12 @@ A plan is frozen data with a checker and a printed form; it serialises to JSON. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from m2flow.errors import PlanError
-from m2flow.micro.columns import in_columns
+from m2flow.micro.plan_text import plan_text
 from m2flow.micro.search.choice import Choice
 
 SyncTransport = Literal["same process", "shared memory", "cuda ipc", "broadcast", "tcp", "file"]
@@ -222,68 +221,4 @@ class Plan(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self))
 
     def __str__(self) -> str:
-        lines = [f"plan of {self.flow} on {self.cluster}: {self.mode}, {len(self.workers)} workers"]
-        lines += _table((w.name, _where(w), _slots(w), f"lease {w.lease}" if w.lease else "may join" * w.is_spare) for w in self.workers)
-        lines += ["calls"]
-        lines += _table((s.call, f"@{s.unit}", ", ".join(s.workers) or "controller", _how(s)) for s in self.stages)
-        lines += ["routes"]
-        lines += _table(
-            (f"{r.producer} -> {r.consumer}", f"{r.source} -> {r.target}", r.transport, _room(r), r.reason) for r in self.routes
-        )
-        if self.policies:
-            lines += [f"rollout policy: {', '.join(self.policies)}; lengths by {self.predictor}"]
-            lines += [
-                f"  {p.role}: a decode step takes {p.step_s * 1e3:.3g} ms, and {p.sample_s * 1e3:.3g} ms a sample ({p.source})"
-                for p in self.paces
-            ]
-        if self.syncs:
-            lines += ["weights"]
-            lines += _table(
-                (s.role, f"{s.source} -> {s.target}", s.transport, "; ".join(filter(None, (s.why, "each tensor's checksum is compared"))))
-                for s in self.syncs
-            )
-        if self.switches:
-            lines += ["switches"]
-            lines += _table(
-                (s.lease, " <-> ".join(s.turns), s.worker, "when the one has nothing left to run and the other has") for s in self.switches
-            )
-        lines += ["arithmetic"]
-        lines += _table((line.name, line.value, line.formula) for line in self.arithmetic)
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
-def _table(rows: Iterable[Sequence[object]]) -> list[str]:
-    return in_columns(rows) or ["  none"]
-
-
-def _where(worker: WorkerPlan) -> str:
-    one = f"{worker.device}, {_count(worker.threads, 'thread')}"
-    return f"{worker.ranks} ranks: {one} each" if worker.ranks > 1 else one
-
-
-def _slots(worker: WorkerPlan) -> str:
-    return ", ".join("functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine}){_turn(s)}" for s in worker.engines)
-
-
-def _turn(slot: EngineSlot) -> str:
-    return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays
-
-
-def _how(stage: Stage) -> str:
-    if stage.engine == "source":
-        return "read by the controller"
-    if stage.engine == "rollout":
-        return f"up to {stage.chunk} decode together; each sample leaves when it is done"
-    if stage.engine == "train" and stage.unit in ("minibatch", "batch") and not stage.is_barrier:
-        return f"micro-batches of up to {stage.token_budget} tokens, as groups come in; one optimiser step a mini-batch"
-    return "waits for all of its input" if stage.is_barrier else f"up to {stage.chunk} samples a task, as they come in"
-
-
-def _room(route: Route) -> str:
-    room = f"{route.capacity} samples" + (f", {route.capacity_bytes:,} bytes" if route.capacity_bytes else "")
-    return f"{room}; spills to segment files" if route.spills else room
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+        return plan_text(self)

@@ -93,7 +93,10 @@ def read_origin(plan_file: Path) -> Origin:
     try:
         document = json.loads(plan_file.read_bytes())
     except (OSError, ValueError) as error:
-        raise SpecError(f"the plan {plan_file} can't be read: {error}", now=f"Make one: m2flow plan FLOW --out {plan_file}") from None
+        raise SpecError(
+            f"the plan {plan_file} can't be read: {error.strerror if isinstance(error, OSError) else error}",
+            now=f"Make one: m2flow plan FLOW --out {plan_file}",
+        ) from None
     found = document.get(KEY) if isinstance(document, dict) else None
     if found is None and (plan_file.parent / "config.json").is_file():
         config = read_config(plan_file.parent)
