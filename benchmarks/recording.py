@@ -1,9 +1,10 @@
 """What recording a span costs: a tuple of `m2flow.observe.Recorder`, against a span of the OpenTelemetry SDK, in one process.
 
-    python benchmarks/recording.py [--num-spans 50000] [--repeats 7]
+    python benchmarks/recording.py [--num-spans 50000] [--repeats 7] [--run RUN_DIR]
 
 Both record the same name and four attributes. The SDK's tracer has a processor that keeps ended spans in a list, the least that an
-export needs. Rounds alternate, the best of each kind counts, and the last line is JSON.
+export needs. Rounds alternate, the best of each kind counts, and the last line is JSON. With a run's directory it also says what share of
+that run's time its recording took: what each worker recorded, at these prices, and what the controller wrote.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanBlock
-from m2flow.observe.store import TraceStore, to_otel
+from m2flow.observe.store import TraceStore, read_trace, to_otel
 
 
 class _Keep(SpanProcessor):
@@ -63,10 +65,22 @@ def microseconds(work: Callable[[], object], num_spans: int) -> float:
     return (time.perf_counter() - start) / num_spans * 1e6
 
 
+def share_of(run_dir: Path, best: dict[str, float]) -> dict[str, float]:
+    """Of a run's time from its first span to its last, in its busiest worker and in the controller. Counters are counted as spans."""
+    trace = read_trace(run_dir)
+    wall_us = (max(span.end_ns for span in trace.spans) - min(span.start_ns for span in trace.spans)) / 1e3
+    by_worker = Counter(record.track.partition("/")[0] for record in (*trace.spans, *trace.counts))
+    return {
+        "worker_share": max(by_worker.values()) * (best["with_us"] + best["drain_us"]) / wall_us,
+        "controller_share": by_worker.total() * best["store_us"] / wall_us,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-spans", type=int, default=50_000)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--run", type=Path)
     options = parser.parse_args()
     num_spans = options.num_spans
     best: dict[str, float] = {}
@@ -94,11 +108,15 @@ def main() -> None:
         ("otel_us", "convert to otel.jsonl, once, after the run"),
     ):
         print(f"{best[name]:8.2f} us a span   {meaning}")
+    shares = share_of(options.run, best) if options.run else {}
+    for name, share in shares.items():
+        print(f"{share:8.3%} of the run's time   {name.removesuffix('_share')}")
     result = {name: round(value, 3) for name, value in best.items()}
     print(
         json.dumps(
             {
                 **result,
+                **{name: round(share, 6) for name, share in shares.items()},
                 "sdk_over_add": round(best["sdk_us"] / best["add_us"], 1),
                 "sdk_over_with": round(best["sdk_us"] / best["with_us"], 1),
             }
