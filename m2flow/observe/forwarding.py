@@ -34,8 +34,10 @@ _LONGEST_WAIT_S = 30.0
 """Before an attempt at a place that did not take something."""
 _LAST_TRIES = 2
 """At the end, with a place that takes nothing."""
-_EXTRA_S = 8.0
-"""A process that was told to end may take so much longer than its time for what is left: one request may be under way."""
+_EXTRA_S = 4.0
+"""A place may take so much longer at the end than the time for what is left: one request may be under way."""
+_REPORT_S = 30.0
+"""After which the process is killed that should have said by then how far it has come."""
 
 
 class Destinations(msgspec.Struct, frozen=True):
@@ -137,7 +139,7 @@ class Forwarding:
         said = b""
         with contextlib.suppress(OSError, ValueError):
             try:
-                said, _ = process.communicate(timeout=self._wanted.drain_s + _EXTRA_S)
+                said, _ = process.communicate(timeout=self._wanted.drain_s + _EXTRA_S + _REPORT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 said, _ = process.communicate()
@@ -208,7 +210,7 @@ def carry(sinks: Iterable[Sink], ends: threading.Event, drain_s: float) -> list[
     for thread in threads:
         thread.start()
     ends.wait()
-    deadline = time.monotonic() + drain_s + _EXTRA_S / 2
+    deadline = time.monotonic() + drain_s + _EXTRA_S
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
     return [sink.report(carrier.error or ("it did not answer" if thread.is_alive() else ""))

@@ -179,4 +179,5 @@ class _LastWords(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         said = record.getMessage()
         if "max retries" not in said or not self.text:  # That follows on why it was tried again, which says more.
-            self.text = said[:_MOST_WORDS].rstrip(".")
+            cause, _, _ = said.removeprefix("Transient error ").partition(" encountered while")
+            self.text = cause[:_MOST_WORDS].rstrip(".")
