@@ -24,6 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from m2flow.cli.live_efficiency import LiveEfficiency, final_efficiency
+
 if TYPE_CHECKING:
     from m2flow.micro.plan import Plan
     from m2flow.micro.record.tally import Tally
@@ -38,6 +40,8 @@ _EXAMPLE_S = 5.0
 """A sample's text stays this long, so that it can be read."""
 _BARS = "▁▂▃▄▅▆▇█"
 _TEXT_WIDTH = 72
+_PACE_STEPS = 6
+"""The time that is left goes by so many."""
 _STOPPING = "stopping the workers; Ctrl-C once more ends at once"
 
 
@@ -88,7 +92,12 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
     blocked = {name: counts["seconds blocked"] for name, counts in summary.channels.items() if counts.get("seconds blocked", 0) >= 0.1}
     if blocked:
         rows.append(("blocked", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in blocked.items())))
+    efficiency = final_efficiency(Path(summary.run_dir))
+    if efficiency is not None:
+        rows.append(("efficiency", f"{efficiency:.0%} of the bound that no schedule of its steps can beat"))
     rows += [("run", summary.run_dir), ("next", f"m2flow view {summary.run_dir}")]
+    if efficiency is not None:
+        rows.append(("", f"m2flow analyze {summary.run_dir}    where the time went, and what would be faster"))
     width = max(len(name) for name, _ in rows)
     _print(console, "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in rows))
 
@@ -100,6 +109,8 @@ class Progress:
         self._console = console
         self._run = run
         self._rates = Rates()
+        self._pace = Pace()
+        self._efficiency = LiveEfficiency()
         self._num_steps = 0
         self._started_s = 0.0
         self._is_stopping = False
@@ -145,7 +156,13 @@ class Progress:
         elapsed_s = time.monotonic() - self._started_s
         bar = Table.grid(padding=(0, 2))
         known = f" / {self._num_steps}" if self._num_steps >= tally.num_steps else ""
-        bar.add_row(f"{tally.num_steps}{known}", ProgressBar(max(self._num_steps, 1), tally.num_steps, width=30), duration(elapsed_s))
+        left_s = self._left_s(tally)
+        bar.add_row(
+            f"{tally.num_steps}{known}",
+            ProgressBar(max(self._num_steps, 1), tally.num_steps, width=30),
+            duration(elapsed_s),
+            "" if left_s is None else f"{duration(left_s)} left",
+        )
         table.add_row("step", bar)
         if tally.rewards:
             table.add_row("reward", Text(f"{tally.rewards[-1]:.3f}  {_sparkline(self._console, list(tally.rewards))}"))
@@ -155,6 +172,9 @@ class Progress:
         table.add_row(
             "speed", f"{tokens_per_s:,.0f} tokens/s  {samples_per_s:,.1f} samples/s  {_count(tally.num_samples, 'sample')} so far"
         )
+        efficiency = self._efficiency.look(self._run.run_dir, time.monotonic())
+        if efficiency is not None:
+            table.add_row("efficiency", f"{efficiency:.0%} of the bound")
         for worker, doing in sorted(running.items()) or [("running", self._phase(tally))]:
             table.add_row(Text(worker), Text(doing))
         prompt, response = self._sample(tally)
@@ -163,6 +183,12 @@ class Progress:
         if self._is_stopping:
             table.add_row("", Text(_STOPPING, style="bold"))
         return table
+
+    def _left_s(self, tally: Tally) -> float | None:
+        """Until the last step is done, as fast as the last ones were; None: not known."""
+        step_s = self._pace.add(time.monotonic(), tally.num_steps)
+        left = self._num_steps - tally.num_steps
+        return step_s * left if step_s is not None and left > 0 else None
 
     def _sample(self, tally: Tally) -> tuple[str, str]:
         now_s = time.monotonic()
@@ -180,6 +206,7 @@ class Progress:
         while not self._ended.wait(0.25):
             tally, now_s = self._run.tally, time.monotonic()
             rates = self._rates.add(now_s, tally.num_tokens, tally.num_samples)
+            self._left_s(tally)
             is_due = now_s - last_s > (_LINE_S if tally.num_steps > last_steps else _QUIET_LINE_S)
             if self._is_stopping or not (is_due or (tally.num_steps and not last_steps)):
                 continue
@@ -195,8 +222,29 @@ class Progress:
         parts += [f"reward {tally.rewards[-1]:.3f}"] if tally.rewards else []
         parts += [f"{name} {value:.4g}" for name, value in list(tally.logs.items())]
         parts += [f"{rates[0]:,.0f} tokens/s", f"{rates[1]:,.1f} samples/s"]
+        efficiency, left_s = self._efficiency.look(self._run.run_dir, time.monotonic()), self._left_s(tally)
+        parts += [f"efficiency {efficiency:.0%}"] if efficiency is not None else []
+        parts += [f"{duration(left_s)} left"] if left_s is not None else []
         parts += [f"{worker}: {doing}" for worker, doing in sorted(self._run.running.items())]
         return "  ".join(parts)
+
+
+class Pace:
+    """Seconds a step, over the last ones."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS)
+        """When it was first seen that so many steps were done."""
+
+    def add(self, now_s: float, num_steps: int) -> float | None:
+        """None: not two ends of steps were seen yet."""
+        if num_steps and (not self._ends or num_steps > self._ends[-1][1]):
+            self._ends.append((now_s, num_steps))
+        if len(self._ends) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._ends[0], self._ends[-1]
+        # A step that takes longer than those before it does so already.
+        return max((last_s - first_s) / (last - first), (now_s - last_s) / 2 if now_s - last_s > last_s - first_s else 0.0)
 
 
 class Rates:

@@ -127,7 +127,8 @@ def command(
 
     if decisions is not None and not eager:
         raise OptionError("--decisions goes with --eager", now="A planned run decides by its own time. Add --eager.")
-    console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
+    # Given its stream now: what the flow prints goes through others, which its display must not.
+    console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, markup=False, emoji=False)
     structure = read_structure(pin_to) if pin_to else None
     record = read_decisions(decisions) if decisions else None
     pinned = read_plan(plan_file) if plan_file else None

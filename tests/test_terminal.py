@@ -1,0 +1,66 @@
+"""`m2flow run` on a terminal: the table lives while the flow runs, and the end says what to type next."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import shown_by
+
+from m2flow.cli.display import Pace
+
+FLOW = """
+import time
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
+
+
+def slowly(sample: Sample) -> float:
+    time.sleep(0.1)
+    return float(sample.num_tokens)
+
+
+@flow
+def loop(num_steps: int = 4) -> None:
+    policy, verifier = Policy("fake", init="random"), Reward(slowly)
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(8)], shuffle=False)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=4, max_new_tokens=6)
+        metrics = policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3))
+        print("a line of the flow", step, float(metrics["reward"]) >= 0)
+"""
+CLUSTER = "placement: split\ndevice: cpu\ncores: 2\nrollout: {engine: fake}\ntrain: {engine: fake}\n"
+
+
+@pytest.mark.slow
+def test_the_table_lives_while_the_flow_runs_and_prints_of_the_flow_stay(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(FLOW)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    command = [sys.executable, "-m", "m2flow", "run", str(tmp_path / "loop.py"), "--cluster", str(tmp_path / "cluster.yaml")]
+    status, text = shown_by([*command, "--runs-dir", str(tmp_path / "runs")], env={**os.environ, "TERM": "xterm-256color"})
+    assert status == 0, text[-2000:]
+    _, *frames = text.split("step  ")
+    seen = {int(found[1]) for frame in frames if (found := re.match(r"\s*(\d) / 4", frame))}
+    assert seen & {1, 2, 3}
+    working = [frame for frame in frames if re.search(r"functions-0 +slowly\.score", frame)]
+    assert working
+    assert any(" left" in frame for frame in frames)
+    assert text.count("a line of the flow") == 4
+    summary = text[text.rindex("done ") :]
+    (run_dir,) = re.findall(r"run +(\S+/runs/loop-\S+)", summary)
+    assert f"m2flow view {run_dir}" in summary
+    assert f"m2flow analyze {run_dir}" in summary
+    assert re.search(r"efficiency +\d+% of the bound", summary)
+
+
+def test_the_pace_goes_by_the_last_steps_and_a_step_that_takes_long_counts_already() -> None:
+    pace = Pace()
+    assert pace.add(0.0, 0) is None
+    assert pace.add(10.0, 1) is None
+    assert pace.add(11.0, 1) is None
+    assert pace.add(12.0, 2) == 2.0
+    assert pace.add(16.0, 4) == 2.0
+    assert pace.add(17.0, 4) == 2.0
+    assert pace.add(36.0, 4) == 10.0
