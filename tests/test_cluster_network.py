@@ -209,6 +209,7 @@ def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_
     assert ["gave no answer" in what for _, kind, _, what in said["incidents"] if kind == "lost"] == [True]
 
 
+@pytest.mark.long
 def test_a_run_whose_controller_s_node_is_lost_goes_on_from_the_storage_on_another_node(cable: Cable, tmp_path: Path) -> None:
     """Its directory is gone with the node; only what is on the storage is left."""
     storage, lost = tmp_path / "storage", tmp_path / "there"

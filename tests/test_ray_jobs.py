@@ -123,6 +123,7 @@ def test_a_submitted_job_gives_the_digests_of_a_local_run(head: Head, tmp_path: 
     assert {"rollout-0.log", "rollout-1.log", "train-0.log", "functions-0.log", "functions-1.log"} <= logs
 
 
+@pytest.mark.long
 def test_a_client_of_a_cluster_gives_the_digests_of_a_local_run(head: Head, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path), "fake", f"ray={json.dumps({'address': head.client})}"]
     done = subprocess.run(command, capture_output=True, text=True, env=head.environment, timeout=300, check=False)

@@ -68,7 +68,7 @@ def test_who_asks_for_it_has_somebody_spare() -> None:
         ClusterSpec(placement="split", rollout=RolloutSpec(scale="auto"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_has_more_workers_than_it_needs_lets_one_go_and_gives_the_same_weights(tmp_path: Path) -> None:
     def said(*more: str) -> dict[str, object]:
         command = [sys.executable, str(SCRIPT), str(tmp_path / "-".join(more)), "fake", *more]
