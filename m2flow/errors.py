@@ -17,7 +17,8 @@
     ├── PlanError                no legal plan, or one that was edited into an illegal one
     ├── ModelError               a model path that is missing or broken
     ├── EngineError              an engine's: it can't start, or failed at work
-    │   └── MissingExtra         a package that is not installed, and how to get it
+    │   ├── MissingExtra         a package that is not installed, and how to get it
+    │   └── OutOfMemory          it has no room left, and what takes it
     ├── ShapeError               a tensor handed to an algorithm with the wrong shape
     ├── ChannelError             a channel's
     │   ├── ChannelClosed        we closed it and used it
@@ -199,6 +200,10 @@ class UnusedResult(UserWarning):
 
 class InternalError(M2FlowError, AssertionError):
     """A fault of m2flow's own; please report it with the run directory."""
+
+
+class OutOfMemory(EngineError):
+    """An engine has no room left."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,8 +15,9 @@ from typing import final
 
 import numpy as np
 
+from m2flow.engines.agreement import Agreement
 from m2flow.engines.contract import EngineSettings, Objective, Sums, TrainEngine
-from m2flow.errors import EngineError, is_out_of_memory
+from m2flow.errors import OutOfMemory, is_out_of_memory
 from m2flow.samples import Batch
 
 
@@ -38,7 +39,7 @@ class MiniBatch:
         """Add up one micro-batch.
 
         Raises:
-            EngineError: one sample alone does not fit, or the engine can't be asked again.
+            OutOfMemory: one sample alone does not fit, or the engine can't be asked again.
         """
         sums = self._tried(rows, objective)
         if sums is not None:
@@ -46,7 +47,7 @@ class MiniBatch:
         halves = _halves(rows)
         if not self._may_halve or len(halves) < 2:
             what = "one sample of it" if self._may_halve else "it"
-            raise EngineError(
+            raise OutOfMemory(
                 f"out of memory in a micro-batch of {len(rows)} samples; {what} does not fit",
                 now="Lower train.token_budget in the cluster spec, or shorten the samples (max_new_tokens).",
             )
@@ -108,6 +109,7 @@ def added(*parts: Sums) -> Sums:
         sum(part.num_tokens for part in parts),
         sum(part.num_context_tokens for part in parts),
         dict(metrics),
+        Agreement.of_all([part.agreement for part in parts]),
     )
 
 

@@ -1,8 +1,8 @@
 """An engine that runs out of memory: said with what everybody holds there, and what to change.
 
-    MemoryError, an allocator's error --accounted--> EngineError: weights, gradients, optimiser, cache of each engine; the rest; settings
+    MemoryError, an allocator's error --accounted--> OutOfMemory: weights, gradients, optimiser, cache of each engine; the rest; settings
 
-Source of the words that are looked for: PyTorch's allocators (c10/core/CPUAllocator.cpp, c10/cuda/CUDACachingAllocator.cpp).
+Source of the words that say how much was asked for: PyTorch's allocators (c10/core/CPUAllocator.cpp, c10/cuda/CUDACachingAllocator.cpp).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from m2flow.engines.accounting import Memory, size_of
-from m2flow.errors import EngineError, M2FlowError
+from m2flow.errors import M2FlowError, OutOfMemory, is_out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+ ?(?:[KMGT]i?B|bytes))")
 _NOW = {
     "train": "Lower `train: {token_budget}` in the cluster spec (activations grow with the tokens of a micro-batch), or keep fewer of them "
@@ -50,20 +49,18 @@ def accounted(kind: str) -> Callable[[Callable[Concatenate[H, P], R]], Callable[
         def work(self: H, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return method(self, *args, **kwargs)
+            except OutOfMemory as error:
+                raise _said(kind, error, self.held()) from error
             except M2FlowError:
                 raise
             except (MemoryError, RuntimeError) as error:
-                if not is_shortage(error):
+                if not is_out_of_memory(error):
                     raise
                 raise _said(kind, error, self.held()) from error
 
         return work
 
     return around
-
-
-def is_shortage(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _WORDS)
 
 
 def peak_bytes() -> tuple[int, str]:
@@ -74,14 +71,15 @@ def peak_bytes() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"
 
 
-def _said(kind: str, error: BaseException, held: Mapping[str, Memory]) -> EngineError:
+def _said(kind: str, error: BaseException, held: Mapping[str, Memory]) -> OutOfMemory:
     asked = _ASKED.search(str(error))
     peak, where = peak_bytes()
     parts = "; ".join(f"{name}: {memory.words()}" for name, memory in held.items())
     rest = max(0, peak - sum(memory.total for memory in held.values()))
     what = {"train": "training", "rollout": "generating", "switch": "changing places"}[kind]
-    return EngineError(
-        f"out of memory while {what}{f', asked for {asked[1]} more' if asked else ''}. Its process holds {parts}; the other "
-        f"{size_of(rest)} of {size_of(peak)} that it had at most of the {where}'s are activations, libraries and what allocators keep",
+    begin = error.what if isinstance(error, OutOfMemory) else f"out of memory while {what}{f', asked for {asked[1]} more' if asked else ''}"
+    return OutOfMemory(
+        f"{begin}. Its process holds {parts}; the other {size_of(rest)} of {size_of(peak)} that it had at most of the {where}'s are "
+        "activations, libraries and what allocators keep",
         now=_NOW[kind],
     )

@@ -94,6 +94,7 @@ class Workbench:
         self._gather_ns = gather_s * 1e9
         self._restore = restore or {}
         """Role -> the part of a checkpoint that its trainer begins with."""
+        self._is_closed = False
         self._rollout: dict[str, RolloutEngine] = {}
         self._train: dict[str, TrainEngine] = {}
         self._functions: Functions | None = None
@@ -137,6 +138,7 @@ class Workbench:
         self._lives.flush()
         for engine in self._engines():
             engine.stop()
+        self._is_closed = True
         self._syncing.close()
 
     # Generation
@@ -243,8 +245,9 @@ class Workbench:
         return {packed: count for engine in self._rollout.values() for packed, count in engine.progress().items()}
 
     def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
-        """Each role that can generate, how full its engine is, and the version of its weights."""
-        return ((role, engine.occupancy(), engine.version) for role, engine in self._rollout.items())
+        """Each role that can generate, how full its engine is, and the version of its weights; after the end, none."""
+        engines = {} if self._is_closed else self._rollout
+        return ((role, engine.occupancy(), engine.version) for role, engine in engines.items())
 
     def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
         """Of each role that generates: how full its engine is, and tokens so far of each sample there."""
