@@ -100,7 +100,10 @@ def _text(analysis: Analysis) -> list[str]:
     lines += [
         "",
         *table(path),
-        *(f"{one.label}, {one.line}, is on the critical path for {one.share:.0%} of the steps" for one in analysis.path[:1]),
+        *(
+            f"{one.label}, {one.line}, is on the critical path for {one.share:.0%} of the steps"
+            for one in [share for share in analysis.path if share.line][:1]
+        ),
     ]
     if analysis.length_bias:
         classes = [("samples", "number", "mean tokens", "mean reward")]

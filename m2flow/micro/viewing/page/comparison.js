@@ -38,7 +38,7 @@ export function comparisonSections(found, kinds = [], causes = []) {
     found.staleness.length ? el("section", {}, el("h2", {}, "Versions behind"), table(["", "A", "B", "B - A"], found.staleness.map((pair) => [pair.what, percent(pair.one), percent(pair.other), signed(round((pair.other - pair.one) * 100), "%")]))) : null,
     found.metrics.length ? el("section", {}, el("h2", {}, "Metrics, mean"), table(["", "A", "B", "B - A"], found.metrics.filter((metric) => !metric.name.startsWith("setup/")).slice(0, MOST_ROWS + 4).map((metric) => [metric.name, number(metric.one, 3), number(metric.other, 3), signed(metric.other - metric.one)]))) : null,
     found.settings.length ? el("section", {}, el("h2", {}, "Asked for differently"), el("ul", { class: "plain mono" }, found.settings.slice(0, 24).map((line) => el("li", {}, line)))) : null,
-    found.plans.length ? el("section", {}, el("h2", {}, "Planned differently"), el("details", {}, el("summary", {}, `${count(found.plans.length)} lines of the plan`), el("ul", { class: "plain mono" }, found.plans.slice(0, 60).map((line) => el("li", {}, line))))) : null,
+    found.plans.length ? el("section", {}, el("h2", {}, "Planned differently"), el("details", {}, el("summary", {}, `${count(found.plans.length)} ${found.plans.length === 1 ? "line" : "lines"} of the plan`), el("ul", { class: "plain mono" }, found.plans.slice(0, 60).map((line) => el("li", {}, line))))) : null,
   ].filter(Boolean);
 }
 
