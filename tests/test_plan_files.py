@@ -148,7 +148,9 @@ def test_the_commands_write_check_and_compare_plans(tmp_path, program):
     document = json.loads(one.read_text())
     stage(document, "judged.score")["chunk"] = 7
     other.write_text(json.dumps(document))
-    assert command.invoke(cli, ["plan", str(program), "--check", str(other)]).exit_code == 0
+    checked = command.invoke(cli, ["plan", str(program), "--check", str(other)])
+    assert checked.exit_code == 0
+    assert f"{other} is a plan of this flow" in checked.output
     compared = command.invoke(cli, ["diff", str(one), str(other)])
     assert compared.stdout == "call judged.score: @sample on functions-0, chunk 64 -> @sample on functions-0, chunk 7\n"
     document["workers"][0]["lease"] = ""

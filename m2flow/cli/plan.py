@@ -113,7 +113,8 @@ def command(
         is_run_here = pinned is None and not spec.pools
         is_told_more = bool(assume or run_dir or lengths or steps > 1)  # Than a run is, which is planned from the rest alone.
         otherwise = _run_otherwise(flow, options, seed, spec, plan, profile) if is_run_here and is_told_more else []
-        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise]))
+        checked = [f"{check} is a plan of this flow on {spec.name}."] if check else []
+        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise, *checked]))
 
 
 def _draw(path: FlowPath, file: Path, suffix: str) -> None:

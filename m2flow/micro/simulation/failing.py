@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from m2flow.errors import OptionError
+from m2flow.micro.plan_text import names_text
 from m2flow.micro.simulation.machines import Machine
 from m2flow.micro.simulation.run import Failure
 from m2flow.spec import ClusterSpec
@@ -31,8 +32,10 @@ def failure_of(text: str, machines: Mapping[str, Machine], spec: ClusterSpec) ->
     pool, _, node = who.rpartition(":")
     pool = pool or next(iter(spec.pools), "")
     if pool not in spec.pools or not node.isdigit() or int(node) >= spec.pools[pool].nodes:
-        there = ", ".join(f"{name}:0 to {name}:{found.nodes - 1}" for name, found in spec.pools.items())
-        raise OptionError(f"--fail {text}: there is no node or worker {who!r}", now=f"There are {there or ', '.join(machines)}.")
+        nodes = [f"{name}:0" + (f" to {name}:{found.nodes - 1}" if found.nodes > 1 else "") for name, found in spec.pools.items()]
+        workers = names_text(machines)
+        now = f"Nodes: {', '.join(nodes)}. Workers: {workers}." if nodes else f"There are {workers}."
+        raise OptionError(f"--fail {text}: there is no node or worker {who!r}", now=now)
     first = int(node) * spec.pools[pool].devices_per_node
     stop = first + spec.pools[pool].devices_per_node
     found = [m.worker for m in machines.values() if m.place and m.pool == pool and m.place.first < stop and first < m.place.stop]
