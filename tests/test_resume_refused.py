@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from one_thread import SteppedRun, commit_every, imaged, resumed
+from one_thread import OneThread, SteppedRun, commit_every, imaged, resumed
 from test_resume import account, loop, spec_of
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.cli.main import cli
-from m2flow.errors import DivergenceError, EngineError, RewardError, SpecError
+from m2flow.errors import DivergenceError, EngineError, RewardError, SpecError, StateLost, WorkerError
 from m2flow.micro.attempts import Attempts, only_writer
+from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.record.checkpoints import read
 from m2flow.micro.run import Summary
 from m2flow.observe.metrics import read_metrics
@@ -189,9 +190,36 @@ def test_logs_of_the_step_that_failed_are_neither_left_out_nor_written_twice(tmp
     assert logs(run.run_dir) == logs(Path(whole.run_dir))
 
 
-def test_attempts_that_come_no_further_end_the_run_and_those_that_do_start_the_count_anew():
-    from m2flow.errors import StateLost
+def test_a_worker_that_dies_while_all_come_up_again_is_one_more_loss_and_the_first_time_the_end(tmp_path, monkeypatch):
+    dies = WorkerError("the worker rollout-0 (pid 7) was killed by signal 9")
+    open_all, opened, events = OneThread.open, [], []
 
+    def opens(self: OneThread) -> None:
+        opened.append(self)
+        if len(opened) == 2:
+            raise dies
+        open_all(self)
+
+    def loses_the_trainer() -> None:
+        events.append(1)
+        if len(events) == 60:
+            opened[0]._outcomes.end(StateLost("the worker train-0 was killed by signal 9"))
+            Outcomes._wait(opened[0]._outcomes, lambda: False)  # It says so here, as wherever the flow waits.
+
+    limits = settings(tmp_path, "planned").model_copy(update={"retry_wait_s": 0.0})
+    expected = account(SteppedRun(loop, {}, SPEC, settings(tmp_path / "whole", "planned")).execute())
+    with monkeypatch.context() as patch:
+        patch.setattr(OneThread, "open", opens)
+        summary = SteppedRun(loop, {}, SPEC, limits, hook=loses_the_trainer, warn=lambda said: None).execute()
+        assert len(opened) == 3
+        assert account(summary) == expected
+        opened[:] = [opened[0]]
+        with pytest.raises(WorkerError, match="rollout-0") as caught:
+            SteppedRun(loop, {}, SPEC, limits).execute()
+    assert caught.value is dies
+
+
+def test_attempts_that_come_no_further_end_the_run_and_those_that_do_start_the_count_anew():
     lost = StateLost("the worker train-0 was killed", remote="its last words")
     attempts = Attempts(RunSettings(attempts=3, retry_wait_s=1.0))
     assert [attempts.broke(lost, 10), attempts.broke(lost, 10), attempts.broke(lost, 12), attempts.broke(lost, 11)] == [1, 2, 1, 2]

@@ -107,6 +107,10 @@ def test_a_call_that_had_stopped_a_sample_is_forgotten_when_another_has_stopped_
     random_walk(50, 180)
 
 
+def test_a_lease_is_asked_again_when_more_rows_come_after_others_took_the_first_ones():
+    random_walk(20581, 120)
+
+
 def test_rows_of_a_call_that_fails_before_it_is_heard_where_they_were_sent_can_be_forgotten_there():
     random_walk(10213, 120, dies=True)
 

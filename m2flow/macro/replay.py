@@ -79,6 +79,10 @@ class ReplayBackend(Backend):
         """Resources that the live backend has written."""
         self._calls: list[Call] = []
         """The replayed ones. Kept whole: a live call may need their rows."""
+        self._takers: dict[int, list[int]] = {}
+        """Call -> the replayed calls that take its result."""
+        self._released: set[int] = set()
+        """Calls that the program has let go, and the live backend has not been told."""
         self._num_looks = 0
         self._is_live = False
         self._known_live: set[int] = set()
@@ -104,6 +108,8 @@ class ReplayBackend(Backend):
         if how is not None:
             raise _diverged(call.site.describe(), f"{recorded}  {recorded.where}", f"{now}  {now.where}", f"call {call.ordinal}: {how}")
         self._calls.append(call)
+        for _, ref in call.inputs:
+            self._takers.setdefault(ref.call, []).append(call.ordinal)
         if self._reperform(call):
             self._provide_inputs(call)
             self._to_live(call)
@@ -150,8 +156,25 @@ class ReplayBackend(Backend):
             self._live.log(step, {name: self._log_source(values[name]) for name in due})
 
     def release(self, ordinal: int) -> None:
+        self._released.add(ordinal)
+        self._let_go(ordinal)
+
+    def _let_go(self, ordinal: int) -> None:
+        """Have the live backend let go of what neither the program nor a call that it may still be given can ask for."""
+        if ordinal in self._released and not any(self._may_be_given(taker) for taker in self._takers.get(ordinal, ())):
+            if ordinal in self._known_live:
+                self._released.discard(ordinal)
+                self._live.release(ordinal)
+            elif ordinal < len(self._calls):
+                for _, ref in self._calls[ordinal].inputs:
+                    self._let_go(ref.call)
+
+    def _may_be_given(self, ordinal: int) -> bool:
+        """Whether the live backend may yet be given this replayed call: another may need its result, or the late samples that it left."""
         if ordinal in self._known_live:
-            self._live.release(ordinal)
+            return False
+        is_held = ordinal not in self._released or carries(self._calls[ordinal].options)
+        return is_held or any(self._may_be_given(taker) for taker in self._takers.get(ordinal, ()))
 
     def end_step(self, step: int) -> None:
         calls = itertools.takewhile(lambda call: call.step in (step, -1), reversed(self._calls))
@@ -245,6 +268,8 @@ class ReplayBackend(Backend):
         self._known_live.add(call.ordinal)
         self._written.update(effect.resource for effect in call.writes if call.ordinal >= len(self._calls))
         self._live.submit(call)
+        for _, ref in call.inputs:
+            self._let_go(ref.call)
 
     def _recall(self, call: Call, left: Mapping[int, Sequence[int]], rows: Batch) -> None:
         """Make a generation that is over known to the live backend as one that leaves samples; and those that drew them too."""

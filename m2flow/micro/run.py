@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from m2flow.errors import FlowError, M2FlowError, SpecError, StateLost
+from m2flow.errors import FlowError, M2FlowError, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.exploring import anticipate, explore
 from m2flow.macro.flow import Flow
@@ -131,6 +131,8 @@ class Run:
         self._resume = resume
         self._warn = warn
         self._past: Past | None = None
+        self._has_broken = False
+        """An attempt of this process was up, and lost what only a checkpoint has."""
         self._replay: ReplayBackend | None = None
         self._plan: Plan | None = None
         self._models: dict[str, Model] = {}
@@ -232,6 +234,7 @@ class Run:
             try:
                 return self._attempt(plan)
             except StateLost as error:
+                self._has_broken = True
                 past = read_past(self.run_dir, self._warn)
                 wait_s = attempts.broke(error, len(past.done))
                 self._warn(f"{error.what}; the run goes on from {past.where}")
@@ -267,7 +270,7 @@ class Run:
         keeping: Keeping | None = None
         backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal, ahead)
         try:
-            self._controller.open()
+            self._start(self._controller)
             start = time.monotonic()
             begin = backend.begin_checkpoint
             keeping = Keeping(self._replayed(backend), keeper, begin=begin, end=lambda step: None, num_over=lambda: outcomes.num_well)
@@ -282,6 +285,15 @@ class Run:
             raise
         finally:
             self._controller.close()
+
+    def _start(self, controller: Controller) -> None:
+        """Have the workers come up. The first time one that dies ends the run; after that it is one more loss."""
+        try:
+            controller.open()
+        except WorkerError as error:
+            if not self._has_broken:
+                raise
+            raise StateLost(error.what, where=error.where, now=error.now, remote=error.remote) from error
 
     def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[Outcomes, Controller]:
         restored, parts, attempt = self._restored

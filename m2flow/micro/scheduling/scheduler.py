@@ -377,6 +377,9 @@ class Scheduler:
         to = self._next_turn(lease)
         if to:
             self._tell_to_switch(lease.move(to), to)
+        elif lease.is_idle and not lease.is_moving:
+            for name in lease.workers:
+                self._board.waking.passed_over(self._board.workers[name])
 
     def _next_turn(self, lease: Lease) -> str:
         """Empty: it stays where it is."""

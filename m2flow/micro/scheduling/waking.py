@@ -58,6 +58,15 @@ class Waking:
                     heapq.heappush(state.hungry, worker.place)
             worker.sated_of.clear()
 
+    def passed_over(self, worker: WorkerState) -> None:
+        """A worker whose turn it was not was asked, and others took what there was: it is asked again when there is more."""
+        left = [state for state in worker.sated_of if worker.place in state.sated]
+        worker.sated_of = [state for state in left if state.has_rows_to_begin]
+        for state in left:
+            if not state.has_rows_to_begin and worker.place in state.sated:
+                state.sated.discard(worker.place)
+                heapq.heappush(state.hungry, worker.place)
+
     def wake_all(self, workers: Iterable[WorkerState]) -> None:
         for worker in workers:
             self.wake(worker)
