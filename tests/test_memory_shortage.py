@@ -127,7 +127,7 @@ print(run_eager(hungry, {}, ClusterSpec(device="cpu", cores=1, train=TrainSpec(t
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trainer_that_is_really_out_of_memory_says_so(tmp_path: Path) -> None:
     path = save_config("Llama", tmp_path / "model", vocab_size=400_000)
     (tmp_path / "starved.py").write_text(STARVED)
