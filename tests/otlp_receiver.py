@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
 
 class Receiver:
     """What has come. `status` is what the next requests are answered with; while `holds` is set, they wait for an answer."""
@@ -41,6 +38,10 @@ class Receiver:
             return list(self._points)
 
     def take(self, path: str, body: bytes) -> None:
+        # Here, since this file is looked through for doctests where the extra is missing, too.
+        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
         with self._lock:
             if path == "/v1/traces":
                 for of in ExportTraceServiceRequest.FromString(body).resource_spans:
