@@ -16,11 +16,15 @@ from m2flow import AdamW, Dataset, Policy, Reward, flow, ppo_clip, steps
 from m2flow.errors import SpecError
 from m2flow.micro.record.account import read_token_account
 from m2flow.micro.record.audit import audit
+from m2flow.micro.record.decisions import Stretch
+from m2flow.micro.record.ledger import Ledger
 from m2flow.micro.record.left_behind import LeftBehind
+from m2flow.micro.record.reading_back import read_back
 from m2flow.micro.record.rundir import read_config
 from m2flow.micro.record.sample_book import SampleBook
 from m2flow.micro.record.scratch import clear_scratch
 from m2flow.micro.record.segments import Kind, SegmentWriter, scan_segments
+from m2flow.micro.work.store import stopped_at
 from m2flow.samples import Batch, Finish
 from m2flow.spec import RunSettings, TrainSpec
 
@@ -114,6 +118,18 @@ def test_rows_of_a_record_that_were_not_told_with_the_others_are_found(tmp_path)
     writer.close()
     assert [message.ids for message in left.of("rollout-0", {}).messages] == [[3, 5], [6]]
     assert left.of("rollout-0", {}).messages == []
+
+
+def test_a_prefix_is_read_back_from_its_own_record_though_an_older_one_lies_beside_another_prefix(tmp_path):
+    ledger, writer = Ledger(tmp_path / "ledger.db"), SegmentWriter(tmp_path / "segments", "rollout-0-running")
+    ledger.open()
+    for ids, count in (([1, 2], 3), ([2], 5)):
+        place = writer.append(Batch(np.array(ids), {"count": np.full(len(ids), count)}), Kind.RUNNING, 7)
+        ledger.flushed(7, ids, [count] * len(ids), [count] * len(ids), [[Stretch(count, 0)]] * len(ids), place)
+    writer.close()
+    rows = read_back(ledger, tmp_path, stopped_at(7), [1, 2], is_reward=False)
+    ledger.close()
+    assert rows.dense("count").tolist() == [3, 5]
 
 
 OTHERS = [spec_of("time-shared"), spec_of("split", workers=3).model_copy(update={"train": TrainSpec(engine="fake", token_budget=25)})]

@@ -33,19 +33,17 @@ def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is
     if is_reward:
         values = dict(ledger.select("SELECT sample, value FROM rewards WHERE call=?", (key,)))
         return Batch(np.array(ids, np.int64), {"reward": np.array([values[packed] for packed in ids], np.float64)})
-    places: dict[Place, None] = {}
-    for place in ledger.select(f"{_PLACE} made WHERE call=?", (key,)):
-        places[place] = None
-    if not places:
+    wanted: dict[Place, set[int]] = {place: set(ids) for place in ledger.select(f"{_PLACE} made WHERE call=?", (key,))}
+    if not wanted:
         table = "prefixes WHERE sample=?" if key < 0 else "samples WHERE id=?"
         for packed in ids:
             found = ledger.select(f"{_PLACE} {table}", (packed,))
             if not found:
                 raise InternalError(f"the ledger has no row of sample {SampleId.unpack(packed)} for call {key}")
-            places[found[0]] = None
-    wanted, parts = set(ids), []
-    for place in places:
+            wanted.setdefault(found[0], set()).add(packed)  # An older row of it may be in the record of another.
+    parts = []
+    for place, mine in wanted.items():
         rows = read_segment(run_dir / "segments", place)
-        here = [row for row, packed in enumerate(rows.ids.tolist()) if packed in wanted]
+        here = [row for row, packed in enumerate(rows.ids.tolist()) if packed in mine]
         parts += [rows.take(here)] if here else []
     return Batch.concat(parts).select(np.array(ids, np.int64))
