@@ -68,7 +68,7 @@ def test_a_run_outlives_the_disk_of_its_controller(tmp_path: Path) -> None:
     assert Path(resumed["run_dir"]) == tmp_path / "elsewhere" / there.name
     for directory in (there, Path(resumed["run_dir"])):
         assert audit(directory).is_sound, str(audit(directory))
-    assert (there / "timeline.html").exists()
+    assert (there / "trace.json.gz").exists(), "what is written at the end is there, too"
     assert (there / "checkpoints" / "final").is_dir()
     again = m2flow(tmp_path, "--resume", str(there))
     assert "has come to its end: there is nothing to resume" in again.stderr
