@@ -11,6 +11,7 @@ A unit that takes longer than `patience_s` does not keep others from beginning b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import os
@@ -30,6 +31,8 @@ from m2flow.samples import Batch, Sample, SampleId
 
 PATIENCE_S = 1.0
 """Whoever takes longer waits for something, or hangs."""
+_BEGINS_S = 0.01
+"""What may be done meanwhile waits no longer for a thread to begin."""
 _MOST_SLOW = 16
 """Slow units at once, each of which keeps a thread."""
 _MOST_OF_A_RECURSION = 12
@@ -92,6 +95,7 @@ class PythonFunctions(FunctionEngine):
         concurrency = 1 if in_turn else int(str(self._settings.options.get("concurrency", 1)))
         patience_s = float("inf") if in_turn else float(str(self._settings.options.get("patience_s", PATIENCE_S)))
         outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        begun: queue.SimpleQueue[None] = queue.SimpleQueue()
         results: list[object] = [None] * len(units)
         deadlines: dict[int, float] = {}
         patience: dict[int, float] = {}
@@ -106,11 +110,14 @@ class PythonFunctions(FunctionEngine):
                 deadlines[unit.position] = now + timeout_s if timeout_s is not None else float("inf")
                 patience[unit.position] = now + patience_s
                 hands[unit.position] = self._idle.pop() if self._idle else _Hand()
-                hands[unit.position].run(function, unit, outcomes)
+                hands[unit.position].run(function, unit, outcomes, begun)
                 num_started += 1
             if not deadlines:
                 break
             if meanwhile is not None:
+                # Else this thread would go on holding the interpreter lock, and the unit begin when it is done.
+                with contextlib.suppress(queue.Empty):
+                    begun.get(timeout=_BEGINS_S)
                 meanwhile()
                 meanwhile = None
             deadline = min(deadlines.values())
@@ -162,10 +169,12 @@ class _Hand:
         self._thread = threading.Thread(target=self._serve, name="m2flow-function", daemon=True)
         self._thread.start()
 
-    def run(self, function: Callable[..., object], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome]) -> None:
+    def run(
+        self, function: Callable[..., object], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome], begun: queue.SimpleQueue[None]
+    ) -> None:
         self._thread.name = f"m2flow-{unit.label}"
         # A context of its own: what a function sets in one must not be there for the next unit, which may be run elsewhere.
-        self._work.put(lambda: contextvars.Context().run(_run, function, unit, outcomes))
+        self._work.put(lambda: contextvars.Context().run(_run, function, unit, outcomes, begun))
 
     def dismiss(self) -> None:
         """End, when the unit in hand ends, if it does."""
@@ -195,7 +204,8 @@ def _span(granularity: str, names: list[str]) -> str:
     return f"{granularity} {names[0]} to {names[-1]}" if names else f"the empty {granularity}"
 
 
-def _run(function: Callable[..., Any], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome]) -> None:
+def _run(function: Callable[..., Any], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome], begun: queue.SimpleQueue[None]) -> None:
+    begun.put(None)
     try:
         result = function(unit.argument)
         if inspect.isawaitable(result):
