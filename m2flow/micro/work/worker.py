@@ -247,6 +247,7 @@ class Worker:
             case m.Push(call=ordinal, ids=ids, to=to):
                 self._forward(ordinal, self._store.get(ordinal, ids), [to])
             case m.Abort(call=ordinal, keeps=keeps):
+                self._reports.make()  # They may be about this call, which is forgotten next.
                 if keeps:
                     self._stop(ordinal)
                 self._abort(ordinal)
