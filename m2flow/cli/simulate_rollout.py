@@ -64,7 +64,7 @@ def command(
 
     \b
     Policies:
-      round-robin, group-round-robin, least-loaded, lpt, longest-first, shortest-first, probe, repack, split, adaptive
+      round-robin, group-round-robin, least-loaded, lpt, longest-first, shortest-first, probe, repack, gather, split, adaptive
 
     \b
     Examples:

@@ -173,6 +173,7 @@ _others = (
     "adaptive-concurrency:start=2",
     "admission:target=0.5",
     "repack",
+    "gather:slack=0.5",
 )
 
 

@@ -20,6 +20,7 @@ from m2flow.micro.rollouts.policies.adaptive_concurrency import AdaptiveConcurre
 from m2flow.micro.rollouts.policies.admission import Admission
 from m2flow.micro.rollouts.policies.balanced import Balanced
 from m2flow.micro.rollouts.policies.first_come import FirstCome
+from m2flow.micro.rollouts.policies.gather import Gather
 from m2flow.micro.rollouts.policies.group_completing import GroupCompleting
 from m2flow.micro.rollouts.policies.group_round_robin import GroupRoundRobin
 from m2flow.micro.rollouts.policies.least_loaded import LeastLoaded
@@ -55,6 +56,7 @@ POLICIES: Mapping[str, type[Policy]] = {
         AdaptiveConcurrency,
         Admission,
         Repack,
+        Gather,
         Split,
         Adaptive,
     )

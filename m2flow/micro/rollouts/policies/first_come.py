@@ -1,4 +1,7 @@
-"""First come, first served: a slot that is free takes the next sample, on the instance with the fewest first."""
+"""First come, first served: a slot that is free takes the next sample, on the instance with the fewest first.
+
+Source: Orca (OSDI 2022) and vLLM (arXiv 2309.06180, 4.5) serve requests in this order.
+"""
 
 from __future__ import annotations
 

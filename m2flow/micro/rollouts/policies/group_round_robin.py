@@ -1,4 +1,7 @@
-"""Group after group to instance after instance, so that the members share their prompt's KV cache."""
+"""Group after group to instance after instance, so that the members share their prompt's KV cache.
+
+Source: the prefix caches of vLLM (arXiv 2309.06180) and SGLang (arXiv 2312.07104), which serve a prompt once where it was computed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One queue, first come first served, whatever other policies rank: the instance with the fewest samples is asked first."""
+"""One queue, first come first served, whatever other policies rank: the instance with the fewest samples is asked first.
+
+Source: Graham 1966, list scheduling; OpenRLHF keeps engines in a heap by their number of requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sample after sample to instance after instance, first come first served in each: what most frameworks do."""
+"""Sample after sample to instance after instance, first come first served in each: what most frameworks do.
+
+Source: common practice, with no paper; here to be compared with.
+"""
 
 from __future__ import annotations
 

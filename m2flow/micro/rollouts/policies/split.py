@@ -1,4 +1,7 @@
-"""Classes of samples on instances of their own (`splitting`), the longest expected first in each. Without information: one class."""
+"""Classes of samples on instances of their own (`splitting`), the longest expected first in each. Without information: one class.
+
+Source: StreamRL (arXiv 2504.15930); see `splitting` for what is ours.
+"""
 
 from __future__ import annotations
 
