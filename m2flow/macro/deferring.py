@@ -15,7 +15,8 @@ Each round is made of calls that exist without it: a generation that is cut, wha
 scheduler, the simulator, the record and eager know nothing of rounds. What waits when the loop ends is not answered.
 
 Source:
-    RollPacker, NSDI 2026: tail batching. There groups are over-sampled within themselves too, and each round has a layout of its own.
+    RollPacker, NSDI 2026: tail batching. There groups are over-sampled within themselves too, which leaves out the longest answers of
+    each prompt for good (docs/rollout-scheduling.md), and each round has a layout of its own.
 """
 
 from __future__ import annotations
