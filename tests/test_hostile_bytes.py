@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from m2flow.channels import codec
 from m2flow.channels.arena import Borrower, Loan
 from m2flow.channels.pairs import PairReceiver, Passage
-from m2flow.channels.zeromq import MAX_MESSAGE_BYTES
-from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox, _loan_of, _passage_of
-from m2flow.errors import BrokenChannel, DecodeError
+from m2flow.channels.zeromq import MAX_MESSAGE_BYTES, wait
+from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox, _loan_of, _passage_of, _receive_frames
+from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 from m2flow.micro import messages as m
 from m2flow.testing.channel_suite import parcel_of, receive_all
 
@@ -242,3 +242,30 @@ def test_what_no_outbox_sends_is_a_clean_error_and_the_next_parcel_comes(frames)
         assert [parcel.call for parcel in receive_all(inbox, 1)] == [3]
     outbox.close()
     inbox.close()
+
+
+def test_a_message_of_too_many_frames_is_a_clean_error_and_the_next_parcel_comes():
+    inbox, outbox = ZmqInbox("ipc:"), ZmqOutbox()
+    address = inbox.open()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as worker:
+        worker.connect(address)
+        for _ in range(2):
+            for frame in codec.encode(parcel_of(1)) + [b"x"] * (codec.MAX_FRAMES + 10):
+                worker.send(frame, zmq.SNDMORE)
+            worker.send(b"x")
+        wait([inbox], 30.0)
+        assert len(_receive_frames(inbox._opened())[0]) == codec.MAX_FRAMES + 1
+        with pytest.raises(DecodeError, match="more than 65,536 frames"):
+            inbox.receive(30.0)
+        outbox.send(address, parcel_of(2))
+        assert [parcel.call for parcel in receive_all(inbox, 1)] == [2]
+    outbox.close()
+    inbox.close()
+
+
+def test_columns_that_make_too_many_frames_are_refused_where_they_are_sent(monkeypatch):
+    monkeypatch.setattr(codec, "MAX_FRAMES", 2)
+    head, large = b"head", memoryview(bytes(2 * codec.FRAME_BYTES))
+    assert len(codec.cut([head, large[: codec.FRAME_BYTES]])) == 2
+    with pytest.raises(ChannelError, match="3 frames; at most 2"):
+        codec.cut([head, large])

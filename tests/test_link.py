@@ -112,9 +112,11 @@ def test_a_message_of_several_frames_is_dropped_and_counted_even_from_a_peer(lis
     with stranger(address) as dealer:
         dealer.send_multipart([b"m2flow-hello-1", b"odd", _TOKEN.encode()])
         dealer.send_multipart([b"two", b"frames"])
+        dealer.send_multipart([b"of"] + [b"very"] * 10_000 + [b"many"])
+        dealer.send_multipart([b"m2flow-hello-1", b"again", _TOKEN.encode(), *[b"more"] * 100])
         dealer.send(b"one")
         assert hear(link) == [("odd", b"one")]
-        assert link.num_dropped == 1
+        assert link.num_dropped == 3
 
 
 def test_a_name_stays_with_who_had_it_first_until_it_is_given_free(listener: tuple[LinkListener, str]) -> None:

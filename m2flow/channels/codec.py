@@ -39,6 +39,8 @@ so many bytes less, as long as it goes to memory that was used before (`m2flow.c
 
 FRAME_BYTES = 4 << 20
 """Large columns travel in pieces of this size."""
+MAX_FRAMES = 1 << 16
+"""Of a message: 256 GiB of large columns."""
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_HEAD_BYTES = 64 << 20
@@ -106,6 +108,10 @@ def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     pieces = list(frames[:1])
     for frame in frames[1:]:
         pieces += [frame] if len(frame) <= FRAME_BYTES else [frame[i : i + FRAME_BYTES] for i in range(0, len(frame), FRAME_BYTES)]
+    if len(pieces) > MAX_FRAMES:
+        raise ChannelError(
+            f"columns of {num_frame_bytes(frames):,} bytes make {len(pieces):,} frames; at most {MAX_FRAMES:,} travel together"
+        )
     return pieces
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, final
 import msgspec
 import numpy as np
 
-from m2flow.channels.codec import FRAME_BYTES
+from m2flow.channels.codec import FRAME_BYTES, MAX_FRAMES
 from m2flow.channels.groups import Bytes, Group, open_store, split_address
 from m2flow.errors import BrokenChannel, DecodeError, SpecError
 
@@ -39,7 +39,6 @@ _MEETS_S = 10.0
 _WAITS_S = 7 * 86_400.0
 """For what was announced. Whoever dies ends a wait at once, whoever hangs is killed; and a time-out would end the pair for both."""
 _MAX_GROUP_NAME = 64
-_MAX_FRAMES = 1 << 16
 _NUM_TOGETHER = 16
 T = TypeVar("T")
 _SENDER, _RECEIVER = 0, 1
@@ -173,7 +172,7 @@ class PairReceiver:
             raise DecodeError(f"columns by way of {passage.store!r}: {error.what}") from None
         if host != HOST or not 0 < len(passage.group) <= _MAX_GROUP_NAME:
             raise DecodeError(f"columns by way of {passage.store[:100]!r} and the pair {passage.group[:100]!r}")
-        if len(passage.sizes) > _MAX_FRAMES or not all(0 < size <= FRAME_BYTES for size in passage.sizes):
+        if len(passage.sizes) > MAX_FRAMES or not all(0 < size <= FRAME_BYTES for size in passage.sizes):
             raise DecodeError(f"columns in {len(passage.sizes):,} frames of up to {max(passage.sizes, default=0):,} bytes")
         if passage.backend == "nccl" and self._device == "cpu":
             raise DecodeError("columns by way of NCCL to a process that has no GPU")

@@ -39,7 +39,9 @@ MAX_MESSAGES_AT_ONCE = 1024
 _HELLO = b"m2flow-hello-1"
 _HOLDER = "m2flow"
 """Who has a secret that does not encrypt says this name with it."""
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_HELLO_FRAMES = 4
+"""With the route."""
+_EVENTS, _POLLIN, _NOBLOCK, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.RCVMORE)
 """As numbers: a member of an enumeration takes a microsecond each time."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -194,7 +196,7 @@ class LinkListener(Endpoint):
         while not messages and _is_readable(socket, max(deadline - time.monotonic(), 0.0)):
             for _ in range(MAX_MESSAGES_AT_ONCE):
                 try:
-                    route, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                    route, *frames = _first_frames(socket)
                 except zmq.Again:
                     break
                 if route in self._names and len(frames) == 1:
@@ -324,6 +326,16 @@ def connect(socket: Socket, address: str) -> None:
         socket.connect(address)
     except zmq.ZMQError as error:
         raise BrokenChannel(f"{address!r} is no address to connect to: {error}") from None
+
+
+def _first_frames(socket: Socket) -> list[bytes]:
+    """Of the next message, as many as a hello has with its route, and one more; the rest goes. Raises `zmq.Again`: there is none."""
+    frames = [socket.recv(_NOBLOCK)]
+    while socket.getsockopt(_RCVMORE):
+        frame = socket.recv(_NOBLOCK)  # A message is here as a whole, or not at all.
+        if len(frames) <= _HELLO_FRAMES:
+            frames.append(frame)
+    return frames
 
 
 def _is_readable(socket: Socket, timeout_s: float) -> bool:

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from m2flow.channels.arena import Arena, Borrower, Loan
-from m2flow.channels.codec import FRAME_BYTES, MAX_HEAD_BYTES, cut, decode, encode, num_frame_bytes
+from m2flow.channels.codec import FRAME_BYTES, MAX_FRAMES, MAX_HEAD_BYTES, cut, decode, encode, num_frame_bytes
 from m2flow.channels.connections import Connections, inode_of
 from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.keys import Keys
@@ -123,6 +123,8 @@ class ZmqInbox(Endpoint, Inbox):
 
     def _read(self, frames: list[bytes | memoryview], connection: int) -> tuple[Parcel | None, int]:
         """The parcel of a message, None for one that has none; and its bytes."""
+        if len(frames) > MAX_FRAMES:
+            raise DecodeError(f"a message of more than {MAX_FRAMES:,} frames")
         kind = bytes(frames[0][:3])
         if kind == END:
             self._ended(frames)
@@ -358,7 +360,7 @@ class ZmqOutbox(Outbox):
 
 def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
     """The frames of the next message, or none, and the connection that they came on. Small ones are copied: in ZeroMQ's own buffer they
-    lie at any address."""
+    lie at any address. Of too many the first beyond the bound is the last that is kept."""
     try:
         received = socket.recv(_NOBLOCK, copy=False)
     except zmq.Again:
@@ -368,7 +370,8 @@ def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
     frames = [received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer]
     while received.more:
         received = socket.recv(_NOBLOCK, copy=False)  # A message is here as a whole, or not at all.
-        frames.append(received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer)
+        if len(frames) <= MAX_FRAMES:
+            frames.append(received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer)
     return frames, connection
 
 
