@@ -111,6 +111,9 @@ def test_experts_and_their_routers_have_adapters_as_peft_makes_them() -> None:
     small |= {"vocab_size": 100, "num_experts_per_tok": 2}
     qwen = ModelShape.from_config(small | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8})
     assert adapted(qwen, Lora(rank=4)).adapter_parameters == 40_032
+    # Three layers of eight experts, from 64 to twice 32 of gate and up with twice the rank, and from 32 back to 64.
+    assert adapted(qwen, Lora(rank=4)).expert_adapter_parameters == 3 * 8 * (2 * 4 * (64 + 64) + 4 * (32 + 64))
+    assert adapted(qwen, Lora(rank=4, targets=("q_proj", "gate"))).expert_adapter_parameters == 0
     latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     experts = {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1}
     assert adapted(ModelShape.from_config(small | latent | experts), Lora(rank=4)).adapter_parameters == 29_920
@@ -132,6 +135,20 @@ def test_a_trainer_of_adapters_keeps_gradients_and_optimiser_of_these_alone(zero
     assert cost.update.token_s / dear.update.token_s == pytest.approx((3 * multiplied + 4 * 40_370_176) / (4 * multiplied), rel=1e-3)
     assert cost.update.token2_s == dear.update.token2_s
     assert (cost.forward.token2_s, cost.forward.fixed_s) == (dear.forward.token2_s, dear.forward.fixed_s)
+
+
+def test_adapters_of_experts_are_shared_out_with_their_experts_and_a_token_meets_those_of_its_own() -> None:
+    shape = adapted(shape_named("Qwen3-30B-A3B"), Lora(rank=16))
+    experts, others = shape.expert_adapter_parameters, shape.adapter_parameters - shape.expert_adapter_parameters
+    assert experts > others > 0
+    model = ModelledCosts(costs().spec, step(), {"policy": shape, "reference": shape_named("Qwen3-30B-A3B")}, {"": LONG})
+    need = model.footprint(TRAIN, "main", Layout(dp=8, ep=4, zero=1))
+    assert need.gradients == pytest.approx(2 * (others + experts / 4), abs=1)
+    assert need.optimizer == pytest.approx(12 * (others / 8 + experts / 4 / 2), abs=1)
+    base = shape_named("Qwen3-30B-A3B")
+    shared, routed = base.num_parameters - base.expert_parameters, base.expert_parameters
+    assert need.weights == pytest.approx(2 * (shared + others + (routed + experts) / 4), abs=1)
+    assert shape.active_adapter_parameters == pytest.approx(others + experts * 8 / 128)
 
 
 def test_a_flow_that_trains_adapters_is_planned_as_such() -> None:

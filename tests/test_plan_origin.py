@@ -17,7 +17,7 @@ def judged(sample):
     return float(sample.num_tokens)
 
 @flow
-def tiny(batch: int = 3):
+def tiny(batch: int = 3, data: str = ""):
     policy, judge, prompts = Policy("fake"), Reward(judged), Dataset([{"prompt": str(i)} for i in range(99)])
     for step in steps(2):
         responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=4)
@@ -117,3 +117,43 @@ def test_the_plan_in_a_runs_directory_is_of_what_the_run_was_of(place):
     ok("run", "tiny.py", "--batch", "4", "--cluster", "fake.yaml", "--quiet")
     (plan_file,) = Path("runs").glob("*/plan.json")
     assert "tiny on" in ok("simulate", str(plan_file), *_LENGTHS)
+
+
+def test_a_plan_is_checked_by_itself_with_the_cluster_that_it_was_made_for(place):
+    assert "plan.json is a plan of this flow on two." in ok("plan", "--check", "plan.json")
+    assert ok("plan", "plan.json") == ok("plan", "--check=plan.json")
+    document = json.loads((place / "plan.json").read_text())
+    (update,) = (stage for stage in document["stages"] if stage["call"] == "policy.update")
+    update["unit"] = "sample"
+    (place / "edited.json").write_text(json.dumps(document))
+    assert "policy.update: unit is 'sample' in the plan" in refused("plan", "--check", "edited.json")
+    (place / "tiny.py").write_text(SOURCE.replace("max_new_tokens=4", "max_new_tokens=5"))
+    assert "m2flow plan tiny.py --check plan.json" in refused("plan", "--check", "plan.json")
+    assert "plan.json is a plan of this flow on again" in ok("plan", "tiny.py", "--check", "plan.json", "--batch", "12", *again(place))
+
+
+def again(place: Path) -> tuple[str, ...]:
+    (place / "again.yaml").write_text(CLUSTER.replace("name: two", "name: again"))
+    return "--cluster", "again.yaml", "--shape", "policy=Qwen2.5-0.5B"
+
+
+def test_a_plan_is_run_by_itself_with_the_options_and_the_seed_that_it_was_made_with(place):
+    (place / "fake.yaml").write_text("name: fakes\ncores: 2\ndevice: cpu\nrollout: {engine: fake}\ntrain: {engine: fake}\n")
+    ok("plan", "tiny.py", "--batch", "4", "--seed", "7", "--cluster", "fake.yaml", "--out", "mine.json")
+    document = json.loads((place / "mine.json").read_text())
+    (scoring,) = (stage for stage in document["stages"] if stage["call"] == "judged.score")
+    scoring["chunk"] = 3
+    (place / "mine.json").write_text(json.dumps(document))
+    (place / "fake.yaml").unlink()
+    by_plan = json.loads(ok("run", "--plan", "mine.json", "--quiet", "--json").splitlines()[-1])
+    (place / "fake.yaml").write_text("name: fakes\ncores: 2\ndevice: cpu\nrollout: {engine: fake}\ntrain: {engine: fake}\n")
+    by_flow = json.loads(
+        ok("run", "tiny.py", "--batch", "4", "--seed", "7", "--cluster", "fake.yaml", "--quiet", "--json").splitlines()[-1]
+    )
+    assert by_plan["samples_sha256"] == by_flow["samples_sha256"]
+    ran = json.loads((Path(by_plan["run_dir"]) / "plan.json").read_text())
+    assert next(stage["chunk"] for stage in ran["stages"] if stage["call"] == "judged.score") == 3
+
+
+def test_the_value_of_a_flows_option_is_not_taken_for_a_plan(place):
+    assert "plan.json is a plan of this flow" in ok("plan", "--check", "plan.json", "--data", "other.json")

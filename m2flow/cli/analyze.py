@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from m2flow.cli.resume import recorded_options
+from m2flow.cli.planned import recorded_options
 from m2flow.cli.rundirs import find_run
 from m2flow.cli.simulate_flow import causes, table
 from m2flow.errors import M2FlowError

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from m2flow.cli.flow_options import flow_command
+from m2flow.cli.planned import PlannedCommand, asked
 from m2flow.errors import OptionError
 from m2flow.macro.drawing import as_dot, place
 from m2flow.macro.exploring import Exploration, anticipate, explore
@@ -27,10 +28,16 @@ from m2flow.micro.plan_origin import KEY, Origin, origin_of
 from m2flow.micro.planning import is_searched, question_of, with_shapes
 from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.search.explaining import as_document, explain
-from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
+from m2flow.spec import ClusterSpec
 
 
-@flow_command("plan")
+class PlanCommand(PlannedCommand):
+    """`m2flow plan`: of a flow, or the plan that `--check` gives."""
+
+    plan_option = "--check"
+
+
+@flow_command("plan", PlanCommand)
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to show.")
 @click.option(
@@ -48,12 +55,19 @@ from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
 @click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the plan, to edit, compare and pin.")
-@click.option("--check", type=click.Path(path_type=Path), metavar="PLAN.json", help="Check an edited plan against the flow and the spec.")
+@click.option(
+    "--check",
+    type=click.Path(path_type=Path),
+    metavar="PLAN.json",
+    help="Check an edited plan; without FLOW, of the one that it was made of.",
+)
 @click.option("--terms", "has_terms", is_flag=True, help="List the constants of the cost model, and where each is from.")
 @click.option("--dot", "is_dot", is_flag=True, help="Print the graph of the calls in Graphviz's language.")
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the graph of the calls.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="The same, as pixels.")
+@click.pass_context
 def command(
+    ctx: click.Context,
     target: str,
     flow: Flow,
     options: dict[str, object],
@@ -81,8 +95,11 @@ def command(
       m2flow plan flows/grpo.py --steps 2 --svg grpo.svg
       m2flow plan flows/grpo.py --cluster clusters/h100-64.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b
       m2flow plan flows/mine.py --assume reward=0.5 --from runs/mine-20260102-030405
+      m2flow plan --check plan.json       what --out wrote, and somebody has edited
     """
-    spec = with_shapes(load_cluster(cluster) if cluster else LAPTOP, shapes)
+    wanted = asked(ctx, cluster, seed, profile=profile, lengths=lengths, assume=assume)
+    spec, lengths, profile = with_shapes(wanted.spec, shapes), wanted.lengths, wanted.profile
+    assume, seed = wanted.assume, wanted.seed
     record = read_record(run_dir) if run_dir else None
     known = Known(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)

@@ -9,16 +9,15 @@ run has on a storage, which then goes on in a directory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 
-from m2flow.cli.flow_options import FlowCommand, find_target, option_type
+from m2flow.cli.flow_options import find_target
+from m2flow.cli.planned import PlannedCommand, recorded_options, value_of
 from m2flow.cli.rundirs import find_run
 from m2flow.errors import OptionError, SpecError
-from m2flow.macro.flow import Flow
 from m2flow.spec import ClusterSpec, RunSettings
 
 _OPTION = "--resume"
@@ -34,11 +33,13 @@ _ONLY_NEW = {
 """Of no use for a run that has begun."""
 
 
-class RunCommand(FlowCommand):
-    """`m2flow run`: the flow comes from the command line, or with `--resume` from a run's directory."""
+class RunCommand(PlannedCommand):
+    """`m2flow run`: the flow comes from the command line, with `--plan` from the plan, or with `--resume` from a run's directory."""
+
+    plan_option = "--plan"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        run = _value(args)
+        run = value_of(_OPTION, args)
         if run is None:
             return super().parse_args(ctx, args)
         from m2flow.micro.record.rundir import read_config
@@ -62,23 +63,6 @@ class RunCommand(FlowCommand):
             if value != recorded.get(name, next(p.default for p in self.flow_of(ctx).parameters if p.name == name)):
                 raise _refused(f"--{name.replace('_', '-')} {value}", f"with {name}={recorded.get(name, 'its default')}")
         return recorded
-
-
-def recorded_options(flow: Flow, written: dict[str, object]) -> dict[str, object]:
-    """The flow's options as values, from what a run's configuration has of them.
-
-    Raises:
-        OptionError: the flow has no such parameter any more, or one that a file can't hold.
-    """
-    found: dict[str, object] = {}
-    for name, value in written.items():
-        parameter = next((parameter for parameter in flow.parameters if parameter.name == name), None)
-        kind = None if parameter is None else option_type(parameter.type)
-        if kind is None:
-            what = "has no such parameter any more" if parameter is None else f"takes a {parameter.type}, which no file holds"
-            raise OptionError(f"the run was made with {name}={value}, and the flow {flow.name} {what}", now="Begin a new run.")
-        found[name] = kind.convert(value, None, None) if isinstance(value, str) else value
-    return found
 
 
 class Before(NamedTuple):
@@ -131,13 +115,3 @@ def _refused(given: str, recorded: str) -> OptionError:
 
 def _is_given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def _value(args: Sequence[str]) -> str | None:
-    """What follows `--resume`."""
-    for position, arg in enumerate(args):
-        if arg.startswith(f"{_OPTION}="):
-            return arg.partition("=")[2]
-        if arg == _OPTION:
-            return args[position + 1] if position + 1 < len(args) else None
-    return None

@@ -23,12 +23,13 @@ from m2flow.cli import display
 from m2flow.cli.cadence import Cadence, Every
 from m2flow.cli.failures import Failure, failure_of
 from m2flow.cli.flow_options import flow_command
+from m2flow.cli.planned import asked
 from m2flow.cli.record_options import record_options, recording
 from m2flow.cli.resume import RunCommand, resumed
 from m2flow.errors import OptionError, RunInterrupted
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
-from m2flow.spec import LAPTOP, RunSettings, load_cluster
+from m2flow.spec import RunSettings
 
 if TYPE_CHECKING:
     from m2flow.micro.run import Run
@@ -43,7 +44,13 @@ _RESTARTED = "M2FLOW_RESTARTED"
 @click.option("--eager", is_flag=True, help="Run the flow call by call in this process: the reference for every plan.")
 @click.option("--pin-plan", is_flag=True, help="Stop at a step whose calls are not those of the first one.")
 @click.option("--pin-to", type=click.Path(path_type=Path), metavar="PLAN.json", help="The same, with the step of `m2flow plan --json`.")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), metavar="PLAN.json", help="The processes and sizes of this plan.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    metavar="PLAN.json",
+    help="The processes and sizes of this plan; without FLOW, all else too.",
+)
 @click.option("--policy", default="", metavar="NAME+...", help="Rollout policies, instead of the cluster's: longest-first+admission.")
 @click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="What `placement: auto` goes by, of m2flow profile.")
 @click.option(
@@ -100,6 +107,7 @@ def command(
       m2flow run flows/grpo.py
       m2flow run flows/grpo.py --num-steps 20 --seed 1 --runs-dir /tmp/runs
       m2flow run flows/grpo.py --help       also lists the flow's own options
+      m2flow run --plan plan.json           what m2flow plan --out wrote: its flow, options and cluster
 
     \b
     Ctrl-C once: finish the update under way, stop, and say how to go on (m2flow run --resume RUN).
@@ -108,7 +116,8 @@ def command(
     """
     before = resumed(ctx)
     if before is None:
-        spec = load_cluster(cluster) if cluster else LAPTOP
+        wanted = asked(ctx, cluster, seed, profile=profile)
+        spec, profile, seed = wanted.spec, wanted.profile, wanted.seed
         settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
     else:
         spec, settings = before.spec, before.settings

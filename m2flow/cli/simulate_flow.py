@@ -108,7 +108,7 @@ def command(
     from m2flow.micro.planning import with_shapes
     from m2flow.micro.simulation.scenario import prepare
 
-    wanted = asked(ctx, cluster, source, profile, assume, seed)
+    wanted = asked(ctx, cluster, seed, profile=profile, lengths=source, assume=assume)
     spec = with_shapes(wanted.spec, shapes).with_policy(policy).without_spare  # Nobody joins a simulation.
     source, profile, seed = wanted.lengths, wanted.profile, wanted.seed
     known = Known(tuple(Assumption.parse(text) for text in wanted.assume))

@@ -1,4 +1,5 @@
-"""What a plan file is of: flow, options, cluster and lengths, written beside the plan, so that the file can be simulated by itself.
+"""What a plan file is of: flow, options, cluster and lengths, written beside the plan, so that the file can be simulated,
+checked and run by itself.
 
     m2flow plan FLOW ... --out plan.json --origin_of--> {"of": {...}} --read_origin--> Origin
 
@@ -39,9 +40,11 @@ class Origin:
     assume: tuple[str, ...] = field(default=())
     seed: int = 0
 
-    def flow_target(self, plan_file: str) -> str:
+    def flow_target(self, plan_file: str, usage: str) -> str:
         """The flow as it can be loaded from here.
 
+        Args:
+            usage: the command that takes the plan with another flow, which stands there as `FLOW`.
         Raises:
             SpecError: its file is gone, or is another one than the plan was made of.
         """
@@ -54,13 +57,13 @@ class Origin:
                 # The lines of the flow, which a plan names, are relative to where it was made.
                 now=f"Begin there: cd {self.directory}"
                 if is_there
-                else f"It was in {self.directory}. If it has moved, say where it is: m2flow simulate FLOW --plan {plan_file}",
+                else f"It was in {self.directory}. If it has moved, say where it is: {usage}",
             )
         if self.sha256 and _checksum(file) != self.sha256:
             raise SpecError(
                 f"{file} has changed since the plan {plan_file} was made of it",
                 now=f"Make a new plan (m2flow plan {self.flow} --out {plan_file}), or hold the old one against the flow as it is now: "
-                f"m2flow simulate {self.flow} --plan {plan_file}",
+                f"{usage.replace('FLOW', self.flow, 1)}",
             )
         return self.flow
 
@@ -85,8 +88,10 @@ def origin_of(
     return Origin(target, str(Path.cwd()), checksum, texts, cluster, lengths, str(profile or ""), assume, seed)
 
 
-def read_origin(plan_file: Path) -> Origin:
+def read_origin(plan_file: Path, usage: str) -> Origin:
     """
+    Args:
+        usage: as in `Origin.flow_target`.
     Raises:
         SpecError: the file can't be read, or does not say what it is of.
     """
@@ -101,7 +106,7 @@ def read_origin(plan_file: Path) -> Origin:
     if found is None and (plan_file.parent / "config.json").is_file():
         config = read_config(plan_file.parent)
         return Origin(config.flow, config.directory, "", config.options, config.cluster, seed=config.settings.seed)
-    now = f"Name the flow: m2flow simulate FLOW --plan {plan_file}"
+    now = f"Name the flow: {usage}"
     if not isinstance(found, dict):
         raise SpecError(f"the plan {plan_file} does not say which flow it is of", now=now)
     try:

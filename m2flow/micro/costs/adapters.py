@@ -1,6 +1,6 @@
 """How many parameters adapters of low rank have beside a model's layers: what is trained in their place.
 
-    ModelShape, Lora --adapted--> the same shape with `adapter_parameters`
+    ModelShape, Lora --adapted--> the same shape with `adapter_parameters`, and how many of them are the experts'
 
 Each adapted layer of i inputs and o outputs has rank x (i + o) of them. Layers go by their Hugging Face names. Where there are experts,
 peft (0.21) adapts them and their routers, and no other MLP; gate and up of an expert are one matrix there, of twice the rank. Names that a
@@ -19,14 +19,21 @@ from m2flow.micro.costs.shapes import ModelShape
 from m2flow.recipe import Lora
 
 
+_OF_EXPERTS = ("gate_up_proj", "down_proj")
+"""Where there are experts, no other layer has these names."""
+
+
 def adapted(shape: ModelShape, recipe: Lora | None) -> ModelShape:
     """The shape of a model that trains adapters alone."""
     if recipe is None:
         return shape
-    widths = sum(
-        num * (inputs + outputs) for name, (num, inputs, outputs) in _layers(shape).items() if not recipe.targets or name in recipe.targets
-    )
-    return replace(shape, adapter_parameters=recipe.rank * widths)
+    widths = {
+        name: num * (inputs + outputs)
+        for name, (num, inputs, outputs) in _layers(shape).items()
+        if not recipe.targets or name in recipe.targets
+    }
+    of_experts = sum(widths.get(name, 0) for name in _OF_EXPERTS) if shape.num_experts else 0
+    return replace(shape, adapter_parameters=recipe.rank * sum(widths.values()), expert_adapter_parameters=recipe.rank * of_experts)
 
 
 def _layers(shape: ModelShape) -> Mapping[str, tuple[int, int, int]]:

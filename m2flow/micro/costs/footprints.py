@@ -30,7 +30,8 @@ def trained_shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     """The same of those that are trained: all, or the adapters."""
     if not shape.adapter_parameters:
         return shards(shape, layout)
-    return shape.adapter_parameters / (layout.tp * layout.pp), 0.0
+    ways, experts = layout.tp * layout.pp, shape.expert_adapter_parameters
+    return (shape.adapter_parameters - experts) / ways, experts / (ways * layout.ep)
 
 
 def kv_token_bytes(shape: ModelShape, layout: Layout) -> float:

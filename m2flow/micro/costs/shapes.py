@@ -63,6 +63,8 @@ class ModelShape:
     max_context: int = 0
     adapter_parameters: int = 0
     """Beside its layers, and trained in the place of all others (`m2flow.micro.costs.adapters`); 0: all are trained."""
+    expert_adapter_parameters: int = 0
+    """Of these, the experts'."""
 
     @cached_property
     def attention_parameters(self) -> int:
@@ -107,6 +109,12 @@ class ModelShape:
     def routed_share(self) -> float:
         """Of a token's multiplications, the part that is in experts it was routed to."""
         return self.expert_parameters * self.num_experts_per_token / self.num_experts / self.num_multiplied if self.num_experts else 0.0
+
+    @property
+    def active_adapter_parameters(self) -> float:
+        """Of the adapters, those that one token meets."""
+        idle = 1 - self.num_experts_per_token / self.num_experts if self.num_experts else 0.0
+        return self.adapter_parameters - idle * self.expert_adapter_parameters
 
     @property
     def bytes_each(self) -> int:

@@ -40,7 +40,7 @@ def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_toke
         return TrainCost(forward, forward, 0.0)
     passes = 4 if recomputes else 3
     # Frozen weights take no gradient of their own: a pass less. The adapters beside them are multiplied in all passes.
-    adapters = 2 * shape.adapter_parameters
+    adapters = 2 * shape.active_adapter_parameters
     trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
     update = PassCost(
         fixed_s=(device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0)) / layout.dp,
