@@ -160,9 +160,11 @@ def test_trainers_share_a_turn_only_where_the_devices_hold_them_both() -> None:
 def test_so_do_engines_that_generate() -> None:
     judge, layout = EngineId("judge", "rollout"), Layout(tp=4, dp=2)
     alike = turns_of(seat(SAMPLES, 0, 8, layout, "L"), seat(judge, 0, 8, layout, "L"), kind="rollout")
-    assert alike == {"policy": ("rollout", False), "judge": ("rollout", False)}
+    assert alike == {"policy": ("rollout", True), "judge": ("rollout", True)}
     in_other_layouts = turns_of(seat(SAMPLES, 0, 8, layout, "L"), seat(judge, 0, 8, Layout(dp=8), "L"), kind="rollout")
-    assert in_other_layouts == {"policy": ("rollout policy", False), "judge": ("rollout judge", False)}
+    assert in_other_layouts == {"policy": ("rollout policy", True), "judge": ("rollout judge", True)}
+    leaves = turns_of(swapped(SAMPLES, 0, 8, layout, "L"), seat(POLICY, 0, 8, Layout(dp=8), "L"), kind="rollout")
+    assert leaves == {"policy": ("rollout", False)}
 
 
 def test_a_plan_says_the_turns_and_refuses_those_that_nobody_takes() -> None:

@@ -80,6 +80,10 @@ class Capabilities:
     """Train: which `m2flow.recipe.Model.head` it can hold."""
     lora: bool = False
     """Train: it can train adapters of low rank."""
+    rests: bool = False
+    """Rollout: while others work on its device (`rest`), its weights can stay there and its cache not."""
+    gives_away: bool = False
+    """Train: another trainer can copy its weights while it is off its device; otherwise it comes back for as long."""
     probes: bool = False
     """Rollout: it can say the log-probabilities of given tokens (`RolloutEngine.logprobs`), so a weight sync can be proved by them."""
     retries_smaller: bool = False
@@ -183,6 +187,11 @@ class Occupancy(NamedTuple):
 
 class RolloutEngine(Engine):
     """Generates, with continuous batching: requests come and go between any two steps."""
+
+    def rest(self) -> None:
+        """Give the cache back, and keep the weights on the device (`Capabilities.rests`); `onload` comes next. What runs goes back to the
+        queue with its tokens. An engine that can't leaves with all that it has."""
+        self.offload()
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:

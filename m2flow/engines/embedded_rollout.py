@@ -42,7 +42,7 @@ class EmbeddedRollout(RolloutEngine):
     """Requests come and go between any two steps; a prompt that several samples share is read once."""
 
     name = "embedded"
-    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, probes=True)
+    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, rests=True, probes=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -88,11 +88,19 @@ class EmbeddedRollout(RolloutEngine):
 
     def offload(self) -> None:
         """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        self._make_room(keeps_weights=False)
+
+    def rest(self) -> None:
+        """Give back what the cache has of the device; weights stay there. What runs is read again later, as after `offload`."""
+        self._make_room(keeps_weights=True)
+
+    def _make_room(self, *, keeps_weights: bool) -> None:
         model, _, decoder = self._started()
         self._queue.extendleft(reversed(decoder.take(decoder.running_ids(), self._version)))
         decoder.release()
         if self._settings.device != "cpu":
-            model.to("cpu")
+            if not keeps_weights:
+                model.to("cpu")
             torch.cuda.empty_cache()
         self._is_onloaded = False
 

@@ -47,7 +47,9 @@ class EmbeddedTrain(TrainEngine):
     """Packed forward and backward passes over a model that this process holds."""
 
     name = "embedded"
-    capabilities = Capabilities("train", heads=tuple(scalar_head.HEADS), lora=True, retries_smaller=True, devices=("cpu", "cuda"))
+    capabilities = Capabilities(
+        "train", heads=tuple(scalar_head.HEADS), lora=True, retries_smaller=True, gives_away=True, devices=("cpu", "cuda")
+    )
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model

@@ -98,7 +98,8 @@ def plain_name(name: str) -> str:
 
 
 def share_base(model: Any, source: Any) -> None:
-    """Compute what another model with the same adapters computes now, from the same base in memory: neither ever changes it.
+    """Compute what another model with the same adapters computes now, from the same base in memory: neither ever changes it. Of one that
+    is on another device (it has left this one) the base is copied.
 
     What only one of them has (a head) stays as it is.
     """
@@ -108,7 +109,10 @@ def share_base(model: Any, source: Any) -> None:
             if name in own and _adapter_name(name):
                 own[name].copy_(tensor)
             elif name in own and not (tensor.requires_grad or own[name].requires_grad):
-                own[name].data = tensor.data
+                if own[name].device == tensor.device:
+                    own[name].data = tensor.data
+                else:
+                    own[name].copy_(tensor)
 
 
 def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:

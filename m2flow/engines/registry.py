@@ -68,7 +68,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_rollout:EmbeddedRollout",
-        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, probes=True),
+        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, rests=True, probes=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
@@ -76,7 +76,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_train:EmbeddedTrain",
-        Capabilities("train", heads=_HEADS, lora=True, devices=_DEVICES),
+        Capabilities("train", heads=_HEADS, lora=True, gives_away=True, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
@@ -90,6 +90,7 @@ _BUILT_IN = (
             self_paced=True,
             weights_under_requests=True,
             deterministic=False,
+            rests=True,
             probes=True,
             devices=("cuda", "cpu"),
             parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
@@ -127,13 +128,13 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeRollout",
-        Capabilities("rollout", weights_under_requests=True, probes=True),
+        Capabilities("rollout", weights_under_requests=True, rests=True, probes=True),
         "Exact integers in place of a model: for tests of schedules.",
     ),
     EngineInfo(
         "fake",
         "m2flow.testing.fake_train:FakeTrain",
-        Capabilities("train", heads=_HEADS),
+        Capabilities("train", heads=_HEADS, gives_away=True),
         "Exact integers in place of gradients: for tests of schedules.",
     ),
     EngineInfo(

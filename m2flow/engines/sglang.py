@@ -73,6 +73,7 @@ class SglangRollout(RolloutEngine):
         self_paced=True,
         weights_under_requests=True,
         deterministic=False,
+        rests=True,
         probes=True,
         devices=("cuda", "cpu"),
         parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
@@ -89,6 +90,8 @@ class SglangRollout(RolloutEngine):
         self._prefix = secrets.token_hex(8)
         self._aborting: set[str] = set()
         self._is_onloaded = False
+        self._away: tuple[str, ...] = ()
+        """What has been given back of the device."""
         self._server: SglangServer | None = None
         self._client: SglangClient | None = None
         self._guarded: GuardedPlace | None = None
@@ -141,15 +144,23 @@ class SglangRollout(RolloutEngine):
 
     def offload(self) -> None:
         """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        self._make_room("kv_cache", "weights")
+
+    def rest(self) -> None:
+        """The same with the cache's alone."""
+        self._make_room("kv_cache")
+
+    def _make_room(self, *away: str) -> None:
         self._queue.extendleft(reversed(self._surviving(lambda: self._take(list(self._running)))))
         if self._settings.device != "cpu":
-            self._surviving(lambda: self._call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}))
-        self._is_onloaded = False
+            self._surviving(lambda: self._call("/release_memory_occupation", {"tags": list(away)}))
+        self._away, self._is_onloaded = away, False
 
     def onload(self) -> None:
         if not self._is_onloaded and self._settings.device != "cpu":
-            self._call("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
-            self._read_weights(self._held, self._version)
+            self._call("/resume_memory_occupation", {"tags": list(reversed(self._away))})
+            if "weights" in self._away:
+                self._read_weights(self._held, self._version)
         self._is_onloaded = True
 
     def add(self, requests: Sequence[Request]) -> None:

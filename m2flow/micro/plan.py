@@ -30,7 +30,7 @@ class EngineSlot(msgspec.Struct, frozen=True):
     """Under a lease, of an engine that does not share the turn of all of its kind: the name of its own. Those with the same may work at
     once."""
     stays: bool = False
-    """Of a trainer under a lease: what it keeps stays on its devices while others work there."""
+    """Under a lease: what it keeps (a rollout engine its weights, a trainer all but activations) stays there while others work."""
 
     @property
     def takes_turn(self) -> str:
@@ -206,9 +206,10 @@ class Plan(msgspec.Struct, frozen=True):
                         f"{worker.name}: the {slot.kind} engine of {slot.role} has the turn {slot.turn!r}",
                         now=f"Only engines of workers with a lease have turns of their own, with names like '{slot.kind} {slot.role}'.",
                     )
-                if slot.stays and slot.kind != "train":
+                if slot.stays and not worker.lease:
                     raise PlanError(
-                        f"{worker.name}: the {slot.kind} engine of {slot.role} can't stay", now="Only trainers can: leave it out."
+                        f"{worker.name}: the {slot.kind} engine of {slot.role} is said to stay, and shares its devices with nobody",
+                        now="Leave `stays` out: it is about engines of workers with a lease.",
                     )
         ends = [(r.source, r.target) for r in self.routes] + [(s.source, s.target) for s in self.syncs]
         for source, target in ends:

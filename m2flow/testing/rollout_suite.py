@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from m2flow.engines.contract import EngineSettings, Generated
+from m2flow.engines.contract import EngineSettings, Generated, RolloutEngine
 from m2flow.errors import EngineError, PromptTooLong
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish, SampleId
@@ -116,12 +116,20 @@ def check_greedy_ignores_the_seed(factory: Factory) -> None:
 
 
 def check_offload_keeps_what_was_asked(factory: Factory) -> None:
+    _check_that_what_was_asked_is_kept(factory, lambda engine: engine.offload())
+
+
+def check_an_engine_that_rests_keeps_what_was_asked(factory: Factory) -> None:
+    _check_that_what_was_asked_is_kept(factory, lambda engine: engine.rest())
+
+
+def _check_that_what_was_asked_is_kept(factory: Factory, make_room: Callable[[RolloutEngine], None]) -> None:
     requests = group_requests(GREEDY, num_per_prompt=2)
     with started(factory) as engine:
         whole = generate(engine, requests)
         engine.add(requests)
         engine.step()
-        engine.offload()
+        make_room(engine)
         assert engine.num_unfinished == len(requests)
         engine.onload()
         assert_same_samples(whole, drain(engine))

@@ -136,6 +136,19 @@ class TrainEngineSuite:
             assert distance(copied(target), changed) == 0
             assert distance(copied(source), changed) == 0
 
+    def test_one_that_gives_while_it_is_off_its_device_gives_the_same(self) -> None:
+        with started(self.make()) as source, started(self.make()) as target:
+            if not source.capabilities.gives_away:
+                pytest.skip("it comes back to its device before its weights are copied")
+            source.accumulate(samples(self.vocabulary), PPO)
+            source.apply(LINEAR, 1.0)
+            changed = copied(source)
+            source.offload()
+            target.copy_from(source)
+            assert distance(copied(target), changed) == 0
+            source.onload()
+            assert distance(copied(source), changed) == 0
+
     def test_each_recipe_has_state_of_its_own(self) -> None:
         batch = samples(self.vocabulary)
         other = AdamW(lr=1e-3, weight_decay=0.1)

@@ -18,7 +18,6 @@ from dataclasses import replace
 from m2flow.micro.costs.shapes import ModelShape
 from m2flow.recipe import Lora
 
-
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
 """Where there are experts, no other layer has these names."""
 

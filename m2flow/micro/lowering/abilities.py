@@ -20,6 +20,17 @@ def rollout_abilities(engine: str) -> Capabilities | None:
     return next((info.capabilities for info in engines() if info.kind == "rollout" and info.name == engine), None)
 
 
+def can_rest(engine: str) -> bool:
+    """Whether a rollout engine's weights can stay on devices that others work on; its cache never does."""
+    can = rollout_abilities(engine)
+    return can is not None and can.rests
+
+
+def gives_away(engine: str) -> bool:
+    """Whether a trainer's weights can be copied while it is off its devices."""
+    return any(info.capabilities.gives_away for info in engines() if info.kind == "train" and info.name == engine)
+
+
 def keeps_caches(worker: WorkerPlan) -> frozenset[str]:
     """The roles whose rollout engine on a worker can take new weights under running requests."""
     slots = [slot for slot in worker.engines if slot.kind == "rollout"]

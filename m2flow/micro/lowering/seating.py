@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import EngineId
+from m2flow.micro.lowering.abilities import can_rest
 from m2flow.micro.lowering.chunking import Sizes
 from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
 from m2flow.micro.search.choice import Choice, Seat
@@ -37,7 +38,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
     for seat in choice.seats:
         engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
         for place in _replicas(seat):
-            stays = seat.engine.kind == "train" and bool(seat.lease) and not seat.is_swapped  # Caches of what samples always leave.
+            stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_rest(engine))
             slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turns.get(seat.engine, ""), stays)
             slots.setdefault((seat.engine.kind, place, seat.lease), []).append(slot)
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
+from m2flow.micro.lowering.abilities import gives_away
 from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.search.choice import Seat
 from m2flow.spec import ClusterSpec
@@ -47,6 +48,10 @@ class Hosted:
     """It stays on the devices while others work."""
     turn: str = ""
     """Of the lease, in which it works."""
+    gives_s: float = 0.0
+    """Of a trainer that is off its devices: what is moved for another one to copy its weights."""
+    gives_bytes: int = 0
+    """On each device, for as long."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ class Machine:
         leaving = sum(hosted.leave_s for hosted in self.engines if hosted.turn == turn)
         return leaving + sum(hosted.come_s for hosted in self.engines if hosted.turn == to)
 
+    def copy_s(self, source: str, turn: str) -> float:
+        """A trainer here takes the weights of another one's role. What both have on the devices is copied there in no time that counts."""
+        return sum(hosted.gives_s for hosted in self._away(source, turn))
+
+    def copy_bytes(self, source: str, turn: str) -> int:
+        """More than `resident_bytes`, on each device, for as long."""
+        return sum(hosted.gives_bytes for hosted in self._away(source, turn))
+
+    def _away(self, source: str, turn: str) -> list[Hosted]:
+        return [h for h in self.engines if h.engine == EngineId(source, "train") and h.turn != turn and not h.is_resident]
+
     def resident_bytes(self, turn: str) -> int:
         """On each device, while the engines of a turn work."""
         return sum(
@@ -101,14 +117,17 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     for worker in plan.workers:
         found = seats[worker.name]
         hosted = []
-        turns = {(slot.role, slot.kind): slot.takes_turn for slot in worker.engines}
+        slots = {(slot.role, slot.kind): slot for slot in worker.engines}
         for seat in found:
             footprint = seat.footprint if plan.choice is not None else costs.footprint(seat.engine, seat.pool, seat.layout)
             switch = costs.switch(seat.engine, seat.pool, footprint)
-            is_resident = not seat.is_swapped if plan.choice is not None else switch.is_resident
+            slot = slots[seat.engine.role, seat.engine.kind]
+            is_resident = slot.stays or not worker.lease or (plan.choice is None and switch.is_resident)
             leave_s, come_s = (0.0, 0.0) if is_resident else (switch.leave_s, switch.come_s)
-            turn = turns[seat.engine.role, seat.engine.kind]
-            hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, is_resident, turn))
+            gives_s, gives_bytes = leave_s + come_s, footprint.kept_bytes
+            if gives_away(slot.engine):
+                gives_s, gives_bytes = costs.switch(seat.engine, seat.pool, Footprint(weights=footprint.weights)).come_s, 0
+            hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, is_resident, slot.takes_turn, gives_s, gives_bytes))
         syncs = {}
         for seat in found:
             role = seat.engine.role

@@ -258,6 +258,11 @@ class Simulation:
             if self._switching[lease] == 1:
                 self._change_lease(lease, self._usage.begin)
             return
+        if isinstance(task, m.CopyWeights):
+            machine = self._machines[worker]
+            self._note_memory(
+                worker, machine.copy_bytes(str(self._calls[task.call].options["source"]), self._owners.get(machine.lease, ""))
+            )
         self._num_busy[_what(task, self._kind_of(task))] += 1
         self._usage.begin(worker, _state(task))
         self._works(worker, task, 1)
@@ -447,14 +452,15 @@ class Simulation:
             if machine.lease == lease:
                 change(name, "switch")
 
-    def _note_memory(self) -> None:
-        """The fullest device, as things are now."""
+    def _note_memory(self, at: str = "", more_bytes: int = 0) -> None:
+        """The fullest device, as things are now; a worker's have more on them for a moment."""
         if self._at >= len(self._periods):
             return
         fullest = 0
         for cell in self._usage.cells:
             machines = [self._machines[name] for name in cell.workers]
-            fullest = max(fullest, sum(m.resident_bytes(self._owners[m.lease]) if m.lease else _all_bytes(m) for m in machines))
+            held = sum(m.resident_bytes(self._owners[m.lease]) if m.lease else _all_bytes(m) for m in machines)
+            fullest = max(fullest, held + more_bytes * (at in cell.workers))
         self._periods[self._at].peak_bytes = max(self._periods[self._at].peak_bytes, fullest)
 
 

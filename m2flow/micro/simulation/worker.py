@@ -106,7 +106,7 @@ class VirtualWorker:
             m.Perform: self._perform_s,
             m.Accumulate: self._accumulate_s,
             m.Apply: lambda task: self._trainer(task).optimizer_s,
-            m.CopyWeights: lambda task: 0.0,
+            m.CopyWeights: lambda task: machine.copy_s(str(around.call(task.call).options["source"]), self._turn),
             m.PublishWeights: lambda task: 0.0,
             m.LoadWeights: lambda task: machine.sync_s.get(task.role, 0.0),  # type: ignore[attr-defined]
             m.Save: lambda task: 0.0,

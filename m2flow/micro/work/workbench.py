@@ -357,16 +357,18 @@ class Workbench:
     # Weights
 
     def copy_weights(self, call: Call) -> None:
-        """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own."""
+        """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own. A policy that has left the
+        device for their turn comes back for as long, if its engine can't give them from where they are."""
         source = str(call.options["source"])
         taking, giving = self._engine(self._train, call.role), self._engine(self._train, source)
         slot = self._slot("train", source)
         is_away = self._takes_turns and slot.takes_turn != self._turn and not slot.stays
-        if is_away:
-            giving.onload()
+        comes_back = is_away and not giving.capabilities.gives_away
+        if comes_back:
+            handing_over.come(self._recorder, slot, giving)
         taking.copy_from(giving)
-        if is_away:
-            giving.offload()
+        if comes_back:
+            handing_over.leave(self._recorder, slot, giving)
 
     def publish(self, role: str, version: int) -> Manifest:
         """Hand out a role's trained weights."""
