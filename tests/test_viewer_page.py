@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from large_trace import make_large
 from observed_run import record_run, store_run
-from viewed import HOSTILE, make_run, make_traced, served
+from viewed import HOSTILE, PART, make_run, make_traced, served
 
 from m2flow.micro.viewing.exporting import write_page
 from m2flow.observe.metrics import MetricsWriter
@@ -155,6 +155,8 @@ def test_samples_are_sorted_filtered_grouped_and_read_and_their_text_is_only_tex
         assert "<script>" in told
         for mode in ("version", "log-probability", "advantage"):
             page.get_by_role("button", name=mode).click()
+        assert page.locator("aside tr.part th").all_inner_texts() == ["tokens", PART]
+        assert page.locator("aside tr.part td").last.inner_text() == "-0.25"
         assert page.locator("aside img, aside script, main script").count() == 0
         assert "taken" not in page.title()
 

@@ -20,8 +20,11 @@ FAKES = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), t
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script></script><!-- ' \" & \u2028 \x1b[2J"
 
 
-def length(sample: Sample) -> float:
-    return float(sample.num_tokens)
+PART = "<img src=x onerror=\"document.title='taken'\">"
+
+
+def length(sample: Sample) -> dict[str, float]:
+    return {"reward": sample.num_tokens - 0.25, "tokens": sample.num_tokens, PART: -0.25}
 
 
 @flow

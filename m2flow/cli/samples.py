@@ -94,7 +94,16 @@ def _shown(entry: Entry, *, has_life: bool) -> list[str]:
     reward = "no reward" if entry.reward is None else f"reward {entry.reward:g}"
     head = f"{entry.sample}  step {entry.step}, {entry.response_tokens} tokens ({entry.finish}), {reward}, {entry.ending}"
     lines = [head, f"  prompt:   {_one_line(entry.prompt_text)}", f"  response: {_one_line(entry.response_text)}"]
+    lines += [f"  {by}: {entry.rewards[by]:g}, of {_parts(of)}" for by, of in entry.parts.items()]
     return lines + [f"  - {event}" for event in entry.life] if has_life else lines
+
+
+def _parts(of: Mapping[str, float]) -> str:
+    """
+    >>> _parts({"right": 1.0, "brevity": -0.25})
+    'right 1, brevity -0.25'
+    """
+    return ", ".join(f"{name} {value:g}" for name, value in of.items())
 
 
 def _one_line(text: str) -> str:

@@ -288,7 +288,9 @@ class Reward(Role):
     """A user's function that judges one sample: `fn(sample) -> float`, plain or async.
 
     Args:
-        function: gets a `Sample` (`.text`, `.prompt`, and the prompt row's columns).
+        function: gets a `Sample` (`.text`, `.prompt`, and the prompt row's columns). It may also give a mapping, or a dataclass, with
+            `reward`, the number that counts, and what that is made of, by name: `{"reward": 0.7, "right": 1.0, "brevity": -0.3}`. The
+            parts are recorded with the sample, and nothing computes with them.
         timeout_s: seconds that one sample may take.
     """
 

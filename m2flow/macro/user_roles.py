@@ -70,8 +70,8 @@ def call(
     Units, arguments and `rng` are as for `m2flow.op`.
 
     Args:
-        returns: `value`, any; `reward`, one finite number a sample; or the names of fields, of a mapping that it returns for each
-            sample (or for the batch): each is then an attribute of the result.
+        returns: `value`, any; `reward`, one finite number a sample, or one with its parts as `m2flow.Reward` has it; or the names of
+            fields, of a mapping that it returns for each sample (or for the batch): each is then an attribute of the result.
         reads, writes: what the call reads and changes, by names such as `judge.memory`. A name that begins with the class's (in small
             letters) is the instance's own. A call that writes takes its units one after the other, in the order of identity.
         timeout_s: seconds that one unit may take.

@@ -210,6 +210,8 @@ class Finished(Message, frozen=True):
     """Of each sample, where it depends on time which weights generated it; else empty."""
     ends: bool = False
     """The task is done with these: no `TaskDone` follows."""
+    parts: list[dict[str, float]] = []
+    """What each reward is made of (`m2flow.micro.work.reward_parts`); empty where no function said so."""
 
 
 class Missing(Message, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,8 @@ class Answer:
     """Identity -> token ids, versions."""
     rewards: dict[tuple[int, int], float] = field(default_factory=dict)
     """(call, sample) -> reward."""
+    parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
+    """(call, sample) -> what its reward is made of, where the function said so."""
     consumed: list[tuple[int, int, int]] = field(default_factory=list)
     """(update call, epoch, sample), sorted."""
     logs: list[tuple[int, str, float]] = field(default_factory=list)
@@ -33,6 +35,11 @@ class Answer:
     """The error that the flow ended with."""
     where: str = ""
     """The line that it names, and how the program got there."""
+
+    def rewarded(self, call: int, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]]) -> None:
+        """A call judged these samples; `parts` is empty where none of its rewards has any."""
+        self.rewards.update(((call, packed), value) for packed, value in zip(ids, values, strict=True))
+        self.parts.update(((call, packed), of) for packed, of in zip(ids, parts, strict=False) if of)
 
 
 def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -63,8 +70,8 @@ class Notes:
     ) -> None:
         self.answer.samples.update(samples_of(read_segment(self._run_dir / "segments", place)))
 
-    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
-        self.answer.rewards.update(((call.ordinal, packed), value) for packed, value in zip(ids, values, strict=True))
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
+        self.answer.rewarded(call.ordinal, ids, values, parts)
 
     def decided(self, call: Call, decisions: Decisions) -> None:
         self.answer.decisions.update(decisions)

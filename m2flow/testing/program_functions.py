@@ -9,7 +9,7 @@ import random
 from m2flow.macro.ops import op
 from m2flow.macro.refill import Keep, informative
 from m2flow.macro.user_roles import Role, call
-from m2flow.samples import Sample
+from m2flow.samples import Finish, Sample
 from m2flow.testing.fakes import fake_hash
 
 
@@ -18,8 +18,10 @@ def digit_share(sample: Sample) -> float:
     return round(sum(c.isdigit() for c in text) / (len(text) + 1), 6)
 
 
-def length_penalty(sample: Sample) -> float:
-    return -sample.num_tokens / 64
+def length_penalty(sample: Sample) -> float | dict[str, float]:
+    """Of some samples it says what it is made of."""
+    penalty = -sample.num_tokens / 64
+    return {"reward": penalty, "tokens": sample.num_tokens, "cut": sample.finish is Finish.LENGTH} if _hash(sample) % 3 else penalty
 
 
 def at_random(sample: Sample) -> float:

@@ -245,7 +245,7 @@ def difference_of(planned: Answer, eager: Answer) -> str | None:
             return f"{name}: a sample was trained on twice in an epoch"
     if planned.error != eager.error:
         return f"planned ended with {planned.error or 'no error'!r}, eager with {eager.error or 'no error'!r}"
-    fields = ("samples", "rewards", "logs") if eager.error else ("samples", "rewards", "consumed", "logs", "weights")
+    fields = ("samples", "rewards", "parts", "logs") if eager.error else ("samples", "rewards", "parts", "consumed", "logs", "weights")
     for field in fields:
         ours, theirs = getattr(planned, field), getattr(eager, field)
         if eager.error and field != "logs":

@@ -222,6 +222,7 @@ class World(Backend):
         self.answer.samples = {packed: sample for packed, sample in self.answer.samples.items() if counts(packed)}
         self.answer.decisions = {packed: version for packed, version in self.answer.decisions.items() if counts(packed)}
         self.answer.rewards = {key: value for key, value in self.answer.rewards.items() if counts(key[1])}
+        self.answer.parts = {key: value for key, value in self.answer.parts.items() if counts(key[1])}
 
     def _raise_first(self) -> None:
         if self._settling.first is not None:
@@ -344,7 +345,8 @@ class World(Backend):
             if message.segment is not None and self._calls[message.call].engine == "rollout":
                 rows = read_segment(self._run_dir / "segments", message.segment).select(np.array(message.ids, np.int64))
                 self.answer.samples.update(samples_of(rows))
-            self.answer.rewards.update(((message.call, packed), value) for packed, value in zip(message.ids, message.values, strict=False))
+            if message.values:
+                self.answer.rewarded(message.call, message.ids, message.values, message.parts)
             if message.stretches:
                 self.answer.decisions |= given_by(message.call, message.ids, message.stretches)
 

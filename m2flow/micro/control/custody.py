@@ -110,7 +110,7 @@ class Custody:
         elif message.segment is not None:
             self._journal.result(call, message.segment)
         if message.values:
-            self._journal.rewarded(call, message.ids, message.values)
+            self._journal.rewarded(call, message.ids, message.values, message.parts)
         if message.dropped:
             self._journal.filtered(call, message.dropped)
         if message.stretches:

@@ -147,8 +147,8 @@ class Journal:
         if len(example) == 2:
             self.tally.example = (example[0], example[1])
 
-    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
-        self._ledger.rewarded(call, ids, values)
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
+        self._ledger.rewarded(call, ids, values, parts)
 
     def discarded(self, call: Call, last: int) -> None:
         """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""

@@ -8,6 +8,7 @@ events: what an event led to is there whole, or not at all.
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
 import threading
 import time
@@ -31,7 +32,7 @@ CREATE TABLE calls (ordinal INTEGER PRIMARY KEY, step INTEGER, name TEXT, site T
 CREATE TABLE cursors (call INTEGER PRIMARY KEY, dataset TEXT, cursor INTEGER, num_rows INTEGER);
 CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, member INTEGER, step INTEGER, num_tokens INTEGER,
     num_generated INTEGER, finish INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
-CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, PRIMARY KEY (call, sample)) WITHOUT ROWID;
+CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, parts TEXT, PRIMARY KEY (call, sample)) WITHOUT ROWID;
 CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
 CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
 CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, stretches BLOB);
@@ -193,10 +194,11 @@ class Ledger:
         with self._lock:
             return self._db.execute(statement, values).fetchall()
 
-    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None:
-        self._many(
-            "INSERT OR IGNORE INTO rewards VALUES (?,?,?,?)", [(i, call.ordinal, call.role, v) for i, v in zip(ids, values, strict=True)]
-        )
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
+        """A call judged these samples. `parts` says of each what its reward is made of; empty if none has any."""
+        made_of = [json.dumps(of) if of else None for of in parts] or [None] * len(ids)
+        records = [(i, call.ordinal, call.role, v, of) for i, v, of in zip(ids, values, made_of, strict=True)]
+        self._many("INSERT OR IGNORE INTO rewards VALUES (?,?,?,?,?)", records)
 
     def decided(self, decisions: Decisions) -> None:
         """Which call gave each sample and which weights generated it, where that depended on time."""

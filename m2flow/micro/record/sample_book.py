@@ -9,6 +9,7 @@ that can change nothing.
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ COLUMNS = {
     "response_tokens": "tokens generated",
     "finish": "stop, length or abort",
     "reward": "what the last call that rewarded it gave; null if none did",
+    "parts": "what that reward is made of, as JSON: parts ->> 'brevity' < 0; null if its function does not say",
     "num_rewards": "calls that rewarded it",
     "num_updates": "times that it was trained on: update calls times epochs",
     "ending": "consumed, dropped, filtered, expired, failed, or unused so far",
@@ -47,10 +49,11 @@ CREATE TEMP VIEW book AS SELECT samples.id AS id,
     samples.call || '/' || samples.prompt || '/' || samples.member AS sample,
     samples.step AS step, calls.name AS call, calls.site AS site, samples.prompt AS prompt, samples.member AS member,
     samples.num_tokens - samples.num_generated AS prompt_tokens, samples.num_generated AS response_tokens, {_FINISH} AS finish,
-    rewarded.value AS reward, coalesce(rewarded.number, 0) AS num_rewards, coalesce(trained.number, 0) AS num_updates,
-    endings.ending AS ending, endings.reason AS reason
+    rewarded.value AS reward, rewarded.parts AS parts, coalesce(rewarded.number, 0) AS num_rewards,
+    coalesce(trained.number, 0) AS num_updates, endings.ending AS ending, endings.reason AS reason
 FROM samples JOIN calls ON calls.ordinal = samples.call JOIN endings ON endings.id = samples.id
-    LEFT JOIN (SELECT sample, value, max(call), count(*) AS number FROM rewards GROUP BY sample) AS rewarded ON rewarded.sample = samples.id
+    LEFT JOIN (SELECT sample, value, parts, max(call), count(*) AS number FROM rewards GROUP BY sample) AS rewarded
+        ON rewarded.sample = samples.id
     LEFT JOIN (SELECT sample, count(*) AS number FROM consumption GROUP BY sample) AS trained ON trained.sample = samples.id
 """
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
@@ -58,7 +61,7 @@ _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample. The fields up to `reason` are those of `COLUMNS`."""
+    """One sample. The fields up to `reason` are those of `COLUMNS`, without `parts`."""
 
     sample: str
     step: int
@@ -78,6 +81,8 @@ class Entry:
     response_text: str
     rewards: dict[str, float]
     """By the name of the role that gave it and its line: `verifier flows/grpo.py:44`."""
+    parts: dict[str, dict[str, float]]
+    """What each of these is made of, by name; of those whose function says so."""
     versions: list[int]
     """Of the weights that its tokens are of, oldest first."""
     mean_logprob: float | None
@@ -145,20 +150,22 @@ class SampleBook:
 
     def _entry(self, packed: int, values: Sequence[Any]) -> Entry:
         known = dict(zip(COLUMNS, values, strict=True))
+        del known["parts"]  # Of the last reward alone.
         segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
         row = self._row((segment, *place), packed)
         versions = sorted(set(row.ragged("versions").values.tolist()) - {-1}) if "versions" in row else []
         mask = row.ragged("loss_mask").values
         logprobs = row.ragged("logprobs").values[mask] if "logprobs" in row else np.empty(0)
         rewards = self._rows(
-            "SELECT rewards.name, calls.site, value FROM rewards JOIN calls ON calls.ordinal = call WHERE sample = ? ORDER BY call",
+            "SELECT rewards.name, calls.site, value, parts FROM rewards JOIN calls ON calls.ordinal = call WHERE sample = ? ORDER BY call",
             (packed,),
         )
         return Entry(
             **known,
             prompt_text=str(row.ragged("prompt").item(0)) if "prompt" in row else "",
             response_text=str(row.ragged("text").item(0)) if "text" in row else "",
-            rewards={f"{name} {site}": value for name, site, value in rewards},
+            rewards={f"{name} {site}": value for name, site, value, _ in rewards},
+            parts={f"{name} {site}": json.loads(parts) for name, site, _, parts in rewards if parts},
             versions=versions,
             mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
             life=self._life(packed, known, str(segment), versions, rewards),
@@ -182,7 +189,7 @@ class SampleBook:
         given = "SELECT calls.step FROM decisions JOIN calls ON calls.ordinal = call WHERE sample = ? AND call != ?"
         for (step,) in self._rows(given, (packed, SampleId.unpack(packed).call)):
             life.append(f"carried: it was late, and given in step {step}")
-        life += [f"rewarded: {value:g} by {name}, {site}" for name, site, value in rewards]
+        life += [f"rewarded: {value:g} by {name}, {site}" for name, site, value, _ in rewards]
         updates = self._rows(
             "SELECT calls.name, calls.site, calls.step, epoch FROM consumption JOIN calls ON calls.ordinal = update_call "
             "WHERE sample = ? ORDER BY update_call, epoch",
@@ -240,6 +247,14 @@ def export(entries: Iterator[Entry], path: Path) -> int:
         raise SpecError(f"can't write {path}: {error.strerror or error}") from None
 
 
+def _as_lists(entry: Entry) -> dict[str, object]:
+    """Its mappings with keys of a run's own as lists: in a table, each key would be a column of all rows."""
+    return {
+        "rewards": [{"by": by, "value": value} for by, value in entry.rewards.items()],
+        "parts": [{"by": by, "name": name, "value": value} for by, of in entry.parts.items() for name, value in of.items()],
+    }
+
+
 def _as_parquet(entries: Iterator[Entry], path: Path) -> int:
     try:
         import pyarrow as pa
@@ -248,7 +263,7 @@ def _as_parquet(entries: Iterator[Entry], path: Path) -> int:
         raise OptionError(
             f"{path} needs pyarrow, which is not installed", now="pip install 'm2flow[parquet]', or name a .jsonl file."
         ) from None
-    rows = [asdict(entry) | {"rewards": [{"by": by, "value": value} for by, value in entry.rewards.items()]} for entry in entries]
+    rows = [asdict(entry) | _as_lists(entry) for entry in entries]
     with contextlib.closing(pa.OSFile(str(path), "wb")) as sink:
         pq.write_table(pa.Table.from_pylist(rows), sink)
     return len(rows)

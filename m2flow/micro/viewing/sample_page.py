@@ -47,6 +47,8 @@ class SamplePage(msgspec.Struct):
     reason: str
     life: list[str]
     rewards: dict[str, float]
+    parts: dict[str, dict[str, float]]
+    """What each of these is made of, where its function says so."""
     pieces: list[str]
     has_texts: bool
     """Pieces are texts; else they are the numbers of tokens."""
@@ -108,6 +110,7 @@ def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) 
         reason=entry.reason,
         life=entry.life,
         rewards=entry.rewards,
+        parts=entry.parts,
         pieces=pieces,
         has_texts=tokenizer is not None,
         kinds=_kinds(row, len(tokens))[:MOST_TOKENS].tolist(),

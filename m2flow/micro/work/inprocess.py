@@ -30,6 +30,7 @@ from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing, training
 from m2flow.micro.work.held_weights import HeldWeights
 from m2flow.micro.work.regrowing import Asked, regrow
+from m2flow.micro.work.reward_parts import without_parts
 from m2flow.micro.work.weight_syncing import WeightSettings, checks_of
 from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder
@@ -55,7 +56,7 @@ class Notes(Protocol):
         example: Sequence[str],
     ) -> None: ...
 
-    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float]) -> None: ...
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None: ...
 
     def filtered(self, call: Call, ids: Sequence[int]) -> None: ...
 
@@ -267,7 +268,8 @@ class InProcess:
 
     def _noted(self, call: Call, result: object) -> object:
         if isinstance(result, Batch) and performing.gives_reward(call):
-            self._notes.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")])
+            result, parts = without_parts(result)
+            self._notes.rewarded(call, result.ids.tolist(), [float(v) for v in result.dense("reward")], parts)
         return result
 
     def _update(self, call: Call, inputs: Mapping[str, Batch]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from m2flow.engines.contract import Generated, Request
 from m2flow.errors import InternalError, M2FlowError, OpError, RewardError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.lineage import TWICE
+from m2flow.micro.work.reward_parts import Judged, judged, rewards_of
 from m2flow.recipe import Sampling
 from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment, keyed_bits
 
@@ -227,8 +228,7 @@ def function_rows(call: Call, rows: Batch, results: Sequence[object]) -> Batch:
     column = str(call.options["column"])
     if gives(call) == "kept":
         return kept_rows(rows, values)
-    is_reward = column == "reward"
-    return Batch(rows.ids, {column: np.array(values, np.float64) if is_reward else Ragged.json(values)})
+    return Batch(rows.ids, rewards_of(values) if column == "reward" else {column: Ragged.json(values)})
 
 
 def _checked(call: Call, unit: Sample | list[Sample], result: object) -> object:
@@ -260,11 +260,7 @@ def _checked_value(call: Call, sample: SampleId, value: object) -> object:
     if misfit:
         raise _fault(call, sample, f"{call.name} returned {value!r:.80} on sample {sample}", misfit)
     if call.options["column"] == "reward":
-        if _is_finite(value):
-            return float(value)  # type: ignore[arg-type]
-        shown = f"{value!r:.80}" if isinstance(value, int | float | np.number) else f"{type(value).__name__}: {value!r:.80}"
-        what = f"the reward {call.role} returned {shown} on sample {sample}"
-        raise _fault(call, sample, what, "A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted.")
+        return _checked_reward(call, sample, value)
     plain = as_python(value)
     try:
         json.dumps(plain)
@@ -272,6 +268,26 @@ def _checked_value(call: Call, sample: SampleId, value: object) -> object:
         what = f"{call.name} returned a {type(plain).__name__} on sample {sample}, which can't travel: {error}"
         raise _fault(call, sample, what, "An op returns numbers, texts, None, or lists and dicts of them.") from None
     return plain
+
+
+def _checked_reward(call: Call, sample: SampleId, value: object) -> float | Judged:
+    reward, parts = judged(value) if gives_reward(call) else Judged(value, {})
+    if not _is_finite(reward):
+        shown = f"{reward!r:.80}" if isinstance(reward, int | float | np.number) else f"{type(reward).__name__}: {reward!r:.80}"
+        now = "A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted."
+        if isinstance(reward, Mapping) and gives_reward(call):
+            now = 'A reward that says what it is made of returns {"reward": 0.7, "right": 1.0, ...}: the number that counts, and its parts.'
+        raise _fault(call, sample, f"the reward {call.role} returned {shown} on sample {sample}", now)
+    if not parts:
+        return float(reward)  # type: ignore[arg-type]
+    for name, part in parts.items():
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            what = f"the reward {call.role} returned a part named {name!r:.80} on sample {sample}"
+            raise _fault(call, sample, what, "The parts of a reward have names: texts on one line.")
+        if not _is_finite(part):
+            what = f"the reward {call.role} returned {part!r:.80} for its part {name!r} on sample {sample}"
+            raise _fault(call, sample, what, "A part of a reward is one finite number, too.")
+    return Judged(float(reward), {name: float(part) for name, part in parts.items()})  # type: ignore[arg-type]
 
 
 def _fault(call: Call, sample: SampleId, what: str, now: str) -> M2FlowError:

@@ -17,6 +17,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.record.decisions import stretches_of
 from m2flow.micro.scheduling.staleness import is_time_dependent
 from m2flow.micro.work import performing
+from m2flow.micro.work.reward_parts import Parts
 from m2flow.samples import Batch
 
 
@@ -43,12 +44,20 @@ class Reports:
 
 
 def finished(
-    task: int, call: Call, rows: Batch, place: tuple[str, int, int, int] | None, dropped: Sequence[int], *, ends: bool
+    task: int,
+    call: Call,
+    rows: Batch,
+    place: tuple[str, int, int, int] | None,
+    dropped: Sequence[int],
+    parts: Sequence[Parts] = (),
+    *,
+    ends: bool,
 ) -> m.Finished:
     """The message about rows of a task.
 
     Args:
         dropped: samples of the task that became no rows.
+        parts: of each row's reward, if any has some.
         ends: it has no others.
     """
     has_texts = call.engine == "rollout" and len(rows) > 0
@@ -66,6 +75,7 @@ def finished(
         list(dropped),
         stretches_of(rows) if is_time_dependent(call) else [],
         ends,
+        list(parts),
     )
 
 

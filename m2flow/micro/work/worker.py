@@ -34,6 +34,7 @@ from m2flow.micro.work.idling import Idling
 from m2flow.micro.work.notebook import Notebook
 from m2flow.micro.work.peers import Peers
 from m2flow.micro.work.reporting import Reports, finished
+from m2flow.micro.work.reward_parts import without_parts
 from m2flow.micro.work.store import RowStore, stopped_at
 from m2flow.micro.work.weight_syncing import WeightSettings
 from m2flow.micro.work.workbench import Workbench
@@ -333,7 +334,9 @@ class Worker:
                 result = bench.perform(call, self._inputs(task), task.values, leave, self._meanwhile)
                 if isinstance(result, Batch):
                     if len(result):
-                        self._store.put(call.ordinal, result)  # The next task may need them; all else about them can wait.
+                        self._store.put(
+                            call.ordinal, without_parts(result)[0]
+                        )  # The next task may need them; all else about them can wait.
                     dropped = sorted(set(task.ids) - left - set(result.ids.tolist()))
                     self._reports.later(
                         task, lambda: self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True, keeps=False)
@@ -426,13 +429,14 @@ class Worker:
         keeps: bool = True,
     ) -> None:
         """Keep rows of a call's result in memory, send them where they are needed, and report them."""
+        rows, parts = without_parts(rows)
         if place is None and len(rows) and call.engine == "function" and not performing.gives_reward(call):
             place = self._notebook.result(call.ordinal, rows)
         if len(rows):
             if keeps:
                 self._store.put(call.ordinal, rows)
             self._forward(call.ordinal, rows, forward_to)
-        self._send(finished(task, call, rows, place, dropped, ends=ends))
+        self._send(finished(task, call, rows, place, dropped, parts, ends=ends))
 
     def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
         for peer in to:

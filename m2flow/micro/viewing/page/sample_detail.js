@@ -18,7 +18,6 @@ export function sampleDetail(page, { row, data, onclose, schedule }) {
   };
   paint(new Set(page.versions.filter((one) => one !== null)).size > 1 ? "version" : "logprob");
   const place = row >= 0 && data.start[row] !== null ? el("button", { class: "button", type: "button", onclick: () => schedule(data.start[row], (data.trained[row] ?? data.end[row]) - data.start[row]) }, "Show it in the schedule") : null;
-  const rewards = Object.entries(page.rewards);
   return [
     el("section", {},
       el("h2", {}, `Sample ${page.call}/${page.prompt}/${page.member}`, el("button", { class: "icon", type: "button", "aria-label": "Close", onclick: onclose }, "×")),
@@ -28,9 +27,17 @@ export function sampleDetail(page, { row, data, onclose, schedule }) {
       page.num_left_out ? el("p", { class: "quiet" }, `${count(page.num_left_out)} more tokens are not shown.`) : null,
       page.has_texts ? null : el("p", { class: "quiet" }, "Tokens are shown as numbers until the run has a checkpoint with its tokenizer."),
       page.has_texts ? null : [el("h3", {}, "Prompt"), el("div", { class: "tokens" }, page.prompt_text), el("h3", {}, "Response"), el("div", { class: "tokens" }, page.response_text)]),
-    el("section", {}, el("h2", {}, "Rewards"), rewards.length ? facts(rewards.map(([by, value]) => [by, number(value, 5)])) : el("p", { class: "quiet" }, "None yet.")),
+    el("section", {}, el("h2", {}, "Rewards"), rewardsOf(page)),
     el("section", {}, el("h2", {}, "Life"), el("ol", { class: "life" }, page.life.map((event) => el("li", {}, event)))),
   ];
+}
+
+/** Each reward, and beneath it what it is made of where its function says so. */
+function rewardsOf(page) {
+  const rewards = Object.entries(page.rewards);
+  if (!rewards.length) return el("p", { class: "quiet" }, "None yet.");
+  const row = (name, value, kind) => el("tr", { class: kind }, el("th", { scope: "row" }, name), el("td", {}, number(value, 5)));
+  return el("table", { class: "facts" }, el("tbody", {}, rewards.map(([by, value]) => [row(by, value), Object.entries(page.parts[by] ?? {}).map(([name, part]) => row(name, part, "part"))])));
 }
 
 function fill(place, page, mode, advantage) {
