@@ -22,6 +22,7 @@ from m2flow.macro.ops import log, op, steps
 from m2flow.macro.refill import informative
 from m2flow.macro.roles import Policy, Reference, Reward
 from m2flow.macro.user_roles import Role, call
+from m2flow.observe.propagation import traceparent
 from m2flow.recipe import AdamW, Counts, Lora, Loss, Sampling
 from m2flow.samples import Batch, Finish, Sample, SampleId
 
@@ -65,5 +66,6 @@ __all__ = [
     "ppo_clip",
     "reinforce",
     "steps",
+    "traceparent",
     "where",
 ]

@@ -28,7 +28,7 @@ MAY_KNOW = {
 """Layer -> the layers that its files may import, besides itself."""
 
 GROUND_MAY_KNOW = {"errors": set(), "samples": {"errors"}, "recipe": {"errors"}, "spec": {"errors"}}
-FACADE = {"macro", "recipe", "samples"}
+FACADE = {"macro", "observe", "recipe", "samples"}
 """What `import m2flow` brings: the words of a flow."""
 
 VENDORS = {

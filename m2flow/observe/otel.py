@@ -4,9 +4,8 @@
     Count, a line of metrics.jsonl --data_points--> MetricsData
 
 A run is a trace: its root is the span `run`, the work on chunks is below that. Each sample is a trace of its own: its first life in a
-rollout engine is the root, and whatever was done with it later, by whichever process, is below that. Both identities are functions of the
-run and of the sample's identity, which every parcel of every channel carries: so processes agree on a sample's trace without a further
-byte on the way, and a trace that is sent a second time has the same identities. Work on a chunk links to its samples.
+rollout engine is the root, and whatever was done with it later, by whichever process, is below that. Both go by identities that every
+parcel of every channel carries (`m2flow.observe.identities`). Work on a chunk links to its samples.
 
 Names follow OpenTelemetry's semantic conventions where they have some (`gen_ai.*`, `code.*`, `messaging.*`, `error.*`, `process.*`,
 `hw.gpu.*`); the rest is `m2flow.*`.
@@ -16,12 +15,12 @@ Source: OpenTelemetry specification 1.50, trace API (SpanContext, links); semant
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, final
 
+from m2flow.observe.identities import SpanId, is_kept, run_span, sample_span, share_of_samples, span_id
 from m2flow.observe.spans import Attribute, Count, Span, SpanName, sample_of, samples_of
 
 if TYPE_CHECKING:
@@ -58,17 +57,16 @@ class OtelSpans:
         self._resources: dict[str, Resource] = {}
         self._rooted: set[int] = set()
         """Samples whose trace has a root already."""
-        self._share = _share_of_samples(os.environ)
+        self._share = share_of_samples(os.environ)
 
     @property
     def root(self) -> SpanContext:
         """Of the run."""
-        return _context(_trace_id(self.run), _span_id(self.run))
+        return _context(*run_span(self.run))
 
     def context_of(self, sample: int) -> SpanContext:
         """The root of a sample's trace."""
-        name = f"{self.run}/{sample}"
-        return _context(_trace_id(name), _span_id(name))
+        return _context(*sample_span(self.run, sample))
 
     def run_span(self, start_ns: int, end_ns: int, attributes: Mapping[str, Attribute]) -> ReadableSpan:
         """What stands for the run."""
@@ -96,20 +94,20 @@ class OtelSpans:
             is_root = not span.attributes.get("had") and sample not in self._rooted
             if is_root and len(self._rooted) < _MOST_KNOWN:
                 self._rooted.add(sample)
-            context = root if is_root else _context(root.trace_id, _span_id(own))
+            context = root if is_root else _context(root.trace_id, span_id(own))
             parent = None if is_root else root
             links = [Link(self.root)] if is_root else []
             yield _readable(span.name, context, parent, resource, attributes, span.start_ns, span.end_ns, status, links)
             yield from self._queued(span, root, own, resource)
             return
-        context = _context(self.root.trace_id, _span_id(own))
+        context = _context(self.root.trace_id, span_id(own))
         touched = samples_of(span) if self._has_samples else ()
         roots = [root for sample in touched if self._is_kept(root := self.context_of(sample))]
         links = [Link(root) for root in roots[:_MOST_LINKS]]
         yield _readable(span.name, context, self.root, resource, attributes, span.start_ns, span.end_ns, status, links)
         short = {name: value for name, value in attributes.items() if name not in ("m2flow.samples", "m2flow.unit_us")}
         for root in roots:
-            of_sample = _context(root.trace_id, _span_id(f"{own}/{root.trace_id}"))
+            of_sample = _context(root.trace_id, span_id(f"{own}/{root.trace_id}"))
             yield _readable(span.name, of_sample, root, resource, short, span.start_ns, span.end_ns, status, [Link(context)])
 
     def _queued(self, life: Span, root: SpanContext, own: str, resource: Resource) -> Iterator[ReadableSpan]:
@@ -120,12 +118,12 @@ class OtelSpans:
         start_ns = life.start_ns - (waited * 1000 if isinstance(waited, int) else 0)
         end_ns = life.start_ns + (first * 1000 if isinstance(first, int) else 0)
         if end_ns > start_ns:
-            context = _context(root.trace_id, _span_id(f"{own}/queued"))
+            context = _context(root.trace_id, span_id(f"{own}/queued"))
             about: dict[str, Attribute] = {"m2flow.track": life.track}
             yield _readable("sample.queued", context, root, resource, about, start_ns, end_ns, Status(StatusCode.UNSET), [])
 
-    def _is_kept(self, context: SpanContext) -> bool:
-        return self._share >= 1 or (context.trace_id & (1 << 64) - 1) < self._share * (1 << 64)
+    def _is_kept(self, root: SpanContext) -> bool:
+        return is_kept(SpanId(root.trace_id, root.span_id), self._share)
 
     def _resource(self, worker: str) -> Resource:
         found = self._resources.get(worker)
@@ -289,27 +287,6 @@ def _context(trace_id: int, span_id: int) -> SpanContext:
     from opentelemetry.trace import SpanContext, TraceFlags
 
     return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
-
-def _trace_id(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
-
-
-def _span_id(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"span {name}".encode()).digest()[:8], "big") or 1
-
-
-def _share_of_samples(environment: Mapping[str, str]) -> float:
-    """The share of the samples' traces that is sent, by OTEL_TRACES_SAMPLER. The run's own trace always is."""
-    sampler = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower().removeprefix("parentbased_")
-    if sampler == "always_off":
-        return 0.0
-    if sampler != "traceidratio":
-        return 1.0
-    try:
-        return min(max(float(environment.get("OTEL_TRACES_SAMPLER_ARG", "1")), 0.0), 1.0)
-    except ValueError:
-        return 1.0
 
 
 def _slug(name: str, keep: str = "") -> str:

@@ -6,6 +6,7 @@ What each unit is given and how it runs is the function engine's; what a call's 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -16,17 +17,19 @@ from m2flow.micro.work import performing
 from m2flow.micro.work.arguments import Arguments
 from m2flow.micro.work.instances import Instances
 from m2flow.micro.work.leaving import Leave, Leaving
+from m2flow.observe.propagation import Trace
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanName
-from m2flow.samples import Batch
+from m2flow.samples import Batch, Sample
 
 
 @final
 class Functions:
     """Of one process."""
 
-    def __init__(self, engine: FunctionEngine, *, run_seed: int, recorder: Recorder) -> None:
+    def __init__(self, engine: FunctionEngine, *, run: str, run_seed: int, recorder: Recorder) -> None:
         self.engine = engine
+        self._trace = Trace(run)
         self._run_seed = run_seed
         self._recorder = recorder
         self._instances = Instances()
@@ -80,7 +83,7 @@ class Functions:
             leaving = Leaving(lambda part, results: performing.function_rows(call, part, results), rows, leave)
         try:
             results = self.engine.call(
-                performing.checked(call, function, took_ns),
+                performing.checked(call, self._in_trace(function), took_ns),
                 rows,
                 granularity=call.granularity.value,
                 size=size,
@@ -96,3 +99,14 @@ class Functions:
         if leaving is not None and leaving.has_left:
             return leaving.rest(results)
         return performing.function_rows(call, rows, results)
+
+    def _in_trace(self, function: Callable[..., object]) -> Callable[..., object]:
+        """The function, called within the trace of what it is called on. The engine gives each unit a context of its own."""
+
+        @functools.wraps(function)
+        def run(unit: Sample | list[Sample]) -> object:
+            samples = unit if isinstance(unit, list) else [unit]
+            self._trace.enter(samples[0].id.pack() if len(samples) == 1 else None)
+            return function(unit)
+
+        return run

@@ -116,6 +116,7 @@ class InProcess:
                 "train": EngineSettings(**common, options=spec.train.options),  # type: ignore[arg-type]
                 "function": EngineSettings(options={"concurrency": spec.functions.concurrency, "patience_s": spec.functions.patience_s}),
             },
+            run_dir=str(run_dir),
             run_seed=settings.seed,
             recorder=self._recorder,
             shared_prefix="",

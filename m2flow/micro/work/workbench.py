@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -67,6 +68,7 @@ class Workbench:
         models: Mapping[str, Model],
         settings: Mapping[str, EngineSettings],
         *,
+        run_dir: str = "",
         run_seed: int,
         recorder: Recorder,
         shared_prefix: str,
@@ -80,6 +82,7 @@ class Workbench:
     ) -> None:
         """
         Args:
+            run_dir: by whose name its traces go.
             takes_turns: the engines share their devices with others, of this process or of others. The first turn is rollout's: all others
                 begin away from the devices.
         """
@@ -89,7 +92,7 @@ class Workbench:
         self._models = models
         self._settings = settings
         self._make_train = make_train
-        self._run_seed = run_seed
+        self._run, self._run_seed = Path(run_dir).resolve().name, run_seed
         self._recorder, self._lives = recorder, Lives(recorder, every=record_every)
         self._gather_ns = gather_s * 1e9
         self._restore = restore or {}
@@ -121,7 +124,7 @@ class Workbench:
             if slot.kind == "function":
                 engine = make_function(slot.engine, self._settings["function"])
                 engine.start()
-                self._functions = Functions(engine, run_seed=self._run_seed, recorder=self._recorder)
+                self._functions = Functions(engine, run=self._run, run_seed=self._run_seed, recorder=self._recorder)
             elif slot.kind == "rollout":
                 self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], self._settings["rollout"])
                 self._rollout[slot.role].start()

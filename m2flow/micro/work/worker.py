@@ -135,6 +135,7 @@ class Worker:
             settings.engines,
             settings.models,
             settings.engine_settings(),
+            run_dir=settings.run_dir,
             run_seed=settings.run_seed,
             recorder=self.recorder,
             shared_prefix=settings.shared_prefix,
@@ -334,9 +335,7 @@ class Worker:
                 result = bench.perform(call, self._inputs(task), task.values, leave, self._meanwhile)
                 if isinstance(result, Batch):
                     if len(result):
-                        self._store.put(
-                            call.ordinal, without_parts(result)[0]
-                        )  # The next task may need them; all else about them can wait.
+                        self._store.put(call.ordinal, without_parts(result)[0])  # The next task may need them; all else can wait.
                     dropped = sorted(set(task.ids) - left - set(result.ids.tolist()))
                     self._reports.later(
                         task, lambda: self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True, keeps=False)
