@@ -315,7 +315,7 @@ def test_doctor_finds_what_the_tests_run_with() -> None:
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert findings["torch"]["state"] == "ok"
     assert findings["python"]["value"] == sys.version.split()[0]
-    assert {"cpu cores", "memory", "shared memory", "disk", "gpu devices", "extra sglang"} <= set(findings)
+    assert {"cpu cores", "memory", "shared memory", "disk", "gpu devices", "gpu use", "extra sglang"} <= set(findings)
     assert result.exit_code == any(finding["state"] == "missing" for finding in findings.values())
 
 

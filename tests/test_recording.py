@@ -20,7 +20,6 @@ from m2flow.engines.contract import EngineSettings
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.run import Run
 from m2flow.micro.work.gauges import Gauges
-from m2flow.micro.work.gpu_use import find_gpu
 from m2flow.micro.work.idling import Idling
 from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder
@@ -163,11 +162,6 @@ def test_waits_are_between_two_pieces_of_work_and_say_for_what() -> None:
     assert second.attributes == {"label": "for a task"}
     assert first.end_ns <= second.start_ns
     assert not first.is_work
-
-
-def test_a_machine_without_the_drivers_library_says_nothing_of_gpus() -> None:
-    assert find_gpu("cpu") is None
-    assert find_gpu("cuda:0", library="libthere-is-none.so.1") is None
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,7 @@ def test_every_view_can_be_used_by_everyone(browser: Browser, runs: Path, theme:
     with served(runs) as address:
         for view in (
             "traced/schedule",
+            f"traced/schedule/beside/{made(runs)}",
             f"{made(runs)}/samples",
             f"{made(runs)}/graph",
             f"{made(runs)}/training",

@@ -23,6 +23,7 @@ from m2flow.cli.rundirs import find_run
 from m2flow.engines.compiling import missing_tools
 from m2flow.engines.registry import check_engine, engines
 from m2flow.errors import M2FlowError
+from m2flow.micro.work.gpu_use import LIBRARY, find_gpu
 from m2flow.spec import ClusterSpec, load_cluster
 
 State = Literal["ok", "missing", "optional"]
@@ -110,6 +111,7 @@ def examine() -> Iterator[Finding]:
         "" if os.access(sockets, os.W_OK) else "Set TMPDIR to a folder that can be written.",
     )
     yield _gpus()
+    yield _gpu_use()
     for extra in _extras():
         yield _extra(extra)
 
@@ -156,6 +158,17 @@ def _shared_memory() -> Finding:
 def _gpus() -> Finding:
     found = [f"/{path.relative_to('/')}" for pattern in _DEVICES for path in sorted(Path("/").glob(pattern))]
     return Finding("gpu devices", "ok", ", ".join(found)) if found else Finding("gpu devices", "optional", "none; runs use the CPU")
+
+
+def _gpu_use() -> Finding:
+    """Whether runs record how busy an NVIDIA GPU is."""
+    gpu = find_gpu("cuda")
+    use, taken = gpu.read() if gpu is not None else (None, None)
+    told = [*([f"{use:.0%} busy"] if use is not None else []), *([f"{_size(taken)} taken"] if taken is not None else [])]
+    if told:
+        return Finding("gpu use", "ok", f"recorded; cuda:0 is {', '.join(told)}")
+    now = "In a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility." if any(Path("/dev").glob("nvidia[0-9]*")) else ""
+    return Finding("gpu use", "optional", f"not recorded: {LIBRARY} of NVIDIA's driver says nothing of cuda:0", now)
 
 
 def _amount(name: str, num_bytes: int, least: int, what: str, how: str) -> Finding:

@@ -40,6 +40,12 @@ class WorkerHealth(msgspec.Struct):
     """When its last span ended, since the run's first; None: it has said nothing."""
     num_losses: int
     has_log: bool
+    cpu_cores: float | None
+    """That it used lately; None here and below: it has not said."""
+    memory_bytes: float | None
+    gpu_use: float | None
+    """0 to 1, by whomever."""
+    gpu_memory_bytes: float | None
 
 
 @final
@@ -207,9 +213,15 @@ def _workers(trace: RunTrace, losses: dict[str, int], logs: set[str]) -> list[Wo
                 last,
                 losses.get(name, 0),
                 name in logs,
+                *(_last(trace, name, counter) for counter in ("cpu cores", "memory bytes", "gpu use", "gpu memory bytes")),
             )
         )
     return found
+
+
+def _last(trace: RunTrace, worker: str, name: str) -> float | None:
+    counter = trace.columns.counters.get((worker, name))
+    return counter.values[-1] if counter is not None else None
 
 
 def _channels(trace: RunTrace) -> list[ChannelHealth]:

@@ -14,7 +14,7 @@ import os
 import re
 from typing import final
 
-_LIBRARY = "libnvidia-ml.so.1"
+LIBRARY = "libnvidia-ml.so.1"
 
 
 class _Rates(ctypes.Structure):
@@ -41,7 +41,7 @@ class GpuUse:
         return rates.gpu / 100 if has_rates else None, int(memory.used) if has_memory else None
 
 
-def find_gpu(device: str, visible: str | None = None, library: str = _LIBRARY) -> GpuUse | None:
+def find_gpu(device: str, visible: str | None = None, library: str = LIBRARY) -> GpuUse | None:
     """The GPU that this process calls `device`; None if it is none, or nothing can be asked of it.
 
     Args:

@@ -29,6 +29,7 @@ from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
 from m2flow.micro.control.claims import remove
 from m2flow.micro.work.gang import Gang
+from m2flow.micro.work.gpu_use import find_gpu
 from m2flow.micro.work.vital_signs import VitalSigns
 from m2flow.micro.work.worker import Worker, WorkerSettings
 
@@ -72,7 +73,7 @@ def serve(settings: WorkerSettings, token: str) -> None:
     gang = Gang(settings.gang, token)
     worker = Worker(settings, link, inbox, outbox, gang.make_train)
 
-    signs = VitalSigns(lambda: (worker.num_turns, worker.is_in_users_code), settings.device, worker.recorder.anchor_ns)
+    signs = VitalSigns(lambda: (worker.num_turns, worker.is_in_users_code), find_gpu(settings.device), worker.recorder.anchor_ns)
     period_s = settings.heartbeat_s
     beacon = Beacon(settings.controller, settings.tag, token, period_s=period_s, payload=signs.pulse, hear=signs.hear, keys=keys)
     beacon.open()

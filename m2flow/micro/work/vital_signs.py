@@ -15,7 +15,7 @@ from typing import final
 import psutil
 
 from m2flow.micro import messages as m
-from m2flow.micro.work.gpu_use import GpuUse, find_gpu
+from m2flow.micro.work.gpu_use import GpuUse
 from m2flow.observe.recorder import now_ns
 
 
@@ -23,16 +23,17 @@ from m2flow.observe.recorder import now_ns
 class VitalSigns:
     """Of this process. The beating thread alone uses it, once it is made."""
 
-    def __init__(self, progress: Callable[[], tuple[int, bool]], device: str, anchor_ns: int) -> None:
+    def __init__(self, progress: Callable[[], tuple[int, bool]], gpu: GpuUse | None, anchor_ns: int) -> None:
         """
         Args:
             progress: turns of the main loop so far, and whether it is in a user's function.
+            gpu: that it uses, if it can be asked.
             anchor_ns: what makes the recorder's times Unix times, in this process.
         """
         self._progress = progress
         self._anchor_ns = anchor_ns
         self._process = psutil.Process(os.getpid())
-        self._gpu: GpuUse | None = find_gpu(device)
+        self._gpu = gpu
         self._exchange: tuple[int, int, int, int] | None = None
 
     def pulse(self) -> bytes:

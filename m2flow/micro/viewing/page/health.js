@@ -38,6 +38,27 @@ export class HealthView {
     this.render();
   }
 
+  /** What each worker is, and what it took of its machine when it last said. What none has said has no column. */
+  workers(heads, said) {
+    const { workers } = this.health;
+    if (!workers.length) return el("p", { class: "quiet" }, "No worker has begun.");
+    const columns = [
+      ["worker", (one) => one.name],
+      ["device", (one) => one.device],
+      ["engines", (one) => one.engines.join(", ")],
+      ["#threads", (one) => one.threads || ""],
+      ["#cores used", (one) => compact(one.cpu_cores), "cpu_cores"],
+      ["#memory", (one) => (one.memory_bytes === null ? "" : bytes(one.memory_bytes)), "memory_bytes"],
+      ["#GPU busy", (one) => percent(one.gpu_use), "gpu_use"],
+      ["#GPU memory", (one) => (one.gpu_memory_bytes === null ? "" : bytes(one.gpu_memory_bytes)), "gpu_memory_bytes"],
+      ["#spans", (one) => count(one.num_spans)],
+      ["last said something", said],
+      ["#lost", (one) => (one.num_losses ? el("span", { style: { color: "var(--bad)" } }, `${one.num_losses} times`) : "no")],
+    ].filter(([, , field]) => !field || workers.some((one) => one[field] !== null));
+    const cell = (one) => ([name, shown]) => el("td", { class: name.startsWith("#") ? "num" : "" }, shown(one));
+    return el("table", { class: "grid" }, heads(columns.map(([name]) => name)), el("tbody", {}, workers.map((one) => el("tr", {}, columns.map(cell(one))))));
+  }
+
   /** Credits: what is under way to whom, of what may be. */
   rooms() {
     const { rooms } = this.health;
@@ -73,7 +94,7 @@ export class HealthView {
         ["state", el("span", { class: `badge ${summary.state.name}` }, summary.state.name)], ["why it ended", summary.state.name === "stopped" ? summary.state.reason : ""], ["began", moment(summary.state.began_s)], ["took", summary.state.ended_s ? seconds(summary.state.ended_s - summary.state.began_s) : ""], ["attempts", summary.state.num_attempts > 1 ? count(summary.state.num_attempts) : ""], ["flow", el("code", {}, summary.flow)], ["cluster", `${summary.cluster}${summary.mode ? `, ${summary.mode}` : ""}`], ["options", Object.entries(summary.options).map(([name, value]) => `${name}=${value}`).join("  ")], ["tokens lost", health.num_lost_tokens ? count(health.num_lost_tokens) : ""], ["trace not readable", summary.num_lost_bytes && !isLive ? bytes(summary.num_lost_bytes) : ""],
       ].filter(([, value]) => value !== "").map(([name, value]) => el("tr", {}, el("th", { scope: "row", style: { width: "150px" } }, name), el("td", {}, value)))))),
       health.failed_calls.length ? el("section", {}, el("h2", {}, "Calls that failed"), el("table", { class: "grid" }, heads(["#call", "name", "line", "error"]), el("tbody", {}, health.failed_calls.map(([ordinal, name, line, error]) => el("tr", {}, el("td", { class: "num" }, ordinal), el("td", {}, name), el("td", {}, el("code", {}, line)), el("td", {}, error)))))) : null,
-      el("section", {}, el("h2", {}, "Workers"), health.workers.length ? el("table", { class: "grid" }, heads(["worker", "device", "engines", "#threads", "#spans", "last said something", "#lost"]), el("tbody", {}, health.workers.map((worker) => el("tr", {}, el("td", {}, worker.name), el("td", {}, worker.device), el("td", {}, worker.engines.join(", ")), el("td", { class: "num" }, worker.threads || ""), el("td", { class: "num" }, count(worker.num_spans)), el("td", {}, said(worker)), el("td", { class: "num", style: worker.num_losses ? { color: "var(--bad)" } : {} }, worker.num_losses ? `${worker.num_losses} times` : "no"))))) : el("p", { class: "quiet" }, "No worker has begun.")),
+      el("section", {}, el("h2", {}, "Workers"), this.workers(heads, said)),
       el("section", {}, el("h2", {}, "Channels"), this.rooms(), health.channels.length ? el("table", { class: "grid" }, heads(["from", "to", "#parcels", "#samples", "#sent", "#blocked"]), el("tbody", {}, health.channels.map((one) => el("tr", {}, el("td", {}, one.source), el("td", {}, one.target), el("td", { class: "num" }, compact(one.parcels)), el("td", { class: "num" }, compact(one.samples)), el("td", { class: "num" }, bytes(one.num_bytes)), el("td", { class: "num" }, seconds(one.blocked_s)))))) : el("p", { class: "quiet" }, "Nothing was sent between workers.")),
       health.counters.length ? el("section", {}, el("h2", {}, "Counters"), this.counters()) : null,
       el("section", {}, el("h2", {}, "What happened"), health.happened.length ? el("table", { class: "grid" }, heads(["when", "what", "to", "because"]), el("tbody", {}, health.happened.map((one) => el("tr", {}, el("td", {}, moment(one.at_s)), el("td", {}, one.kind), el("td", {}, one.who), el("td", {}, one.what))))) : el("p", { class: "quiet" }, "Nothing out of the ordinary.")),
