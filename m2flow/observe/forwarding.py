@@ -189,7 +189,8 @@ class Carrier:
                 failures, did, self.error = failures + 1, False, str(error)
             except Exception as error:  # A fault here must not look like an end.
                 failures, did, self.error = failures + 1, False, f"{type(error).__name__}: {error}"
-            last_tries -= has_ended and failures > 0
+            if has_ended and failures:
+                last_tries -= 1
             if is_finished or not last_tries:
                 break
             if did:
@@ -213,8 +214,8 @@ def carry(sinks: Iterable[Sink], ends: threading.Event, drain_s: float) -> list[
     deadline = time.monotonic() + drain_s + _EXTRA_S
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
-    return [sink.report(carrier.error or ("it did not answer" if thread.is_alive() else ""))
-            for (sink, carrier), thread in zip(carriers, threads, strict=True)]  # fmt: skip
+    silent = {sink.name for (sink, _), thread in zip(carriers, threads, strict=True) if thread.is_alive()}
+    return [sink.report(carrier.error or ("it did not answer" if sink.name in silent else "")) for sink, carrier in carriers]
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def _events(drawn: Drawn, uuids: _Uuids) -> Iterator[bytes]:
         track, stack = tracks[piece.pid, piece.tid], stacks[tracks[piece.pid, piece.tid]]
         while stack and stack[-1] <= piece.span.start_ns:
             yield _event(drawn, stack.pop(), _END, track)
-        yield _event(drawn, piece.span.start_ns, _BEGIN, track, _named(piece.span) + flows.get((piece.pid, piece.tid, id(piece.span)), b""))
+        yield _event(drawn, piece.span.start_ns, _BEGIN, track, _named(piece.span) + flows.get(_key(piece), b""))
         stack.append(piece.span.end_ns)
         version = piece.span.attributes.get("version")
         if piece.span.name == SpanName.WEIGHTS_PUBLISH and version is not None:
@@ -104,6 +104,7 @@ def _flows(drawn: Drawn) -> tuple[dict[tuple[int, int, int], bytes], dict[int, b
 
 
 def _key(piece: Slice) -> tuple[int, int, int]:
+    """Its place and its span, which can't be hashed: it has a dictionary."""
     return piece.pid, piece.tid, id(piece.span)
 
 
