@@ -93,10 +93,11 @@ def _text(analysis: Analysis) -> list[str]:
         whole_s = device.busy_s + sum(device.idle_s.values())
         rows.append((device.name, device.kinds, f"{device.busy_s / whole_s:.0%}" if whole_s else "", causes(device.idle_s, whole_s)))
     lines += ["", *table(rows)]
-    path = [("critical path", "", "share", "s a step", "planned")]
+    is_planned = any(stage.predicted_s is not None for stage in analysis.stages)
+    path = [("critical path", "", "share", "s a step", *(("planned",) if is_planned else ()))]
     for share, stage in zip(analysis.path, analysis.stages, strict=True):
-        planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
-        path.append((share.label, share.line, f"{share.share:.1%}", f"{stage.seconds:,.3f}", planned))
+        planned = ("" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}",) if is_planned else ()
+        path.append((share.label, share.line, f"{share.share:.1%}", f"{stage.seconds:,.3f}", *planned))
     lines += [
         "",
         *table(path),

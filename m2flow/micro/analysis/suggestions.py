@@ -87,7 +87,11 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
         now = next((row for row in rows if (row.placement, row.staleness) == (plan.mode, staleness)), None)
         if now is None:
             raise SpecError(f"the plan of {run_dir} is {plan.mode}, which can't be simulated on {config.cluster.name}")
-        found = [Suggestion(_said(row, now), row.staleness != now.staleness, row.step_s, 1 - row.step_s / now.step_s) for row in rows]
+        found = [
+            Suggestion(_said(row, now), row.staleness != now.staleness, row.step_s, 1 - row.step_s / now.step_s)
+            for row in rows
+            if not any(_does_as_well(other, row, now) for other in rows)
+        ]
         for what, spec in _other_specs(scenario, plan):
             step_s = _step_s(scenario.on(spec), plan)
             if step_s is not None:
@@ -98,6 +102,13 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
     measured_s = sum(makespans_s[:num_steps]) / num_steps
     error = now.step_s / measured_s - 1
     return Suggestions(now.step_s, measured_s, error, abs(error) > DOUBTFUL, better)
+
+
+def _does_as_well(other: Row, row: Row, now: Row) -> bool:
+    """Whether another way changes less and gains about as much."""
+    is_less = other.staleness <= row.staleness and other.placement in (row.placement, now.placement)
+    is_other = (other.placement, other.staleness) != (row.placement, row.staleness)
+    return is_less and is_other and other.step_s < row.step_s + _WORTH * now.step_s
 
 
 def _other_specs(scenario: Scenario, plan: Plan) -> Iterator[tuple[str, ClusterSpec]]:
