@@ -289,6 +289,29 @@ def test_a_loss_of_the_users_own_gets_what_it_asked_for(model: Model) -> None:
     assert seen["per_token"].tolist() == np.flatnonzero(mask.values).tolist()
 
 
+def test_a_loss_may_leave_out_tokens_that_an_older_cache_was_read_for_and_those_of_older_weights(model: Model) -> None:
+    def fresh(logprobs: Tensor, kv_stale: Tensor, versions: Tensor) -> Tensor:
+        return -logprobs * (~kv_stale & (versions > 1))
+
+    batch = samples(VOCABULARY)
+    mask, dice = batch.ragged("loss_mask"), np.random.default_rng(0)
+    stale, versions = dice.random(len(mask.values)) < 0.3, dice.integers(1, 4, len(mask.values))
+    told = batch.with_columns(kv_stale=Ragged(stale, mask.offsets), versions=Ragged(versions, mask.offsets))
+    without = batch.with_columns(loss_mask=Ragged(mask.values.astype(bool) & ~stale & (versions > 1), mask.offsets))
+    trained = []
+    for rows, loss in (
+        (told, Loss("fresh", fresh, ("logprobs", "kv_stale", "versions"))),
+        (without, Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",))),
+        (told, Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",))),
+    ):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            engine.accumulate(rows, Objective(loss))
+            engine.apply(RECIPE, 100.0)
+            trained.append(copied(engine))
+    left_out, masked, whole = trained
+    assert distance(left_out, masked) < 1e-4 < distance(left_out, whole)
+
+
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [

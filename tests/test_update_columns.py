@@ -218,6 +218,9 @@ def test_a_loss_that_needs_what_nobody_has_is_refused_with_what_there_is():
     @loss(needs=["logprobs", "advantages", "bonus"])
     def needy(**tensors: object) -> None: ...
 
+    @loss(needs=["logprobs", "advantages", "versions", "kv_stale"])
+    def fresh(**tensors: object) -> None: ...
+
     @loss(needs=["values", "advantages"])
     def critical(**tensors: object) -> None: ...
 
@@ -229,6 +232,7 @@ def test_a_loss_that_needs_what_nobody_has_is_refused_with_what_there_is():
     with pytest.raises(TraceError, match=r"needs 'bonus', which neither the samples nor this policy\.update have; the samples have finish"):
         traced(lambda: body_of(needy))
     traced(lambda: body_of(needy, bonus="a column of the dataset's rows"))
+    traced(lambda: body_of(fresh))
     with pytest.raises(TraceError, match="needs 'values', which are a critic's"):
         traced(lambda: body_of(critical))
 
