@@ -124,6 +124,9 @@ class WeightsSpec(_Strict):
     """Of `broadcast` and `tcp`: the IPv4 address that trainers listen at; on Ray, each node's own."""
     changes: Literal["auto", "never", "always"] = "auto"
     """Send only values that changed, over `broadcast`, `tcp` and `file`: where it is measured to take less time, never, or always."""
+    adapters: Literal["alone", "added"] = "alone"
+    """Of a policy with `lora=`: send the adapters alone, to rollout engines of other processes that can add them (not by `cuda ipc`); or
+    whole weights, with them added. `added` saves those engines the host's memory for a copy of the layers that are adapted."""
     bucket_mib: int = Field(16, ge=1, le=1024)
     """Of `broadcast` and `file`: each side has two buffers of this size."""
     probe: Literal["first", "always", "never"] = "first"

@@ -157,6 +157,17 @@ def test_layers_that_the_model_lacks_are_refused_with_those_that_it_has(model: M
     assert "q_proj" in str(caught.value)
 
 
+@needs_peft
+def test_adapters_on_stacks_of_experts_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    mixture = write_model(tmp_path / "mixture", transformers.Qwen3MoeConfig(**sizes, **heads))
+    with pytest.raises(ModelError, match=r"stacks of experts.*mlp\.experts") as caught:
+        started(replace(mixture, lora=Lora(rank=2)))
+    assert "q_proj" in str(caught.value)
+    started(replace(mixture, lora=Lora(rank=2, targets=("q_proj", "o_proj"))))
+
+
 def sorting(path: str) -> Flow:
     def judged(sample: Sample) -> float:
         return len(str(sample.text)) % 3 / 3

@@ -18,7 +18,7 @@ from m2flow.micro.costs.shapes import ModelShape, shape_named, zoo
 from m2flow.micro.costs.terms import EngineId, Footprint, Layout
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.recipe import Lora, Model
-from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec, WeightsSpec
 
 ROLLOUT, TRAIN, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")
 LONG = Extent(prompt=200, response=4000, position=3000, longest=16_384)
@@ -306,6 +306,20 @@ def test_a_sync_in_place_is_faster_than_one_in_a_node_and_that_than_one_over_the
     beside = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=2)), is_same_devices=False)
     far = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=14)), is_same_devices=False)
     assert here < beside < far
+
+
+def test_adapters_that_go_to_other_nodes_alone_take_less_than_the_weights_beside_them() -> None:
+    whole = costs("Qwen2.5-7B", "h100", nodes=4)
+    shapes = {"policy": adapted(shape_named("Qwen2.5-7B"), Lora(rank=16))}
+    ends = ("main", Layout(dp=4, zero=1)), ("main", Layout(tp=2, dp=14))
+
+    def sync_s(adapters: str, *, is_same_devices: bool) -> float:
+        spec = whole.spec.model_copy(update={"weights": WeightsSpec.model_validate({"adapters": adapters})})
+        return ModelledCosts(spec, step(), shapes, {"": LONG}).sync_s("policy", *ends, is_same_devices=is_same_devices)
+
+    assert sync_s("alone", is_same_devices=False) < sync_s("added", is_same_devices=False)
+    assert sync_s("added", is_same_devices=False) == whole.sync_s("policy", *ends, is_same_devices=False)
+    assert sync_s("alone", is_same_devices=True) == whole.sync_s("policy", *ends, is_same_devices=True)
 
 
 def test_a_broadcast_of_30b_takes_what_was_published() -> None:

@@ -79,7 +79,7 @@ class Capabilities:
     heads: tuple[str, ...] = ("lm",)
     """Train: which `m2flow.recipe.Model.head` it can hold."""
     lora: bool = False
-    """Train: it can train adapters of low rank."""
+    """Train: it can train adapters of low rank. Rollout: it takes them alone (`load_adapters`), and adds them itself."""
     rests: bool = False
     """Rollout: while others work on its device (`rest`), its weights can stay there and its cache not."""
     gives_away: bool = False
@@ -248,6 +248,21 @@ class RolloutEngine(Engine):
         """The weights held, by Hugging Face name, for checksums. What is held under another name, type or shape than it came in (fused,
         say) is compared before it is loaded instead, so leave that out. Each tensor must be valid until the next is asked for."""
 
+    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], version: int, *, under_requests: bool = False) -> None:
+        """Compute with the weights that it began with and these adapters of the model's recipe, by the names of peft's files.
+
+        As `load_weights`, but that none of these may come after a whole set of weights. All adapters must be there. Raises `EngineError`
+        too if it takes none (its `capabilities.lora` is false)."""
+        raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """What `load_adapters` brought last, for checksums; nothing before."""
+        raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that adapters are added to, by Hugging Face name, for checksums."""
+        raise EngineError(f"the rollout engine {self.name!r} takes no adapters alone")
+
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probabilities of each token but the first, given those before it, by the weights held, at temperature 1: float32 [L_i - 1].
 
@@ -327,6 +342,14 @@ class TrainEngine(Engine):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, by Hugging Face name, without a copy where they lie here whole; else gathered one by one. Each must be valid until
         the next is asked for."""
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, by the names of peft's files; else as `weights`, which gives the sum of these and of `base`."""
+        raise EngineError(f"the train engine {self.name!r} trains no adapters")
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights beside the adapters, which no step changes, as `weights`."""
+        raise EngineError(f"the train engine {self.name!r} trains no adapters")
 
     def copy_from(self, source: TrainEngine) -> None:
         """Take the weights that another engine of the same kind and ranks has now; what the other lacks (a head of its own) stays."""

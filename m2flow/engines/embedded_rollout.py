@@ -12,7 +12,7 @@ machine; torch then runs on one thread, so that the plan's number of threads doe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -42,7 +42,7 @@ class EmbeddedRollout(RolloutEngine):
     """Requests come and go between any two steps; a prompt that several samples share is read once."""
 
     name = "embedded"
-    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, rests=True, probes=True)
+    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, lora=True, rests=True, probes=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -171,12 +171,21 @@ class EmbeddedRollout(RolloutEngine):
         return self._version
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
-        model, _, decoder = self._started()
+        self._take(self._started()[0].load_weights, tensors, version, under_requests=under_requests)
+
+    def load_adapters(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
+        self._take(self._started()[0].added.add, tensors, version, under_requests=under_requests)
+
+    def _take(
+        self, load: Callable[[Iterable[tuple[str, Any]]], None], tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool
+    ) -> None:
+        """Change the weights by what comes."""
+        decoder = self._started()[2]
         if decoder.num_running and not under_requests:
             raise EngineError(f"{decoder.num_running} requests are running; weights can't change under them", now="Abort them first.")
         self._mixture = "loading was cut short"
         try:
-            model.load_weights(tensors)
+            load(tensors)
         except EngineError as error:
             self._mixture = error.what
             raise
@@ -186,6 +195,12 @@ class EmbeddedRollout(RolloutEngine):
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         return self._started()[0].weights()
+
+    def adapters(self) -> Iterator[tuple[str, Any]]:
+        return self._started()[0].added.adapters()
+
+    def base(self) -> Iterator[tuple[str, Any]]:
+        return self._started()[0].added.base()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         model = self._started()[0]

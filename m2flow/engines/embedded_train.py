@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,18 @@ class EmbeddedTrain(TrainEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return checkpoint.named_weights(self._model)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in lora.adapter_state(self._model, self._whole):
+            yield lora.file_name(name), tensor.detach()
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in lora.whole_state(self._model, self._whole, adds=False):
+            yield from checkpoint_tensors(self._model, name, tensor.detach())
+
+    def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        """All of one of the model's tensors; where ranks hold parts, this is collective."""
+        return nullcontext(tensor)
 
     def copy_from(self, source: TrainEngine) -> None:
         if lora.is_adapted(self._model) and isinstance(source, EmbeddedTrain) and lora.is_adapted(source._model):

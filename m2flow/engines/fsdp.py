@@ -90,8 +90,11 @@ class FsdpTrain(RankedTrain):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each whole on every rank, one after the other; all ranks go through them together."""
-        for name, tensor in lora.whole_state(self._model, _whole):
+        for name, tensor in lora.whole_state(self._model, self._whole):
             yield from checkpoint_tensors(self._model, name, tensor)
+
+    def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        return contextlib.nullcontext(whole(tensor).detach())
 
     def copy_from(self, source: TrainEngine) -> None:
         given, waiting = iter(source.weights()), dict[str, Tensor]()
@@ -115,8 +118,8 @@ class FsdpTrain(RankedTrain):
             return
         is_writer = self._ranks.rank == 0
         state = {"optimizers": _whole_state(self._optimizers.state(), keeps=is_writer)}
-        weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, _whole)}
-        adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, _whole)}
+        weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, self._whole)}
+        adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, self._whole)}
         self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
 
     def _save_parts(self, path: Path) -> None:
@@ -184,10 +187,6 @@ def _emptied(directory: Path) -> None:
         directory.mkdir(parents=True)
     except OSError as error:
         raise EngineError(f"the checkpoint {directory} can't be written: {error}") from error
-
-
-def _whole(tensor: Tensor) -> AbstractContextManager[Tensor]:
-    return contextlib.nullcontext(whole(tensor).detach())
 
 
 def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """Adapters of low rank on a model whose own weights stay as they are, by the package `peft`.
 
     load_model --adapt--> the same module; only adapters take gradients
-    whole_state: W + scale B A under the name of W, one tensor at a time: what goes to rollout engines and into checkpoints
+    whole_state: W + scale B A under the name of W, one tensor at a time: for checkpoints, and rollout engines that know no adapters
+    adapter_state, base_state: B and A alone, and W alone: what others send and compare (`m2flow.engines.adding` adds them)
     checkpoint/adapter/   what `peft.PeftModel.from_pretrained(base, path)` reads, and what training goes on from
 
 B begins as zeros, so the first weights are those of the base, in every engine that loads it. What a trainer keeps for the backward pass of
@@ -9,7 +10,7 @@ the base's weights is not kept: gradients and optimiser are those of the adapter
 
 A reference or a critic of an adapted policy in the same process has that policy's base, not one of its own (`share_base`).
 
-Limit: linear layers; one adapter a model. A tensor that is merged is made anew each time that it is asked for.
+Limit: linear layers, no stacks of experts; one adapter a model. A tensor that is merged is made anew each time that it is asked for.
 
 Source:
     Hu et al. 2021, LoRA, arXiv:2106.09685.
@@ -54,6 +55,11 @@ def adapt(model: Any, recipe: Lora, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(config, model, _NAME)
+        if stacks := sorted(name for name, layer in _layers(model).items() if getattr(layer, "num_experts", 1) > 1):
+            raise ModelError(
+                f"peft puts adapters on stacks of experts here ({stacks[0]}), whose sum with the weights m2flow can't send or save",
+                now="Name other layers: lora=Lora(targets=('q_proj', 'k_proj', 'v_proj', 'o_proj')).",
+            )
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)})
         raise ModelError(
@@ -66,17 +72,18 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def whole_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator[tuple[str, Tensor]]:
+def whole_state(model: Any, whole: Whole = contextlib.nullcontext, *, adds: bool = True) -> Iterator[tuple[str, Tensor]]:
     """What the state dictionary of the model without adapters would have, by its names. Of tied tensors, the first alone.
 
     Args:
         whole: gives a tensor of the model as a whole, where ranks hold parts of it; then this is collective, and each tensor is valid
             until the next is asked for.
+        adds: the adapters; False: what is beside them, which training never changes.
     """
     layers = _layers(model) if is_adapted(model) else {}
     for name, tensor in _once(model):
         stem, _, last = name.rpartition(".base_layer.")
-        if stem in layers and last == "weight":
+        if adds and stem in layers and last == "weight":
             yield f"{stem}.{last}", _merged(layers[stem], tensor, whole)
         elif _adapter_name(name) not in layers:
             with whole(tensor) as full:
@@ -90,6 +97,22 @@ def adapter_state(model: Any, whole: Whole = contextlib.nullcontext) -> Iterator
         if _adapter_name(name) in layers:
             with whole(tensor) as full:
                 yield name, full
+
+
+def file_name(name: str) -> str:
+    """What peft's files, and what is sent, call an adapter's tensor of the module."""
+    return _PREFIX + name.replace(f".{_NAME}.", ".")
+
+
+def file_name_of(layer: str, which: str) -> str:
+    """The same of a layer's A or B."""
+    return f"{_PREFIX}{layer}.lora_{which}.weight"
+
+
+def layer_of(name: str, which: str) -> str:
+    """The layer that this name, as `file_name_of` gives it, is of; empty if it is none of A or B."""
+    start, end = _PREFIX, f".lora_{which}.weight"
+    return name[len(start) : -len(end)] if name.startswith(start) and name.endswith(end) else ""
 
 
 def plain_name(name: str) -> str:
@@ -126,7 +149,7 @@ def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) ->
     from safetensors.torch import save_file
 
     directory.mkdir()
-    save_file({_in_file(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS)
+    save_file({file_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS)
     model.peft_config[_NAME].save_pretrained(str(directory))
 
 
@@ -145,7 +168,7 @@ def read_adapter(directory: Path, shapes: Mapping[str, torch.Size]) -> dict[str,
         tensors: dict[str, Tensor] = load_file(directory / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"the adapter in {directory} can't be read: {error}", now="Use an earlier checkpoint.") from error
-    expected = {_in_file(name): name for name in shapes if _adapter_name(name)}
+    expected = {file_name(name): name for name in shapes if _adapter_name(name)}
     if {name: t.shape for name, t in tensors.items()} != {file: shapes[name] for file, name in expected.items()}:
         raise ModelError(f"the adapter in {directory} is of other layers or of another rank than the flow's `lora=`")
     return {expected[name]: tensor for name, tensor in tensors.items()}
@@ -153,13 +176,18 @@ def read_adapter(directory: Path, shapes: Mapping[str, torch.Size]) -> dict[str,
 
 def _merged(layer: Any, weight: Tensor, whole: Whole) -> Tensor:
     """W + scale B A. The gradient's mode is left before it is handed out: who takes it would compute without."""
-    parts = (weight, layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight)
     with torch.no_grad():
-        with whole(parts[1]) as full_b, whole(parts[2]) as full_a:
-            delta = full_b @ full_a * layer.scaling[_NAME]
-        with whole(parts[0]) as full:
-            found: Tensor = full + (delta.T if layer.fan_in_fan_out else delta)
+        with whole(layer.lora_B[_NAME].weight) as full_b, whole(layer.lora_A[_NAME].weight) as full_a:
+            delta = addend(full_b, full_a, layer.scaling[_NAME], is_transposed=layer.fan_in_fan_out)
+        with whole(weight) as full:
+            found: Tensor = full + delta
     return found
+
+
+def addend(b: Tensor, a: Tensor, scale: float, *, is_transposed: bool) -> Tensor:
+    """What an adapter adds to its layer's weights: scale B A, [outputs, inputs]; transposed where the layer holds [inputs, outputs]."""
+    delta = b @ a * scale
+    return delta.T if is_transposed else delta
 
 
 def _once(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -178,10 +206,6 @@ def _adapter_name(name: str) -> str:
         if found:
             return stem
     return ""
-
-
-def _in_file(name: str) -> str:
-    return _PREFIX + name.replace(f".{_NAME}.", ".")
 
 
 def _layers(model: Any) -> dict[str, Any]:

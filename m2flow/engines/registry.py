@@ -68,7 +68,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_rollout:EmbeddedRollout",
-        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, rests=True, probes=True),
+        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, lora=True, rests=True, probes=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",

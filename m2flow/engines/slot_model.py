@@ -17,12 +17,13 @@ import transformers
 from torch import Tensor
 
 from m2flow.engines.accounting import bytes_on
+from m2flow.engines.adding import Added
 from m2flow.engines.checkpoint import named_weights
 from m2flow.engines.hf_model import hold_in, load_model
 from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.kv_slots import ATTENTION_NAME, DecodePass, PrefillPass, SlotCache, SlotPass, slot_attention
 from m2flow.errors import EngineError
-from m2flow.recipe import Model
+from m2flow.recipe import Lora, Model
 
 transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
@@ -35,8 +36,11 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.
 class SlotModel:
     """The model, and passes through it."""
 
-    def __init__(self, module: Any, device: str, max_context: int | None) -> None:
+    def __init__(self, module: Any, device: str, max_context: int | None, recipe: Lora | None = None) -> None:
         self._module = module
+        self._recipe = recipe
+        self._added = Added(module, recipe) if recipe is not None else None
+        """None: the weights are not those that adapters were trained beside."""
         self._device = device
         text_config = module.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
@@ -52,7 +56,7 @@ class SlotModel:
         module = load_model(model, device=device, attention="eager")
         if model.rollout_dtype is not None:
             hold_in(module, model.rollout_dtype)
-        loaded = cls(module, device, max_context)
+        loaded = cls(module, device, max_context, model.lora)
         loaded._check()
         return loaded
 
@@ -109,6 +113,7 @@ class SlotModel:
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Copy weights in. Raises `EngineError` that names what is missing, unknown or of another shape; the weights are a mixture then."""
+        self._added = None
         held = {
             each: part
             for name, tensor in self._module.state_dict(keep_vars=True).items()
@@ -131,6 +136,14 @@ class SlotModel:
                 f"the weights are not this model's: missing {_some(sorted(missing))}, unknown {_some(unknown)}",
                 now="Do trainer and rollout engine load the same model?",
             )
+
+    @property
+    def added(self) -> Added:
+        """The adapters beside the weights that it was loaded with. Raises `EngineError`: there is no such thing, or no longer."""
+        if self._added is None:
+            why = "other weights were loaded since" if self._recipe is not None else "the model has none"
+            raise EngineError(f"adapters can't be added to these weights: {why}")
+        return self._added
 
     def bytes_on(self, device: str) -> int:
         """Of its weights."""

@@ -36,6 +36,7 @@ _ROLLOUT: tuple[_Row, ...] = (
     ("random numbers by sample and position", _truth("keyed_seeds")),
     ("bitwise with `--deterministic`", _truth("deterministic")),
     ('new weights under running samples (`kv="keep"`)', _truth("weights_under_requests")),
+    ("takes adapters alone (`lora=`)", _truth("lora")),
     ("weights proved by a probe", _truth("probes")),
     ("weights can stay on the device while others work there", _truth("rests")),
     ("decodes in processes of its own", _truth("self_paced")),

@@ -124,6 +124,8 @@ class WeightSync(msgspec.Struct, frozen=True):
     target: str
     transport: SyncTransport
     why: str = ""
+    sends: Literal["weights", "adapters"] = "weights"
+    """`adapters`: them alone; the rollout engine adds them to the weights that it began with."""
 
 
 class SwitchPlan(msgspec.Struct, frozen=True):

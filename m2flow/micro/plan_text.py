@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from m2flow.micro.columns import in_columns
 
 if TYPE_CHECKING:
-    from m2flow.micro.plan import EngineSlot, Plan, Route, Stage, WorkerPlan
+    from m2flow.micro.plan import EngineSlot, Plan, Route, Stage, WeightSync, WorkerPlan
 
 K = TypeVar("K", bound=Hashable)
 
@@ -39,7 +39,7 @@ def plan_text(plan: Plan) -> str:
         ]
     if plan.syncs:
         checked = "each tensor's checksum is compared"
-        alike = _alike(((s.role, s.source, s.transport, "; ".join(filter(None, (s.why, checked)))), s.target) for s in plan.syncs)
+        alike = _alike(((s.role, s.source, s.transport, "; ".join(filter(None, (_sent(s), s.why, checked)))), s.target) for s in plan.syncs)
         lines += ["weights"]
         lines += _table((role, f"{source} -> {names_text(targets)}", *how) for (role, source, *how), targets in alike)
     if plan.switches:
@@ -132,6 +132,10 @@ def _how(stage: Stage) -> str:
     if stage.engine == "train" and stage.unit in ("minibatch", "batch") and not stage.is_barrier:
         return f"micro-batches of up to {stage.token_budget} tokens, as groups come in; one optimiser step a mini-batch"
     return "waits for all of its input" if stage.is_barrier else f"up to {stage.chunk} samples a task, as they come in"
+
+
+def _sent(sync: WeightSync) -> str:
+    return "adapters alone" if sync.sends == "adapters" else ""
 
 
 def _room(route: Route) -> str:

@@ -76,8 +76,8 @@ def _follow(end: Connection) -> None:
             if method == "make":
                 factory, model, settings = arguments
                 engines[number] = factory(model, replace(settings, rank=rank))
-            elif method == "weights":
-                for _ in engines[number].weights():
+            elif method in ("weights", "adapters", "base"):
+                for _ in getattr(engines[number], method)():
                     pass
             elif method == "copy_from":
                 engines[number].copy_from(engines[arguments[0]])
@@ -145,8 +145,17 @@ class Mirrored(TrainEngine):
         return self._own.num_training_tokens(batch)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self._followers.tell(self._number, "weights")
-        found = list(self._own.weights())
+        return self._gathered("weights")
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gathered("adapters")
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gathered("base")
+
+    def _gathered(self, method: str) -> Iterator[tuple[str, Tensor]]:
+        self._followers.tell(self._number, method)
+        found = list(getattr(self._own, method)())
         self._followers.wait()
         return iter(found)
 

@@ -110,6 +110,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """What they must compute."""
     stream: str = ""
     """Where a stream of them can be asked for, and the token to say."""
+    base: tuple[TensorEntry, ...] = ()
+    """Of adapters alone: the weights that they are added to, which the receiver has; their offsets mean nothing."""
 
     def whole(self) -> Content:
         return Content(self.version, -1, self.num_bytes, self.tensors, self.tied)

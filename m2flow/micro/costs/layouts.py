@@ -38,6 +38,11 @@ def offered(name: str, kind: EngineKind) -> ParallelLayouts:
     return found
 
 
+def adds_adapters(engine: str) -> bool:
+    """Whether a rollout engine takes adapters alone."""
+    return any(info.kind == "rollout" and info.name == engine and info.capabilities.lora for info in engines())
+
+
 def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:
     """Every legal layout on exactly this many devices; empty if there is none."""
     return tuple(_layouts(shape, offers, kind, num_devices, per_node))

@@ -17,8 +17,8 @@ from m2flow.errors import ModelError, SpecError
 from m2flow.micro.costs import footprints
 from m2flow.micro.costs.adapters import adapted
 from m2flow.micro.costs.extents import Extent
-from m2flow.micro.costs.layouts import legal_layouts, offered, thread_layouts
-from m2flow.micro.costs.moves import hop_s, switch, sync_s
+from m2flow.micro.costs.layouts import adds_adapters, legal_layouts, offered, thread_layouts
+from m2flow.micro.costs.moves import adding_s, hop_s, switch, sync_s
 from m2flow.micro.costs.pools import Pool, pools_of
 from m2flow.micro.costs.rollout_model import decode_constants, decode_cost
 from m2flow.micro.costs.shapes import ModelShape, shape_named
@@ -71,6 +71,7 @@ class ModelledCosts(Costs):
         self._pools = pools_of(spec)
         self._answers: dict[object, object] = {}
         self._offers = {"rollout": offered(spec.rollout.engine, "rollout"), "train": offered(spec.train.engine, "train")}
+        self._sends_adapters = spec.weights.adapters == "alone" and adds_adapters(spec.rollout.engine)
         self._trained = {call.engine.role for call in workload.calls if call.work == "update" and call.engine is not None}
         self._samples: dict[str, int] = {}
         for call in workload.calls:
@@ -212,6 +213,9 @@ class ModelledCosts(Costs):
     def _sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], is_same_devices: bool) -> float:
         shape = self._shapes[role]
         ends = (self._pools[source[0]], source[1]), (self._pools[target[0]], target[1])
+        if shape.adapter_parameters and self._sends_adapters and not is_same_devices:
+            sent_s = sync_s(shape.adapter_parameters * shape.bytes_each, *ends, is_same_devices=False)
+            return sent_s + adding_s(shape.weight_bytes, ends[1])
         return sync_s(shape.weight_bytes, *ends, is_same_devices=is_same_devices)
 
     def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:

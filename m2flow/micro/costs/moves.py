@@ -54,6 +54,13 @@ def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, La
     return fixed + num_bytes / (attained * rate)
 
 
+def adding_s(num_bytes: float, target: tuple[Pool, Layout]) -> float:
+    """What rollout instances take to add adapters to weights of so many bytes, which come from the host's pinned memory."""
+    taker, taken = target
+    rate = taker.step_bytes_s if taker.device.shares_host_memory else taker.host_link_bytes_s(is_pinned=True)
+    return num_bytes / (taken.tp * taken.pp) / rate
+
+
 def hop_s(num_bytes: float, pools: Sequence[Pool], *, is_same_pool: bool) -> float:
     """Samples from one process to another: on one host, or over the network between pools and inside one of several nodes."""
     latency = max((pool.device.hop_s for pool in pools), default=0.0)

@@ -37,6 +37,23 @@ def keeps_caches(worker: WorkerPlan) -> frozenset[str]:
     return frozenset(slot.role for slot in slots if (can := rollout_abilities(slot.engine)) is not None and can.weights_under_requests)
 
 
+def adapters_alone(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> frozenset[str]:
+    """The roles whose adapters can be sent without the weights beside them: all their rollout engines add them, in the trainer's type."""
+    engines_of: dict[str, list[Capabilities | None]] = {}
+    for worker in workers:
+        for slot in worker.engines:
+            if slot.kind == "rollout":
+                engines_of.setdefault(slot.role, []).append(rollout_abilities(slot.engine))
+    return frozenset(
+        role
+        for role, all_can in engines_of.items()
+        if role in models
+        and models[role].lora is not None
+        and models[role].rollout_dtype in (None, models[role].dtype)
+        and all(can is not None and can.lora for can in all_can)
+    )
+
+
 def _takes_turns(worker: WorkerPlan, role: str) -> bool:
     """Whether a role is trained and sampled by turns on this worker."""
     return bool(worker.lease) and any(slot.kind == "train" and slot.role == role for slot in worker.engines)

@@ -15,7 +15,7 @@ from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, CallKind, MacroGraph
 from m2flow.macro.soundness import asynchrony
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
-from m2flow.micro.lowering.abilities import check_abilities, check_lora, notes_on_abilities
+from m2flow.micro.lowering.abilities import adapters_alone, check_abilities, check_lora, notes_on_abilities
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.chunking import Sizes, chunk, resize, sizes_of
 from m2flow.micro.lowering.deadlock import check_room
@@ -92,7 +92,12 @@ def lower(
         workers=workers,
         stages=stages,
         routes=routes,
-        syncs=plan_syncs(workers, spec.weights, is_one_host=spec.launcher == "local"),
+        syncs=plan_syncs(
+            workers,
+            spec.weights,
+            is_one_host=spec.launcher == "local",
+            alone=adapters_alone(models, workers) if spec.weights.adapters == "alone" else (),
+        ),
         switches=plan_switches(workers),
         arithmetic=arithmetic(
             graph,

@@ -4,7 +4,8 @@
 
 The cheapest transport by what moves how often, unless the spec names one: within a process one copy; between processes of a host a copy in
 and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share what the trainer's link can
-carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so.
+carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so. Of a policy with adapters, these
+alone go to other processes whose engines can add them; inside a process, and lent on its GPU, the sum is at hand.
 
 The local launcher has one host, so between processes the rule finds shared memory there. Workers of a Ray cluster are on hosts that nobody
 knows before the run, and a broadcast listens to a network without encryption: there it is m2flow's own connections, which are encrypted,
@@ -14,6 +15,8 @@ unless the spec says otherwise.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
+from typing import Literal
 
 from m2flow.errors import PlanError
 from m2flow.micro.plan import SwitchPlan, SyncTransport, WeightSync, WorkerPlan
@@ -22,9 +25,13 @@ from m2flow.spec import WeightsSpec
 _OTHER_HOSTS = "other hosts: encrypted, a stream for each; a broadcast is faster, and neither encrypted nor authenticated"
 
 
-def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True) -> tuple[WeightSync, ...]:
+def plan_syncs(
+    workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True, alone: Collection[str] = ()
+) -> tuple[WeightSync, ...]:
     """One sync for each pair of a role's trainer and one of its rollout engines.
 
+    Args:
+        alone: roles whose adapters go to other processes by themselves (`m2flow.micro.lowering.abilities.adapters_alone`).
     Raises:
         PlanError: the spec's transport can't join one of them.
     """
@@ -45,15 +52,19 @@ def plan_syncs(workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_hos
                     now="Take another transport in the cluster spec: weights: {transport: auto}.",
                 )
     others = Counter((role, source) for role, source, target in pairs if source != target)
-    if not is_one_host and spec.transport == "auto":
-        return tuple(
-            WeightSync(role, source, target, *(("same process", "one copy") if source == target else ("tcp", _OTHER_HOSTS)))
-            for role, source, target in pairs
-        )
-    return tuple(
-        WeightSync(role, source, target, *choose_transport(spec, is_same_process=source == target, num_receivers=others[role, source]))
-        for role, source, target in pairs
-    )
+    syncs = []
+    for role, source, target in pairs:
+        is_same_process = source == target
+        transport: SyncTransport
+        if not is_one_host and spec.transport == "auto" and not is_same_process:
+            transport, why = "tcp", _OTHER_HOSTS
+        else:
+            transport, why = choose_transport(spec, is_same_process=is_same_process, num_receivers=others[role, source])
+        sends: Literal["weights", "adapters"] = "weights"
+        if role in alone and not is_same_process and transport != "cuda ipc":
+            sends = "adapters"
+        syncs.append(WeightSync(role, source, target, transport, why, sends))
+    return tuple(syncs)
 
 
 def choose_transport(

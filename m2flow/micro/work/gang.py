@@ -45,7 +45,7 @@ _MOURNS_S = 30.0
 _T = TypeVar("_T")
 
 MakeTrain = Callable[[EngineSlot, Model, EngineSettings], TrainEngine]
-Plain = Literal["start", "stop", "onload", "offload", "rest", "discard", "weights"]
+Plain = Literal["start", "stop", "onload", "offload", "rest", "discard", "weights", "adapters", "base"]
 Computed = Literal["logprobs", "values", "scores"]
 
 
@@ -318,8 +318,17 @@ class GangTrain(TrainEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """One after the other, gathered on all ranks. Whoever stops in the middle leaves the rest to be gathered."""
-        self._gang.tell(Do(self._role, "weights"))
-        own = iter(self._own.weights())
+        return self._gathered("weights", self._own.weights)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gathered("adapters", self._own.adapters)
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gathered("base", self._own.base)
+
+    def _gathered(self, method: Literal["weights", "adapters", "base"], of_own: Callable[[], Iterator[_T]]) -> Iterator[_T]:
+        self._gang.tell(Do(self._role, method))
+        own = iter(of_own())
         try:
             while (found := next(own, None)) is not None:
                 yield found

@@ -84,8 +84,8 @@ class Rank:
         assert not isinstance(word, Heard | End)
         engine = self._engines[word.role]
         match word:
-            case Do(method="weights"):
-                for _ in engine.weights():
+            case Do(method="weights" | "adapters" | "base" as method):
+                for _ in getattr(engine, method)():
                     pass
             case Do(method=method):
                 getattr(engine, method)()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import msgspec
 
@@ -23,6 +23,7 @@ from m2flow.engines.contract import RolloutEngine, TrainEngine
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.plan import WeightSync
 from m2flow.micro.work.proving import Checks
+from m2flow.micro.work.same_base import SameBase
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanName
 from m2flow.recipe import Model
@@ -40,6 +41,8 @@ class WeightSettings(msgspec.Struct, frozen=True):
     publishes: dict[str, tuple[str, ...]] = {}
     """Role -> the transports that others load its trained weights by."""
     num_receivers: dict[str, int] = {}
+    alone: frozenset[str] = frozenset()
+    """Roles whose adapters others get by themselves."""
     directory: str = ""
     host: str = "127.0.0.1"
     keys: Keys | None = None
@@ -62,6 +65,7 @@ def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec,
         loads={sync.role: sync.transport for sync in syncs if sync.target == worker},
         publishes=publishes,
         num_receivers={role: sum(s.source == worker != s.target and s.role == role for s in syncs) for role in publishes},
+        alone=frozenset(s.role for s in syncs if s.source == worker and s.sends == "adapters"),
         directory=directory,
         host=spec.host,
         changes=spec.changes,
@@ -72,6 +76,14 @@ def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec,
 
 def checks_of(spec: WeightsSpec) -> Checks:
     return Checks(spec.probe, spec.probe_tolerance, spec.stop_above)
+
+
+class _Taking(NamedTuple):
+    """A way into a rollout engine."""
+
+    what: str
+    load: Callable[..., None]
+    held: Callable[[], Iterator[tuple[str, Any]]]
 
 
 @final
@@ -90,6 +102,7 @@ class WeightSyncing:
         self._subscribers: dict[str, Subscriber] = {}
         self._unlisted: dict[str, frozenset[str]] = {}
         """Role -> tensors that its engine does not list as they are published; absent before its first load."""
+        self._base = SameBase()
         self._held: dict[str, int] = {}
         """Role -> the published version that its engine was found to hold."""
 
@@ -104,14 +117,17 @@ class WeightSyncing:
             publisher = self._publishers.get(role)
             if publisher is None:
                 publisher = self._publishers[role] = Publisher(f"{self._prefix}-{role}", self._options(role))
-            manifest = publisher.publish(self.travelling(role, engine), version)
+            is_alone = role in self._settings.alone
+            sent = travelling(engine.adapters()) if is_alone else self.travelling(role, engine)
+            manifest = publisher.publish(sent, version)
+            span.set(sends="adapters" if is_alone else "weights")
             last = publisher.last
             span.set(num_bytes=last.num_bytes, transport=", ".join(last.sent), gb_per_s=_rate(last.num_bytes, start))
             if last.why:
                 span.set(how=last.why)
             if last.share_changed >= 0:
                 span.set(share_changed=round(last.share_changed, 6))
-            return manifest
+            return self._base.told(role, manifest, engine) if is_alone else manifest
 
     def load(self, role: str, version: int, manifest: Manifest, engine: RolloutEngine, *, under_requests: bool = False) -> None:
         """Take published weights in.
@@ -131,19 +147,20 @@ class WeightSyncing:
         is_listed = unlisted is not None and not unlisted
         with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
             start = time.monotonic()
+            taking = self._taking(role, manifest, engine)
             arriving = subscriber.tensors(
                 manifest,
                 transport,
                 held_version=self._held.pop(role, -1),
-                held=(lambda: _plain(travelling(engine.weights()))) if is_listed else None,
+                held=(lambda: _plain(travelling(taking.held()))) if is_listed else None,
                 verify=unlisted,
             )
-            engine.load_weights(given(arriving, _first(engine)), version, under_requests=under_requests)
-            wrong, self._unlisted[role] = _compared(manifest.tensors, engine)
+            taking.load(given(arriving, _first(engine)), version, under_requests=under_requests)
+            wrong, self._unlisted[role] = _compared(manifest.tensors, taking.held())
             if wrong:
                 self._say(role, wrong, transport, lambda: subscriber.tensors(manifest, transport))
             self._held[role] = manifest.version
-            span.set(num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
+            span.set(sends=taking.what, num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
 
     def _lent(self, role: str, version: int, engine: TrainEngine) -> Manifest:
         """A version, lent on the GPU that it is on."""
@@ -162,10 +179,17 @@ class WeightSyncing:
             start = time.monotonic()
             arriving = reader.read(manifest, verify=unlisted is None or len(unlisted) > 0)
             engine.load_weights(arriving, version, under_requests=under_requests)
-            wrong, self._unlisted[role] = _compared(manifest.tensors, engine)
+            wrong, self._unlisted[role] = _compared(manifest.tensors, engine.weights())
             if wrong:
                 self._say(role, wrong, CUDA_IPC, None)
             span.set(num_bytes=manifest.num_bytes, transport=CUDA_IPC, gb_per_s=_rate(manifest.num_bytes, start))
+
+    def _taking(self, role: str, manifest: Manifest, engine: RolloutEngine) -> _Taking:
+        """How an engine takes what was published in. Raises EngineError: adapters, of which it has another base."""
+        if not manifest.base:
+            return _Taking("weights", engine.load_weights, engine.weights)
+        self._base.check(role, manifest, engine)
+        return _Taking("adapters", engine.load_adapters, engine.adapters)
 
     def copy(self, role: str, version: int, trainer: TrainEngine, engine: RolloutEngine, *, under_requests: bool = False) -> None:
         """Take the weights of a trainer of this process in, tensor by tensor."""
@@ -185,7 +209,7 @@ class WeightSyncing:
             sizes: list[int] = []
             passing = _noted(_plain(tensors), entries, sizes)
             engine.load_weights(given(passing, _first(engine)), version, under_requests=under_requests)
-            wrong, _ = _compared(entries, engine)
+            wrong, _ = _compared(entries, engine.weights())
             if wrong:
                 self._say(role, wrong, "same process", None)
             self._held.pop(role, None)
@@ -239,8 +263,8 @@ class WeightSyncing:
         raise EngineError(what, now="They were damaged on their way, or the engine does not hold what it is given. Please report this run.")
 
 
-def _compared(entries: Iterable[TensorEntry], engine: RolloutEngine) -> tuple[list[str], frozenset[str]]:
-    wrong, missing = differing(tuple(entries), seen_tensors(engine.weights()))
+def _compared(entries: Iterable[TensorEntry], held: Iterable[tuple[str, Any]]) -> tuple[list[str], frozenset[str]]:
+    wrong, missing = differing(tuple(entries), seen_tensors(held))
     return wrong, frozenset(missing)
 
 
