@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from test_train_engines import CONFIGS, VOCABULARY, write_model
 
 from m2flow import Lora
@@ -32,7 +35,9 @@ def check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(
             step(engine, batch)
             engine.save(str(tmp_path / name))
             step(engine, batch)
-            found[name] = first, copied(engine)
+            found[name] = first, copied(engine), kept(engine.adapters()), kept(engine.base())
+    assert distance(found["spread"][2], found["alone"][2]) < 1e-5
+    assert distance(found["spread"][3], found["alone"][3]) == distance(found["spread"][3], first) == 0
     assert distance(found["spread"][0], found["alone"][0]) == 0
     assert distance(found["spread"][1], found["alone"][1]) < 1e-5
     assert distance(found["alone"][1], found["alone"][0]) > 1e-3
@@ -41,6 +46,11 @@ def check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(
             engine.load(str(tmp_path / other))
             step(engine, batch)
             assert distance(copied(engine), found["alone"][1]) < 1e-5
+
+
+def kept(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, npt.NDArray[np.float32]]:
+    """What each is only until the next is asked for."""
+    return {name: tensor.float().numpy().copy() for name, tensor in tensors}
 
 
 def step(engine: TrainEngine, batch) -> None:  # type: ignore[no-untyped-def]

@@ -314,7 +314,8 @@ def test_adapters_that_go_to_other_nodes_alone_take_less_than_the_weights_beside
     ends = ("main", Layout(dp=4, zero=1)), ("main", Layout(tp=2, dp=14))
 
     def sync_s(adapters: str, *, is_same_devices: bool) -> float:
-        spec = whole.spec.model_copy(update={"weights": WeightsSpec.model_validate({"adapters": adapters})})
+        weights, rollout = WeightsSpec.model_validate({"adapters": adapters}), RolloutSpec(engine="embedded")
+        spec = whole.spec.model_copy(update={"weights": weights, "rollout": rollout})
         return ModelledCosts(spec, step(), shapes, {"": LONG}).sync_s("policy", *ends, is_same_devices=is_same_devices)
 
     assert sync_s("alone", is_same_devices=False) < sync_s("added", is_same_devices=False)
