@@ -158,7 +158,7 @@ def test_layers_that_the_model_lacks_are_refused_with_those_that_it_has(model: M
 
 
 @needs_peft
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # Of peft, where no expert has adapters.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # Of peft, where no expert has adapters.
 def test_adapters_on_stacks_of_experts_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}

@@ -55,17 +55,17 @@ def adapt(model: Any, recipe: Lora, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(config, model, _NAME)
-        if stacks := sorted(name for name, layer in _layers(model).items() if getattr(layer, "num_experts", 1) > 1):
-            raise ModelError(
-                f"peft puts adapters on stacks of experts here ({stacks[0]}), whose sum with the weights m2flow can't send or save",
-                now="Name other layers: lora=Lora(targets=('q_proj', 'k_proj', 'v_proj', 'o_proj')).",
-            )
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)})
         raise ModelError(
             f"adapters can't be put on {', '.join(recipe.targets)}: {str(error).splitlines()[0][:200]}",
             now=f"The model's linear layers are {', '.join(layers)}.",
         ) from error
+    if stacks := sorted(name for name, layer in _layers(model).items() if getattr(layer, "num_experts", 1) > 1):
+        raise ModelError(
+            f"peft puts adapters on stacks of experts here ({stacks[0]}), whose sum with the weights m2flow can't send or save",
+            now="Name other layers: lora=Lora(targets=('q_proj', 'k_proj', 'v_proj', 'o_proj')).",
+        )
 
 
 def is_adapted(model: Any) -> bool:

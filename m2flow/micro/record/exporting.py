@@ -71,6 +71,17 @@ def export_part(part: Part, out: Path) -> str:
     return found
 
 
+def export_part_adapters(part: Part, out: Path) -> Path:
+    """Write the adapters alone; the model that they belong to.
+
+    Raises:
+        ModelError: there are none, or peft makes something else of them and that model than was trained.
+    """
+    from m2flow.engines.exporting_adapters import export_adapters
+
+    return export_adapters(part.path, out)
+
+
 def _of_final(final: Path, role: str | None) -> Part:
     from m2flow.engines.checkpoint import verify
 
