@@ -59,6 +59,8 @@ class Model:
     """What engines that sample hold the weights in, rounded from `dtype`; None: the same."""
     lora: Lora | None = None
     """Train these adapters; None: train all weights."""
+    is_frozen: bool = False
+    """Nothing in the flow ever changes its weights."""
 
 
 @dataclass(frozen=True)

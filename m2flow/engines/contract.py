@@ -358,6 +358,11 @@ class TrainEngine(Engine):
             if name in target:
                 target[name][...] = tensor
 
+    def share_base(self, policy: TrainEngine) -> None:
+        """Compute from the weights beside the adapters of another engine of the same kind, which are equal to those here and never change,
+        without a copy of one's own; where it can't, everything stays as it is."""
+        return
+
     @abstractmethod
     def save(self, path: str) -> None:
         """Write model and tokenizer in Hugging Face format, and the optimisers' state beside them, to a directory."""

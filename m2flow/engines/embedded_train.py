@@ -185,6 +185,10 @@ class EmbeddedTrain(TrainEngine):
             if name in target:
                 target[name].copy_(tensor)
 
+    def share_base(self, policy: TrainEngine) -> None:
+        if type(self) is type(policy) is EmbeddedTrain:
+            lora.lend_base(policy._model, self._model)
+
     def save(self, path: str) -> None:
         checkpoint.save(path, self._model, self._codec, {"optimizers": self._optimizers.state()})
 

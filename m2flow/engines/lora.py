@@ -138,6 +138,13 @@ def share_base(model: Any, source: Any) -> None:
                     own[name].copy_(tensor)
 
 
+def lend_base(model: Any, borrower: Any) -> None:
+    """Give the same model without adapters the weights of this one to compute with, in place of equal ones of its own."""
+    own = borrower.state_dict(keep_vars=True)
+    for name, tensor in whole_state(model, adds=False):
+        own[name].data = tensor.data
+
+
 def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the adapter as peft does.
 

@@ -111,7 +111,9 @@ class RewardModel(Role):
         chat: bool = False,
     ) -> None:
         super().__init__(name, "RewardModel")
-        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="score", is_policy=False))
+        self._session.add_model(
+            name, Model(str(model), init, self._session.seed, dtype, chat, head="score", is_policy=False, is_frozen=True)
+        )
 
     def score(self, responses: Handle) -> Scores:
         """One number for each response."""

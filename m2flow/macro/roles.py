@@ -277,7 +277,7 @@ class Reference(Role):
         if isinstance(model, Policy):
             self._copy(model.name, "lm")
         else:
-            self._session.add_model(name, Model(str(model), "pretrained", self._session.seed, dtype, chat, is_policy=False))
+            self._session.add_model(name, Model(str(model), "pretrained", self._session.seed, dtype, chat, is_policy=False, is_frozen=True))
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response."""

@@ -46,6 +46,7 @@ from m2flow.micro.work.leaving import Leave
 from m2flow.micro.work.lives import Lives
 from m2flow.micro.work.memory_shortage import accounted
 from m2flow.micro.work.proving import Proving
+from m2flow.micro.work.twins import share_bases, twin_of
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
@@ -129,12 +130,17 @@ class Workbench:
                 self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], self._settings["rollout"])
                 self._rollout[slot.role].start()
             else:
+                twin = twin_of(slot, self._slots, self._models)
+                if twin in self._train:
+                    self._train[slot.role] = self._train[twin]
+                    continue
                 self._train[slot.role] = self._make_train(slot, self._models[slot.role], self._settings["train"])
                 self._train[slot.role].start()
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
             if self._takes_turns and slot.kind != "function" and slot.takes_turn != ROLLOUT:
                 handing_over.leave(self._recorder, slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
+        share_bases(self._slots, self._models, self._train)
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
@@ -433,14 +439,17 @@ class Workbench:
 
     def _engines(self) -> Iterator[Engine]:
         yield from self._rollout.values()
-        yield from self._train.values()
+        yield from dict.fromkeys(self._train.values())
         if self._functions is not None:
             yield self._functions.engine
 
     def held(self) -> dict[str, Memory]:
         """What each engine holds of its device."""
         found = {f"{role} rollout": engine.memory() for role, engine in self._rollout.items()}
-        return found | {f"{role} train": engine.memory() for role, engine in self._train.items()}
+        roles: dict[TrainEngine, list[str]] = {}
+        for role, engine in self._train.items():
+            roles.setdefault(engine, []).append(role)
+        return found | {f"{' and '.join(names)} train": engine.memory() for engine, names in roles.items()}
 
     def _engine(self, engines: Mapping[str, E], role: str) -> E:
         if role not in engines:
