@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 _MARKS = ("gpu", "slow", "long")
 _GROUP = "m2flow-group"
@@ -31,7 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Account(config), "m2flow-account")
-    settings.register_profile("m2flow", deadline=None)  # How long a case takes says how busy the machine is.
+    # How long a case takes, or to draw one, says how busy the machine is.
+    settings.register_profile("m2flow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("m2flow")
 
 

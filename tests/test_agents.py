@@ -42,7 +42,7 @@ def errand(sent: WorkerSettings, *, keys_file: str = "", flow_directory: str = "
 def end(agent: Agent) -> tuple[str, str]:
     """All that the worker printed, and how it ended."""
     printed, how = b"", ""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not how and time.monotonic() < deadline:
         more, how = agent.follow(1.0)
         printed += more

@@ -111,14 +111,14 @@ def test_a_receiver_that_is_killed_breaks_the_channel(place: str) -> None:
     with subprocess.Popen([sys.executable, _PEER, "receive", place], stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
         address = receiver.stdout.readline().strip()
-        outbox = ZmqOutbox(timeout_s=0.3)
+        outbox = ZmqOutbox(max_parcels=20, timeout_s=240.0)
         outbox.send(address, parcel_of(0))
         assert receiver.stdout.readline() == "received\n"
         receiver.send_signal(signal.SIGKILL)
         receiver.wait()
 
     def send_until_it_breaks() -> None:
-        for i in range(1, 100):  # The first may still leave: the system tells of the death a little later.
+        for i in range(1, 100):  # Some may still leave, up to what has room in a queue: the system tells of the death a little later.
             outbox.send(address, parcel_of(i))
 
     with pytest.raises(BrokenChannel, match="is gone") as caught:
@@ -280,14 +280,14 @@ for i in range(60):
 print(*[hook for hook in hooks if hook in ("GarbageCollector._atexit", "ZmqOutbox.close")])
 raise SystemExit(3)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=240, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout.split()) == (3, "", ["GarbageCollector._atexit", "ZmqOutbox.close"])
 
 
 def test_a_process_that_closes_nothing_leaves_no_directory_behind(tmp_path: Path) -> None:
     code = "from m2flow.channels.zeromq_parcels import ZmqInbox; inbox = ZmqInbox('ipc:'); print(inbox.open()); raise SystemExit(3)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], timeout=240, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 3
     assert not Path(done.stdout.strip().removeprefix("ipc://")).parent.exists()
 
@@ -300,4 +300,4 @@ link.open("tcp://127.0.0.1:1", "worker", "token")
 link.send(b"to nobody")
 del link
 """
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=240, check=True)

@@ -15,9 +15,10 @@ from m2flow.micro.control.claims import Claim, remove, remove_leftovers
 
 OWNER = """
 import sys, tempfile
-from m2flow.micro.control.claims import Claim
+from m2flow.micro.control import claims
+claims._directory = lambda: sys.argv[2]
 sockets = tempfile.mkdtemp(prefix="m2flow-")
-Claim(sys.argv[1], sockets, "nowhere").open()
+claims.Claim(sys.argv[1], sockets, "nowhere").open()
 print(sockets, flush=True)
 sys.stdin.read()
 """
@@ -82,9 +83,9 @@ def test_a_claim_that_says_nothing_is_removed_without_harm(shared):
     remove(str(shared / "m2flow-00000004.owner"))
 
 
-def test_an_owner_that_is_killed_frees_its_claim():
+def test_an_owner_that_is_killed_frees_its_claim(shared):
     prefix = "m2flow-0badc1a1"
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, prefix], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, prefix, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     sockets = Path(owner.stdout.readline().strip())
     assert prefix not in remove_leftovers()

@@ -73,7 +73,7 @@ def loaded_by(*arguments: str) -> set[str]:
         "with contextlib.suppress(SystemExit): main()\n"
         f"print('LOADED', *[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=240)
     return set(done.stderr.splitlines()[-1].split()[1:])
 
 
@@ -87,7 +87,7 @@ def test_nothing_heavy_is_loaded_by(arguments: list[str]) -> None:
 def test_help_imports_no_command() -> None:
     probe = "import sys\nfrom click.testing import CliRunner\nfrom m2flow.cli.main import cli\nCliRunner().invoke(cli, ['--help'])\n"
     probe += "print([n for n in sys.modules if n.startswith('m2flow.cli.')])"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "['m2flow.cli.failures', 'm2flow.cli.lazy', 'm2flow.cli.main']"
 
 
@@ -101,7 +101,7 @@ def test_help_lists_every_command_with_an_example_each() -> None:
 
 
 def test_python_dash_m_is_the_same_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "m2flow", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "m2flow", "--version"], capture_output=True, text=True, timeout=240)
     assert done.stdout.startswith("m2flow, version ")
 
 

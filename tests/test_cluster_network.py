@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -16,17 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from disturbing import PATIENCE_S, run, same, started, undisturbed
 
-SCRIPT = Path(__file__).with_name("recovery_run.py")
 HERE, THERE = (f"10.77.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
 _ALL_PROTOCOLS = 3
 """ETH_P_ALL: a packet socket gets what goes in either direction."""
-Said = Mapping[str, Any]
 
 
 def _why_not() -> str:
@@ -124,7 +121,7 @@ def ray_over(cable: Cable, *, cpus_here: int, cpus_there: int) -> Iterator[tuple
                 with (Path(directory) / f"{len(processes)}.log").open("wb") as log:
                     started = [*command, f"--num-cpus={num_cpus}"]
                     processes.append(subprocess.Popen(started, stdout=log, stderr=log, env=environment, start_new_session=True))
-                until(lambda log=log: b"Ray runtime started" in Path(log.name).read_bytes(), Path(log.name).read_text)  # type: ignore[misc]
+                until_started(processes[-1], Path(log.name))
             yield f"{HERE}:{port}", environment
         finally:
             for process in processes:
@@ -144,45 +141,22 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(is_so: Callable[[], object], why_not: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 200
-    while not is_so():
-        assert time.monotonic() < deadline, why_not()
-        time.sleep(0.02)
+def until_started(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while b"Ray runtime started" not in log.read_bytes():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
 
 
-def start(runs_dir: Path, cluster: tuple[str, dict[str, str]], **more: object) -> subprocess.Popen[str]:
-    ray = json.dumps({"address": cluster[0], **more})
-    command = [sys.executable, str(SCRIPT), str(runs_dir), "fake", f"ray={ray}"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cluster[1], start_new_session=True)
-
-
-def ended(process: subprocess.Popen[str]) -> Said:
-    try:
-        said, errors = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    assert process.returncode == 0, errors
-    return dict(json.loads(said.splitlines()[-1]))
-
-
-@functools.cache
-def local(*more: str) -> Said:
-    with tempfile.TemporaryDirectory() as runs_dir:
-        command = [sys.executable, str(SCRIPT), runs_dir, "fake", *more]
-        return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.splitlines()[-1]))
-
-
-def same(one: Said, other: Said) -> bool:
-    return [one.get(name) for name in ("samples", "weights", "count")] == [other[name] for name in ("samples", "weights", "count")]
+def on_ray(address: str, **more: object) -> str:
+    return f"ray={json.dumps({'address': address, **more})}"
 
 
 def test_what_crosses_the_network_gives_the_local_digests_and_can_not_be_read(cable: Cable, tmp_path: Path) -> None:
-    with ray_over(cable, cpus_here=0, cpus_there=8) as cluster, cable.tapped() as heard:
-        said = ended(start(tmp_path, cluster))
-    assert same(said, local()), said
+    with ray_over(cable, cpus_here=0, cpus_there=8) as (address, environment), cable.tapped() as heard:
+        said = run(tmp_path, "fake", on_ray(address), environment=environment)
+    assert same(said, undisturbed("fake")), said
     # As a frame of ZMTP: the word alone is in m2flow's source, which Ray ships. What was heard is too long to be shown by an assertion.
     says_curve, says_hello = b"CURVE" in heard, b"\x01\x0em2flow-hello-1" in heard
     assert says_curve, "no connection of ours has said in its greeting that it is encrypted"
@@ -193,20 +167,16 @@ def test_what_crosses_the_network_gives_the_local_digests_and_can_not_be_read(ca
 def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_this_side(
     cable: Cable, tmp_path: Path, cut: Callable[[Cable], None]
 ) -> None:
-    def have_both_begun() -> bool:
-        sizes = [path.stat().st_size for path in tmp_path.glob("*/segments/rollout-?.seg")]
-        return len(sizes) == 2 and all(sizes)
-
-    with ray_over(cable, cpus_here=4, cpus_there=1) as cluster:
-        process = start(tmp_path, cluster, silent_after_s=3.0, resources={"train": "near", "functions": "near"})
-        try:
-            until(lambda: have_both_begun() or process.poll() is not None, lambda: "it has not begun")
-            cut(cable)
-            said = ended(process)
-        finally:
-            process.kill()
-    assert same(said, local()), said
-    assert ["gave no answer" in what for _, kind, _, what in said["incidents"] if kind == "lost"] == [True]
+    with contextlib.ExitStack() as stack:
+        address, environment = stack.enter_context(ray_over(cable, cpus_here=4, cpus_there=1))
+        ray = on_ray(address, silent_after_s=3.0, resources={"train": "near", "functions": "near"})
+        running = stack.enter_context(started(tmp_path / "runs", "fake", ray, held_at=3, environment=environment))
+        running.until_generated()
+        cut(cable)
+        running.until(lambda: [one for one in running.incidents("lost") if "gave no answer" in one.what], "a worker was missed")
+        said = running.ended()
+    assert same(said, undisturbed("fake")), said
+    assert "rollout" in {worker.partition("-")[0] for _, kind, worker, _ in said["incidents"] if kind == "lost"}
 
 
 @pytest.mark.long
@@ -218,29 +188,21 @@ def test_a_run_whose_controller_s_node_is_lost_goes_on_from_the_storage_on_anoth
     def has_a_checkpoint() -> bool:
         return any(storage.glob("*/checkpoints/step-*")) and any(path.stat().st_size for path in storage.glob("*/segments/*.seg"))
 
-    with ray_over(cable, cpus_here=6, cpus_there=0) as cluster:
-        ray = json.dumps({"address": cluster[0], "silent_after_s": 3.0, "patience_s": 180.0, "resources": near})
-        given = [f"ray={ray}", f'storage={{"directory": "{storage}", "every_s": 0.5}}', "checkpoint_steps=1", "num_steps=8"]
+    with ray_over(cable, cpus_here=6, cpus_there=0) as (address, environment):
+        given = [on_ray(address, silent_after_s=3.0, patience_s=180.0, resources=near)]
+        given += [f'storage={{"directory": "{storage}", "every_s": 0.5}}', "checkpoint_steps=1", "num_steps=8"]
         given += [f'host="{THERE}"']  # Ray itself takes the driver for one of this end: both share a file system.
-        command = ["ip", "netns", "exec", cable.host, sys.executable, str(SCRIPT), str(lost), "fake", *given]
-        driver = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cluster[1], start_new_session=True
-        )
-        try:
-            until(lambda: has_a_checkpoint() or driver.poll() is not None, lambda: "there is no checkpoint")
-            assert driver.poll() is None, driver.communicate()
+        inside = ["ip", "netns", "exec", cable.host]
+        with started(lost, "fake", *given, held_at=7, environment=environment, before=inside) as driver:
+            driver.until(has_a_checkpoint, "there is a checkpoint")
             cable.cut()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(driver.pid, signal.SIGKILL)
-            driver.communicate()
         shutil.rmtree(lost)
         (there,) = storage.iterdir()
         spec = json.loads((there / "config.json").read_text())["cluster"]
         (tmp_path / "here.yaml").write_text(json.dumps(spec | {"channels": {}}))
         resume = [sys.executable, "-m", "m2flow", "run", "--resume", str(there), "--cluster", str(tmp_path / "here.yaml")]
         resume += ["--runs-dir", str(tmp_path / "here"), "--json", "--quiet"]
-        done = subprocess.run(resume, capture_output=True, text=True, env=cluster[1], timeout=240, check=False)
+        done = subprocess.run(resume, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    said, whole = json.loads(done.stdout.splitlines()[-1]), local("num_steps=8")
+    said, whole = json.loads(done.stdout.splitlines()[-1]), undisturbed("fake", "num_steps=8")
     assert (said["samples_sha256"], said["weights_sha256"], said["samples"]) == (whole["samples"], whole["weights"], whole["count"])

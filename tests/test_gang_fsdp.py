@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_recovery import disturbed, undisturbed
+from disturbing import disturbed, same, undisturbed
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.micro.run import Run, Summary
@@ -65,9 +65,9 @@ def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: 
 
 def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
     arguments = (str(DIGITS), "ranks=2", "rollouts=1", "retry_wait_s=0.0", "num_steps=3")
-    said = disturbed(tmp_path, arguments, "train-0#1", 12_000, lambda process: process.kill())
+    said, _ = disturbed(tmp_path / "runs", arguments, "train-0#1", 12_000, lambda process: process.kill(), held_at=2, returns=False)
     assert said.get("error") is None
-    assert said["incidents"][0][1:3] == ["lost", "train-0"]
+    assert [incident[1:3] for incident in said["incidents"]] == [["lost", "train-0"]]
     alone = undisturbed(*arguments)
     assert alone.get("error") is None
-    assert {key: said[key] for key in ("samples", "weights")} == {key: alone[key] for key in ("samples", "weights")}
+    assert same(said, alone)

@@ -119,7 +119,7 @@ def test_every_sample_of_a_run_has_arrows_to_its_reward_its_micro_batch_and_its_
     assert trace["otherData"]["arrows_left_out"] == 0
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
 @given(
     st.lists(
         st.tuples(

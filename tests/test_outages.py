@@ -11,11 +11,9 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).with_name("recovery_run.py")
+from disturbing import PATIENCE_S, run, undisturbed
 
 
 class Service(ThreadingHTTPServer):
@@ -62,23 +60,19 @@ def served(num_answers: int) -> Iterator[tuple[Service, dict[str, str]]]:
         service.server_close()
 
 
-def said(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_whose_reward_service_is_down_ends_with_the_reason_and_is_resumed_to_the_same_weights(tmp_path: Path) -> None:
-    plain = said([sys.executable, str(SCRIPT), str(tmp_path / "plain"), "fake"], dict(os.environ))
     with served(50) as (service, environment):
-        failed = said([sys.executable, str(SCRIPT), str(tmp_path / "runs"), "fake"], environment)
+        failed = run(tmp_path / "runs", "fake", environment=environment)
         assert "RewardError" in failed["error"]
         assert "RemoteDisconnected" in failed["error"]
         service.num_answers = 10_000
         (run_dir,) = (tmp_path / "runs").iterdir()
-        resumed = said([sys.executable, "-m", "m2flow", "run", "--resume", str(run_dir), "--json", "--quiet"], environment)
+        command = [sys.executable, "-m", "m2flow", "run", "--resume", str(run_dir), "--json", "--quiet"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    resumed, plain = json.loads(done.stdout.splitlines()[-1]), undisturbed("fake")
     assert (resumed["samples_sha256"], resumed["weights_sha256"], resumed["samples"]) == (
         plain["samples"],
         plain["weights"],

@@ -63,7 +63,7 @@ def test_a_receiver_that_is_killed_breaks_the_channel() -> None:
     with subprocess.Popen([sys.executable, _PEER, "receive", f"ipc:{directory}"], stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
         address = receiver.stdout.readline().strip()
-        outbox = ZmqOutbox(timeout_s=0.3, pairs=PairSender())
+        outbox = ZmqOutbox(max_parcels=20, timeout_s=240.0, pairs=PairSender())
         outbox.prefer(address, "torch gloo")
         outbox.send(address, parcel_of(0, num_bytes=1 << 20))
         assert receiver.stdout.readline() == "received\n"

@@ -122,7 +122,7 @@ def test_lives_that_overlap_are_on_rows_of_one_name(tmp_path: Path) -> None:
     assert told == {"odd": "é", "share": 0.5, "whole": -3, "yes": True, "sample": "p0/0"}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
 @given(
     st.lists(
         st.tuples(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -17,11 +16,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from disturbing import PATIENCE_S, SCRIPT, run, same, undisturbed
 
-SCRIPT = Path(__file__).with_name("recovery_run.py")
 SPEC = """
 name: submitted
 launcher: ray
@@ -72,7 +71,7 @@ def head() -> Iterator[Head]:
         with said.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
-            deadline = time.monotonic() + 200
+            deadline = time.monotonic() + PATIENCE_S
             while b"Ray runtime started" not in said.read_bytes():
                 assert process.poll() is None, said.read_text()
                 assert time.monotonic() < deadline, said.read_text()
@@ -86,13 +85,6 @@ def head() -> Iterator[Head]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-@functools.cache
-def local() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as runs_dir:
-        command = [sys.executable, str(SCRIPT), runs_dir, "fake"]
-        return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout.splitlines()[-1]))
 
 
 def test_a_submitted_job_gives_the_digests_of_a_local_run(head: Head, tmp_path: Path) -> None:
@@ -114,10 +106,10 @@ def test_a_submitted_job_gives_the_digests_of_a_local_run(head: Head, tmp_path: 
         "--quiet",
     ]
     submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.dashboard, "--working-dir", str(work), "--"]
-    done = subprocess.run([*submit, *entry], capture_output=True, text=True, env=head.environment, timeout=300, check=False)
+    done = subprocess.run([*submit, *entry], capture_output=True, text=True, env=head.environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (said,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    whole = local()
+    whole = undisturbed("fake")
     assert (said["samples_sha256"], said["weights_sha256"], said["samples"]) == (whole["samples"], whole["weights"], whole["count"])
     logs = {path.name for path in (tmp_path / "runs" / Path(said["run_dir"]).name / "logs").glob("*.log")}
     assert {"rollout-0.log", "rollout-1.log", "train-0.log", "functions-0.log", "functions-1.log"} <= logs
@@ -125,8 +117,5 @@ def test_a_submitted_job_gives_the_digests_of_a_local_run(head: Head, tmp_path: 
 
 @pytest.mark.long
 def test_a_client_of_a_cluster_gives_the_digests_of_a_local_run(head: Head, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "fake", f"ray={json.dumps({'address': head.client})}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=head.environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    said, whole = json.loads(done.stdout.splitlines()[-1]), local()
-    assert [said.get(name) for name in ("samples", "weights", "count")] == [whole[name] for name in ("samples", "weights", "count")], said
+    said = run(tmp_path, "fake", f"ray={json.dumps({'address': head.client})}", environment=head.environment)
+    assert same(said, undisturbed("fake")), said

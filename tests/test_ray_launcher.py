@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-
-SCRIPT = Path(__file__).with_name("recovery_run.py")
-Said = Mapping[str, Any]
+from disturbing import PATIENCE_S, run, same, started, undisturbed
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,27 +40,6 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def start(runs_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), str(runs_dir), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def ended(process: subprocess.Popen[str]) -> Said:
-    try:
-        said, errors = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, errors
-    return dict(json.loads(said.splitlines()[-1]))
-
-
-@functools.cache
-def local(*arguments: str) -> Said:
-    with tempfile.TemporaryDirectory() as runs_dir:
-        return ended(start(Path(runs_dir), *arguments))
-
-
 def on_ray(cluster: Any, **more: object) -> str:
     resources = {"train": "trains", "rollout": "samples", "functions": "trains"}
     return f"ray={json.dumps({'address': cluster.address, 'resources': resources, **more})}"
@@ -83,87 +58,75 @@ def workers(cluster: Any) -> dict[str, psutil.Process]:
     return found
 
 
-def until(is_so: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def written(runs_dir: Path) -> int:
-    return sum(path.stat().st_size for path in runs_dir.glob("*/segments/*.seg"))
-
-
-def same(one: Said, other: Said) -> bool:
-    return [one.get(name) for name in ("samples", "weights", "count")] == [other[name] for name in ("samples", "weights", "count")]
+def until_gone(cluster: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while left := workers(cluster):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_a_run_on_ray_gives_the_digests_of_a_local_one_brings_every_log_and_leaves_nobody(cluster: Any, tmp_path: Path) -> None:
-    said = ended(start(tmp_path, "fake", on_ray(cluster)))
-    assert same(said, local("fake")), said
+    said = run(tmp_path, "fake", on_ray(cluster))
+    assert same(said, undisturbed("fake")), said
     assert said["incidents"] == []
     logs = {path.name for path in (tmp_path / Path(said["run_dir"]).name / "logs").glob("*.log")}
     assert logs == {f"{name}.log" for name in ("rollout-0", "rollout-1", "train-0", "functions-0", "functions-1")}
     printed = [(tmp_path / Path(said["run_dir"]).name / "logs" / f"functions-{i}.log").read_text().split() for i in range(2)]
     assert sorted(printed[0] + printed[1]) == ["judged"] * 128
-    until(lambda: not workers(cluster), "a worker is left")
+    until_gone(cluster)
 
 
 def test_embedded_engines_give_the_same_weights_on_ray(cluster: Any, tmp_path: Path) -> None:
     digits = str(Path(__file__).parent.parent / "flows" / "models" / "digits")
-    said = ended(start(tmp_path, digits, "num_steps=2", on_ray(cluster)))
-    assert same(said, local(digits, "num_steps=2")), said
+    said = run(tmp_path, digits, "num_steps=2", on_ray(cluster))
+    assert same(said, undisturbed(digits, "num_steps=2")), said
 
 
 def test_a_killed_worker_is_started_again_with_another_actor(cluster: Any, tmp_path: Path) -> None:
-    process = start(tmp_path, "fake", on_ray(cluster))
-    try:
-        until(lambda: written(tmp_path) and "rollout-1" in workers(cluster), "it has not begun")
+    with started(tmp_path / "runs", "fake", on_ray(cluster), held_at=3) as running:
+        running.until_generated()
         workers(cluster)["rollout-1"].kill()
-        said = ended(process)
-    finally:
-        process.kill()
-    assert same(said, local("fake")), said
-    kinds = [(kind, worker) for _, kind, worker, _ in said["incidents"]]
-    assert kinds == [("lost", "rollout-1"), ("started again", "rollout-1")]
+        running.until_happened("started again", "rollout-1")
+        said = running.ended()
+    assert same(said, undisturbed("fake")), said
+    assert [incident[1:3] for incident in said["incidents"]] == [["lost", "rollout-1"], ["started again", "rollout-1"]]
 
 
 def test_workers_end_when_their_driver_is_killed(cluster: Any, tmp_path: Path) -> None:
-    process = start(tmp_path, "fake", on_ray(cluster))
-    until(lambda: written(tmp_path), "it has not begun")
-    assert workers(cluster)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    until(lambda: not workers(cluster), "a worker is left")
+    with started(tmp_path / "runs", "fake", on_ray(cluster), held_at=3) as running:
+        running.until_generated()
+        assert workers(cluster)
+        os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.communicate()
+    until_gone(cluster)
 
 
 def test_a_node_that_hangs_is_lost_before_ray_says_so_and_the_run_goes_on_without_it(cluster: Any, tmp_path: Path) -> None:
-    process = start(tmp_path, "fake", on_ray(cluster, silent_after_s=3.0))
     stopped: list[psutil.Process] = []
-    try:
-        until(lambda: written(tmp_path) and "rollout-1" in workers(cluster), "it has not begun")
+    with started(tmp_path / "runs", "fake", on_ray(cluster, silent_after_s=3.0), held_at=3) as running:
+        running.until_generated()
         agent = workers(cluster)["rollout-1"].parent()
         assert agent is not None
         raylet = agent.parent()
         assert raylet is not None
         stopped = [raylet, *raylet.children(recursive=True)]
-        for one in stopped:
-            one.suspend()
-        said = ended(process)
-    finally:
-        process.kill()
-        for one in stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.resume()
-    assert same(said, local("fake")), said
-    (lost,) = [what for _, kind, worker, what in said["incidents"] if (kind, worker) == ("lost", "rollout-1")]
-    assert "gave no answer for" in lost
-    until(lambda: not workers(cluster), "a worker is left")
+        try:
+            for one in stopped:
+                one.suspend()
+            lost = running.until_happened("lost", "rollout-1")
+            said = running.ended()
+        finally:
+            for one in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.resume()
+    assert same(said, undisturbed("fake")), said
+    assert "gave no answer for" in lost.what
+    until_gone(cluster)
 
 
 def test_a_plan_that_no_node_can_hold_is_refused_with_what_is_short(cluster: Any, tmp_path: Path) -> None:
     resources = {"train": "trains", "rollout": "nowhere"}
-    said = ended(start(tmp_path, "fake", f"ray={json.dumps({'address': cluster.address, 'resources': resources})}"))
+    said = run(tmp_path, "fake", f"ray={json.dumps({'address': cluster.address, 'resources': resources})}")
     assert "no node has 1 CPU, nowhere, which rollout-0 needs" in said["error"]
 
 
@@ -185,5 +148,5 @@ def test_init_and_check_ask_the_nodes(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_trainer_are_on_one_node_and_give_what_one_process_gives(cluster: Any, tmp_path: Path) -> None:
-    said = ended(start(tmp_path, "fake", on_ray(cluster), "ranks=2"))
-    assert same(said, local("fake")), said
+    said = run(tmp_path, "fake", on_ray(cluster), "ranks=2")
+    assert same(said, undisturbed("fake")), said

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from disturbing import run, same, undisturbed
 
 from m2flow.micro.control.replanning import Replanning
 from m2flow.spec import ClusterSpec, RolloutSpec
-
-SCRIPT = Path(__file__).with_name("recovery_run.py")
 
 
 def changes(shares: list[float], *, num_workers: int = 2, num_spare: int = 4, start_s: float = 5.0) -> list[tuple[int, int]]:
@@ -70,15 +66,7 @@ def test_who_asks_for_it_has_somebody_spare() -> None:
 
 @pytest.mark.long
 def test_a_run_that_has_more_workers_than_it_needs_lets_one_go_and_gives_the_same_weights(tmp_path: Path) -> None:
-    def said(*more: str) -> dict[str, object]:
-        command = [sys.executable, str(SCRIPT), str(tmp_path / "-".join(more)), "fake", *more]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-
-    followed, plain = said("spare=1", 'scale="auto"', "replan_s=0.3", "num_steps=8"), said("num_steps=8")
-    assert [followed.get(name) for name in ("samples", "weights", "count")] == [plain[name] for name in ("samples", "weights", "count")]
-    incidents = followed["incidents"]
-    assert isinstance(incidents, list)
-    (first, *_) = [what for _, kind, _, what in incidents if kind == "re-planned"]
+    followed = run(tmp_path, "fake", "spare=1", 'scale="auto"', "replan_s=0.3", "num_steps=8")
+    assert same(followed, undisturbed("fake", "num_steps=8"))
+    (first, *_) = [what for _, kind, _, what in followed["incidents"] if kind == "re-planned"]
     assert "rollout workers the run is predicted to take" in first

@@ -26,7 +26,7 @@ train: {engine: fake, token_budget: 60}
 def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"M2FLOW_TEST_KILLS": str(tmp_path / "kills"), "M2FLOW_TEST_RUNS": str(tmp_path / "runs")}
     command = [sys.executable, "-m", "m2flow", "run", *arguments, "--json"]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def begun(tmp_path: Path, killed_in: str, *more: str) -> subprocess.CompletedProcess[str]:

@@ -251,7 +251,7 @@ def place(tmp_path_factory) -> Path:  # type: ignore[no-untyped-def]
     (folder / "tiny.py").write_text(PROGRAM)
     (folder / "cluster.yaml").write_text("{device: cpu, rollout: {engine: fake}, train: {engine: fake}}")
     command = [sys.executable, "-m", "m2flow", "run", "tiny.py", "--num-steps", "1", "--cluster", "cluster.yaml", "--quiet"]
-    subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True, timeout=100)
+    subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True, timeout=240)
     return folder
 
 

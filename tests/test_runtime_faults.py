@@ -26,7 +26,7 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def output(tmp_path: Path, *arguments: str) -> str:
     process = start(tmp_path, *arguments)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return said
 
@@ -93,7 +93,7 @@ def test_when_the_controller_is_killed_its_workers_end_and_leave_nothing_behind(
     finally:
         process.kill()
         process.communicate()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=240)
     assert not alive
     assert not [path for path in left if path.exists()]
 
@@ -116,11 +116,11 @@ def test_a_worker_that_is_stopped_when_its_controller_is_killed_ends_when_it_is_
     finally:
         process.kill()
         process.communicate()
-    _, alive = psutil.wait_procs(workers[1:], timeout=30)
+    _, alive = psutil.wait_procs(workers[1:], timeout=240)
     assert not alive
     assert not [path for path in left if path.exists()]
     workers[0].resume()
-    _, alive = psutil.wait_procs(workers[:1], timeout=30)
+    _, alive = psutil.wait_procs(workers[:1], timeout=240)
     assert not alive
     assert not [path for path in left if path.exists()]
 
@@ -136,7 +136,7 @@ def test_what_is_left_when_all_processes_of_a_run_are_killed_the_next_run_remove
         for killed in (*workers, psutil.Process(process.pid)):
             killed.kill()
         process.communicate()
-    psutil.wait_procs(workers, timeout=30)
+    psutil.wait_procs(workers, timeout=240)
     assert left  # Another run of this user may have removed it by now.
     assert "ended well" in output(tmp_path / "next", "one")
     assert not [path for path in left if path.exists()]

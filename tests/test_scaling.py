@@ -2,72 +2,41 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from disturbing import same, started, undisturbed
 
 from m2flow.cli.main import cli
-from m2flow.micro.record.ledger import read_incidents
 from m2flow.spec import ClusterSpec, RolloutSpec
-
-SCRIPT = Path(__file__).with_name("recovery_run.py")
 
 
 def scale(run_dir: Path, change: str, *more: str) -> Result:
     return CliRunner().invoke(cli, ["cluster", "scale", str(run_dir), f"rollout={change}", *more])
 
 
-def until(is_so: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_workers_join_and_leave_and_the_samples_and_weights_stay_the_same(tmp_path: Path) -> None:
-    held = tmp_path / "held"
-    held.touch()
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "runs"), "fake", "rollouts=1", "spare=2"]
-    environment = {**os.environ, "HELD_BY": str(held)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        until(lambda: list((tmp_path / "runs").glob("*/segments/rollout-0.seg")), process)
-        (run_dir,) = (tmp_path / "runs").iterdir()
+    with started(tmp_path / "runs", "fake", "rollouts=1", "spare=2", held_at=1) as running:
+        running.until_generated()
+        run_dir = running.run_dir()
 
         def happened(kind: str) -> list[str]:
-            return sorted(one.worker for one in read_incidents(run_dir) if one.kind == kind)
+            return sorted(one.worker for one in running.incidents(kind))
 
-        refused = scale(run_dir, "+3", "--patience", "60")
+        refused = scale(run_dir, "+3", "--patience", "300")
         assert refused.exit_code == 2
         assert "2 more rollout workers can join this run, not 3" in refused.output
-        said = scale(run_dir, "+2", "--patience", "60")
+        said = scale(run_dir, "+2", "--patience", "300")
         assert said.output == "rollout-1, rollout-2 will join\n"
-        until(lambda: happened("joined") == ["rollout-1", "rollout-2"], process)
-        assert "rollout-2 left" in scale(run_dir, "-1", "--patience", "60").output
-        until(lambda: happened("lost") == ["rollout-2"], process)
-        assert "1 rollout workers can leave this run, not 2" in scale(run_dir, "-2", "--patience", "60").output
-        held.unlink()
-        output, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0, errors
-    said_at_end = json.loads(output.splitlines()[-1])
-    plain = subprocess.run([*command[:2], str(tmp_path / "plain"), "fake", "rollouts=1"], capture_output=True, text=True, check=True)
-    undisturbed = json.loads(plain.stdout.splitlines()[-1])
-    assert [said_at_end[name] for name in ("samples", "weights", "count")] == [
-        undisturbed[name] for name in ("samples", "weights", "count")
-    ]
+        running.until(lambda: happened("joined") == ["rollout-1", "rollout-2"], "both joined")
+        assert "rollout-2 left" in scale(run_dir, "-1", "--patience", "300").output
+        running.until(lambda: happened("lost") == ["rollout-2"], "one left")
+        assert "1 rollout workers can leave this run, not 2" in scale(run_dir, "-2", "--patience", "300").output
+        ended = running.ended()
+    assert same(ended, undisturbed("fake", "rollouts=1"))
     assert (run_dir / "segments" / "rollout-1.seg").stat().st_size > 0
 
 

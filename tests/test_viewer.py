@@ -26,7 +26,7 @@ from m2flow.samples import SampleId
 
 
 def get(address: str, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-    link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=240)
     link.request("GET", path, headers=headers)
     answer = link.getresponse()
     body = answer.read()
@@ -35,10 +35,12 @@ def get(address: str, path: str, **headers: str) -> tuple[http.client.HTTPRespon
 
 
 def ask(address: str, path: str) -> Any:
-    answer, body = get(address, path)
-    assert answer.status == 200, body
-    found = json.loads(body)
-    return ask(address, path) if isinstance(found, dict) and set(found) == {"loading"} else found
+    while True:
+        answer, body = get(address, path)
+        assert answer.status == 200, body
+        found = json.loads(body)
+        if not isinstance(found, dict) or set(found) != {"loading"}:
+            return found
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +159,7 @@ def test_the_page_may_run_its_own_scripts_only(runs: Path) -> None:
         for place in re.findall(r'(?:src|href)="(/[^"]+)"', body.decode()):
             assert get(address, place)[0].status == 200
         assert answer.headers["x-content-type-options"] == "nosniff"
-        link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=240)
         link.request("POST", "/api/runs")
         assert link.getresponse().status == 405
         link.close()
@@ -286,5 +288,5 @@ def test_the_command_serves_until_ctrl_c_and_ends_well(runs: Path) -> None:
         address = process.stdout.readline().split()[0].rstrip("/")
         assert len(ask(address, "/api/runs")) == 2
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=240)[1]
     assert (process.returncode, said) == (0, "")

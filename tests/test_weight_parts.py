@@ -116,7 +116,7 @@ def test_errors_on_either_side_of_a_stream_are_raised_and_leave_no_thread() -> N
     left.close()
     for thread in threading.enumerate():
         if thread.name.startswith("m2flow-bucket"):
-            thread.join(5)
+            thread.join(240)
             assert not thread.is_alive()
 
 

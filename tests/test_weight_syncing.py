@@ -80,7 +80,7 @@ def test_a_run_over_any_transport_equals_the_eager_one(transport: str, changes: 
 )
 def test_real_processes_train_the_same_model_over_any_transport(engine: str, transport: str, changes: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "runs"), engine, transport, changes]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert said.returncode == 0, said.stdout + said.stderr
     run_dir = Path(said.stdout.split()[-1])
     loads = [span for span in read_spans(run_dir) if span.name == "weights.load"]

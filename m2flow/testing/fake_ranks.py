@@ -4,11 +4,13 @@
 
 Weights and results are bitwise those of `m2flow.testing.fake_train.FakeTrain`, on any number of ranks. Like a real one it waits for ever
 for a rank that does not come, and fails when one is gone. Options: `fails: "1@3"`: rank 1 raises at its third micro-batch, and the others
-do not; `all_fail: 3`: every rank does. Torch-free.
+do not; `dies: "1@3"`: it is killed there; `all_fail: 3`: every rank raises. Torch-free.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +56,8 @@ class FakeRanks(FakeTrain):
         self._num_micro_batches += 1
         if self._settings.options.get("fails") == f"{self._rank}@{self._num_micro_batches}":
             raise EngineError(f"this rank was told to fail at micro-batch {self._num_micro_batches}")
+        if self._settings.options.get("dies") == f"{self._rank}@{self._num_micro_batches}":
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._settings.options.get("all_fail") == self._num_micro_batches:
             raise EngineError(f"every rank was told to fail at micro-batch {self._num_micro_batches}")
         gradient, num_accumulated = self._gradient, self._num_accumulated
