@@ -157,7 +157,7 @@ class RaySpec(_Strict):
     autoscales: bool = False
     """Nodes may be added: a plan that does not fit those of now waits for them."""
     patience_s: float = Field(60.0, gt=0)
-    """Seconds to wait for room in the cluster."""
+    """Seconds to wait for room in the cluster, and for what its nodes say of themselves (`m2flow cluster check`)."""
     silent_after_s: float = Field(5.0, gt=0)
     """Seconds without an answer after which a node counts as lost, with the workers on it."""
 

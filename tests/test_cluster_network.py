@@ -37,7 +37,7 @@ def _why_not() -> str:
 
 
 WHY_NOT = _why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 
 def ip(*arguments: str) -> None:
@@ -150,7 +150,7 @@ def until_started(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def on_ray(address: str, **more: object) -> str:
-    return f"ray={json.dumps({'address': address, **more})}"
+    return f"ray={json.dumps({'address': address, 'patience_s': PATIENCE_S, 'silent_after_s': PATIENCE_S, **more})}"
 
 
 def test_what_crosses_the_network_gives_the_local_digests_and_can_not_be_read(cable: Cable, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_
 ) -> None:
     with contextlib.ExitStack() as stack:
         address, environment = stack.enter_context(ray_over(cable, cpus_here=4, cpus_there=1))
-        ray = on_ray(address, silent_after_s=3.0, resources={"train": "near", "functions": "near"})
+        ray = on_ray(address, silent_after_s=12.0, resources={"train": "near", "functions": "near"})
         running = stack.enter_context(started(tmp_path / "runs", "fake", ray, held_at=3, environment=environment))
         running.until_generated()
         cut(cable)
@@ -189,7 +189,7 @@ def test_a_run_whose_controller_s_node_is_lost_goes_on_from_the_storage_on_anoth
         return any(storage.glob("*/checkpoints/step-*")) and any(path.stat().st_size for path in storage.glob("*/segments/*.seg"))
 
     with ray_over(cable, cpus_here=6, cpus_there=0) as (address, environment):
-        given = [on_ray(address, silent_after_s=3.0, patience_s=180.0, resources=near)]
+        given = [on_ray(address, silent_after_s=12.0, resources=near)]
         given += [f'storage={{"directory": "{storage}", "every_s": 0.5}}', "checkpoint_steps=1", "num_steps=8"]
         given += [f'host="{THERE}"']  # Ray itself takes the driver for one of this end: both share a file system.
         inside = ["ip", "netns", "exec", cable.host]

@@ -24,7 +24,7 @@ from disturbing import PATIENCE_S, SCRIPT, run, same, undisturbed
 SPEC = """
 name: submitted
 launcher: ray
-ray: {address: auto, env: {SAID_BY_THE_SPEC: "1"}}
+ray: {address: auto, env: {SAID_BY_THE_SPEC: "1"}, patience_s: 400, silent_after_s: 400}
 placement: split
 device: cpu
 cores: 4
@@ -35,7 +35,7 @@ functions: {workers: 2, chunk: 4}
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is missing; `make rest` installs it in .venv-full"),
 ]
 
@@ -117,5 +117,6 @@ def test_a_submitted_job_gives_the_digests_of_a_local_run(head: Head, tmp_path: 
 
 @pytest.mark.long
 def test_a_client_of_a_cluster_gives_the_digests_of_a_local_run(head: Head, tmp_path: Path) -> None:
-    said = run(tmp_path, "fake", f"ray={json.dumps({'address': head.client})}", environment=head.environment)
+    ray = {"address": head.client, "patience_s": PATIENCE_S, "silent_after_s": PATIENCE_S}
+    said = run(tmp_path, "fake", f"ray={json.dumps(ray)}", environment=head.environment)
     assert same(said, undisturbed("fake")), said

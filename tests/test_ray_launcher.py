@@ -16,11 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from disturbing import PATIENCE_S, run, same, started, undisturbed
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is missing; `make rest` installs it in .venv-full"),
 ]
 
@@ -42,7 +43,8 @@ def cluster() -> Iterator[Any]:
 
 def on_ray(cluster: Any, **more: object) -> str:
     resources = {"train": "trains", "rollout": "samples", "functions": "trains"}
-    return f"ray={json.dumps({'address': cluster.address, 'resources': resources, **more})}"
+    patient = {"patience_s": PATIENCE_S, "silent_after_s": PATIENCE_S}
+    return f"ray={json.dumps({'address': cluster.address, 'resources': resources, **patient, **more})}"
 
 
 def workers(cluster: Any) -> dict[str, psutil.Process]:
@@ -103,7 +105,7 @@ def test_workers_end_when_their_driver_is_killed(cluster: Any, tmp_path: Path) -
 
 def test_a_node_that_hangs_is_lost_before_ray_says_so_and_the_run_goes_on_without_it(cluster: Any, tmp_path: Path) -> None:
     stopped: list[psutil.Process] = []
-    with started(tmp_path / "runs", "fake", on_ray(cluster, silent_after_s=3.0), held_at=3) as running:
+    with started(tmp_path / "runs", "fake", on_ray(cluster, silent_after_s=12.0), held_at=3) as running:
         running.until_generated()
         agent = workers(cluster)["rollout-1"].parent()
         assert agent is not None
@@ -133,17 +135,20 @@ def test_a_plan_that_no_node_can_hold_is_refused_with_what_is_short(cluster: Any
 def test_init_and_check_ask_the_nodes(cluster: Any, tmp_path: Path) -> None:
     def m2flow(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "m2flow", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     spec = tmp_path / "ray.yaml"
     assert m2flow("cluster", "init", spec, "--ray", cluster.address).returncode == 0
     assert "1 x 4 cores, 0 GPUs" in spec.read_text()
+    given = yaml.safe_load(spec.read_text())
+    given["ray"]["patience_s"] = PATIENCE_S
+    spec.write_text(yaml.safe_dump(given))
     checked = m2flow("cluster", "check", spec, "--json", "--runs-dir", tmp_path)
     assert checked.returncode == 0, checked.stderr
     found = json.loads(checked.stdout)
     assert len(found) == 5
     assert all("runs directory" in [one["name"] for one in findings] for node, findings in found.items() if node.startswith("node"))
-    spec.write_text(spec.read_text() + "channels: {keys: nowhere.key}\n")
+    spec.write_text(yaml.safe_dump({**given, "channels": {"keys": "nowhere.key"}}))
     assert "missing: key (node 4" in m2flow("cluster", "check", spec, "--runs-dir", tmp_path).stderr
 
 

@@ -18,7 +18,6 @@ from m2flow.cli.doctor import Finding, examine
 from m2flow.errors import M2FlowError, SpecError
 from m2flow.spec import ClusterSpec, load_cluster
 
-_PATIENCE_S = 60.0
 _HERE = "this machine"
 
 
@@ -105,7 +104,7 @@ def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, lis
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
         question = Question(spec, False, asked.python, asked.version, str(mark), asked.models)
-        answers = cluster.on_each_node(_Asking(question), timeout_s=_PATIENCE_S)
+        answers = cluster.on_each_node(_Asking(question), timeout_s=spec.ray.patience_s)
     finally:
         mark.unlink(missing_ok=True)
         cluster.close()
@@ -113,7 +112,8 @@ def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, lis
     for number, (node, findings) in enumerate(answers):
         has = ", ".join(f"{amount:g} {name}" for name, amount in node.resources.items() if name in ("CPU", "GPU") or not _is_rays_own(name))
         name = f"node {number + 1} ({node.address}, {has or 'nothing for workers'})"
-        found[name] = findings if isinstance(findings, list) else [Finding("answer", "missing", f"none in {_PATIENCE_S:.0f} s: {findings}")]
+        nothing = Finding("answer", "missing", f"none in {spec.ray.patience_s:.0f} s: {findings}")
+        found[name] = findings if isinstance(findings, list) else [nothing]
     return found
 
 
