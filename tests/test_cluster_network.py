@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ray_start
 from disturbing import PATIENCE_S, run, same, started, undisturbed
 
 HERE, THERE = (f"10.77.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
@@ -107,7 +108,7 @@ def cable() -> Iterator[Cable]:
 def ray_over(cable: Cable, *, cpus_here: int, cpus_there: int) -> Iterator[tuple[str, dict[str, str]]]:
     """A Ray cluster of this network and that at the other end, with a token of its own; its address, and the environment of who uses it."""
     with tempfile.TemporaryDirectory(prefix="m2ray", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        ray = [sys.executable, str(ray_start.SCRIPT), "start", "--block", "--disable-usage-stats"]
         port = _free_port()
         token = Path(directory, "token")
         token.write_text(secrets.token_hex(32))

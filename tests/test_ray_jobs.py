@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import ray_start
 from disturbing import PATIENCE_S, SCRIPT, run, same, undisturbed
 
 SPEC = """
@@ -64,7 +65,7 @@ def head() -> Iterator[Head]:
         token.write_text(secrets.token_hex(32))
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_raylet_start_wait_time_s": "150"}
         environment |= {"PYTHONPATH": str(SCRIPT.parent.parent), "RAY_ADDRESS": ""}
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=8"]
+        command = [sys.executable, str(ray_start.SCRIPT), "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=8"]
         command += [f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-port={dashboard}", f"--temp-dir={directory}"]
         command += [f"--dashboard-agent-listen-port={agent}", "--node-ip-address=127.0.0.1"]
         said = Path(directory, "said.log")

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray_start
 import yaml
 from disturbing import PATIENCE_S, run, same, started, undisturbed
 
@@ -31,11 +32,14 @@ def cluster() -> Iterator[Any]:
     """A head without room for workers, and three nodes. All of them say that they are this machine, by its address on the network."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster()
     try:
-        cluster.add_node(num_cpus=4, resources={"trains": 1})
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, resources={"samples": 1})
+        with ray_start.patient():
+            cluster.add_node(wait=False, num_cpus=0, include_dashboard=False)
+            cluster.add_node(wait=False, num_cpus=4, resources={"trains": 1})
+            for _ in range(2):
+                cluster.add_node(wait=False, num_cpus=1, resources={"samples": 1})
+        cluster.wait_for_nodes(PATIENCE_S)
         yield cluster
     finally:
         cluster.shutdown()
