@@ -1,11 +1,13 @@
 """`ray start` on a machine of any speed: python ray_start.py start ...
 
-Ray gives a node 30 seconds to come up, and has no setting for that; here it has a clock that is twenty times slower.
+Ray gives a node 30 seconds to come up, and has no setting for that; here it has a clock that is twenty times slower. The node gives its
+own agents as long as an environment variable says.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import types
 from collections.abc import Iterator
@@ -20,7 +22,8 @@ _SLOWER = 20
 def patient() -> Iterator[None]:
     """Nodes that are started inside may take that long."""
     slow = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() / _SLOWER})
-    with mock.patch("ray._private.node.time", slow):
+    longer = {"RAY_raylet_start_wait_time_s": str(30 * _SLOWER)}
+    with mock.patch("ray._private.node.time", slow), mock.patch.dict(os.environ, longer):
         yield
 
 

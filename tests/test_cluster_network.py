@@ -112,7 +112,7 @@ def ray_over(cable: Cable, *, cpus_here: int, cpus_there: int) -> Iterator[tuple
         port = _free_port()
         token = Path(directory, "token")
         token.write_text(secrets.token_hex(32))
-        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_raylet_start_wait_time_s": "150"}
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         head = [*ray, "--head", f"--port={port}", f"--node-ip-address={HERE}", "--include-dashboard=false", f"--temp-dir={directory}"]
         head += ["--resources", json.dumps({"near": 1})]
         node = ["ip", "netns", "exec", cable.host, *ray, f"--address={HERE}:{port}", f"--node-ip-address={THERE}"]

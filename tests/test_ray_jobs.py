@@ -63,7 +63,7 @@ def head() -> Iterator[Head]:
     with tempfile.TemporaryDirectory(prefix="m2ray", dir="/tmp", ignore_cleanup_errors=True) as directory:
         token = Path(directory, "token")
         token.write_text(secrets.token_hex(32))
-        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_raylet_start_wait_time_s": "150"}
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         environment |= {"PYTHONPATH": str(SCRIPT.parent.parent), "RAY_ADDRESS": ""}
         command = [sys.executable, str(ray_start.SCRIPT), "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=8"]
         command += [f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-port={dashboard}", f"--temp-dir={directory}"]
