@@ -13,12 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from observed_run import MS, record_run, store_run
 from viewed import HOSTILE, make_run, make_traced, served
 
 from m2flow.cli.main import cli
+from m2flow.micro.analysis.report import StepAnalysis
+from m2flow.micro.analysis.series import series_of_steps
 from m2flow.micro.viewing.exporting import write_page
 from m2flow.micro.viewing.page import ASSETS
 from m2flow.observe.recorder import Recorder
@@ -184,6 +187,18 @@ def test_samples_are_columns_and_one_of_them_has_its_text_as_it_is(runs: Path) -
         assert len(page["pieces"]) == len(page["kinds"]) == len(page["logprobs"])
         assert ask(address, f"/api/runs/{run}/training")["series"]
         assert {node["name"] for node in ask(address, f"/api/runs/{run}/graph")["nodes"]} >= {"policy.generate", "policy.update"}
+
+
+def test_training_has_what_the_schedule_made_of_each_step_beside_the_metrics(runs: Path) -> None:
+    with served(runs) as address:
+        steps = msgspec.convert(ask(address, "/api/runs/traced/analysis")["steps"], list[StepAnalysis])
+        series = ask(address, "/api/runs/traced/training")["series"]
+    assert set(series) == {"schedule/efficiency", "schedule/tokens_per_s"}  # The trace does not say which version its updates wrote.
+    assert all(of["steps"] == [step.step for step in steps] for of in series.values())
+    assert series["schedule/efficiency"]["values"] == [step.efficiency for step in steps]
+    assert series["schedule/tokens_per_s"]["values"] == [pytest.approx(step.tokens / step.makespan_s) for step in steps]
+    behind = series_of_steps([msgspec.structs.replace(step, staleness={"0": 3, "2": 1}) for step in steps])["schedule/staleness"]
+    assert behind.values == [0.5] * len(steps)
 
 
 def test_two_runs_are_compared_and_a_third_is_not_there(runs: Path) -> None:

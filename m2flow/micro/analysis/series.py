@@ -1,17 +1,20 @@
 """A run's metrics as series over steps.
 
     metrics.jsonl --read_series--> name -> (steps, values)
+    Analysis.steps --series_of_steps--> the same of what the schedule made of each step
 
 A value that was not finite is a gap, and is counted by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
 import msgspec
 
+from m2flow.micro.analysis.report import StepAnalysis
 from m2flow.observe.metrics import metrics_path
 
 
@@ -62,6 +65,20 @@ def read_series(run_dir: Path) -> Training:
         _series({step: at - began for step, at in times.items()}),
         non_finite,
     )
+
+
+def series_of_steps(steps: Sequence[StepAnalysis]) -> dict[str, Series]:
+    """How near each step came to its bound, generated tokens a second, and how many versions behind its samples were, on average."""
+    found: dict[str, dict[int, float | None]] = {"schedule/efficiency": {}, "schedule/tokens_per_s": {}, "schedule/staleness": {}}
+    for one in steps:
+        if one.efficiency is not None:
+            found["schedule/efficiency"][one.step] = one.efficiency
+        if one.makespan_s > 0:
+            found["schedule/tokens_per_s"][one.step] = one.tokens / one.makespan_s
+        number = sum(one.staleness.values())
+        if number:
+            found["schedule/staleness"][one.step] = sum(int(behind) * count for behind, count in one.staleness.items()) / number
+    return {name: _series(values) for name, values in found.items() if values}
 
 
 def _series(values: dict[int, float | None]) -> Series:

@@ -10,6 +10,8 @@ import math
 import os
 import re
 import sqlite3
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
@@ -41,11 +43,13 @@ class WorkerHealth(msgspec.Struct):
     num_losses: int
     has_log: bool
     cpu_cores: float | None
-    """That it used lately; None here and below: it has not said."""
+    """That it used on average; None here and below: it has not said."""
     memory_bytes: float | None
+    """At most."""
     gpu_use: float | None
-    """0 to 1, by whomever."""
+    """0 to 1, on average, by whomever."""
     gpu_memory_bytes: float | None
+    """At most, by whomever."""
 
 
 @final
@@ -213,15 +217,18 @@ def _workers(trace: RunTrace, losses: dict[str, int], logs: set[str]) -> list[Wo
                 last,
                 losses.get(name, 0),
                 name in logs,
-                *(_last(trace, name, counter) for counter in ("cpu cores", "memory bytes", "gpu use", "gpu memory bytes")),
+                _told(trace, name, "cpu cores", statistics.fmean),
+                _told(trace, name, "memory bytes", max),
+                _told(trace, name, "gpu use", statistics.fmean),
+                _told(trace, name, "gpu memory bytes", max),
             )
         )
     return found
 
 
-def _last(trace: RunTrace, worker: str, name: str) -> float | None:
+def _told(trace: RunTrace, worker: str, name: str, summed_up: Callable[[list[float]], float]) -> float | None:
     counter = trace.columns.counters.get((worker, name))
-    return counter.values[-1] if counter is not None else None
+    return summed_up(counter.values) if counter is not None else None
 
 
 def _channels(trace: RunTrace) -> list[ChannelHealth]:

@@ -22,7 +22,7 @@ from m2flow.micro.analysis.comparing import Comparison, comparison_of
 from m2flow.micro.analysis.idle import CAUSES
 from m2flow.micro.analysis.report import Analysis, analysis_of
 from m2flow.micro.analysis.run_trace import RunTrace
-from m2flow.micro.analysis.series import Training, read_series
+from m2flow.micro.analysis.series import Series, Training, read_series, series_of_steps
 from m2flow.micro.plan import Plan
 from m2flow.micro.viewing.graph import Graph, graph_of
 from m2flow.micro.viewing.health import Health, State, health_of, log_text, state_of
@@ -111,6 +111,7 @@ class RunView:
         self._revision = 0
         self._next_s = 0.0
         self._samples: tuple[int, Columns] | None = None
+        self._steps: tuple[int, dict[str, Series]] | None = None
 
     def loading(self, patience_s: float = 0.0) -> float | None:
         """The share of the trace that has been read, or None when all of it has; the first call begins it.
@@ -197,7 +198,14 @@ class RunView:
         return self._asked(lambda: analysis_of(self._trace, self._schedule.devices))
 
     def training(self) -> Training:
-        return read_series(self.run_dir)
+        """The run's metrics, and, once its trace has been read, what the schedule made of each step."""
+        found = read_series(self.run_dir)
+        if self._failure is not None or self.loading() is not None:
+            return found
+        with self._fresh():
+            if self._steps is None or self._steps[0] != self._revision:
+                self._steps = self._revision, series_of_steps(self.analysis().steps)
+            return msgspec.structs.replace(found, series=found.series | self._steps[1])
 
     def health(self) -> Health:
         return self._asked(lambda: health_of(self.run_dir, self._trace))

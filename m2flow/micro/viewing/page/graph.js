@@ -5,6 +5,7 @@ import { compact, count, number, seconds } from "m2flow/format.js";
 import { ofKind } from "m2flow/palette.js";
 
 const WIDE = 222, TALL = 86, ACROSS = 84, DOWN = 34, LEFT = 36, TOP = 56;
+const MOST_SCALE = 1.35;
 const EVERY_MS = 2000;
 
 export class GraphView {
@@ -52,10 +53,11 @@ export class GraphView {
     }
     const boxes = arrange(graph);
     const width = Math.max(...boxes.map((box) => box.x)) + WIDE + LEFT, height = Math.max(...boxes.map((box) => box.y)) + TALL + 60;
+    const scale = Math.min(Math.max((this.place.clientWidth - 20) / width, 1), MOST_SCALE);
     const old = this.place.querySelector(".graph");
     const scrolled = old ? [old.scrollLeft, old.scrollTop] : [0, 0];
     const place = el("div", { class: "graph", tabindex: 0, role: "region", "aria-label": "Macro graph" },
-      svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Graph of ${graph.nodes.length} calls` },
+      svg("svg", { width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Graph of ${graph.nodes.length} calls` },
         svg("defs", {}, [["data", "machinery"], ["effect", "version"]].map(([name, colour]) => svg("marker", { id: `head-${name}`, viewBox: "0 0 8 8", refX: 7.5, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0.5 8 4 0 7.5z", style: { fill: `var(--${colour})` } })))),
         svg("text", { x: LEFT, y: 26, class: "small" }, `${graph.mode ? `${graph.mode} on ${graph.cluster} · ` : ""}full lines carry samples and rewards, dashed ones weights; on a line: samples a second lately, and how many wait there`),
         graph.edges.map((edge) => this.edge(edge, boxes)),
@@ -87,14 +89,15 @@ export class GraphView {
     const lift = (edge.slot ?? 0) * 7;
     const x0 = from.x + WIDE, y0 = from.y + TALL / 2 - 8 + lift, x1 = to.x, y1 = to.y + TALL / 2 - 8 + (edge.slotIn ?? 0) * 7;
     const bend = Math.max((x1 - x0) / 2, 40);
-    const isLong = to.x - from.x > WIDE + ACROSS + 1 && Math.abs(to.y - from.y) < TALL + DOWN;
-    const path = edge.is_effect ? around(from, to, edge.track) : isLong ? beneath(from, to, y1) : `M${x0} ${y0} C${x0 + bend} ${y0} ${x1 - bend} ${y1} ${x1 - 1} ${y1}`;
+    const isLong = !edge.is_effect && to.x - from.x > WIDE + ACROSS + 1;
+    const low = edge.is_effect || isLong ? lane(from, to, edge, boxes) : 0;
+    const path = edge.is_effect ? around(from, to, edge.track, low) : isLong ? beneath(from, to, y1, low) : `M${x0} ${y0} C${x0 + bend} ${y0} ${x1 - bend} ${y1} ${x1 - 1} ${y1}`;
     const label = [edge.per_s ? `${compact(Number(edge.per_s.toPrecision(2)))}/s` : "", edge.waiting ? `${compact(edge.waiting)} wait` : ""].filter(Boolean).join(" · ");
     const about = (event) => showTip(event, el("b", {}, edge.what), facts([["from", from.node.name], ["to", to.node.name], ["over", edge.transport], ["room", edge.capacity ? `${count(edge.capacity)} samples` : ""], ["lately", edge.per_s ? `${number(edge.per_s, 3)} samples/s` : ""], ["waiting", edge.waiting ? count(edge.waiting) : ""]]));
     return svg("g", { onpointermove: about, onpointerleave: hideTip },
       svg("path", { d: path, style: { fill: "none", stroke: "transparent", strokeWidth: 12 } }),
       svg("path", { class: name, d: path, "marker-end": `url(#head-${name})` }),
-      label ? svg("text", { class: "small told", x: (x0 + x1) / 2, y: isLong ? Math.max(from.y, to.y) + TALL + 2 : (y0 + y1) / 2 - 5, "text-anchor": "middle", style: edge.waiting ? { fill: "var(--warn)" } : {} }, label) : null);
+      label ? svg("text", { class: "small told", x: (x0 + x1) / 2, y: isLong ? low + 12 : (y0 + y1) / 2 - 5, "text-anchor": "middle", style: edge.waiting ? { fill: "var(--warn)" } : {} }, label) : null);
   }
 
   open(node) {
@@ -104,17 +107,27 @@ export class GraphView {
   }
 }
 
+/** How low a line must go to pass beneath every box on its way: a lane of its own below the lowest of them. */
+function lane(from, to, edge, boxes) {
+  const [left, right] = edge.is_effect ? [to.x - 60, from.x + WIDE] : [from.x + WIDE, to.x];
+  const ahead = edge.is_effect ? 12 + (edge.track % 5) * 6 : 10 + (edge.slot ?? 0) * 5;
+  const inWay = boxes.filter((box) => box.x + WIDE > Math.min(left, right) && box.x < Math.max(left, right));
+  let low = (edge.is_effect ? from.y : Math.max(from.y, to.y)) + TALL + ahead;
+  for (const box of inWay.sort((a, b) => a.y - b.y)) if (low > box.y - 6 && low < box.y + TALL + ahead) low = box.y + TALL + ahead;
+  return low;
+}
+
 /** Data for a box further on goes beneath those between. */
-function beneath(from, to, y1) {
-  const turn = 8, low = Math.max(from.y, to.y) + TALL + 6, y0 = from.y + TALL / 2 + 6;
+function beneath(from, to, y1, low) {
+  const turn = 8, y0 = from.y + TALL / 2 + 6;
   const x0 = from.x + WIDE + 16, x1 = to.x - 30;
   return `M${from.x + WIDE} ${y0} H${x0 - turn} Q${x0} ${y0} ${x0} ${y0 + turn} V${low - turn} Q${x0} ${low} ${x0 + turn} ${low} H${x1 - turn} Q${x1} ${low} ${x1} ${low - turn} V${y1 + turn} Q${x1} ${y1} ${x1 + turn} ${y1} H${to.x - 1}`;
 }
 
 /** Weights go around the boxes: down from the one, along the gap below it, up or down beside the other, and in from the left. */
-function around(from, to, track) {
+function around(from, to, track, low) {
   const turn = 8, spread = (track % 5) * 6;
-  const x0 = from.x + WIDE - 24 - spread, low = from.y + TALL + 12 + spread;
+  const x0 = from.x + WIDE - 24 - spread;
   const x1 = to.x - 22 - spread, y1 = to.y + TALL - 12;
   const side = x1 < x0 ? -1 : 1, down = y1 > low ? 1 : -1;
   return `M${x0} ${from.y + TALL} V${low - turn / 2} Q${x0} ${low} ${x0 + side * turn} ${low} H${x1 - side * turn} Q${x1} ${low} ${x1} ${low + down * turn} V${y1 - down * turn} Q${x1} ${y1} ${x1 + turn} ${y1} H${to.x - 1}`;

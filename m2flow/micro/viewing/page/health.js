@@ -1,7 +1,7 @@
 // Workers, channels, what happened to them, and what they printed.
 
 import { el, errorState, loadingState, replace, svg } from "m2flow/dom.js";
-import { bytes, compact, count, micros, moment, percent, seconds } from "m2flow/format.js";
+import { bytes, compact, count, micros, moment, number, percent, seconds } from "m2flow/format.js";
 
 const EVERY_MS = 2000;
 const SILENT_US = 15e6;
@@ -38,7 +38,7 @@ export class HealthView {
     this.render();
   }
 
-  /** What each worker is, and what it took of its machine when it last said. What none has said has no column. */
+  /** What each worker is, and what it took of its machine. What none has said has no column. */
   workers(heads, said) {
     const { workers } = this.health;
     if (!workers.length) return el("p", { class: "quiet" }, "No worker has begun.");
@@ -47,10 +47,10 @@ export class HealthView {
       ["device", (one) => one.device],
       ["engines", (one) => one.engines.join(", ")],
       ["#threads", (one) => one.threads || ""],
-      ["#cores used", (one) => compact(one.cpu_cores), "cpu_cores"],
-      ["#memory", (one) => (one.memory_bytes === null ? "" : bytes(one.memory_bytes)), "memory_bytes"],
-      ["#GPU busy", (one) => percent(one.gpu_use), "gpu_use"],
-      ["#GPU memory", (one) => (one.gpu_memory_bytes === null ? "" : bytes(one.gpu_memory_bytes)), "gpu_memory_bytes"],
+      ["#cores, mean", (one) => number(one.cpu_cores, 2), "cpu_cores"],
+      ["#memory, most", (one) => (one.memory_bytes === null ? "" : bytes(one.memory_bytes)), "memory_bytes"],
+      ["#GPU busy, mean", (one) => percent(one.gpu_use), "gpu_use"],
+      ["#GPU memory, most", (one) => (one.gpu_memory_bytes === null ? "" : bytes(one.gpu_memory_bytes)), "gpu_memory_bytes"],
       ["#spans", (one) => count(one.num_spans)],
       ["last said something", said],
       ["#lost", (one) => (one.num_losses ? el("span", { style: { color: "var(--bad)" } }, `${one.num_losses} times`) : "no")],

@@ -6,7 +6,7 @@ import { el, emptyState, errorState, loadingState, replace } from "m2flow/dom.js
 import { compact, number } from "m2flow/format.js";
 import { colour } from "m2flow/palette.js";
 
-const FIRST = [/^reward$/, /accuracy|pass/, /^loss$|\/loss$/, /kl/, /entropy/, /length|response_length/, /staleness|stale/, /grad_norm/, /tokens_per_s|tokens\/s/, /efficiency/];
+const FIRST = [/^reward$/, /accuracy|pass/, /^loss$|\/loss$/, /kl/, /entropy/, /^response_length$|\/response_length$/, /staleness/, /grad_norm/, /tokens_per_s|tokens\/s/, /efficiency/];
 const HEIGHT = 190;
 const EVERY_MS = 1500;
 
@@ -81,7 +81,7 @@ export class TrainingView {
 
   names() {
     const all = new Set(this.found.flatMap((run) => Object.keys(run.series)));
-    const rank = (name) => { const at = FIRST.findIndex((pattern) => pattern.test(name)); return (at < 0 ? FIRST.length : at) + (name.startsWith("setup/") ? 100 : 0); };
+    const rank = (name) => { const at = FIRST.findIndex((pattern) => pattern.test(name)); return (at < 0 ? FIRST.length : at) + (/^(setup|lengths)\//.test(name) ? 100 : 0); };
     return [...all].filter((name) => name.toLowerCase().includes(this.filter.toLowerCase())).sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
   }
 
