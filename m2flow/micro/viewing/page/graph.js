@@ -4,7 +4,7 @@ import { el, emptyState, errorState, hideTip, loadingState, replace, showTip, fa
 import { compact, count, number, seconds } from "m2flow/format.js";
 import { ofKind } from "m2flow/palette.js";
 
-const WIDE = 222, TALL = 86, ACROSS = 84, DOWN = 34, LEFT = 36, TOP = 56;
+const WIDE = 222, TALL = 86, ACROSS = 84, DOWN = 42, LEFT = 36, TOP = 56;
 const MOST_SCALE = 1.35;
 const EVERY_MS = 2000;
 
@@ -52,7 +52,7 @@ export class GraphView {
       return;
     }
     const boxes = arrange(graph);
-    const width = Math.max(...boxes.map((box) => box.x)) + WIDE + LEFT, height = Math.max(...boxes.map((box) => box.y)) + TALL + 60;
+    const width = Math.max(...boxes.map((box) => box.x)) + WIDE + LEFT + 10, height = Math.max(...boxes.map((box) => box.y)) + TALL + 60;
     const scale = Math.min(Math.max((this.place.clientWidth - 20) / width, 1), MOST_SCALE);
     const old = this.place.querySelector(".graph");
     const scrolled = old ? [old.scrollLeft, old.scrollTop] : [0, 0];
@@ -97,7 +97,7 @@ export class GraphView {
     return svg("g", { onpointermove: about, onpointerleave: hideTip },
       svg("path", { d: path, style: { fill: "none", stroke: "transparent", strokeWidth: 12 } }),
       svg("path", { class: name, d: path, "marker-end": `url(#head-${name})` }),
-      label ? svg("text", { class: "small told", x: (x0 + x1) / 2, y: isLong ? low + 12 : (y0 + y1) / 2 - 5, "text-anchor": "middle", style: edge.waiting ? { fill: "var(--warn)" } : {} }, label) : null);
+      label ? svg("text", { class: "small told", x: (x0 + x1) / 2, y: isLong ? low - 4 : (y0 + y1) / 2 - 5, "text-anchor": "middle", style: edge.waiting ? { fill: "var(--warn)" } : {} }, label) : null);
   }
 
   open(node) {
@@ -109,8 +109,8 @@ export class GraphView {
 
 /** How low a line must go to pass beneath every box on its way: a lane of its own below the lowest of them. */
 function lane(from, to, edge, boxes) {
-  const [left, right] = edge.is_effect ? [to.x - 60, from.x + WIDE] : [from.x + WIDE, to.x];
-  const ahead = edge.is_effect ? 12 + (edge.track % 5) * 6 : 10 + (edge.slot ?? 0) * 5;
+  const [left, right] = edge.is_effect ? [to.x - 45, from.x + WIDE + 35] : [from.x + WIDE, to.x];
+  const ahead = edge.is_effect ? 23 + (edge.track % 5) * 5 : 17 + (edge.slot ?? 0) * 3;
   const inWay = boxes.filter((box) => box.x + WIDE > Math.min(left, right) && box.x < Math.max(left, right));
   let low = (edge.is_effect ? from.y : Math.max(from.y, to.y)) + TALL + ahead;
   for (const box of inWay.sort((a, b) => a.y - b.y)) if (low > box.y - 6 && low < box.y + TALL + ahead) low = box.y + TALL + ahead;
@@ -124,13 +124,13 @@ function beneath(from, to, y1, low) {
   return `M${from.x + WIDE} ${y0} H${x0 - turn} Q${x0} ${y0} ${x0} ${y0 + turn} V${low - turn} Q${x0} ${low} ${x0 + turn} ${low} H${x1 - turn} Q${x1} ${low} ${x1} ${low - turn} V${y1 + turn} Q${x1} ${y1} ${x1 + turn} ${y1} H${to.x - 1}`;
 }
 
-/** Weights go around the boxes: down from the one, along the gap below it, up or down beside the other, and in from the left. */
+/** Weights go around the boxes: out to the right of the one, down or up to their lane, along it, and in from the left of the other. */
 function around(from, to, track, low) {
-  const turn = 8, spread = (track % 5) * 6;
-  const x0 = from.x + WIDE - 24 - spread;
+  const turn = 8, spread = (track % 5) * 5;
+  const x0 = from.x + WIDE + 12 + spread, y0 = from.y + TALL - 14;
   const x1 = to.x - 22 - spread, y1 = to.y + TALL - 12;
   const side = x1 < x0 ? -1 : 1, down = y1 > low ? 1 : -1;
-  return `M${x0} ${from.y + TALL} V${low - turn / 2} Q${x0} ${low} ${x0 + side * turn} ${low} H${x1 - side * turn} Q${x1} ${low} ${x1} ${low + down * turn} V${y1 - down * turn} Q${x1} ${y1} ${x1 + turn} ${y1} H${to.x - 1}`;
+  return `M${from.x + WIDE} ${y0} H${x0 - turn} Q${x0} ${y0} ${x0} ${y0 + turn} V${low - turn} Q${x0} ${low} ${x0 + side * turn} ${low} H${x1 - side * turn} Q${x1} ${low} ${x1} ${low + down * turn} V${y1 - down * turn} Q${x1} ${y1} ${x1 + turn} ${y1} H${to.x - 1}`;
 }
 
 function chips(workers) {
