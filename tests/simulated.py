@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
 from m2flow.macro.flow import Flow
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.lowering.lower import lower
@@ -41,6 +41,17 @@ def stale(num_steps: int = 3, batch: int = 2, n: int = 2, lag: int = 1) -> None:
     policy, reward = Policy("fake"), Reward(zero)
     prompts = Dataset([{"prompt": "a"}] * batch)
     for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=5)
+        policy.update(responses, advantages=reward.score(responses))
+
+
+@flow
+def evaluated(num_steps: int = 1, batch: int = 2, n: int = 2) -> None:
+    """Each step begins with an evaluation."""
+    policy, reward = Policy("fake"), Reward(zero)
+    prompts, heldout = Dataset([{"prompt": "a"}] * batch), Dataset([{"prompt": "b"}] * 7, name="heldout")
+    for _ in steps(num_steps):
+        log(accuracy=reward.score(policy.generate(heldout.all(), max_new_tokens=5)).mean())
         responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=5)
         policy.update(responses, advantages=reward.score(responses))
 

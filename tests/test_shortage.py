@@ -128,7 +128,16 @@ def test_where_nothing_helps_it_is_said() -> None:
     spec = ClusterSpec(device="cpu", cores=2)
     text = str(no_room("grpo", ENGINES, costs("Qwen2.5-72B", spec), spec))
     assert text.startswith("policy.rollout does not fit: at the least, as tp2 (2 devices) on this machine")
-    assert "Nothing that was tried would fit" in text
+    assert text.count("nothing that was tried would fit") == 2
+
+
+def test_of_several_engines_that_do_not_fit_each_is_said_with_what_would() -> None:
+    text = said("Qwen2.5-72B", cluster(devices_per_node=1))
+    assert "policy.rollout does not fit" in text
+    assert "; policy.train does not fit" in text
+    rollout, train = text.partition("For policy.rollout: what would fit:")[2].split("For policy.train: what would fit:")
+    assert "2 devices instead of 1" in rollout
+    assert "8 devices instead of 1" in train
 
 
 def test_the_search_says_so_where_a_pin_does_not_fit() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated import Given, cluster, leased, plain, ran, stale
+from simulated import Given, cluster, evaluated, leased, plain, ran, stale
 
 from m2flow.errors import InternalError
 from m2flow.micro.costs.terms import DecodeCost, FunctionCost, PassCost, Switch, TrainCost
@@ -211,6 +211,15 @@ def test_a_trace_is_replayed_where_its_groups_fit():
     recorded = [lengths.step(k, num_groups=96, n=8, seed=0).responses.sum() for k in range(2)]
     assert [step.trained_tokens for step in result.report.steps] == recorded
     assert result.history.drawn.num_replayed == 2
+
+
+def test_an_evaluation_before_it_does_not_take_a_generation_its_recorded_step():
+    lengths = parse_lengths("dapo-qwen2.5-32b")
+    options = {"batch": 96, "n": 8, "num_steps": 2}
+    result = ran(evaluated, PlainCosts(decodes()), lengths, cluster(instances=4), options=options, num_steps=2)
+    recorded = [lengths.step(k, num_groups=96, n=8, seed=0).responses.sum() for k in range(2)]
+    assert [step.trained_tokens for step in result.report.steps] == recorded
+    assert (result.history.drawn.num_replayed, result.history.drawn.num_drawn) == (2, 2)
 
 
 # Continuous batching, by itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def show_comparison(scenario: Scenario, *, as_json: bool) -> None:
     """Run and print it."""
+    from m2flow.micro.search.choice import Mode
     from m2flow.micro.simulation.comparing import AS_PLANNED, compare
 
     rows = compare(scenario)
@@ -39,4 +41,5 @@ def show_comparison(scenario: Scenario, *, as_json: bool) -> None:
             )
         )
     click.echo(f"{scenario.program.flow} on {scenario.spec.name}, lengths: {scenario.lengths.name}; * is the fastest\n")
-    click.echo("\n".join(table(lines)))
+    lacking = [mode for mode in typing.get_args(Mode) if all(row.placement != mode for row in rows)]
+    click.echo("\n".join([*table(lines), *(f"no plan that fits is {mode}" for mode in lacking)]))

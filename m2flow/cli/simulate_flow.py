@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @flow_command("flow", PlannedCommand)
 @click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
 @click.option("--lengths", "source", default="", metavar="TRACE", help="JSON lines, a run directory, the name of a trace, or a formula.")
-@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps of the flow to simulate.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=1, help="Steps of the flow to simulate.  [default: 1; with --compare enough to overlap]"
+)
 @click.option(
     "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Simulate this plan; by default the best that is found."
 )
@@ -106,11 +108,14 @@ def command(
     from m2flow.micro.costs.profile import read_profile
     from m2flow.micro.plan_file import read_plan
     from m2flow.micro.planning import with_shapes
+    from m2flow.micro.simulation.comparing import NUM_STEPS
     from m2flow.micro.simulation.scenario import prepare
 
     wanted = asked(ctx, cluster, seed, profile=profile, lengths=source, assume=assume)
     spec = with_shapes(wanted.spec, shapes).with_policy(policy).without_spare  # Nobody joins a simulation.
     source, profile, seed = wanted.lengths, wanted.profile, wanted.seed
+    if compare and ctx.get_parameter_source("steps") is not click.core.ParameterSource.COMMANDLINE:
+        steps = NUM_STEPS
     known = Known(tuple(Assumption.parse(text) for text in wanted.assume))
     for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)

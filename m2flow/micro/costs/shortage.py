@@ -42,11 +42,20 @@ class _Try:
 def no_room(flow: str, engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, allows: Allows | None = None) -> PlanError:
     """The error for a search that found nothing. It is returned, for the caller to raise."""
     may = allows or (lambda engine, pool, layout: True)
+    short: dict[EngineId, PlanError] = {}
     for engine in engines:
         allowed = [one for one in _tries(engine, costs, spec) if may(engine, one.pool, one.layout)]
         if not any(one.short == 0 for one in allowed):
-            return _alone(engine, allowed, costs, spec)
-    return _together(flow, engines, costs, spec, may)
+            short[engine] = _alone(engine, allowed, costs, spec)
+    if not short:
+        return _together(flow, engines, costs, spec, may)
+    if len(short) == 1:
+        return next(iter(short.values()))
+    # All of them: what would do for one alone leaves the next.
+    return PlanError(
+        "; ".join(error.what for error in short.values()),
+        now="\n".join(f"For {engine}: {error.now[:1].lower()}{error.now[1:]}" for engine, error in short.items()),
+    )
 
 
 def _alone(engine: EngineId, allowed: Sequence[_Try], costs: Costs, spec: ClusterSpec) -> PlanError:

@@ -8,6 +8,8 @@ from m2flow.errors import PlanError
 from m2flow.micro.simulation.scenario import Outcome, Scenario
 
 STALENESS = (0, 1, 2)
+NUM_STEPS = max(STALENESS) + 2
+"""That show what staleness does: with the most of it, the last of these waits for the first one's update."""
 AS_PLANNED = "as planned"
 
 

@@ -1,8 +1,8 @@
 """How long each sample of a simulated run is: a pure function of the seed and of who it is, never of when or where it runs.
 
-The k-th step of the program is the k-th of the record where its groups fit (as many, of the same size), else groups are drawn from the
-distribution. What a trace says is taken as it is: a flow's own `max_new_tokens` does not cut it again. But a model that is not trained (a
-judge) stops at its limit.
+The first generation of the program's k-th step whose groups fit the k-th step of the record (as many, of the same size) has the lengths of
+that one; groups of others, as of an evaluation before it, are drawn from the distribution. What a trace says is taken as it is: a
+flow's own `max_new_tokens` does not cut it again. But a model that is not trained (a judge) stops at its limit.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Drawn:
         self._rounds = Rounds()
         self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
         self._num_of_step: dict[int, int] = {}
-        self.num_replayed = 0
-        """Generate calls whose lengths are those of a recorded step."""
+        self._replayed: set[int] = set()
         self.num_drawn = 0
 
     def made(self, call: Call, calls: Mapping[int, Call]) -> None:
@@ -49,7 +48,7 @@ class Drawn:
         n = call.options["n"]
         assert isinstance(n, int)
         number = self._num_of_step[call.step] = self._num_of_step.get(call.step, -1) + 1
-        prompts, responses = self._draw(max(call.step, 0), number if call.step >= 0 else number + 1, num_prompts, n)
+        prompts, responses = self._draw(call.step, number, num_prompts, n)
         sampling = call.options.get("sampling")
         if self._trained and call.role not in self._trained and isinstance(sampling, Sampling):
             responses = np.minimum(responses, sampling.max_new_tokens)
@@ -63,6 +62,11 @@ class Drawn:
     def prompt_tokens(self, packed: int) -> int:
         who = self._rounds.origin(packed)
         return int(self._by_call[who.call][0][who.prompt])
+
+    @property
+    def num_replayed(self) -> int:
+        """Steps that have a generation with the lengths of a recorded step."""
+        return len(self._replayed)
 
     @property
     def mean_tokens(self) -> float:
@@ -97,11 +101,12 @@ class Drawn:
 
     def _draw(self, step: int, number: int, num_prompts: int, n: int) -> tuple[IntArray, IntArray]:
         recorded = self._lengths.num_steps()
-        if recorded and number == 0:
+        if recorded and step >= 0 and step not in self._replayed:
             found = self._lengths.step(step % recorded, num_groups=num_prompts, n=n, seed=self._seed)
             if len(found.prompts) == num_prompts and len(found) == num_prompts * n and (np.bincount(found.groups) == n).all():
-                self.num_replayed += 1
+                self._replayed.add(step)
                 return found.prompts, found.responses.reshape(num_prompts, n)
         self.num_drawn += 1
+        step, number = (step, number) if step >= 0 else (0, number + 1)  # What comes before the first step.
         seed = self._seed if number == 0 else keyed_bits(self._seed, number) >> 1
         return self._lengths.draw_prompts(num_prompts, seed, step=step, n=n), self._lengths.draw(num_prompts, n, seed, step=step)
