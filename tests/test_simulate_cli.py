@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from m2flow.cli.main import cli
+from m2flow.micro.simulation.comparing import NUM_STEPS
 from m2flow.observe.store import read_spans
 
 FLOW = """
@@ -81,6 +82,13 @@ def test_the_comparison_has_each_placement_with_each_staleness(flow_file):
     assert {(row["placement"], row["staleness"]) for row in rows} == {
         (placement, staleness) for placement in ("time-shared", "split", "as planned") for staleness in (0, 1, 2)
     }
+
+
+def test_a_comparison_has_steps_enough_to_overlap_and_says_what_there_is_no_plan_of(flow_file):
+    given = (flow_file, "--lengths", "lognormal:median=40,sigma=0.7", "--compare")
+    assert run(*given) == run(*given, "--steps", NUM_STEPS)
+    assert run(*given) != run(*given, "--steps", 1)
+    assert "no plan that fits is hybrid" in run(*given)
 
 
 @pytest.mark.parametrize(
