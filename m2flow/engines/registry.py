@@ -18,6 +18,7 @@ from typing import cast
 
 from m2flow.engines.compiling import check_compiler
 from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
+from m2flow.engines.server_installed import Product, check_options
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.recipe import Model
 
@@ -37,8 +38,8 @@ class EngineInfo:
     """The extra that brings them."""
     compiles: bool = False
     """On a CPU it compiles a part of itself when it is first used (`m2flow.engines.compiling`)."""
-    check: str = ""
-    """`module:function` that is called with the options from the cluster spec before a run, and raises what would keep it from starting."""
+    server: str = ""
+    """`module:name` of the `Product` that it starts in an interpreter of its own; looked at before a run too."""
     untested: str = ""
     """Where it has not been run; empty: nowhere that it says it can."""
 
@@ -97,7 +98,24 @@ _BUILT_IN = (
         ),
         "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),
-        check="m2flow.engines.sglang_installed:check_options",
+        server="m2flow.engines.sglang_installed:SGLANG",
+        untested="cuda",
+    ),
+    EngineInfo(
+        "vllm",
+        "m2flow.engines.vllm:VllmRollout",
+        Capabilities(
+            "rollout",
+            keyed_seeds=False,
+            self_paced=True,
+            weights_under_requests=True,
+            deterministic=False,
+            probes=True,
+            devices=("cuda", "cpu"),
+        ),
+        "A vLLM server in an interpreter of its own (rollout.options.python), over HTTP.",
+        ("torch", "transformers", "httpx2"),
+        server="m2flow.engines.vllm_installed:VLLM",
         untested="cuda",
     ),
     EngineInfo(
@@ -197,9 +215,16 @@ def check_engine(name: str, kind: EngineKind, device: str, options: Mapping[str,
     info = find_engine(name, kind)
     if info.compiles and device.startswith("cpu"):
         check_compiler(name)
-    if info.check and options is not None:
-        module, _, function = info.check.partition(":")
-        getattr(importlib.import_module(module), function)(options)
+    if (product := server_of(info)) is not None and options is not None:
+        check_options(product, options)
+
+
+def server_of(info: EngineInfo) -> Product | None:
+    """The server that an engine needs in an interpreter of its own."""
+    if not info.server:
+        return None
+    module, _, name = info.server.partition(":")
+    return cast(Product, getattr(importlib.import_module(module), name))
 
 
 def make_rollout(name: str, model: Model, settings: EngineSettings) -> RolloutEngine:

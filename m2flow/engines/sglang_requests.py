@@ -52,7 +52,7 @@ def grown(one: Running, spans: Sequence[Span], *, keeps: bool = False) -> Job:
     job, count = one.job, len(one.tokens)
     if len(one.logprobs) != count or (count and (not spans or spans[-1].end != count)):
         raise EngineError(
-            f"the SGLang server said {len(one.logprobs)} log-probabilities and versions {spans} of {count} tokens "
+            f"the server said {len(one.logprobs)} log-probabilities and versions {spans} of {count} tokens "
             f"of sample {SampleId.unpack(job.id)}"
         )
     versions = np.zeros(count, np.int32)

@@ -110,10 +110,11 @@ def check_a_queued_request_can_be_aborted(factory: Factory) -> None:
 
 
 def check_a_prefix_continues_as_if_it_had_not_stopped(factory: Factory) -> None:
-    requests = group_requests(SAMPLED, num_per_prompt=2)
     with started(factory) as engine:
         if not engine.capabilities.resume_with_prefix:
             return
+        # Random numbers that are not a sample's and a position's begin anew.
+        requests = group_requests(SAMPLED if engine.capabilities.keyed_seeds else GREEDY, num_per_prompt=2)
         whole = generate(engine, requests)
     with started(factory) as engine:
         done = generate(engine, [continued(request, whole[request.id], 4) for request in requests])

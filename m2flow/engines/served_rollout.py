@@ -1,0 +1,445 @@
+"""A rollout engine whose work an inference server does, spoken to over HTTP: what all kinds of servers have in common.
+
+    add -> a request with token ids --tokens stream in--> step -> Generated
+    load_weights -> files in memory -> the server pauses, reads them, goes on
+
+    a server that was started here dies, or answers nothing for `hung_after_s` --restart--> the weights that it held, under their version;
+    what ran goes on from its tokens
+
+A kind of server adds its `Launch`, its `Dialect` and what is abstract here. `m2flow.engines.sglang` stands beside it, with further ways for
+weights into its server.
+
+Limits: one weight set; the server must see this host's files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import shutil
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Request, RolloutEngine
+from m2flow.engines.guarded_place import GuardedPlace
+from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_tensors
+from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
+from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
+from m2flow.engines.served_options import ServedOptions
+from m2flow.engines.server_client import Dialect, ServerClient
+from m2flow.engines.server_process import Launch, ServerProcess
+from m2flow.engines.sglang_client import Heard, Span
+from m2flow.engines.sglang_requests import Running, grown
+from m2flow.errors import EngineError
+from m2flow.recipe import Model
+from m2flow.samples import Finish, SampleId
+
+_LOG = logging.getLogger("m2flow.engines.served_rollout")
+_T = TypeVar("_T")
+_NEWS_WAIT_S = 0.02
+_ABORT_WAIT_S = 30.0
+_ABORT_AGAIN_S = 1.0
+_DEATH_WAIT_S = 1.0
+"""A server that dies breaks its connections first."""
+
+
+class ServedRollout(RolloutEngine):
+    """Requests go to the server at once, which decides what runs; its tokens stream in."""
+
+    dialect: Dialect
+    own_options: tuple[str, ...] = ()
+    """Beyond those that all have."""
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._source = model
+        self._settings = settings
+        self._options = ServedOptions(self.name, settings.options, self.own_options)
+        self._queue: deque[Job] = deque()
+        self._running: dict[str, Running] = {}
+        self._ended: list[tuple[Job, Finish]] = []
+        self._version = 0
+        self._names = itertools.count()
+        self._prefix = secrets.token_hex(8)
+        self._aborting: set[str] = set()
+        self._is_onloaded = False
+        self._server: ServerProcess | None = None
+        self._client: ServerClient | None = None
+        self._guarded: GuardedPlace | None = None
+        self._place: Path | None = None
+        self.num_restarts = 0
+        """How often a lost server was started again."""
+
+    @property
+    def product(self) -> str:
+        """What users call the server."""
+        return self.dialect.product
+
+    # What each kind does in its own way
+
+    @abstractmethod
+    def _launch(self, directory: Path) -> Launch:
+        """How a server with the weights of a directory is started."""
+
+    @abstractmethod
+    def _room_and_context(self, longest: int) -> tuple[int, int]:
+        """How many tokens the server's cache holds (0: not known), and how many a sample may have; `longest` is the model's own limit."""
+
+    @abstractmethod
+    def _body(self, job: Job) -> Mapping[str, object]:
+        """What the server is told to generate, with the weights that are held."""
+
+    @abstractmethod
+    def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
+        """Have the server read weights; nothing runs, or what runs is paused.
+
+        Args:
+            flush: forget all caches.
+        """
+
+    @abstractmethod
+    def _pause(self, *, keeps: bool) -> None:
+        """Hold what runs, between two tokens; without `keeps` its caches are computed anew when it goes on."""
+
+    @abstractmethod
+    def _unpause(self) -> None:
+        """Let it go on."""
+
+    @abstractmethod
+    def _have_it_speak(self, timeout_s: float) -> None:
+        """Have the server generate a token. Raises `EngineError` if none comes."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Have the server give back the device's memory. Nothing runs."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Have the server take it again, with the weights that are held."""
+
+    def _check(self, job: Job) -> None:
+        """Raises `EngineError` for what this server can't generate."""
+
+    def _came_up(self) -> None:
+        """Do what a server needs first that has just been started, or found running."""
+
+    def _grown(self, one: Running, heard: Heard) -> Job:
+        """A sample with what its last word says of it."""
+        return grown(one, heard.spans, keeps=self._options.keeps_caches)
+
+    def _leaving(self, job: Job, finish: Finish) -> Generated:
+        """A sample as it goes back to who asked for it."""
+        return generated_of(job, finish, self._codec)
+
+    # Samples
+
+    def start(self) -> None:
+        self._options.check()
+        self._codec = load_tokenizer(self._source)
+        self._guarded = GuardedPlace(f"m2flow-{self.name}-", self._options.weights_place)
+        self._place = self._guarded.open()
+        self._held = self._directory()
+        self._shapes: Shapes = shapes_in(self._held)
+        self._hung_after_s = self._options.hung_after_s
+        self._restarts_left = self._options.restarts
+        self._client = ServerClient(self._options.url or self._serve(), self.dialect)
+        self._client.open()
+        self._came_up()
+        if not self._server:
+            self._read_weights(self._held, 0)  # Whatever it has held so far.
+        model = load_config(self._held)
+        self._room, self._max_context = self._room_and_context(int(model.max_position_embeddings))
+        self._vocab_size = int(model.vocab_size)
+        self._heard_s = time.monotonic()
+        self._is_onloaded = True
+
+    def stop(self) -> None:
+        self._queue.clear()
+        self._running.clear()
+        self._aborting.clear()
+        self._ended.clear()
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.stop()
+        if self._guarded is not None:
+            self._guarded.close()
+        self._guarded = None
+        self._client = self._server = self._place = None
+
+    def offload(self) -> None:
+        """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        self._queue.extendleft(reversed(self._surviving(lambda: self._take(list(self._running)))))
+        if not self._is_on_cpu:
+            self._surviving(self._release)
+        self._is_onloaded = False
+
+    def onload(self) -> None:
+        if not self._is_onloaded and not self._is_on_cpu:
+            self._resume()
+        self._is_onloaded = True
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._started()
+        known = {job.id for job in self._queue} | {one.job.id for one in self._running.values()}
+        encoded: dict[str, np.ndarray] = {}
+        jobs = []
+        for request in requests:
+            job = job_of(request, self._codec, encoded, vocab_size=self._vocab_size, max_context=self._max_context)
+            if job.id in known:
+                raise EngineError(f"sample {SampleId.unpack(job.id)} is already being generated")
+            self._check(job)
+            known.add(job.id)
+            jobs.append(job)
+        for job in jobs:
+            finish = finish_of_prefix(job)
+            if finish is None:
+                self._queue.append(job)
+            else:
+                self._ended.append((job, finish))
+
+    def step(self) -> list[Generated]:
+        self._started()
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
+        self._surviving(self._go_on)
+        finished, self._ended = self._ended, []
+        return [self._leaving(job, finish) for job, finish in finished]
+
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        self._started()
+        wanted = set(ids)
+        taken = self._surviving(lambda: self._take([rid for rid, one in self._running.items() if one.job.id in wanted]))
+        taken += [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
+        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
+        self._queue = deque(job for job in self._queue if job.id not in wanted)
+        return [self._leaving(job, Finish.ABORT) for job in taken]
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._started().url
+
+    def snapshot(self, ids: Iterable[int]) -> list[Generated]:
+        self._started()
+        wanted = set(ids)
+        waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
+        running = [self._so_far(one) for one in self._running.values() if one.job.id in wanted and not one.is_mixed]
+        return [self._leaving(job, Finish.ABORT) for job in waiting + running]
+
+    def progress(self) -> dict[int, int]:
+        waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
+        return waiting | {one.job.id: len(one.job.tokens) + len(one.tokens) for one in self._running.values()}
+
+    def occupancy(self) -> Occupancy:
+        used = sum(len(one.job.prompt) + len(one.job.tokens) + len(one.tokens) for one in self._running.values())
+        return Occupancy(len(self._running), len(self._queue), used, self._room)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue) + len(self._running) + len(self._ended)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
+        self._started()
+        if self._running and not under_requests:
+            raise EngineError(f"{len(self._running)} requests are running; weights can't change under them", now="Abort them first.")
+        assert self._place is not None
+        fresh = self._place / f"weights-{next(self._names)}"
+        write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.rollout_dtype or self._source.dtype))
+        before = self._held
+        try:
+            self._change_weights(fresh, version)
+        except EngineError:
+            if not self._restart(fresh, version):
+                shutil.rmtree(fresh, ignore_errors=True)
+                raise
+        for one in self._running.values():
+            one.is_mixed = True
+        self._held, self._version = fresh, version
+        if before.parent == self._place:
+            shutil.rmtree(before, ignore_errors=True)
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        self._started()
+        return read_tensors(self._held)
+
+    # The server
+
+    def _serve(self) -> str:
+        """Start a server with the weights that are held; its address."""
+        assert self._place is not None
+        self._server = ServerProcess(self._launch(self._held), self._options.server, self._place / "server.log")
+        self._server.start()
+        return self._server.url
+
+    def _surviving(self, work: Callable[[], _T]) -> _T:
+        """Do what needs the server; again, if it is lost meanwhile and can be started anew."""
+        while True:
+            try:
+                return work()
+            except EngineError as error:
+                if not self._restart(self._held, self._version):
+                    raise
+                _LOG.warning("the %s server is started again: %s", self.product, error)
+
+    def _restart(self, held: Path, version: int) -> bool:
+        """Start a lost server anew with these weights; what ran is in the queue then. False: it is not lost, or has been too often."""
+        server = self._server
+        if server is None or not server.is_lost(_DEATH_WAIT_S) or self._restarts_left < 1:
+            return False
+        self._restarts_left -= 1
+        self.num_restarts += 1
+        server.stop()
+        if self._client is not None:
+            self._client.close()
+        # Of one under which weights have changed it was not said yet which made which token: it begins anew.
+        jobs = [one.job if one.is_mixed else self._so_far(one) for one in self._running.values()]
+        self._running.clear()
+        self._aborting.clear()
+        for job in reversed(jobs):
+            finish = finish_of_prefix(job)
+            if finish is None:
+                self._queue.appendleft(job)
+            else:
+                self._ended.append((job, finish))
+        self._held, self._version = held, version
+        self._client = ServerClient(self._serve(), self.dialect)
+        self._client.open()
+        self._came_up()
+        self._heard_s = time.monotonic()
+        self._is_onloaded = True
+        return True
+
+    def _so_far(self, one: Running) -> Job:
+        """A job with the tokens that have come, all of them by the weights that are held."""
+        return grown(one, [Span(str(self._version), 0, len(one.tokens))] if one.tokens else [])
+
+    def _change_weights(self, fresh: Path, version: int) -> None:
+        """Have the server read weights; what runs waits meanwhile."""
+        keeps = self._options.keeps_caches
+        if self._running:
+            self._pause(keeps=keeps)
+        try:
+            if self._is_onloaded:
+                self._read_weights(fresh, version, flush=not (keeps and self._running))
+        finally:
+            if self._running:
+                self._unpause()
+
+    def _directory(self) -> Path:
+        """A directory with the model's weights: its own, or one that is written from what the recipe draws."""
+        if self._source.init == "pretrained":
+            return model_directory(self._source)
+        assert self._place is not None
+        directory = self._place / f"weights-{next(self._names)}"
+        load_model(self._source, device="cpu", attention="eager").save_pretrained(str(directory))
+        self._codec.save(str(directory))
+        return directory
+
+    def _go_on(self) -> None:
+        self._send_queued()
+        if self._running:
+            self._hear(0.0 if self._ended else _NEWS_WAIT_S)
+
+    def _send_queued(self) -> None:
+        client = self._started()
+        while self._queue:
+            job = self._queue.popleft()
+            # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
+            rid = f"{self._prefix}-{next(self._names)}"
+            self._running[rid] = Running(job)
+            client.generate(rid, self._body(job))
+            self._heard_s = time.monotonic()
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take what the server has said."""
+        news = self._started().heard(timeout_s)
+        for heard in news:
+            self._take_in(heard)
+        now = time.monotonic()
+        if news:
+            self._heard_s = now
+        elif self._server is not None:
+            self._server.check()
+        if now - self._heard_s > self._hung_after_s:
+            try:
+                self._have_it_speak(self._hung_after_s)
+            except EngineError as error:
+                if self._server is not None:
+                    self._server.end_hung()
+                raise EngineError(f"the {self.product} server has said nothing for {2 * self._hung_after_s:g} s: {error.what}") from error
+            self._heard_s = time.monotonic()
+
+    def _take_in(self, heard: Heard) -> None:
+        one = self._running.get(heard.rid)
+        if one is None:
+            return
+        if heard.error:
+            if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
+                self._server.check()
+            raise EngineError(f"the {self.product} server gave up sample {SampleId.unpack(one.job.id)}: {heard.error}")
+        one.tokens += heard.tokens
+        one.logprobs += heard.logprobs
+        if heard.finish is None:
+            return
+        del self._running[heard.rid]
+        finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
+        if finish is None or (finish is Finish.ABORT and heard.rid not in self._aborting):
+            raise EngineError(
+                f"the {self.product} server gave up sample {SampleId.unpack(one.job.id)}: {heard.finish.message or heard.finish.type}"
+            )
+        self._aborting.discard(heard.rid)
+        self._ended.append((self._grown(one, heard), finish))
+
+    def _take(self, rids: list[str]) -> list[Job]:
+        """Take these from the server, with their tokens so far."""
+        if not rids:
+            return []
+        wanted = {self._running[rid].job.id for rid in rids}
+        self._aborting.update(rids)
+        deadline, again_s = time.monotonic() + _ABORT_WAIT_S, 0.0
+        while left := [rid for rid in rids if rid in self._running]:
+            if time.monotonic() >= again_s:  # A request may come to the server after the word that ends it.
+                self._started().abort(left)
+                again_s = time.monotonic() + _ABORT_AGAIN_S
+            self._hear(_NEWS_WAIT_S)
+            if time.monotonic() > deadline:
+                raise EngineError(f"the {self.product} server did not abort {len(left)} requests in {_ABORT_WAIT_S:g} s")
+        taken = [job for job, _ in self._ended if job.id in wanted]
+        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
+        return taken
+
+    def _call(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 60.0) -> Any:
+        try:
+            return self._started().call(path, body, timeout_s=timeout_s)
+        except EngineError:
+            if self._server is not None:
+                self._server.check()
+            raise
+
+    def _started(self) -> ServerClient:
+        if self._client is None:
+            raise EngineError("the engine is not started", now="Call `start` first.")
+        return self._client
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._settings.device.partition(":")[0] == "cpu"
+
+
+def load_config(directory: Path) -> Any:
+    """The language model's part of a directory's config.json."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).get_text_config()

