@@ -42,7 +42,8 @@ from m2flow.micro.record.audit import audit
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.scheduling.events import Event, FromWorker
 from m2flow.micro.scheduling.scheduler import Scheduler
-from m2flow.micro.work.worker import Worker, WorkerSettings
+from m2flow.micro.work.settings import WorkerSettings
+from m2flow.micro.work.worker import Worker
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 
 GROUP = 8

@@ -191,6 +191,8 @@ class Ragged:
 
     def stretch(self, start: int, end: int) -> Ragged:
         """Rows from `start` up to `end`, which is not one of them."""
+        if start == 0 and end == len(self):
+            return self
         offsets = self.offsets[start : end + 1]
         return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0], self.kind)
 
@@ -200,7 +202,7 @@ Column = npt.NDArray[np.generic] | Ragged
 
 def taken(columns: Mapping[str, Column], index: IdArray) -> dict[str, Column]:
     """These rows of each column, by position, in this order."""
-    if len(index) and index[-1] - index[0] == len(index) - 1 and bool((index[1:] > index[:-1]).all()):
+    if len(index) == 1 or (len(index) and index[-1] - index[0] == len(index) - 1 and bool((index[1:] > index[:-1]).all())):
         start, end = int(index[0]), int(index[-1]) + 1  # Of a stretch ragged columns share the memory.
         return {
             name: column.stretch(start, end) if isinstance(column, Ragged) else column[start:end].copy() for name, column in columns.items()
@@ -259,8 +261,7 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        columns = self.columns.values()
-        return self.ids.nbytes + sum(c.values.nbytes + c.offsets.nbytes if isinstance(c, Ragged) else c.nbytes for c in columns)
+        return sum(array.nbytes for array in self._arrays())
 
     def take(self, rows: npt.ArrayLike) -> Batch:
         """These rows, by position, in this order."""
@@ -284,11 +285,22 @@ class Batch:
 
     def frozen(self) -> Batch:
         """The same rows, as whoever gets them may read but not write them: views, without a copy."""
+        if not any(array.flags.writeable for array in self._arrays()):
+            return self
         columns = {
             name: Ragged(_read_only(c.values), _read_only(c.offsets), c.kind) if isinstance(c, Ragged) else _read_only(c)
             for name, c in self.columns.items()
         }
         return Batch(_read_only(self.ids), columns)
+
+    def _arrays(self) -> Iterator[npt.NDArray[np.generic]]:
+        yield self.ids
+        for column in self.columns.values():
+            if isinstance(column, Ragged):
+                yield column.values
+                yield column.offsets
+            else:
+                yield column
 
     def only(self, names: Iterable[str]) -> Batch:
         return Batch(self.ids, {name: self.columns[name] for name in names})
@@ -377,6 +389,8 @@ def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
 
 
 def _offsets(lengths: npt.ArrayLike) -> IdArray:
+    if isinstance(lengths, list) and len(lengths) <= _FEW:
+        return np.array([0, *itertools.accumulate(lengths)], np.int64)
     offsets = np.zeros(len(np.asarray(lengths)) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

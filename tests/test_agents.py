@@ -18,7 +18,7 @@ from m2flow.errors import SpecError
 from m2flow.micro.control.agent import Agent, Errand
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
-from m2flow.micro.work.worker import WorkerSettings
+from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
 

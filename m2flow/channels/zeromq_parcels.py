@@ -32,15 +32,15 @@ from m2flow.channels.connections import Connections, inode_of
 from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.keys import Keys
 from m2flow.channels.pairs import PAIRS, Backend, PairReceiver, PairSender, Passage
-from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, Endpoint, Socket, wait
+from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, NOBLOCK, Endpoint, Socket, has_come, wait
 from m2flow.channels.zeromq_peer import COPY_BELOW_BYTES, END, Peer
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, EndOfStream
 
 SHARED_MEMORY = "shared memory"
 
 _LOAN, _PASSAGE = b"m2l", b"m2p"
-_NOBLOCK, _SRCFD = int(zmq.NOBLOCK), int(zmq.SRCFD)
-"""As numbers: a member of an enumeration takes a microsecond each time."""
+_SRCFD = int(zmq.SRCFD)
+"""As a number: a member of an enumeration takes a microsecond each time."""
 _LOOK_S = 0.002
 """Between two looks at what others have taken, which nobody rings a bell for."""
 _DIES_S = 5.0
@@ -361,15 +361,17 @@ class ZmqOutbox(Outbox):
 def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
     """The frames of the next message, or none, and the connection that they came on. Small ones are copied: in ZeroMQ's own buffer they
     lie at any address. Of too many the first beyond the bound is the last that is kept."""
+    if not has_come(socket):
+        return [], -1
     try:
-        received = socket.recv(_NOBLOCK, copy=False)
-    except zmq.Again:
+        received = socket.recv(NOBLOCK, copy=False)
+    except zmq.Again:  # Whoever is turned away makes a socket readable, too.
         return [], -1
     connection = received.get(_SRCFD)
     assert isinstance(connection, int)
     frames = [received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer]
     while received.more:
-        received = socket.recv(_NOBLOCK, copy=False)  # A message is here as a whole, or not at all.
+        received = socket.recv(NOBLOCK, copy=False)  # A message is here as a whole, or not at all.
         if len(frames) <= MAX_FRAMES:
             frames.append(received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer)
     return frames, connection

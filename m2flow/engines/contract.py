@@ -398,7 +398,7 @@ class FunctionEngine(Engine):
             size: groups in a mini-batch.
             in_turn: one unit after the other, each seeing what the one before it left.
             on_done: of a unit that turned out well, unless one has failed before.
-            meanwhile: what the caller has to do besides; called at most once, while the first units run.
+            meanwhile: what the caller has to do besides; called when the first unit has begun, and again while units run, ever more seldom.
         Raises:
             OpError: the function raises, or takes longer than `timeout_s` for one unit; the sample is named.
         """

@@ -33,6 +33,8 @@ PATIENCE_S = 1.0
 """Whoever takes longer waits for something, or hangs."""
 _BEGINS_S = 0.01
 """What may be done meanwhile waits no longer for a thread to begin."""
+_LOOKS_AFTER_S = 0.001
+"""From what is done meanwhile to its second time; each time it takes twice as long to the next."""
 _MOST_SLOW = 16
 """Slow units at once, each of which keeps a thread."""
 _MOST_OF_A_RECURSION = 12
@@ -102,6 +104,7 @@ class PythonFunctions(FunctionEngine):
         """Unit that runs -> when it will have taken so long that the next may begin beside it."""
         hands: dict[int, _Hand] = {}
         num_started, num_done = 0, 0
+        looks_at, look_s = (0.0, _LOOKS_AFTER_S) if meanwhile is not None else (float("inf"), 0.0)
         failures: dict[int, OpError] = {}
         while num_done < len(units):
             # After a failure only what already runs is waited for: the earliest sample's error is the one to report.
@@ -114,16 +117,17 @@ class PythonFunctions(FunctionEngine):
                 num_started += 1
             if not deadlines:
                 break
-            if meanwhile is not None:
+            if meanwhile is not None and looks_at == 0.0:
                 # Else this thread would go on holding the interpreter lock, and the unit begin when it is done.
                 with contextlib.suppress(queue.Empty):
                     begun.get(timeout=_BEGINS_S)
+            if meanwhile is not None and looks_at <= (now := time.monotonic()):
                 meanwhile()
-                meanwhile = None
+                looks_at, look_s = now + look_s, 2 * look_s
             deadline = min(deadlines.values())
             losing = _next_slow(patience) if num_started < len(units) and not failures else float("inf")
-            outcome = _next_outcome(outcomes, min(deadline, losing))
-            if outcome is None and losing < deadline:
+            outcome = _next_outcome(outcomes, min(deadline, losing, looks_at))
+            if outcome is None and min(losing, looks_at) < deadline:
                 continue
             if outcome is None:
                 late = min(deadlines, key=lambda position: (deadlines[position], position))

@@ -11,8 +11,9 @@ import msgspec
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.rollouts.policies import report_every
+from m2flow.micro.work.settings import WorkerSettings
 from m2flow.micro.work.weight_syncing import weight_settings
-from m2flow.micro.work.worker import Worker, WorkerSettings
+from m2flow.micro.work.worker import Worker
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
 

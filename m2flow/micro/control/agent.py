@@ -25,7 +25,7 @@ from m2flow.channels.places import is_private
 from m2flow.micro.control.claims import Claim, remove_leftovers
 from m2flow.micro.control.processes import start
 from m2flow.micro.control.spawning import kill_group
-from m2flow.micro.work.worker import WorkerSettings
+from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Model
 
 _MOST_BYTES = 4 << 20

@@ -30,8 +30,8 @@ from m2flow.micro.plan import Plan, WorkerPlan
 from m2flow.micro.record.storage import shared_dir
 from m2flow.micro.rollouts.policies import report_every
 from m2flow.micro.work.gang import GangSettings
+from m2flow.micro.work.settings import WorkerSettings
 from m2flow.micro.work.weight_syncing import weight_settings
-from m2flow.micro.work.worker import WorkerSettings
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
 

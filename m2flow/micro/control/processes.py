@@ -18,7 +18,7 @@ import msgspec
 from m2flow.errors import EngineError
 from m2flow.micro.control.spawning import how_ended, kill_group, spawn
 from m2flow.micro.work.gang import GangSettings
-from m2flow.micro.work.worker import WorkerSettings
+from m2flow.micro.work.settings import WorkerSettings
 
 _LOOKS_S = 0.05
 

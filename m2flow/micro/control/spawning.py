@@ -19,7 +19,7 @@ import msgspec
 from m2flow.errors import InternalError
 from m2flow.micro.scheduling.roster import rank_tag
 from m2flow.micro.work.process import TOKEN_VARIABLE
-from m2flow.micro.work.worker import WorkerSettings
+from m2flow.micro.work.settings import WorkerSettings
 
 
 def spawn(

@@ -205,7 +205,7 @@ def checked(call: Call, function: Callable[..., object], took_ns: list[int] | No
     """
     took = took_ns if took_ns is not None else []
 
-    @functools.wraps(function)
+    @functools.wraps(function, assigned=("__name__", "__qualname__"), updated=())
     def run(unit: Sample | list[Sample]) -> object:
         start = time.monotonic_ns()
         result = function(unit)

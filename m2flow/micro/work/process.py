@@ -30,8 +30,9 @@ from m2flow.micro import messages as m
 from m2flow.micro.control.claims import remove
 from m2flow.micro.work.gang import Gang
 from m2flow.micro.work.gpu_use import find_gpu
+from m2flow.micro.work.settings import WorkerSettings
 from m2flow.micro.work.vital_signs import VitalSigns
-from m2flow.micro.work.worker import Worker, WorkerSettings
+from m2flow.micro.work.worker import Worker
 
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
 """Environment variable with the run's secret."""

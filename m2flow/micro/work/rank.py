@@ -43,7 +43,7 @@ from m2flow.micro.work.gang import (
     say,
 )
 from m2flow.micro.work.process import TOKEN_VARIABLE, watch_parent
-from m2flow.micro.work.worker import WorkerSettings
+from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Loss
 from m2flow.samples import Batch
 

@@ -3,7 +3,7 @@
     task done -> its rows in the store -> next task begins -> segment, neighbours, `Finished`
 
 A chain of calls on one worker waits for a task's rows alone. What else has to be done about them takes as long as a small function, so it
-waits until the next one has begun, if that can begin at once. It fails as the task that it is about.
+waits until the next one has begun, or until there is none that could begin at once. It fails as the task that it is about.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Reports:
         """
         self._attempt = attempt
         self._waiting: deque[tuple[m.Task, Callable[[], None]]] = deque()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether somebody waits to be told."""
+        return bool(self._waiting)
 
     def later(self, task: m.Task, report: Callable[[], None]) -> None:
         """Have this done at the next `make`."""

@@ -14,20 +14,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import msgspec
-
 from m2flow.channels.contract import ControlLink, Inbox, Outbox, Parcel
-from m2flow.channels.keys import Keys
-from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError, M2FlowError, unexpected
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.bodies import call_of
-from m2flow.micro.plan import EngineSlot
 from m2flow.micro.record.decisions import stretches_of
-from m2flow.micro.scheduling.roster import tag_of
 from m2flow.micro.work import performing, training
-from m2flow.micro.work.gang import GangSettings, MakeTrain, make_own_train
+from m2flow.micro.work.gang import MakeTrain, make_own_train
 from m2flow.micro.work.gauges import Gauges
 from m2flow.micro.work.growing import Generation
 from m2flow.micro.work.idling import Idling
@@ -35,91 +29,14 @@ from m2flow.micro.work.notebook import Notebook
 from m2flow.micro.work.peers import Peers
 from m2flow.micro.work.reporting import Reports, finished
 from m2flow.micro.work.reward_parts import without_parts
+from m2flow.micro.work.settings import WorkerSettings
 from m2flow.micro.work.store import RowStore, stopped_at
-from m2flow.micro.work.weight_syncing import WeightSettings
 from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
-from m2flow.recipe import Model
 from m2flow.samples import Batch
 
 _FLUSH_SPANS_NS = 250_000_000
-
-
-class WorkerSettings(msgspec.Struct, frozen=True):
-    """All that a worker must know to start; it reads them as JSON from its standard input."""
-
-    name: str
-    controller: str
-    """The control link's address."""
-    inbox: str
-    """A place (`m2flow.channels.places`)."""
-    keys: Keys | None
-    """Of the cluster, if its channels have some."""
-    engines: tuple[EngineSlot, ...]
-    models: dict[str, Model]
-    device: str
-    threads: int
-    deterministic: bool
-    run_seed: int
-    run_dir: str
-    shared_prefix: str
-    rollout_options: dict[str, str | int | float | bool]
-    train_options: dict[str, str | int | float | bool]
-    function_concurrency: int
-    function_patience_s: float
-    max_running: int
-    report_every: int
-    """Turns of decoding after which it says how full its engines are; 0: never."""
-    gather_s: float
-    """Seconds that finished samples may wait for others, to leave together."""
-    flush_tokens: int
-    """Tokens after which a running sample is written down."""
-    flush_s: float
-    """Seconds after which all running samples are."""
-    heartbeat_s: float
-    parent: int
-    """Process id of who started it."""
-    transports: dict[str, str] = {}
-    """Peer -> the way to it that the plan has chosen (`m2flow.micro.plan.Route.transport`)."""
-    takes_pairs: bool = False
-    """Some send to it over torch.distributed."""
-    shared_bytes: int = 0
-    """Of its arena (`m2flow.channels.arena`)."""
-    attempt: int = 0
-    """At the run: another one writes segments of its own, since a worker may outlive its controller for a moment."""
-    restore: dict[str, str] = {}
-    """Role -> the part of a checkpoint that its trainer begins with."""
-    weights: WeightSettings = WeightSettings()
-    record_every: int = 1
-    """Of what repeats itself (`m2flow.spec.RunSettings.record_every`)."""
-    incarnation: int = 0
-    """How many processes this worker was before."""
-    gang: GangSettings = GangSettings()
-    """Of a trainer with several ranks: which of them this process is."""
-    takes_turns: bool = False
-    """Its engines share their devices with others, of this process or of others."""
-    claim: str = ""
-    """The file that says what the run has on this host (`m2flow.micro.control.claims`)."""
-
-    @property
-    def tag(self) -> str:
-        """What this process goes by among the others."""
-        return tag_of(self.name, self.incarnation)
-
-    def engine_settings(self) -> dict[str, EngineSettings]:
-        common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
-        return {
-            "rollout": EngineSettings(**common, options=self.rollout_options),  # type: ignore[arg-type]
-            "train": EngineSettings(
-                **common,  # type: ignore[arg-type]
-                options=self.train_options,
-                rank=self.gang.rank,
-                num_ranks=self.gang.num_ranks,
-                rendezvous=self.gang.rendezvous,
-            ),
-            "function": EngineSettings(options={"concurrency": self.function_concurrency, "patience_s": self.function_patience_s}),
-        }
 
 
 class Worker:
@@ -176,17 +93,15 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether `turn` would do more than read what has come."""
-        return self.bench.num_unfinished > 0 or self._next_is_ready()
+        return self.bench.num_unfinished > 0 or self._reports.are_due or self._next_is_ready()
 
     def turn(self) -> None:
         """Read what has come, decode one token of everything that generates, do one task."""
         self.num_turns += 1
-        for parcel in self._inbox.take():
-            if self._peers.counts(parcel):
-                self._store.put(parcel.call, parcel.batch, parcel.sender)
-        self._heard += map(m.decode_to_worker, self._link.receive(0.0))
-        while self._heard:
-            self._take(self._heard.popleft())
+        if not self._reads_meanwhile():
+            self._read()
+            while self._heard:
+                self._take(self._heard.popleft())
         if self.bench.num_unfinished:
             self._idling.works()
             self._decode()
@@ -194,9 +109,21 @@ class Worker:
         if self._next_is_ready():
             self._idling.works()
             self._do(self._queue.popleft())
-        if not self._next_is_ready():
+        else:
             self._reports.make()
         self.flush_spans(force=False)
+
+    def _reads_meanwhile(self) -> bool:
+        """Whether the next task can begin at once, and there is time to read while it runs (`_meanwhile`)."""
+        task = self._queue[0] if self._queue and not self._heard and not self.bench.num_unfinished else None
+        return isinstance(task, m.Perform) and self._calls[task.call].engine == "function" and self._next_is_ready()
+
+    def _read(self) -> None:
+        """Rows that peers have sent are taken in; what the controller has said is only heard."""
+        for parcel in self._inbox.take():
+            if self._peers.counts(parcel):
+                self._store.put(parcel.call, parcel.batch, parcel.sender)
+        self._heard += map(m.decode_to_worker, self._link.receive(0.0))
 
     def rest(self) -> None:
         """There is nothing to do now; to be called before somebody waits for that."""
@@ -366,8 +293,8 @@ class Worker:
     def _meanwhile(self) -> None:
         """A function runs: report what was done before it, and take in what will be done next."""
         self._reports.make()
-        self._heard += map(m.decode_to_worker, self._link.receive(0.0))
-        while self._heard and isinstance(self._heard[0], m.Define | m.Task):
+        self._read()
+        while self._heard and isinstance(self._heard[0], m.Define | m.Task | m.Forget):
             self._take(self._heard.popleft())
 
     def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:
