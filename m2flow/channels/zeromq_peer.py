@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import zmq
 
 from m2flow.channels.contract import Statistics
-from m2flow.channels.zeromq import Endpoint, Socket, connect, milliseconds
+from m2flow.channels.zeromq import NOBLOCK, Endpoint, Socket, connect, milliseconds
 from m2flow.errors import BrokenChannel, ChannelClosed
 
 COPY_BELOW_BYTES = 64 * 1024
 """Below this, handing a frame to ZeroMQ without a copy costs more than the copy."""
-_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As numbers: a member of an enumeration takes a microsecond each time."""
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As a number: a member of an enumeration takes a microsecond each time."""
 END = b"m2e"
 """Begins the frame that says that a sender has ended; its name follows."""
 
@@ -100,7 +100,7 @@ def _send_now(socket: Socket, frames: Sequence[bytes | memoryview]) -> bool:
     try:
         for frame in frames[:-1]:
             socket.send(frame, _MORE, copy=len(frame) < COPY_BELOW_BYTES)
-        socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
+        socket.send(frames[-1], NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
     except zmq.Again:  # ZeroMQ has rolled back the frames that went before: the whole message goes again.
         return False
     return True
