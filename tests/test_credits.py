@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, op, steps
-from m2flow.errors import PlanError
+from m2flow.errors import InternalError, PlanError
 from m2flow.macro.tracing import trace
+from m2flow.micro import run
 from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.lowering.room import is_too_small
@@ -25,7 +26,7 @@ from m2flow.micro.plan import Plan
 from m2flow.micro.rollouts.policies import POLICIES
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.waiting import Wait, ring_of_waits
-from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.programs import Program
 from m2flow.testing.random_programs import clusters, difference, programs, timed_programs
@@ -237,6 +238,16 @@ def test_the_watchdog_names_the_ring_of_a_run_that_was_forced_into_a_halt(monkey
     assert "the channel from policy.generate to functions-0 (room: 0 of 4 samples" in words
     assert "spread of" in words
     assert "in step 0" in words
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_worker_processes_that_are_forced_into_a_halt_end_with_the_ring(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "lower", lambda *args, **named: forced(lower(*args, **named)))
+    with pytest.raises(
+        InternalError, match=r"come to a halt, .* waits for the channel from policy\.generate to functions-0 .*; spread of .*"
+    ):
+        run.Run(gathers, {}, spec_of(max_samples=4), RunSettings(runs_dir=str(tmp_path))).execute()
 
 
 @op(granularity="sample")
