@@ -45,6 +45,7 @@ from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.work.settings import WorkerSettings
 from m2flow.micro.work.worker import Worker
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.testing.looking import Looking
 
 GROUP = 8
 TOKENS = 8
@@ -250,7 +251,8 @@ def measure(num_workers: int, num_samples: int, num_steps: int) -> dict[str, obj
             run = runs.Run(wide, {"num_prompts": num_prompts, "num_steps": num_steps}, spec, settings)
             run.prepare()
             at_first = me.memory_info().rss
-            with Peak(me) as peak:
+            peak = Peak(me)
+            with Looking(peak.look, every_s=0.1):
                 summary = run.execute()
             found = audit(Path(summary.run_dir))
             ledger_bytes = (Path(summary.run_dir) / "ledger.db").stat().st_size
@@ -288,21 +290,10 @@ class Peak:
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
         self.most = 0
 
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._over.wait(0.1):
-            self.most = max(self.most, self._process.memory_info().rss)
+    def look(self) -> None:
+        self.most = max(self.most, self._process.memory_info().rss)
 
 
 def main() -> None:

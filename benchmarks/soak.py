@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.micro.record.audit import audit
 from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.testing.looking import Looking
 
 _PROMPTS, _N = 64, 8
 _EVERY_S = 0.5
@@ -47,34 +47,22 @@ def soak(num_steps: int = 4, carry: bool = False) -> None:
 
 
 class Watch:
-    """Looks at this process and its workers, now and then."""
+    """What this process and its workers have, from look to look."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
         self.seen: dict[str, list[tuple[int, float, int, int]]] = {}
         """Process -> samples so far, MB, open files, threads."""
 
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        me = psutil.Process()
-        while not self._over.wait(_EVERY_S):
-            done = self._run.tally.num_samples
-            for process in [me, *me.children()]:
-                try:
-                    name = "controller" if process == me else f"worker {process.pid}"
-                    numbers = (done, process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
-                except psutil.Error:
-                    continue
-                self.seen.setdefault(name, []).append(numbers)
+    def look(self) -> None:
+        me, done = psutil.Process(), self._run.tally.num_samples
+        for process in [me, *me.children()]:
+            try:
+                name = "controller" if process == me else f"worker {process.pid}"
+                numbers = (done, process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
+            except psutil.Error:
+                continue
+            self.seen.setdefault(name, []).append(numbers)
 
 
 def growth(seen: list[tuple[int, float, int, int]], samples: int) -> dict[str, float]:
@@ -111,7 +99,8 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as runs:
         run = Run(soak, {"num_steps": num_steps, "carry": asked.carry}, spec, RunSettings(runs_dir=runs))
-        with Watch(run) as watch:
+        watch = Watch(run)
+        with Looking(watch.look, every_s=_EVERY_S):
             summary = run.execute()
         total = summary.samples
         start = time.monotonic()

@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,14 +123,20 @@ def test_a_flow_that_was_changed_stops_at_the_first_line_that_differs(image, tmp
         go_on(image, tmp_path, changed)
 
 
-def test_a_run_that_failed_goes_on_when_what_failed_does_not_any_more(tmp_path):
-    broken = tmp_path / "service-is-down"
-    broken.touch()
+def judge_by(broken: Path, last_call: int) -> Callable[[Sample], float]:
+    """A reward that fails after this call while the file is there."""
 
     def judge(sample: Sample) -> float:
-        if broken.exists() and sample.id.call > 4:
+        if broken.exists() and sample.id.call > last_call:
             raise ConnectionError("no answer")
         return float(sample.num_tokens)
+
+    return judge
+
+
+def test_a_run_that_failed_goes_on_when_what_failed_does_not_any_more(tmp_path):
+    broken = tmp_path / "service-is-down"
+    judge = judge_by(broken, 4)
 
     @flow
     def asks(num_steps: int = 3) -> None:
@@ -140,7 +147,6 @@ def test_a_run_that_failed_goes_on_when_what_failed_does_not_any_more(tmp_path):
             metrics = policy.update(responses, reward.score(responses), optimizer=AdamW(1e-3))
             float(metrics["reward"])
 
-    broken.unlink()
     expected = account(SteppedRun(asks, {}, SPEC, settings(tmp_path / "whole")).execute())
     broken.touch()
     run = SteppedRun(asks, {}, SPEC, settings(tmp_path))
@@ -155,11 +161,7 @@ def test_a_run_that_failed_goes_on_when_what_failed_does_not_any_more(tmp_path):
 def test_logs_of_the_step_that_failed_are_neither_left_out_nor_written_twice(tmp_path, how):
     """One waits for what failed, and later ones of its step were written."""
     broken = tmp_path / "service-is-down"
-
-    def judge(sample: Sample) -> float:
-        if broken.exists() and sample.id.call > 8:
-            raise ConnectionError("no answer")
-        return float(sample.num_tokens)
+    judge = judge_by(broken, 8)
 
     @flow
     def asks(num_steps: int = 3) -> None:

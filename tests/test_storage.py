@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_resume_processes import SPEC
 
 from m2flow.errors import EngineError, SpecError
 from m2flow.micro.record.audit import audit
@@ -22,13 +23,6 @@ from m2flow.micro.record.ledger import Ledger
 from m2flow.micro.record.storage import Copying, brought_home, share, shared_dir
 
 ROOT = Path(__file__).parent.parent
-SPEC = """
-placement: split
-device: cpu
-cores: 2
-rollout: {engine: fake, max_running: 4}
-train: {engine: fake, token_budget: 60}
-"""
 SAME = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sha256", "weights_sha256")
 
 
