@@ -267,6 +267,7 @@ def test_a_run_that_goes_on_moves_by_itself(page: Page, tmp_path: Path, monkeypa
         assert until(page, "document.querySelector('.figures dd').textContent") == "1"
         store_run(run, record_run(num_steps=3, start_ns=2 * 10**12))
         until(page, "document.querySelector('.figures dd').textContent === '3'")
+        until(page, "document.querySelector('#range').textContent.startsWith('16 min')")  # All of it is still in sight.
 
 
 def test_the_exported_file_opens_from_the_disk_and_asks_no_network(page: Page, runs: Path, tmp_path: Path) -> None:

@@ -47,10 +47,13 @@ export class ScheduleView {
   }
 
   async update(summary) {
-    const wasWhole = this.isFollowing;
+    if (this.isEmpty) {
+      this.summary = summary;
+      return summary.num_spans ? this.show(summary) : undefined;
+    }
+    const wasWhole = this.isWhole;  // Of the run as it was: it has grown since.
     this.summary = summary;
-    if (this.isEmpty) return summary.num_spans ? this.show(summary) : undefined;
-    if (wasWhole) [this.from, this.to] = this.isWhole ? this.whole() : [summary.total - (this.to - this.from), summary.total];
+    if (this.isFollowing) [this.from, this.to] = wasWhole ? this.whole() : [summary.total - (this.to - this.from), summary.total];
     this.legend();
     this.relayout();
     await Promise.all([this.fetch(), this.fetchMini(), this.analyse()]);
