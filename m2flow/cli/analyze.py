@@ -11,9 +11,11 @@ import msgspec
 from m2flow.cli.planned import recorded_options
 from m2flow.cli.rundirs import find_run
 from m2flow.cli.simulate_flow import causes, table
+from m2flow.engines.accounting import size_of
 from m2flow.errors import M2FlowError
 
 if TYPE_CHECKING:
+    from m2flow.micro.analysis.peaks import WorkerMemory
     from m2flow.micro.analysis.report import Analysis, StepAnalysis
     from m2flow.micro.analysis.suggestions import Suggestions
 
@@ -106,6 +108,8 @@ def _text(analysis: Analysis) -> list[str]:
             for one in [share for share in analysis.path if share.line][:1]
         ),
     ]
+    if analysis.memory:
+        lines += ["", *table([("memory", "of", "planned", "at most", "after the first step"), *map(_memory, analysis.memory)])]
     if analysis.length_bias:
         classes = [("samples", "number", "mean tokens", "mean reward")]
         for one in analysis.length_bias:
@@ -115,6 +119,12 @@ def _text(analysis: Analysis) -> list[str]:
     others = ", ".join(f"{tokens:,} {ending}" for ending, tokens in analysis.other_tokens.items())
     lines += ["", f"tokens trained on: {analysis.trained_tokens:,}" + (f"; of other samples: {others}" if others else "")]
     return [*lines, f"decode step: {analysis.decode}"]
+
+
+def _memory(one: WorkerMemory) -> tuple[str, ...]:
+    planned = "" if one.predicted is None else size_of(one.predicted)
+    first = next((peak for peak in one.steps if peak is not None), None)
+    return one.worker, one.of, planned, size_of(one.peak), "" if first is None else size_of(first)
 
 
 def _rows(analysis: Analysis, num_devices: int) -> list[tuple[str, ...]]:

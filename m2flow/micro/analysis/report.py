@@ -20,6 +20,7 @@ from m2flow.errors import SpecError
 from m2flow.micro.analysis.bounding import MeasuredDecode, measured_decode, step_bounds
 from m2flow.micro.analysis.critical_path import CriticalPath
 from m2flow.micro.analysis.idle import IdleTime
+from m2flow.micro.analysis.peaks import WorkerMemory, memory_of
 from m2flow.micro.analysis.run_trace import LIFE, TRAIN, RunTrace, Step
 from m2flow.micro.record.account import read_token_account
 from m2flow.micro.record.length_bias import bias_of_run
@@ -111,6 +112,8 @@ class Analysis(msgspec.Struct):
     other_tokens: dict[str, int]
     """Of all others, by how they ended; `unused` are those of evaluations too."""
     predicted_step_s: float | None
+    memory: list[WorkerMemory]
+    """What each worker took at most."""
 
 
 class _SimulatedStep(msgspec.Struct):
@@ -158,6 +161,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
         trained_tokens=trained,
         other_tokens=others,
         predicted_step_s=choice.predicted_step_s if choice else None,
+        memory=memory_of(trace),
     )
 
 

@@ -1,6 +1,7 @@
 """How full a worker's engines and channels are, as counters of the trace, each time its spans leave.
 
 engines, Outbox.statistics --Gauges.record--> "running, policy", "kv tokens, policy", "tokens/s", "channel to NAME: samples", ...
+the process                                   "peak memory bytes", "peak gpu memory bytes"
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from typing import final
 
 from m2flow.channels.contract import Statistics
 from m2flow.micro.work.channel_counts import ChannelCounts
+from m2flow.micro.work.memory_shortage import peak_bytes
 from m2flow.micro.work.workbench import Workbench
 from m2flow.observe.recorder import Recorder, now_ns
+
+PEAKS = {"host": "peak memory bytes", "GPU": "peak gpu memory bytes"}
+"""Counters of the most that a process has taken so far, by where."""
+_STEP_BYTES = 1 << 20
+"""They are said in steps, so that a process that grows does not fill the trace with it."""
 
 
 @final
@@ -40,6 +47,8 @@ class Gauges:
                 self._say(f"kv tokens, {role}", occupancy.kv_used, at_ns)
                 self._say(f"kv capacity, {role}", occupancy.kv_capacity, at_ns)
             self._say(f"version, {role}", version, at_ns)
+        peak, of = peak_bytes()
+        self._say(PEAKS[of], -(-peak // _STEP_BYTES) * _STEP_BYTES, at_ns)
         if has_engines:
             num_tokens, _ = self._bench.tokens()
             passed_s = max(at_ns - self._at_ns, 1) / 1e9

@@ -12,7 +12,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from m2flow.engines.accounting import Memory, size_of
 from m2flow.errors import M2FlowError, OutOfMemory, is_out_of_memory
@@ -63,7 +63,7 @@ def accounted(kind: str) -> Callable[[Callable[Concatenate[H, P], R]], Callable[
     return around
 
 
-def peak_bytes() -> tuple[int, str]:
+def peak_bytes() -> tuple[int, Literal["GPU", "host"]]:
     """The most that this process has taken so far, and of what: of its GPU if torch has used one, else of the host."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
