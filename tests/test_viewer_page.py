@@ -268,6 +268,15 @@ def test_a_run_that_goes_on_moves_by_itself(page: Page, tmp_path: Path, monkeypa
         store_run(run, record_run(num_steps=3, start_ns=2 * 10**12))
         until(page, "document.querySelector('.figures dd').textContent === '3'")
         until(page, "document.querySelector('#range').textContent.startsWith('16 min')")  # All of it is still in sight.
+        page.locator(".scroll canvas").focus()
+        for key in "wwwwdddddddddddddddd":
+            page.keyboard.press(key)
+        until(page, "document.querySelector('#range').textContent.startsWith('4 min')")
+        was = page.locator(".scroll canvas").get_attribute("data-painted")
+        store_run(run, record_run(num_steps=4, start_ns=3 * 10**12))
+        until(page, "document.querySelector('.figures dd').textContent === '4'")
+        until(page, "document.querySelector('.scroll canvas').dataset.painted !== was", was)
+        until(page, "document.querySelector('#range').textContent.startsWith('4 min')")  # As near as it was looked at.
 
 
 def test_the_exported_file_opens_from_the_disk_and_asks_no_network(page: Page, runs: Path, tmp_path: Path) -> None:
