@@ -19,6 +19,7 @@
     ├── EngineError              an engine's: it can't start, or failed at work
     │   ├── MissingExtra         a package that is not installed, and how to get it
     │   └── OutOfMemory          it has no room left, and what takes it
+    │       └── MicroBatchTooLarge  of several ranks, for what can be cut: the run goes on from its last checkpoint in smaller parts
     ├── ShapeError               a tensor handed to an algorithm with the wrong shape
     ├── ChannelError             a channel's
     │   ├── ChannelClosed        we closed it and used it
@@ -206,10 +207,14 @@ class OutOfMemory(EngineError):
     """An engine has no room left."""
 
 
+class MicroBatchTooLarge(OutOfMemory):
+    """A rank of several has no room for its part of a micro-batch of more than one sample."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it says that there was no room: Python's, torch's on a GPU, torch's on a CPU."""
     return (
-        isinstance(error, MemoryError)
+        isinstance(error, MemoryError | OutOfMemory)
         or type(error).__name__ == "OutOfMemoryError"
         or (type(error) is RuntimeError and "can't allocate memory" in str(error))
     )
@@ -218,7 +223,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def unexpected(call: str, error: Exception) -> M2FlowError:
     """What a call raised that nobody raises on purpose."""
     if is_out_of_memory(error):
-        return EngineError(f"{call}: out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec.")
+        return OutOfMemory(f"{call}: out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec.")
     return InternalError(f"{call}: {error!r}", remote="".join(traceback.format_exception(error)))
 
 

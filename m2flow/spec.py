@@ -67,6 +67,9 @@ class TrainSpec(_Strict):
     """CPU threads of a rank; by default its share of the machine."""
     token_budget: int = Field(8192, ge=1)
     """Tokens that a micro-batch is filled up to."""
+    parts: int = Field(1, ge=1)
+    """Passes that a micro-batch goes through a model of several ranks in, at most one for each of its samples. A run whose ranks are out of
+    memory goes on with twice as many."""
     options: dict[str, str | int | float | bool] = {}
     """The engine's own."""
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -37,12 +38,28 @@ def _why_not() -> str:
     return "" if made.returncode == 0 else "this machine makes no network namespaces"
 
 
-WHY_NOT = _why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+def _why_not_slowed() -> str:
+    """`netem`, which could hold packets back by the clock too, is a module that many kernels do not have; a token bucket they do."""
+    if WHY_NOT or shutil.which("tc") is None:
+        return WHY_NOT or "slowing a link needs `tc`"
+    ip("link", "add", "m2try", "type", "veth", "peer", "name", "m2yrt")
+    made = subprocess.run(["tc", "qdisc", "add", "dev", "m2try", "root", *_bucket("1mbit")], capture_output=True, check=False)
+    ip("link", "del", "m2try")
+    return "" if made.returncode == 0 else "this kernel has no token bucket (sch_tbf)"
+
+
+def _bucket(rate: str) -> list[str]:
+    """What passes at this rate, and what waits for up to two seconds."""
+    return ["tbf", "rate", rate, "burst", "4kb", "latency", "2s"]
 
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+WHY_NOT = _why_not()
+WHY_NOT_SLOWED = _why_not_slowed()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 
 class Cable:
@@ -67,6 +84,19 @@ class Cable:
     def silence(self) -> None:
         """In one: what is sent there arrives, and nothing that is sent from there."""
         ip("-n", self.host, "route", "replace", "blackhole", f"{HERE}/32")
+
+    def slow(self, rate: str) -> None:
+        """In both: no more than this a second, in tc's words (`1mbit`)."""
+        subprocess.run(["tc", "qdisc", "replace", "dev", self._near, "root", *_bucket(rate)], check=True)
+        subprocess.run(["tc", "-n", self.host, "qdisc", "replace", "dev", self._far, "root", *_bucket(rate)], check=True)
+
+    def num_held_back(self) -> int:
+        """Times that the bucket was empty, at either end."""
+        count = 0
+        for on, end in ([], self._near), (["-n", self.host], self._far):
+            shown = subprocess.run(["tc", *on, "-s", "qdisc", "show", "dev", end], check=True, capture_output=True, text=True).stdout
+            count += sum(int(found) for found in re.findall(r"overlimits (\d+)", shown))
+        return count
 
     def take_away(self) -> None:
         for arguments in (("link", "del", self._near), ("netns", "del", self.host)):
@@ -178,6 +208,60 @@ def test_a_cable_that_is_cut_is_noticed_and_the_run_goes_on_with_the_workers_on_
         said = running.ended()
     assert same(said, undisturbed("fake")), said
     assert "rollout" in {worker.partition("-")[0] for _, kind, worker, _ in said["incidents"] if kind == "lost"}
+
+
+class Pauses:
+    """All processes of a node stand still four fifths of the time, as on a machine that is far too small for what else runs there."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._pause)
+        self.num_stopped = 0
+
+    def __enter__(self) -> Pauses:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _pause(self) -> None:
+        while not self._is_over.is_set():
+            self.num_stopped += self._signal(signal.SIGSTOP)
+            self._is_over.wait(0.4)
+            self._signal(signal.SIGCONT)
+            self._is_over.wait(0.1)
+
+    def _signal(self, number: int) -> int:
+        listed = subprocess.run(["ip", "netns", "pids", self._host], capture_output=True, text=True, check=True).stdout.split()
+        for pid in map(int, listed):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return len(listed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "what", ["link", "node"] if not WHY_NOT_SLOWED else [pytest.param("link", marks=pytest.mark.skip(reason=WHY_NOT_SLOWED)), "node"]
+)
+def test_a_link_or_a_node_that_becomes_slow_changes_no_sample_and_nobody_is_taken_for_lost(cable: Cable, tmp_path: Path, what: str) -> None:
+    with contextlib.ExitStack() as stack:
+        address, environment = stack.enter_context(ray_over(cable, cpus_here=4, cpus_there=1))
+        ray = on_ray(address, resources={"train": "near", "functions": "near"})
+        running = stack.enter_context(started(tmp_path / "runs", "fake", ray, held_at=1, environment=environment))
+        running.until_generated()
+        if what == "link":
+            cable.slow("256kbit")
+            said = running.ended()
+            assert cable.num_held_back() > 0
+        else:
+            with Pauses(cable.host) as pauses:
+                said = running.ended()
+            assert pauses.num_stopped > 0
+    assert same(said, undisturbed("fake")), said
+    assert said["incidents"] == []
 
 
 @pytest.mark.long

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from disturbing import disturbed, same, undisturbed
+from safetensors.torch import load_file
+from test_halving import LR, learns
 
 from m2flow import AdamW, Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
+from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run, Summary
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
@@ -61,6 +65,32 @@ def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: 
         assert one.keys() == other.keys()
         np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-5, atol=1e-5, err_msg=str((one, other)))
     assert any(abs(line["kl"]) > 1e-6 for line in found if "kl" in line)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("room", ["20 10000", "10000 20"], ids=["on the way in", "on the way back"])
+def test_ranks_that_run_out_of_memory_go_on_in_smaller_parts_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    """One rank has too many tokens in the middle of a pass, where the other waits for it."""
+
+    def trained(name: str, tokens: str) -> tuple[dict[str, torch.Tensor], list[str], dict[str, float]]:
+        monkeypatch.setenv("M2FLOW_TEST_ROOM", tokens)
+        train = TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=10_000)
+        spec = ClusterSpec(placement="split", device="cpu", cores=2, rollout=RolloutSpec(threads=1), train=train)
+        settings = RunSettings(runs_dir=str(tmp_path / name), deterministic=True)
+        run_dir = Path(Run(learns, {}, spec, settings, flow_file=__file__, warn=lambda text: None).execute().run_dir)
+        (first, *_) = (run_dir / "metrics.jsonl").read_text().splitlines()
+        weights = load_file(run_dir / "checkpoints" / "final" / "policy" / "model.safetensors")
+        return weights, [incident.kind for incident in read_incidents(run_dir)], json.loads(first)["values"]
+
+    (whole, nothing, _), (parts, incidents, said) = trained("whole", "10000 10000"), trained("parts", room)
+    assert nothing == []
+    assert incidents == ["out of memory"]
+    assert said["micro_batches_halved"] == 2
+    for name, tensor in whole.items():
+        # AdamW's step has the size of its learning rate where a gradient is next to nothing, whatever its sign.
+        assert float((tensor - parts[name]).abs().mean()) < 0.02 * LR, name
 
 
 def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:

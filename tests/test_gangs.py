@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from disturbing import PATIENCE_S, disturbed, run, same, started, undisturbed
+from disturbing import PATIENCE_S, Said, disturbed, run, same, started, undisturbed
 
 SLOW = pytest.mark.slow
 
@@ -81,3 +81,27 @@ def test_no_rank_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
         running.process.kill()
         running.process.communicate()
     assert not psutil.wait_procs(children, timeout=PATIENCE_S)[1]
+
+
+def ran_short(said: Said) -> int:
+    """How often a run began again in smaller parts."""
+    assert said.get("error") is None
+    return sum(kind == "out of memory" for _, kind, _, _ in said["incidents"])
+
+
+@SLOW
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_ranks_one_of_which_has_no_room_for_a_micro_batch_go_on_in_smaller_parts(tmp_path: Path, rank: int) -> None:
+    said = run(tmp_path, "fake", "ranks=2", f"train_options={json.dumps({'room': f'{rank}@4'})}")
+    assert ran_short(said) >= 1
+    assert same(said, undisturbed("fake"))
+    config = json.loads((Path(said["run_dir"]) / "config.json").read_text())
+    assert config["cluster"]["train"]["parts"] == 2 ** ran_short(said)
+    metrics = [json.loads(line)["values"] for line in (Path(said["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    assert all(values["micro_batches_halved"] >= 1 for values in metrics if "loss" in values)
+
+
+@pytest.mark.long
+def test_ranks_that_have_no_room_for_one_sample_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    said = run(tmp_path, "fake", "ranks=2", f"train_options={json.dumps({'room': '1@0'})}")
+    assert "out of memory in a micro-batch of 1 samples; one sample of it does not fit" in said["error"]

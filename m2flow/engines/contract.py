@@ -108,6 +108,8 @@ class EngineSettings:
     num_ranks: int = 1
     rendezvous: str = ""
     """With several ranks: where they meet, `file:///PATH` or `tcp://HOST:PORT`."""
+    parts: int = 1
+    """Train, with several ranks: the caller has cut each micro-batch into so many."""
 
 
 class Engine(ABC):
@@ -183,6 +185,8 @@ class Occupancy(NamedTuple):
     """Tokens that its key/value cache holds, or has reserved."""
     kv_capacity: int = 0
     """Tokens that the cache can hold; 0: not known."""
+    num_put_back: int = 0
+    """Since its start: times that a running request had to wait again, with its tokens, since memory had run out."""
 
 
 class RolloutEngine(Engine):
@@ -199,7 +203,13 @@ class RolloutEngine(Engine):
 
     @abstractmethod
     def step(self) -> list[Generated]:
-        """Admit what fits, decode one token for all that run, and return those that finished. Nothing to do: an empty list."""
+        """Admit what fits, decode one token for all that run, and return those that finished. Nothing to do: an empty list.
+
+        Memory that runs out costs time: fewer run together, and the others wait with their tokens.
+
+        Raises:
+            OutOfMemory: one alone does not fit.
+        """
 
     @abstractmethod
     def abort(self, ids: Iterable[int]) -> list[Generated]:

@@ -21,6 +21,7 @@ from m2flow.engines.jobs import Job
 from m2flow.engines.kv_slots import SlotCache
 from m2flow.engines.sampling import SamplingColumns, draw, uniforms
 from m2flow.engines.slot_model import SlotModel
+from m2flow.errors import OutOfMemory
 from m2flow.samples import Finish
 
 _LENGTH_STEP = 64
@@ -44,6 +45,15 @@ class Decoder(Protocol):
 
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         """Take jobs from the queue's front while there is room, add a token to each that runs, and return what finished."""
+        ...
+
+    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+        """A step has run out of memory: put jobs back to the queue's front, with their tokens, and let half as many run from now on.
+        How many were put back, and what had finished in that step.
+
+        Raises:
+            OutOfMemory: it was one alone.
+        """
         ...
 
     def take(self, ids: Collection[int], version: int) -> list[Job]:
@@ -95,6 +105,8 @@ class ContinuousDecoder:
         self._max_prefill_tokens = max_prefill_tokens
         self._budget_tokens = kv_budget_bytes // max(model.kv_bytes_per_token, 1)
         self._jobs: list[Job] = []
+        self._coming: list[Job] = []
+        """Taken from the queue, without a row yet."""
         self._rows = np.zeros(0, _ROW)
         self._tokens = np.zeros((0, 0), np.int32)
         self._logprobs = np.zeros((0, 0), np.float32)
@@ -122,7 +134,7 @@ class ContinuousDecoder:
 
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         num_old = len(self._jobs)
-        admitted = self._admissible(queue)
+        admitted = self._coming = self._admissible(queue)
         self._make_room(admitted)
         logits = []
         if num_old:
@@ -136,6 +148,22 @@ class ContinuousDecoder:
             return []
         self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
         return self._finished(version)
+
+    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+        num_tried = len(self._jobs) + len(self._coming)
+        if num_tried < 2:
+            raise OutOfMemory(
+                "out of memory with one sample alone; it does not fit", now="Lower max_new_tokens, or give the engine more memory."
+            )
+        # All of them: the cache is one block, and only without it is there room for a smaller one.
+        back = [*self.take(self.running_ids(), version), *self._coming]
+        queue.extendleft(reversed(back))
+        self._coming = []
+        self.release()
+        self._rows, self._tokens, self._logprobs = self._rows[:0], self._tokens[:0, :0], self._logprobs[:0, :0]
+        self._stops = self._stops[:0, :0]
+        self._max_running = num_tried // 2
+        return num_tried, []
 
     def take(self, ids: Collection[int], version: int) -> list[Job]:
         wanted = set(ids)
@@ -207,6 +235,7 @@ class ContinuousDecoder:
             self._stops[row] = -1
             self._stops[row, : len(job.stop_ids)] = job.stop_ids
         self._jobs += admitted
+        self._coming = []
         self._cache.reserve(len(self._jobs), max(len(sequence) for sequence in unique) + 1)
         logits = self._model.prefill(self._cache, unique, first, sequence_of_slot)
         return logits.index_select(0, torch.tensor(sequence_of_slot, device=logits.device))

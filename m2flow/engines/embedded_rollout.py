@@ -27,7 +27,7 @@ from m2flow.engines.fixed_rows import FixedRowsDecoder
 from m2flow.engines.hf_model import TextCodec, load_tokenizer, use_threads
 from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
 from m2flow.engines.slot_model import SlotModel
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, is_out_of_memory
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
 
@@ -49,6 +49,7 @@ class EmbeddedRollout(RolloutEngine):
         self._settings = settings
         self._queue: deque[Job] = deque()
         self._ended: list[tuple[Job, Finish]] = []
+        self._num_put_back = 0
         self._version = 0
         self._mixture = ""
         self._is_onloaded = False
@@ -136,8 +137,26 @@ class EmbeddedRollout(RolloutEngine):
         finished, self._ended = self._ended, []
         if self._queue or decoder.num_running:
             self._use_threads(is_small=not self._queue and decoder.num_running * model.num_weights < _SMALL_STEP)
-            finished += decoder.step(self._queue, self._version)
+            finished += self._decoded(decoder)
         return [generated_of(job, finish, codec) for job, finish in finished]
+
+    def _decoded(self, decoder: Decoder) -> list[tuple[Job, Finish]]:
+        """A step of the decoder; without the memory for it, what it is to go on with is less."""
+        try:
+            return decoder.step(self._queue, self._version)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Only now: the error's traceback held what was computed.
+        num_put_back, finished = decoder.make_do(self._queue, self._version)
+        self._num_put_back += num_put_back
+        if self._settings.device != "cpu":
+            torch.cuda.empty_cache()
+        print(f"out of memory: {num_put_back} samples wait again, and fewer decode together from now on", flush=True)
+        whole = {job.id: finish for job in self._queue if (finish := finish_of_prefix(job)) is not None}
+        finished += [(job, whole[job.id]) for job in self._queue if job.id in whole]
+        self._queue = deque(job for job in self._queue if job.id not in whole)
+        return finished
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         _, codec, decoder = self._started()
@@ -160,7 +179,7 @@ class EmbeddedRollout(RolloutEngine):
 
     def occupancy(self) -> Occupancy:
         decoder = self._started()[2]
-        return Occupancy(decoder.num_running, len(self._queue), *decoder.kv_tokens)
+        return Occupancy(decoder.num_running, len(self._queue), *decoder.kv_tokens, self._num_put_back)
 
     @property
     def num_unfinished(self) -> int:

@@ -24,7 +24,7 @@ from m2flow.engines.jobs import Job
 from m2flow.engines.kv_slots import SlotCache
 from m2flow.engines.sampling import SamplingColumns, draw, uniforms
 from m2flow.engines.slot_model import SlotModel
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, OutOfMemory
 from m2flow.samples import Finish, SampleId
 
 
@@ -42,6 +42,8 @@ class FixedRowsDecoder:
         self._num_rows = num_rows
         self._max_batches = max(1, max_running // num_rows)
         self._batches: list[_FixedBatch] = []
+        self._finished: list[tuple[Job, Finish]] = []
+        """In the step that is under way."""
 
     @property
     def num_running(self) -> int:
@@ -63,9 +65,27 @@ class FixedRowsDecoder:
 
     def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
         self._admit(queue)
-        finished = [left for batch in self._batches for left in batch.step(version)]
+        for batch in self._batches:
+            self._finished += batch.step(version)
+        return self._stepped()
+
+    def _stepped(self) -> list[tuple[Job, Finish]]:
         self._batches = [batch for batch in self._batches if batch.jobs]
+        finished, self._finished = self._finished, []
         return finished
+
+    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+        if len(self._batches) < 2:
+            raise OutOfMemory(
+                f"out of memory with {self._num_rows} rows, the fewest that decode together",
+                now="Lower option deterministic_rows of the engine (results change with it), or max_new_tokens.",
+            )
+        self._max_batches = len(self._batches) // 2
+        kept, put_back = self._batches[: self._max_batches], self._batches[self._max_batches :]
+        back = [batch.take(row, version) for batch in put_back for row in list(batch.jobs)]
+        queue.extendleft(reversed(back))
+        self._batches = kept
+        return len(back), self._stepped()
 
     def take(self, ids: Collection[int], version: int) -> list[Job]:
         wanted = set(ids)

@@ -2,7 +2,7 @@
 
 One process at a time writes a run: it holds a lock on `run.lock`, which the operating system frees when the process ends, however that
 comes. A run whose trainer died is taken up again in the same process, as `m2flow run --resume` would, unless attempt after attempt
-gets no further.
+gets no further. One whose trainer's ranks had no room for a micro-batch is, too, with smaller ones; that ends with single samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import final
 
 from m2flow.errors import SpecError, StateLost
-from m2flow.spec import RunSettings
+from m2flow.spec import ClusterSpec, RunSettings
 
 _LOCK = "run.lock"
 
@@ -40,6 +40,11 @@ def only_writer(run_dir: Path) -> Iterator[None]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+def in_smaller_parts(spec: ClusterSpec) -> ClusterSpec:
+    """The same, but micro-batches go through the trainer in twice as many parts."""
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"parts": 2 * spec.train.parts})})
 
 
 @final

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from m2flow.errors import FlowError, M2FlowError, SpecError, StateLost, WorkerError
+from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.exploring import anticipate, explore
 from m2flow.macro.flow import Flow
@@ -23,7 +23,7 @@ from m2flow.macro.recording import Recorder
 from m2flow.macro.replay import ReplayBackend, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
-from m2flow.micro.attempts import Attempts, only_writer
+from m2flow.micro.attempts import Attempts, in_smaller_parts, only_writer
 from m2flow.micro.control.controller import Controller
 from m2flow.micro.control.interrupting import Shielding, end_now
 from m2flow.micro.control.keeping import Keeper, Keeping, keep_eagerly
@@ -228,24 +228,31 @@ class Run:
         return run_dir
 
     def _attempts(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
-        """Run to the end; where a worker dies with what only a checkpoint has, from there again."""
-        attempts = Attempts(self.settings)
+        """Run to the end; where a worker dies with what only a checkpoint has, or has no room for what can be cut, from there again."""
+        attempts, how = Attempts(self.settings), ""
         while True:
             try:
-                return self._attempt(plan)
-            except StateLost as error:
+                return self._attempt(plan, how)
+            except (StateLost, MicroBatchTooLarge) as error:
                 self._has_broken = True
-                past = read_past(self.run_dir, self._warn)
-                wait_s = attempts.broke(error, len(past.done))
-                self._warn(f"{error.what}; the run goes on from {past.where}")
+                past, wait_s, how = read_past(self.run_dir, self._warn), 0.0, ""
+                if isinstance(error, MicroBatchTooLarge):
+                    self.spec = in_smaller_parts(self.spec)
+                    move(self.run_dir, self.spec, plan, past.attempt)
+                    how = f"every micro-batch goes through in {self.spec.train.parts} parts"
+                else:
+                    wait_s = attempts.broke(error, len(past.done))
+                self._warn(f"{error.what}; the run goes on from {past.where}{', and ' if how else ''}{how}")
                 time.sleep(wait_s)
                 self._past = past
 
-    def _attempt(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
+    def _attempt(self, plan: Plan, how: str) -> tuple[float, Mapping[str, str]]:
         clear_leftovers(self.run_dir)
         alarm, tensorboard = Alarm(self.spec.weights.warn_above, self._warn), has_tensorboard(self.settings)
         self._journal = Journal(self.run_dir, self._past, keeps=not self.settings.eager, tensorboard=tensorboard, alarm=alarm)
         self._journal.open()
+        if how:
+            self._journal.incident("out of memory", "controller", how)
         reason = "killed"
         try:
             wall_s, digests = self._eager(plan) if self.settings.eager else self._planned(plan)

@@ -4,7 +4,8 @@
 
 Weights and results are bitwise those of `m2flow.testing.fake_train.FakeTrain`, on any number of ranks. Like a real one it waits for ever
 for a rank that does not come, and fails when one is gone. Options: `fails: "1@3"`: rank 1 raises at its third micro-batch, and the others
-do not; `dies: "1@3"`: it is killed there; `all_fail: 3`: every rank raises. Torch-free.
+do not; `dies: "1@3"`: it is killed there; `all_fail: 3`: every rank raises; `room: "1@8"`: rank 1 has no memory for micro-batches of
+more than 8 samples. Torch-free.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class FakeRanks(FakeTrain):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._settings.options.get("all_fail") == self._num_micro_batches:
             raise EngineError(f"every rank was told to fail at micro-batch {self._num_micro_batches}")
+        rank, _, room = str(self._settings.options.get("room", "")).partition("@")
+        if rank == str(self._rank) and len(batch) > int(room):
+            raise MemoryError
         gradient, num_accumulated = self._gradient, self._num_accumulated
         own = super().accumulate(batch.take(range(self._rank, len(batch), self._num_ranks)), objective)
         grown, loss, num_sequences, num_tokens, num_context_tokens = self._together(

@@ -129,7 +129,7 @@ class Launcher(ABC):
             parent=os.getpid(),
             incarnation=incarnation,
             takes_turns=bool(worker.lease),
-            gang=GangSettings(num_ranks=worker.ranks),
+            gang=GangSettings(num_ranks=worker.ranks, parts=self._spec.train.parts),
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             takes_pairs=any(route.target == worker.name and route.transport in PAIRS for route in self._plan.routes),
             shared_bytes=self._spec.channels.shared_bytes,

@@ -17,7 +17,6 @@ import msgspec
 
 from m2flow.errors import EngineError
 from m2flow.micro.control.spawning import how_ended, kill_group, spawn
-from m2flow.micro.work.gang import GangSettings
 from m2flow.micro.work.settings import WorkerSettings
 
 _LOOKS_S = 0.05
@@ -47,10 +46,8 @@ def start(
         return Processes([spawn(settings, token, outputs[0], path=path, cwd=cwd, gpus=gpus)])
     place = Path(directory) / settings.tag
     device, seen = gpus_of_ranks(settings.name, settings.device, count, gpus or os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    ranks = [
-        msgspec.structs.replace(settings, device=device, gang=GangSettings(rank, count, f"{place}.gang", f"file://{place}.meeting"))
-        for rank in range(count)
-    ]
+    gang = msgspec.structs.replace(settings.gang, meeting=f"{place}.gang", rendezvous=f"file://{place}.meeting")
+    ranks = [msgspec.structs.replace(settings, device=device, gang=msgspec.structs.replace(gang, rank=rank)) for rank in range(count)]
     pairs = zip(ranks, outputs, seen, strict=True)
     return Processes([spawn(its, token, output, path=path, cwd=cwd, gpus=own) for its, output, own in pairs])
 

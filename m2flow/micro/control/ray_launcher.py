@@ -270,7 +270,7 @@ class RayLauncher(Launcher):
         if not has_begun and now_s - self._began_s > patience_s and not self._cluster.has_room():
             raise PlanError(
                 f"the Ray cluster has had no room for the plan's workers for {patience_s:.0f} s",
-                now="Others use it: `ray status` shows who has what. Wait for longer with ray: {patience_s: ...} and --start-timeout.",
+                now="Others use it: `ray status` shows who has what. Wait for longer with ray: {patience_s: ...}.",
             )
 
     def _note_end(self, hosted: _Hosted, how: str) -> None:

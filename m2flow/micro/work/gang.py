@@ -32,8 +32,9 @@ from m2flow.channels.codec import encode_batch
 from m2flow.engines.accounting import Memory
 from m2flow.engines.contract import EngineSettings, Objective, Sums, Tensor, TrainEngine
 from m2flow.engines.registry import make_train
-from m2flow.errors import EngineError, ErrorRecord, M2FlowError, error_from_record
+from m2flow.errors import EngineError, ErrorRecord, M2FlowError, MicroBatchTooLarge, error_from_record, is_out_of_memory
 from m2flow.micro.plan import EngineSlot
+from m2flow.micro.work.halving import too_large
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch
 
@@ -63,6 +64,8 @@ class GangSettings(msgspec.Struct, frozen=True):
     """The Unix socket at which rank 0 listens to the others."""
     rendezvous: str = ""
     """Where their engines meet (`m2flow.engines.contract.EngineSettings.rendezvous`)."""
+    parts: int = 1
+    """Into how many each micro-batch is cut (`m2flow.micro.work.halving`)."""
 
 
 class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -157,7 +160,7 @@ class Gang:
         self._settings = settings
         self._secret = secret
         self._links: dict[int, Connection] = {}
-        self._broken = ""
+        self._broken: M2FlowError | None = None
 
     def open(self) -> None:
         if self._settings.num_ranks == 1:
@@ -184,7 +187,7 @@ class Gang:
     @property
     def is_broken(self) -> bool:
         """Whether the ranks are not at the same place any more."""
-        return bool(self._broken)
+        return self._broken is not None
 
     def together(self, word: Said, work: Callable[[], _T], rows: Batch | None = None) -> _T:
         """Do some work here, and what is the same on all others.
@@ -201,8 +204,9 @@ class Gang:
         return result
 
     def tell(self, word: Said, rows: Batch | None = None) -> None:
-        if self._broken:
-            raise EngineError(f"the ranks of this trainer are not at the same place any more: {self._broken}")
+        if self._broken is not None:
+            kind = MicroBatchTooLarge if isinstance(self._broken, MicroBatchTooLarge) else EngineError
+            raise kind(f"the ranks of this trainer are not at the same place any more: {self._broken.what}", now=self._broken.now)
         body = encode_batch(rows) if rows is not None else None
         for rank, link in self._links.items():
             try:
@@ -218,15 +222,16 @@ class Gang:
         if not failures:
             return
         rank, record = min(failures.items())
-        self._broken = f"rank {rank}: {record.what}"
         error = error_from_record(record)
+        self._broken = type(error)(f"rank {rank}: {error.what}", now=error.now)
         raise type(error)(f"rank {rank} of this trainer: {error.what}", where=error.where, now=error.now, remote=error.remote)
 
     def failed(self, error: Exception) -> NoReturn:
         """It failed here. Where it failed everywhere, the ranks are together still."""
         failures = self._answers(GRACE_S)
         if len(failures) < len(self._links):
-            self._broken = f"rank 0: {error.what if isinstance(error, M2FlowError) else repr(error)}"
+            known = error if isinstance(error, M2FlowError) else EngineError(repr(error))
+            self._broken = type(known)(f"rank 0: {known.what}", now=known.now)
         raise error
 
     def _answers(self, limit_s: float | None) -> dict[int, ErrorRecord]:
@@ -251,6 +256,20 @@ class Gang:
                     say(link, Heard())
                     deadline = deadline if deadline is not None else time.monotonic() + GRACE_S
         return failures
+
+
+def accumulate_share(engine: TrainEngine, batch: Batch, objective: Objective) -> Sums:
+    """What one rank does of a micro-batch.
+
+    Raises:
+        MicroBatchTooLarge: it has no room for it, and the micro-batch could be smaller.
+    """
+    try:
+        return engine.accumulate(batch, objective)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise too_large(len(batch), may_cut=True) from error
 
 
 def _mourn(rank: int) -> NoReturn:
@@ -293,7 +312,7 @@ class GangTrain(TrainEngine):
         is_new = objective.loss is not self._last_loss
         body = cloudpickle.dumps(objective.loss) if is_new else b""
         self._last_loss = objective.loss
-        return self._gang.together(Accumulate(self._role, body), lambda: self._own.accumulate(batch, objective), batch)
+        return self._gang.together(Accumulate(self._role, body), lambda: accumulate_share(self._own, batch, objective), batch)
 
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
         return self._gang.together(Apply(self._role, optimizer, denominator), lambda: self._own.apply(optimizer, denominator))

@@ -5,7 +5,11 @@
 The gradient of a mini-batch is a sum over its samples, so how it is cut changes the last bits and nothing else. An engine that runs out of
 memory in the middle of a backward pass has added up some of it; so the mini-batch's gradient is dropped, and its earlier micro-batches
 are put through again. Their rows are kept for that until the step is made. Only for engines that say so (`Capabilities.retries_smaller`)
-and of one rank: the others of a gang would wait for each other.
+and of one rank.
+
+The ranks of a gang are in the middle of a pass that gathers weights from all of them, and each would wait for the one that can't go on. So
+they end, and the run is taken up from its last checkpoint with every micro-batch cut into twice as many parts from the start, on all ranks
+alike (`MicroBatchTooLarge`, `m2flow.micro.attempts`).
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 
 from m2flow.engines.agreement import Agreement
 from m2flow.engines.contract import EngineSettings, Objective, Sums, TrainEngine
-from m2flow.errors import OutOfMemory, is_out_of_memory
+from m2flow.errors import MicroBatchTooLarge, OutOfMemory, is_out_of_memory
 from m2flow.samples import Batch
 
 
@@ -27,11 +31,13 @@ class MiniBatch:
 
     Args:
         may_halve: else running out of memory is an error at once.
+        parts: into which every micro-batch is cut before it is tried.
     """
 
-    def __init__(self, engine: TrainEngine, *, may_halve: bool) -> None:
+    def __init__(self, engine: TrainEngine, *, may_halve: bool, parts: int = 1) -> None:
         self._engine = engine
         self._may_halve = may_halve
+        self._num_parts = parts
         self._parts: list[Batch] = []
         self.num_halved = 0
 
@@ -39,24 +45,26 @@ class MiniBatch:
         """Add up one micro-batch.
 
         Raises:
-            OutOfMemory: one sample alone does not fit, or the engine can't be asked again.
+            MicroBatchTooLarge: several ranks have no room for it. OutOfMemory: one sample alone does not fit, or the engine can't be asked
+                again.
         """
+        parts = _cut(rows, self._num_parts)
+        self.num_halved += len(parts) - 1
+        return added(*[self._accumulate(part, objective) for part in parts]) if len(parts) > 1 else self._accumulate(rows, objective)
+
+    def _accumulate(self, rows: Batch, objective: Objective) -> Sums:
         sums = self._tried(rows, objective)
         if sums is not None:
             return sums
-        halves = _halves(rows)
+        halves = _cut(rows, 2)
         if not self._may_halve or len(halves) < 2:
-            what = "one sample of it" if self._may_halve else "it"
-            raise OutOfMemory(
-                f"out of memory in a micro-batch of {len(rows)} samples; {what} does not fit",
-                now="Lower train.token_budget in the cluster spec, or shorten the samples (max_new_tokens).",
-            )
+            raise too_large(len(rows), may_cut=self._may_halve)
         self.num_halved += 1
         print(f"out of memory in a micro-batch of {len(rows)} samples: it is trained on in halves", flush=True)
         self._engine.discard()
         for part in self._parts:
             self._engine.accumulate(part, objective)
-        return added(*[self.accumulate(half, objective) for half in halves])
+        return added(*[self._accumulate(half, objective) for half in halves])
 
     def stepped(self) -> None:
         """Its step is made, or it was given up."""
@@ -66,6 +74,8 @@ class MiniBatch:
         """None: there was no room. What holds the memory, the error's traceback, is gone by then."""
         try:
             sums = self._engine.accumulate(rows, objective)
+        except MicroBatchTooLarge:
+            raise
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -84,8 +94,9 @@ class MiniBatches:
 
     def of(self, update: int, engine: TrainEngine, settings: EngineSettings) -> MiniBatch:
         """That of an update call, by its ordinal."""
-        may_halve = engine.capabilities.retries_smaller and settings.num_ranks == 1
-        return self._of.setdefault(update, MiniBatch(engine, may_halve=may_halve))
+        ranks, parts = settings.num_ranks, settings.parts if settings.num_ranks > 1 else 1
+        may_halve = engine.capabilities.retries_smaller and ranks == 1
+        return self._of.setdefault(update, MiniBatch(engine, may_halve=may_halve, parts=parts))
 
     def stepped(self, update: int, *, is_last: bool) -> dict[str, float]:
         """Its step is made, or it was given up: what there is to report of the whole call."""
@@ -113,7 +124,21 @@ def added(*parts: Sums) -> Sums:
     )
 
 
-def _halves(rows: Batch) -> list[Batch]:
+def too_large(num_samples: int, *, may_cut: bool) -> OutOfMemory:
+    """The error of a micro-batch of so many samples that did not fit.
+
+    Args:
+        may_cut: it could be tried in smaller parts, if it has more than one sample.
+    """
+    one = "one sample of it" if may_cut and num_samples < 2 else "it"
+    what = f"out of memory in a micro-batch of {num_samples} samples; {one} does not fit"
+    now = "Lower train.token_budget in the cluster spec, or shorten the samples (max_new_tokens)."
+    return (MicroBatchTooLarge if may_cut and num_samples > 1 else OutOfMemory)(what, now=now)
+
+
+def _cut(rows: Batch, parts: int) -> list[Batch]:
+    """In order of identity, into parts of as many samples; a part has one at least."""
+    if parts == 1:
+        return [rows]
     ordered = rows.in_order()
-    middle = len(ordered) // 2
-    return [ordered.take(part) for part in (np.arange(middle), np.arange(middle, len(ordered))) if len(part)]
+    return [ordered.take(part) for part in np.array_split(np.arange(len(ordered)), parts) if len(part)]

@@ -78,7 +78,7 @@ def _said(kind: str, error: BaseException, held: Mapping[str, Memory]) -> OutOfM
     rest = max(0, peak - sum(memory.total for memory in held.values()))
     what = {"train": "training", "rollout": "generating", "switch": "changing places"}[kind]
     begin = error.what if isinstance(error, OutOfMemory) else f"out of memory while {what}{f', asked for {asked[1]} more' if asked else ''}"
-    return OutOfMemory(
+    return (type(error) if isinstance(error, OutOfMemory) else OutOfMemory)(
         f"{begin}. Its process holds {parts}; the other {size_of(rest)} of {size_of(peak)} that it had at most of the {where}'s are "
         "activations, libraries and what allocators keep",
         now=_NOW[kind],

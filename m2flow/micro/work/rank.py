@@ -39,6 +39,7 @@ from m2flow.micro.work.gang import (
     Heard,
     Here,
     Said,
+    accumulate_share,
     heard,
     say,
 )
@@ -93,7 +94,7 @@ class Rank:
                 assert rows is not None
                 if loss:
                     self._losses[role] = pickle.loads(loss)
-                engine.accumulate(rows, Objective(self._losses[role]))
+                accumulate_share(engine, rows, Objective(self._losses[role]))
             case Apply(optimizer=optimizer, denominator=denominator):
                 engine.apply(optimizer, denominator)
             case Compute(method=computed):

@@ -84,6 +84,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
                 rank=self.gang.rank,
                 num_ranks=self.gang.num_ranks,
                 rendezvous=self.gang.rendezvous,
+                parts=self.gang.parts,
             ),
             "function": EngineSettings(options={"concurrency": self.function_concurrency, "patience_s": self.function_patience_s}),
         }

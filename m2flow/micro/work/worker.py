@@ -136,7 +136,7 @@ class Worker:
         self._num_turns += 1
         if self._num_turns % self.settings.report_every == 0:
             for role, (load, tokens) in self.bench.occupancy().items():
-                self._send(m.Load(role, *load, list(tokens), list(tokens.values())))
+                self._send(m.Load(role, *load[:4], list(tokens), list(tokens.values())))
 
     def close(self) -> None:
         """Free the engines; send the last spans and goodbye."""
