@@ -1,0 +1,231 @@
+"""Whatever befalls the job of `flows/grpo.py` with real engines, it ends with the weights of one that was left alone, bit by bit.
+
+Each failure comes while the rewards of the second step wait: the first has been trained on, and the second has been sampled or is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cramped import registered
+
+SCRIPT = Path(__file__).with_name("failure_run.py")
+Said = Mapping[str, Any]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+_LIMIT_S = 800.0
+
+
+class Job:
+    """A run in a process of its own, in a directory for it alone."""
+
+    def __init__(self, home: Path, *arguments: str, environment: Mapping[str, str] | None = None, command: tuple[str, ...] = ()) -> None:
+        self.home = home
+        self.held_by = home / "held"
+        self._arguments = arguments
+        self._environment = {**os.environ, "HELD_BY": str(self.held_by), **(environment or {})}
+        self._command = command
+
+    def start(self, runs: str = "runs", *more: str) -> subprocess.Popen[str]:
+        command = [*self._command, sys.executable, str(SCRIPT), str(self.home / runs), *self._arguments, *more]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=self._environment
+        )
+
+    def run(self, runs: str = "runs", *more: str) -> Said:
+        return ended(self.start(runs, *more))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[subprocess.Popen[str]]:
+        """In the middle of the job, as long as this goes on."""
+        self.held_by.touch()
+        process = self.start()
+        try:
+            wait_until(lambda: self.is_in_the_middle, process)
+            yield process
+        except BaseException:
+            end(process)
+            raise
+        finally:
+            self.held_by.unlink()
+
+    @property
+    def is_in_the_middle(self) -> bool:
+        """The first step is in a checkpoint, and samples of the second are written."""
+        has_checkpoint = any(self.home.glob("runs/*/checkpoints/step-000001"))
+        return has_checkpoint and self.num_asked >= 1
+
+    @property
+    def num_asked(self) -> int:
+        """Rewards of the second step that have begun to wait."""
+        return sum(log.read_text(errors="replace").count("waits") for log in self.home.glob("runs/*/logs/functions-0*.log"))
+
+
+def wait_until(is_so: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> Said:
+    try:
+        said, errors = process.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        end(process)
+        raise
+    assert process.returncode == 0, errors
+    return dict(json.loads(said.splitlines()[-1]))
+
+
+@functools.cache
+def undisturbed() -> Said:
+    with tempfile.TemporaryDirectory() as home:
+        said = Job(Path(home)).run()
+    assert said.get("error") is None, said
+    assert said["incidents"] == []
+    return said
+
+
+def check(said: Said) -> None:
+    assert said.get("error") is None, said
+    whole = undisturbed()
+    assert {name: said[name] for name in ("samples", "weights", "count")} == {name: whole[name] for name in ("samples", "weights", "count")}
+    assert said["is_sound"]
+
+
+def process_of(process: subprocess.Popen[str], name: str) -> psutil.Process:
+    (found,) = [child for child in psutil.Process(process.pid).children() if child.cmdline()[-1:] == [name]]
+    return found
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "functions-0", "train-0"])
+def test_a_worker_that_is_killed(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path).held() as process:
+        process_of(process, name).kill()
+    said = ended(process)
+    check(said)
+    assert [kind for kind, who, _ in said["incidents"] if who == name][:1] == ["lost"]
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "functions-0", "train-0"])
+def test_a_worker_that_hangs(tmp_path: Path, name: str) -> None:
+    job = Job(tmp_path, "hung_after_s=20.0")
+    with job.held() as process:
+        process_of(process, name).suspend()
+    said = ended(process)
+    check(said)
+    assert "gave no sign of life for 20 s" in next(what for kind, who, what in said["incidents"] if (kind, who) == ("lost", name))
+
+
+def test_workers_that_are_slow(tmp_path: Path) -> None:
+    with Job(tmp_path).held() as process:
+        workers = psutil.Process(process.pid).children()
+        assert len(workers) >= 4
+    for _ in range(40):
+        for signalled in (signal.SIGSTOP, signal.SIGCONT):
+            for one in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.send_signal(signalled)
+            time.sleep(0.16 if signalled == signal.SIGSTOP else 0.04)
+    said = ended(process)
+    check(said)
+    assert said["incidents"] == []
+
+
+def test_a_controller_that_is_killed_and_its_node_lost_goes_on_from_the_storage_on_another(tmp_path: Path) -> None:
+    job = Job(tmp_path, f"storage={json.dumps({'directory': str(tmp_path / 'storage'), 'every_s': 0.2})}")
+    with job.held() as process:
+        workers = psutil.Process(process.pid).children()
+        wait_until(lambda: any(tmp_path.glob("storage/*/checkpoints/step-000001")), process)
+        end(process)
+    assert not psutil.wait_procs(workers, timeout=60)[1]
+    shutil.rmtree(tmp_path / "runs")
+    (left,) = (tmp_path / "storage").iterdir()
+    check(job.run("elsewhere", f"resume={json.dumps(str(left))}"))
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size: str) -> Iterator[None]:
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(directory)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("a disk of a size of its own needs root, and may not be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_disk_that_is_full_ends_the_run_with_the_reason_and_it_goes_on_when_there_is_space(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with small_disk(tmp_path / "runs", "400m"):
+        with job.held() as process:
+            filler = tmp_path / "runs" / "filler"
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 12))
+        broken = ended(process)
+        assert "Free some space" in broken["error"], broken
+        filler.unlink()
+        check(job.run("runs", f"resume={json.dumps(broken['run_dir'])}"))
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.server.is_up else 503)  # type: ignore[attr-defined]
+        self.end_headers()
+        self.wfile.write(b"well")
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_reward_service_that_is_down_ends_the_run_with_the_reason_and_it_goes_on_when_the_service_is_up(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.is_up = True  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            job = Job(tmp_path, environment={"SERVICE": f"http://127.0.0.1:{server.server_port}"})
+            with job.held() as process:
+                server.is_up = False  # type: ignore[attr-defined]
+            broken = ended(process)
+            assert broken["error"].startswith("RewardError")
+            assert "503" in broken["error"]
+            server.is_up = True  # type: ignore[attr-defined]
+            check(job.run("runs", f"resume={json.dumps(broken['run_dir'])}"))
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_rollout_engines_without_memory(tmp_path: Path) -> None:
+    """Room for two batches of eight rows of 64 tokens each: two layers, keys and values, four heads of 32 numbers, four bytes."""
+    num_bytes = 2 * (8 * 64) * 2 * 2 * 4 * 32 * 4
+    said = Job(tmp_path, 'engine="cramped"', environment=registered(tmp_path, num_bytes)).run()
+    check(said)
+    logs = "".join(log.read_text() for log in tmp_path.glob("runs/*/logs/rollout-*.log"))
+    assert "samples wait again, and fewer decode together" in logs
