@@ -1,4 +1,4 @@
-"""The job of `flows/grpo.py`, made small, with a process for each part, for `test_job_failures`: failure_run.py RUNS_DIR [SETTING=VALUE ...].
+"""The job of `flows/grpo.py`, made small, each part a process, for `test_job_failures`: failure_run.py RUNS_DIR [SETTING=VALUE ...].
 
 Rewards of its second step wait while the file HELD_BY exists, so that something can happen in the middle; where SERVICE says an address, a
 reward is what is answered there.
