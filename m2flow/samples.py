@@ -11,6 +11,7 @@ Token columns of a generated batch (all ragged, T_i tokens in sample i, prompt i
     logprobs    float32  log-probability under the weights that sampled the token; 0 where the token was not sampled
     versions    int32    version of those weights; -1 where the token was not sampled
     kv_stale    bool     the KV cache it attended to was older than `versions`
+    routed_experts  int16 [T_i, layers, k]  of a mixture whose rollout engine says it: the experts that each token went to; -1: not said
 
 with `segment_kinds` (uint8, a `Segment`) and `segment_lengths` (int32) ragged over segments, and the dense `seed` (uint64),
 `finish` (uint8, a `Finish`), and the texts `prompt` and `text`. Any other column is metadata of the dataset's row.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 import transformers
 import yaml
+from sglang_here import NEEDS_SGLANG, OPTIONS, PYTHON, ROOT
 from test_train_engines import SMALL, write_model
 
 from m2flow.engines.contract import EngineSettings, Generated
@@ -24,6 +25,8 @@ from m2flow.engines.embedded_rollout import EmbeddedRollout
 from m2flow.engines.embedded_train import EmbeddedTrain
 from m2flow.engines.hf_model import load_model
 from m2flow.engines.sglang import SglangRollout
+from m2flow.engines.sglang_client import SglangClient
+from m2flow.engines.sglang_weights import Broadcast, open_way
 from m2flow.errors import EngineError
 from m2flow.micro.record.ledger import read_samples
 from m2flow.micro.work.proving import Checks, Proving
@@ -34,20 +37,9 @@ from m2flow.testing.rollout_cases import Factory, drain, generate, make_request,
 from m2flow.testing.rollout_self_paced import LONG, check_weights_change_under_what_runs_if_it_is_allowed, run_until
 from m2flow.testing.rollout_suite import ROLLOUT_CHECKS
 
-ROOT = Path(__file__).parent.parent
-PYTHON = os.environ.get("M2FLOW_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
-OPTIONS = {
-    "python": PYTHON,
-    "args": "--attention-backend torch_native --sampling-backend pytorch --max-total-tokens 20000 --sleep-on-idle"
-    " --mem-fraction-static 0.1",
-    "env": f"PYTHONPATH={ROOT / 'tests' / 'sglang_cpu'} SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1",
-    "deterministic_inference": True,
-    "stream_interval": 1,
-}
-
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path(PYTHON).exists(), reason="sglang: no interpreter has it; `make sglang-cpu` builds one"),
+    NEEDS_SGLANG,
 ]
 
 
@@ -129,6 +121,43 @@ def test_a_server_that_holds_other_weights_than_its_files_is_found_out(model: Mo
         with pytest.raises(EngineError, match="do not compute the same"):
             again.prove("policy", said, engine)
     trainer.stop()
+
+
+def held_by_the_server(engine: SglangRollout) -> object:
+    """Hashes of the tensors that it computes with, fused as they are there."""
+    return engine._call("/weights_checker", {"action": "checksum"})["per_engine_checksum"]
+
+
+def test_every_way_into_a_server_leaves_it_with_the_same_weights(model: Model, urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2flow.engines.sglang_weights._BUCKET_BYTES", 20_000)  # Several buckets, and a tensor larger than one.
+    found: dict[str, list[object]] = {}
+    for way in ("files", "tensors", "group"):
+        settings = EngineSettings(options={"url": urls[0]}, into_server=way)
+        with started(lambda _, settings=settings: SglangRollout(model, settings)) as engine:
+            assert isinstance(engine, SglangRollout)
+            said = found[way] = [held_by_the_server(engine)]
+            own = [(name, tensor.clone()) for name, tensor in engine.weights()]
+            for version, factor in ((1, 2.0), (2, 0.5)):
+                engine.load_weights([(name, tensor * factor) for name, tensor in own], version)
+                said += [held_by_the_server(engine), engine.logprobs([list(range(2, 14))])[0].tolist()]
+            assert (generate(engine, [make_request(0, 0, Sampling(4))])[make_request(0, 0, LONG).id].versions == 2).all()
+    assert found["tensors"] == found["files"] == found["group"]
+    assert len({json.dumps(one) for one in found["files"]}) == len(found["files"])
+
+
+def test_a_broadcast_that_the_server_refuses_ends(model: Model, urls: list[str]) -> None:
+    client = SglangClient(urls[0])
+    client.open()
+    way = open_way("group", client, "cpu", 1)
+    assert isinstance(way, Broadcast)
+    try:
+        way._meet()
+        body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1 << 22]], "group_name": way._name, "load_format": "flattened_bucket"}
+        with pytest.raises(EngineError, match="must run between begin_weight_update"):
+            way._send(torch.zeros(1 << 24, dtype=torch.uint8), client.begin("/update_weights_from_distributed", body, 60.0), 1)
+    finally:
+        way.close()
+        client.close()
 
 
 def servers() -> set[psutil.Process]:

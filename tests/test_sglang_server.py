@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_train_engines import CONFIGS, write_model
 
 from m2flow import Dataset, Policy, Reward, Sample, flow
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.sglang import SglangRollout
 from m2flow.engines.sglang_installed import NEEDED, check_version, installed
+from m2flow.engines.sglang_weights import way_of
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings
@@ -64,3 +69,63 @@ def test_memory_counts_as_released_only_with_what_frees_it(tmp_path: Path) -> No
         fake.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
         fake.chmod(0o755)
         assert ("release and resume of memory" in installed(str(fake)).abilities) == saver
+
+
+def arguments(tmp_path: Path, settings: EngineSettings) -> list[str]:
+    """What an engine starts its server with."""
+    (tmp_path / "model").mkdir()
+    fake, written = tmp_path / "python", tmp_path / "arguments"
+    words = [word for found in NEEDED.values() for word in found]
+    said = json.dumps({"version": "0.5.23", "words": words, "saver": True})
+    fake.write_text(f"""#!/bin/sh
+if [ "$1" = -c ]; then echo '{said}'; else printf '%s\\n' "$@" > {written}; exit 3; fi
+""")
+    fake.chmod(0o755)
+    engine = SglangRollout(write_model(tmp_path / "model", CONFIGS["qwen2"]()), replace(settings, options={"python": str(fake)}))
+    try:
+        with pytest.raises(EngineError, match="ended with status 3"):
+            engine.start()
+    finally:
+        engine.stop()
+    return written.read_text().splitlines()
+
+
+def test_a_server_is_laid_over_the_devices_that_the_plan_says(tmp_path: Path) -> None:
+    given = arguments(tmp_path, EngineSettings(device="cuda:2", tp=4, pp=2, ep=4))
+    found = {name: given[given.index(name) + 1] for name in ("--device", "--base-gpu-id", "--tp-size", "--pp-size", "--ep-size")}
+    assert found == {"--device": "cuda", "--base-gpu-id": "2", "--tp-size": "4", "--pp-size": "2", "--ep-size": "4"}
+    assert "--enable-memory-saver" in given
+
+
+def test_a_server_on_one_device_is_told_of_no_layout(tmp_path: Path) -> None:
+    given = arguments(tmp_path, EngineSettings())
+    assert not {"--base-gpu-id", "--tp-size", "--pp-size", "--ep-size", "--enable-memory-saver"} & set(given)
+
+
+def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path, CONFIGS["qwen2"]())
+    engine = SglangRollout(model, EngineSettings(options={"routed_experts": True}))
+    with pytest.raises(EngineError, match="for mixtures of experts, and a qwen2 model is none"):
+        engine.start()
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "url", "stages", "found"),
+    [
+        ("auto", "http://127.0.0.1:1", 1, "files"),
+        ("auto", "http://10.0.0.7:1", 1, "group"),
+        ("auto", "http://10.0.0.7:1", 2, "files"),
+        ("tensors", "http://localhost:1", 1, "tensors"),
+        ("files", "http://10.0.0.7:1", 1, "files"),
+    ],
+)
+def test_weights_go_into_a_server_by_what_it_can_reach(wanted: str, url: str, stages: int, found: str) -> None:
+    assert way_of(wanted, url, stages) == found
+
+
+def test_a_way_that_a_server_can_not_take_is_refused() -> None:
+    with pytest.raises(EngineError, match="is not on this host"):
+        way_of("tensors", "http://10.0.0.7:1", 1)
+    with pytest.raises(EngineError, match="without pipeline parallelism only, and the server has 2 stages"):
+        way_of("group", "http://127.0.0.1:1", 2)

@@ -86,6 +86,10 @@ class Capabilities:
     """Train: another trainer can copy its weights while it is off its device; otherwise it comes back for as long."""
     probes: bool = False
     """Rollout: it can say the log-probabilities of given tokens (`RolloutEngine.logprobs`), so a weight sync can be proved by them."""
+    into_server: tuple[str, ...] = ()
+    """Rollout: the ways by which weights can go on into a server of its own (`m2flow.spec.WeightsSpec.into_server`)."""
+    routed_experts: bool = False
+    """Rollout: of a mixture it can say which experts each token went to (`Generated.routed_experts`)."""
     retries_smaller: bool = False
     """Train: when `accumulate` has run out of memory, `discard` leaves it as it was after the last step."""
     devices: tuple[str, ...] = ("cpu",)
@@ -110,6 +114,12 @@ class EngineSettings:
     """With several ranks: where they meet, `file:///PATH` or `tcp://HOST:PORT`."""
     parts: int = 1
     """Train, with several ranks: the caller has cut each micro-batch into so many."""
+    tp: int = 1
+    """Rollout: devices that share each layer, in processes of the engine's own; `pp` and `ep` likewise for stages and experts."""
+    pp: int = 1
+    ep: int = 1
+    into_server: str = "auto"
+    """Rollout: how weights go on into a server of the engine's own (`m2flow.spec.WeightsSpec.into_server`)."""
 
 
 class Engine(ABC):
@@ -173,6 +183,9 @@ class Generated:
     finish: Finish
     text: str
     """The generated tokens as text, without special tokens."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """Of a mixture whose engine says it: the experts of each token of prompt and response in each layer, [T, layers, experts of a token].
+    -1 where it was not said, as of the last token, which no layer has seen."""
 
 
 class Occupancy(NamedTuple):

@@ -31,6 +31,8 @@ class Job:
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     kv_stale: npt.NDArray[np.bool_]
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """As `m2flow.engines.contract.Generated` has them."""
     has_old_cache: bool = False
     """Weights have changed since its tokens were read: those that come now see older keys."""
 
@@ -110,4 +112,5 @@ def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
         kv_stale=job.kv_stale,
         finish=finish,
         text=codec.decode(job.tokens.tolist()),
+        routed_experts=job.routed_experts,
     )

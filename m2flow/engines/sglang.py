@@ -1,7 +1,7 @@
 """SGLang as a rollout engine: a server of its own, spoken to over HTTP by its public endpoints.
 
     add -> POST /generate with token ids --tokens stream in--> step -> Generated
-    load_weights -> files in memory -> pause, POST /update_weights_from_disk, continue
+    load_weights -> files in memory -> pause, into the server (`m2flow.engines.sglang_weights`), continue
 
 Which weights made which token is what the server says (`weight_versions`). A change of weights under requests takes them out of the
 running batch (`retract`): their caches are computed anew, so no token sees an older one. With `keep_kv` they stay, caches and all, and
@@ -13,13 +13,15 @@ what comes after is marked. No request finds a cache of other weights: the versi
 Options: `python` (an interpreter that has SGLang), `args` and `env` of the server, `start_timeout_s`; or `url` of one that runs already.
 `deterministic_inference`: random numbers belong to the sample (the server's `sampling_seed`), at a cost in speed. `stream_interval`
 (tokens between two pieces of news of a sample, default 8), `weights_dir` (where weights are handed over, default /dev/shm), `restarts`
-(how often a server that is lost is started again, default 2), `hung_after_s` (default 120), `keep_kv`.
+(how often a server that is lost is started again, default 2), `hung_after_s` (default 120), `keep_kv`, `routed_experts` (of a mixture: keep
+which experts each token went to).
 
-Limits: random numbers are the server's own functions of seed and position. One weight set; the server must see this host's files.
+Limits: random numbers are the server's own functions of seed and position. One weight set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -40,8 +42,10 @@ from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_ten
 from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
 from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
 from m2flow.engines.sglang_client import Heard, SglangClient, Span
-from m2flow.engines.sglang_requests import Running, grown, request_body
-from m2flow.engines.sglang_server import ServerOptions, SglangServer
+from m2flow.engines.sglang_options import check_names, number, server_arguments, server_options, weights_place
+from m2flow.engines.sglang_requests import Routing, Running, grown, request_body
+from m2flow.engines.sglang_server import SglangServer
+from m2flow.engines.sglang_weights import IntoServer, open_way, way_of
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
@@ -52,14 +56,11 @@ _NEWS_WAIT_S = 0.02
 _ABORT_WAIT_S = 30.0
 _HUNG_AFTER_S = 120.0
 _RESTARTS = 2
+_DRAIN_S = 30.0
 _DEATH_WAIT_S = 1.0
 """A server that dies breaks its connections first."""
 _SERVER_RESERVE = 2
 """Tokens of the context that the server keeps for itself."""
-_OPTIONS = (
-    *("python", "args", "env", "start_timeout_s", "url", "deterministic_inference", "stream_interval", "weights_dir"),
-    *("restarts", "hung_after_s", "keep_kv"),
-)
 
 
 @final
@@ -76,6 +77,8 @@ class SglangRollout(RolloutEngine):
         rests=True,
         probes=True,
         devices=("cuda", "cpu"),
+        into_server=("files", "tensors", "group"),
+        routed_experts=True,
         parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
     )
 
@@ -90,12 +93,16 @@ class SglangRollout(RolloutEngine):
         self._prefix = secrets.token_hex(8)
         self._aborting: set[str] = set()
         self._is_onloaded = False
-        self._away: tuple[str, ...] = ()
-        """What has been given back of the device."""
+        self._away: list[str] = []
+        """What the server has been asked to give back of the device, in that order."""
         self._server: SglangServer | None = None
         self._client: SglangClient | None = None
+        self._into: IntoServer | None = None
+        self._routing: Routing | None = None
         self._guarded: GuardedPlace | None = None
         self._place: Path | None = None
+        self._given: Path | None = None
+        """The weights that the server has, or had before it gave them back."""
         self.num_restarts = 0
         """How often a lost server was started again."""
         if settings.options.get("deterministic_inference"):
@@ -103,24 +110,27 @@ class SglangRollout(RolloutEngine):
 
     def start(self) -> None:
         options = self._settings.options
-        if unknown := sorted(set(options) - set(_OPTIONS)):
-            raise EngineError(f"the rollout engine sglang has no option {', '.join(unknown)}", now=f"It has {', '.join(_OPTIONS)}.")
+        check_names(options)
         self._codec = load_tokenizer(self._source)
-        self._guarded = GuardedPlace("m2flow-sglang-", _weights_place(str(options.get("weights_dir", ""))))
+        self._guarded = GuardedPlace("m2flow-sglang-", weights_place(options))
         self._place = self._guarded.open()
         self._held = self._directory()
         self._shapes: Shapes = shapes_in(self._held)
-        self._hung_after_s = _number(options, "hung_after_s", _HUNG_AFTER_S)
-        self._restarts_left = int(_number(options, "restarts", _RESTARTS))
+        model = load_config(self._held)
+        self._routing = Routing.of(model) if options.get("routed_experts") else None
+        self._hung_after_s = number(options, "hung_after_s", _HUNG_AFTER_S)
+        self._restarts_left = int(number(options, "restarts", _RESTARTS))
         url = str(options.get("url", ""))
         if not url:
             url = self._serve()
         self._client = SglangClient(url)
         self._client.open()
-        if not self._server:
-            self._read_weights(self._held, 0)  # Whatever it has held so far.
         info = self._client.call("/server_info")
-        model = load_config(self._held)
+        self._into = self._way_into(info)
+        if not self._server:
+            self._change_weights(self._held, 0)  # Whatever it has held so far.
+        if self._routing and not info.get("enable_return_routed_experts"):
+            raise EngineError(f"the SGLang server at {url} does not return routed experts", now="Start it with that argument.")
         room = int(info.get("max_total_num_tokens") or 1 << 62)
         self._room = room if room < 1 << 62 else 0
         self._max_context = min(int(model.max_position_embeddings), room) - _SERVER_RESERVE
@@ -133,14 +143,19 @@ class SglangRollout(RolloutEngine):
         self._running.clear()
         self._aborting.clear()
         self._ended.clear()
+        if self._into is not None:
+            self._into.close()
         if self._client is not None:
+            if self._server is None and self._away:
+                with contextlib.suppress(EngineError):  # It goes on for others, if it is still there.
+                    self._resume()
             self._client.close()
         if self._server is not None:
             self._server.stop()
         if self._guarded is not None:
             self._guarded.close()
         self._guarded = None
-        self._client = self._server = self._place = None
+        self._client = self._server = self._place = self._into = None
 
     def offload(self) -> None:
         """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
@@ -152,15 +167,15 @@ class SglangRollout(RolloutEngine):
 
     def _make_room(self, *away: str) -> None:
         self._queue.extendleft(reversed(self._surviving(lambda: self._take(list(self._running)))))
-        if self._settings.device != "cpu":
-            self._surviving(lambda: self._call("/release_memory_occupation", {"tags": list(away)}))
-        self._away, self._is_onloaded = away, False
+        self._surviving(lambda: self._release([tag for tag in away if tag not in self._away]))
+        self._is_onloaded = False
 
     def onload(self) -> None:
-        if not self._is_onloaded and self._settings.device != "cpu":
-            self._call("/resume_memory_occupation", {"tags": list(reversed(self._away))})
-            if "weights" in self._away:
-                self._read_weights(self._held, self._version)
+        lacks_weights = "weights" in self._away or self._given != self._held
+        if self._away:
+            self._resume()
+        if lacks_weights:
+            self._change_weights(self._held, self._version)
         self._is_onloaded = True
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -187,7 +202,7 @@ class SglangRollout(RolloutEngine):
             raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
         self._surviving(self._go_on)
         finished, self._ended = self._ended, []
-        return [generated_of(job, finish, self._codec) for job, finish in finished]
+        return [self._leaving(job, finish) for job, finish in finished]
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         self._started()
@@ -196,7 +211,7 @@ class SglangRollout(RolloutEngine):
         taken += [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
         self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
         self._queue = deque(job for job in self._queue if job.id not in wanted)
-        return [generated_of(job, Finish.ABORT, self._codec) for job in taken]
+        return [self._leaving(job, Finish.ABORT) for job in taken]
 
     @property
     def url(self) -> str:
@@ -208,7 +223,7 @@ class SglangRollout(RolloutEngine):
         wanted = set(ids)
         waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
         running = [self._so_far(one) for one in self._running.values() if one.job.id in wanted and not one.is_mixed]
-        return [generated_of(job, Finish.ABORT, self._codec) for job in waiting + running]
+        return [self._leaving(job, Finish.ABORT) for job in waiting + running]
 
     def progress(self) -> dict[int, int]:
         waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
@@ -235,7 +250,8 @@ class SglangRollout(RolloutEngine):
         write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.rollout_dtype or self._source.dtype))
         before = self._held
         try:
-            self._change_weights(fresh, version)
+            if self._is_onloaded:
+                self._change_weights(fresh, version)
         except EngineError:
             if not self._restart(fresh, version):
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -266,10 +282,30 @@ class SglangRollout(RolloutEngine):
 
     # The server
 
+    def _release(self, tags: list[str]) -> None:
+        """Without a memory saver, as on a CPU, the server answers all of this and frees nothing."""
+        if not tags:
+            return
+        # It ends itself if it is asked while a request is on its way out: an abort is said before its batch is gone.
+        self._call(f"/flush_cache?timeout={_DRAIN_S:g}", {}, timeout_s=2 * _DRAIN_S)
+        self._call("/release_memory_occupation", {"tags": tags})
+        self._away += tags
+
+    def _resume(self) -> None:
+        # Tags that it has not released would end it.
+        tags, self._away = self._away[::-1], []
+        self._call("/resume_memory_occupation", {"tags": tags})
+
     def _serve(self) -> str:
         """Start a server with the weights that are held; its address."""
         assert self._place is not None
-        self._server = SglangServer(self._held, self._arguments(), _server_options(self._settings.options), self._place / "server.log")
+        self._given = self._held
+        self._server = SglangServer(
+            self._held,
+            server_arguments(self._settings, self._source, self._version),
+            server_options(self._settings.options),
+            self._place / "server.log",
+        )
         self._server.start()
         return self._server.url
 
@@ -291,6 +327,8 @@ class SglangRollout(RolloutEngine):
         self._restarts_left -= 1
         self.num_restarts += 1
         server.stop()
+        if self._into is not None:
+            self._into.close()
         if self._client is not None:
             self._client.close()
         # Of one under which weights have changed it was not said yet which made which token: it begins anew.
@@ -306,9 +344,13 @@ class SglangRollout(RolloutEngine):
         self._held, self._version = held, version
         self._client = SglangClient(self._serve())
         self._client.open()
+        self._into = self._way_into(self._client.call("/server_info"))
         self._heard_s = time.monotonic()
-        self._is_onloaded = True
+        self._is_onloaded, self._away = True, []
         return True
+
+    def _leaving(self, job: Job, finish: Finish) -> Generated:
+        return generated_of(self._routing.completed(job) if self._routing else job, finish, self._codec)
 
     def _so_far(self, one: Running) -> Job:
         """A job with the tokens that have come, all of them by the weights that are held."""
@@ -316,32 +358,26 @@ class SglangRollout(RolloutEngine):
 
     def _change_weights(self, fresh: Path, version: int) -> None:
         """Have the server read weights; what runs waits meanwhile."""
+        assert self._into is not None
         keeps = bool(self._settings.options.get("keep_kv"))
-        if self._running:
+        is_paused = bool(self._running) or self._into.pauses
+        if is_paused:
             self._call("/pause_generation", {"mode": "in_place" if keeps else "retract"})
         try:
-            if self._is_onloaded:
-                self._read_weights(fresh, version, flush=not (keeps and self._running))
+            self._into.put(fresh, version, flush=not (keeps and self._running))
+            self._given = fresh
+        except EngineError:
+            if self._server is not None:
+                self._server.check()
+            raise
         finally:
-            if self._running:
+            if is_paused:
                 self._call("/continue_generation", {})
 
-    def _arguments(self) -> list[str]:
-        settings, interval = self._settings, self._settings.options.get("stream_interval", 8)
-        device = settings.device.partition(":")[0]
-        given = [
-            "--device",
-            device,
-            "--dtype",
-            self._source.rollout_dtype or self._source.dtype,
-            "--weight-version",
-            str(self._version),
-            "--incremental-streaming-output",
-        ]
-        given += ["--max-running-requests", str(settings.max_running), "--stream-interval", str(interval), "--skip-server-warmup"]
-        if settings.options.get("deterministic_inference"):
-            given.append("--enable-deterministic-inference")
-        return given if device == "cpu" else [*given, "--enable-memory-saver"]
+    def _way_into(self, info: Mapping[str, Any]) -> IntoServer:
+        assert self._client is not None
+        way = way_of(self._settings.into_server, self._client.url, int(info.get("pp_size") or 1))
+        return open_way(way, self._client, self._settings.device, int(info.get("tp_size") or 1))
 
     def _directory(self) -> Path:
         """A directory with the model's weights: its own, or one that is written from what the recipe draws."""
@@ -352,12 +388,6 @@ class SglangRollout(RolloutEngine):
         load_model(self._source, device="cpu", attention="eager").save_pretrained(str(directory))
         self._codec.save(str(directory))
         return directory
-
-    def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
-        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": flush}
-        answer = self._call("/update_weights_from_disk", body, timeout_s=600.0)
-        if not answer.get("success"):
-            raise EngineError(f"the SGLang server did not take the weights of version {version}: {answer.get('message')}")
 
     def _go_on(self) -> None:
         self._send_queued()
@@ -371,7 +401,8 @@ class SglangRollout(RolloutEngine):
             # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
             rid = f"{self._prefix}-{next(self._names)}"
             self._running[rid] = Running(job)
-            client.generate(rid, {**request_body(job), "extra_key": f"weights-{self._version}"})
+            further = {"extra_key": f"weights-{self._version}", "return_routed_experts": self._routing is not None}
+            client.generate(rid, {**request_body(job), **further})
             self._heard_s = time.monotonic()
 
     def _hear(self, timeout_s: float) -> None:
@@ -412,7 +443,10 @@ class SglangRollout(RolloutEngine):
                 f"the SGLang server gave up sample {SampleId.unpack(one.job.id)}: {heard.finish.message or heard.finish.type}"
             )
         self._aborting.discard(heard.rid)
-        self._ended.append((grown(one, heard.spans, keeps=bool(self._settings.options.get("keep_kv"))), finish))
+        job = grown(one, heard.spans, keeps=bool(self._settings.options.get("keep_kv")))
+        if self._routing:
+            job = replace(job, routed_experts=self._routing.read(heard.routed_experts, len(job.prompt) + len(job.tokens)))
+        self._ended.append((job, finish))
 
     def _take(self, rids: list[str]) -> list[Job]:
         """Take these from the server, with their tokens so far."""
@@ -449,22 +483,3 @@ def load_config(directory: Path) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).get_text_config()
-
-
-def _number(options: Mapping[str, object], name: str, default: float) -> float:
-    value = options.get(name, default)
-    if not isinstance(value, int | float) or value < 0:
-        raise EngineError(f"the option {name} of the rollout engine sglang is {value!r}; it must be a number from 0 on")
-    return float(value)
-
-
-def _server_options(options: Mapping[str, object]) -> ServerOptions:
-    timeout = _number(options, "start_timeout_s", ServerOptions.start_timeout_s)
-    python, args, env = (str(options.get(name, "")) for name in ("python", "args", "env"))
-    return ServerOptions(str(Path(python).expanduser()) if python else "", args, env, timeout)
-
-
-def _weights_place(given: str) -> str | None:
-    if given:
-        return given
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -8,6 +8,7 @@ Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, mana
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 from collections.abc import Coroutine, Mapping
@@ -42,6 +43,7 @@ class _Meta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[Span] = []
+    routed_experts: str | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -63,6 +65,8 @@ class Heard:
     finish: FinishReason | None = None
     spans: tuple[Span, ...] = ()
     """With `finish`: which weights generated which of all its tokens."""
+    routed_experts: str = ""
+    """With `finish`, where asked for: int32 [tokens - 1, layers, experts of a token], prompt included, in base64."""
     error: str = ""
     """The connection broke, or the server refused the request."""
 
@@ -110,7 +114,11 @@ class SglangClient:
         Raises:
             EngineError: the server refused, or did not answer.
         """
-        return self._wait(self._called(path, body, timeout_s))
+        return self.begin(path, body, timeout_s).result()
+
+    def begin(self, path: str, body: Mapping[str, object] | None, timeout_s: float) -> concurrent.futures.Future[Any]:
+        """The same, without waiting for the answer; errors are raised by its `result`."""
+        return asyncio.run_coroutine_threadsafe(self._called(path, body, timeout_s), self._loop)
 
     def abort(self, rids: list[str]) -> None:
         """Ask for the end of these; they end in `heard`, with `abort` or as they just did."""
@@ -175,7 +183,9 @@ def _heard(rid: str, text: bytes) -> Heard:
         return Heard(rid, [], [], error=_words(text))
     meta = chunk.meta_info
     logprobs = [0.0 if value is None else value for value, *_ in meta.output_token_logprobs]
-    return Heard(rid, chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions) if meta.finish_reason else ())
+    if meta.finish_reason is None:
+        return Heard(rid, chunk.output_ids, logprobs)
+    return Heard(rid, chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions), meta.routed_experts or "")
 
 
 def _words(body: bytes) -> str:

@@ -40,6 +40,8 @@ _ROLLOUT: tuple[_Row, ...] = (
     ("weights proved by a probe", _truth("probes")),
     ("weights can stay on the device while others work there", _truth("rests")),
     ("decodes in processes of its own", _truth("self_paced")),
+    ("weights into its server (`into_server`)", lambda can: ", ".join(can.into_server) or "has none"),
+    ("says which experts a token went to", _truth("routed_experts")),
     ("tensor parallel", _degree("tp")),
     ("pipeline parallel", _degree("pp")),
     ("expert parallel", _degree("ep")),

@@ -59,6 +59,7 @@ class VllmRollout(ServedRollout):
         weights_under_requests=True,
         deterministic=False,
         probes=True,
+        into_server=("files",),
         devices=("cuda", "cpu"),
     )
 

@@ -21,7 +21,7 @@ from m2flow.samples import Batch, Column, column_of, keyed_bits, make_ids, promp
 Row = Mapping[str, object]
 
 _ON_SAMPLES = {"id", "num_tokens", "finish", "seed", "temperature", "text", "reward", "value", "advantages", "reference_logprobs"}
-_ON_TOKENS = {"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths"}
+_ON_TOKENS = {"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts", "segment_kinds", "segment_lengths"}
 _TAKEN = frozenset(_ON_SAMPLES | _ON_TOKENS)
 """Names that samples have already: a column of such a name would be lost, or taken for what it is not."""
 

@@ -18,7 +18,7 @@ from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, Ref
 from m2flow.samples import Batch
 
-_OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths")
+_OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts", "segment_kinds", "segment_lengths")
 GENERATED = frozenset((*_OF_TOKENS, "seed", "finish", "temperature", "text"))
 """Columns that a generate call adds to those of its prompts."""
 

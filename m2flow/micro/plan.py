@@ -31,6 +31,10 @@ class EngineSlot(msgspec.Struct, frozen=True):
     once."""
     stays: bool = False
     """Under a lease: what it keeps (a rollout engine its weights, a trainer all but activations) stays there while others work."""
+    tp: int = 1
+    """Of a rollout engine, in each instance: devices that share each layer; `pp` stages of layers; `ep` that share the experts of one."""
+    pp: int = 1
+    ep: int = 1
 
     @property
     def takes_turn(self) -> str:

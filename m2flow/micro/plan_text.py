@@ -117,11 +117,17 @@ def _routes(routes: Sequence[Route], names: Sequence[str]) -> list[tuple[str, st
 
 
 def _slots(worker: WorkerPlan) -> str:
-    return ", ".join("functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine}){_turn(s)}" for s in worker.engines)
+    return ", ".join(
+        "functions" if s.kind == "function" else f"{s.role}: {s.kind} ({s.engine}{_degrees(s)}){_turn(s)}" for s in worker.engines
+    )
 
 
 def _turn(slot: EngineSlot) -> str:
     return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays
+
+
+def _degrees(slot: EngineSlot) -> str:
+    return "".join(f", {name} {degree}" for name, degree in (("tp", slot.tp), ("pp", slot.pp), ("ep", slot.ep)) if degree > 1)
 
 
 def _how(stage: Stage) -> str:

@@ -19,6 +19,7 @@ from m2flow.micro.lowering.abilities import adapters_alone, check_abilities, che
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.chunking import Sizes, chunk, resize, sizes_of
 from m2flow.micro.lowering.deadlock import check_room
+from m2flow.micro.lowering.degrees import check_degrees
 from m2flow.micro.lowering.legality import legal_stages
 from m2flow.micro.lowering.packing import pack
 from m2flow.micro.lowering.placement import check_place, check_places, device_of, place_stages, place_workers, places
@@ -69,6 +70,7 @@ def lower(
     else:
         workers = place_workers(graph, models, spec, deterministic=deterministic)
     check_ranks(workers)
+    check_degrees(workers, spec.weights)
     routes, stages = _stages(first, workers, spec, sizes)
     # Staleness is what the whole trace says.
     routes = limit(first, stages, routes, workers, spec, staleness=graph.staleness)

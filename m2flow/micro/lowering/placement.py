@@ -19,6 +19,7 @@ import msgspec
 
 from m2flow.errors import PlanError
 from m2flow.macro.graph import Call, MacroGraph
+from m2flow.micro.lowering.degrees import pinned_degrees
 from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
@@ -30,7 +31,7 @@ def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterS
     copied = {str(call.options["source"]) for call in graph.calls if call.method == "copy_of"}
     trained = [role for role in models if is_partial or role in copied or _has(graph, role, "train")]
     sampled = [role for role, model in models.items() if (is_partial and model.is_policy) or _has(graph, role, "rollout")]
-    rollout = tuple(EngineSlot(role, "rollout", spec.rollout.engine) for role in sampled)
+    rollout = tuple(pinned_degrees(EngineSlot(role, "rollout", spec.rollout.engine), spec) for role in sampled)
     train = tuple(EngineSlot(role, "train", spec.train.engine) for role in trained)
     device = device_of(spec)
     is_shared = spec.placement == "time-shared"

@@ -14,6 +14,7 @@ from m2flow.errors import PlanError
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.lowering.abilities import can_rest
 from m2flow.micro.lowering.chunking import Sizes
+from m2flow.micro.lowering.degrees import seated_degrees
 from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
 from m2flow.micro.search.choice import Choice, Seat
 from m2flow.spec import ClusterSpec
@@ -40,7 +41,8 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
         for place in _replicas(seat):
             stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_rest(engine))
             slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turns.get(seat.engine, ""), stays)
-            slots.setdefault((seat.engine.kind, place, seat.lease), []).append(slot)
+            laid = seated_degrees(slot, seat, spec) if seat.engine.kind == "rollout" else slot
+            slots.setdefault((seat.engine.kind, place, seat.lease), []).append(laid)
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
     workers = []
     count = {"rollout": 0, "train": 0, "device": 0}

@@ -58,6 +58,8 @@ class SamplePage(msgspec.Struct):
     versions: list[int | None]
     advantages: list[float | None]
     """Per token, where the run's rows have them; else empty."""
+    experts: list[str]
+    """Likewise: of each layer, those that it went to, `3 5 | 0 1`; empty where it is not known."""
     num_left_out: int
     prompt_tokens: int
     response_tokens: int
@@ -117,6 +119,7 @@ def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) 
         logprobs=_numbers(row, "logprobs", generated)[:MOST_TOKENS],
         versions=[None if value is None else int(value) for value in _numbers(row, "versions", generated)[:MOST_TOKENS]],
         advantages=_numbers(row, "advantages", generated)[:MOST_TOKENS],
+        experts=_experts(row)[:MOST_TOKENS],
         num_left_out=max(len(tokens) - MOST_TOKENS, 0),
         prompt_tokens=entry.prompt_tokens,
         response_tokens=entry.response_tokens,
@@ -157,6 +160,13 @@ def _kinds(row: Batch, num_tokens: int) -> IntArray:
         return row.ragged("loss_mask").values.astype(np.int64) if "loss_mask" in row else np.zeros(num_tokens, np.int64)
     kinds = [{Segment.PROMPT: 0, Segment.GENERATED: 1}.get(Segment(int(kind)), 2) for kind in row.ragged("segment_kinds").values]
     return np.repeat(kinds, row.ragged("segment_lengths").values.astype(np.int64))
+
+
+def _experts(row: Batch) -> list[str]:
+    if "routed_experts" not in row:
+        return []
+    layers = row.ragged("routed_experts").values.tolist()
+    return [" | ".join(" ".join(map(str, experts)) for experts in of_token if min(experts) >= 0) for of_token in layers]
 
 
 def _numbers(row: Batch, name: str, generated: npt.NDArray[np.bool_]) -> list[float | None]:

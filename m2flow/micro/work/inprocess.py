@@ -112,7 +112,7 @@ class InProcess:
             slots,
             models,
             {
-                "rollout": EngineSettings(**common, options=spec.rollout.options),  # type: ignore[arg-type]
+                "rollout": EngineSettings(**common, options=spec.rollout.options, into_server=spec.weights.into_server),  # type: ignore[arg-type]
                 "train": EngineSettings(**common, options=spec.train.options),  # type: ignore[arg-type]
                 "function": EngineSettings(options={"concurrency": spec.functions.concurrency, "patience_s": spec.functions.patience_s}),
             },

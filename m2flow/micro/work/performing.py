@@ -103,6 +103,9 @@ def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Ba
         "temperature": np.array([_sampling(call).temperature or 1.0 for call in calls], np.float64),
         "text": Ragged.texts([g.text for g in generated]),
     }
+    routed = [g.routed_experts for g in generated if g.routed_experts is not None]
+    if routed:
+        columns["routed_experts"] = Ragged.of(routed, np.int16)
     return Batch(ids, {**prompts.columns, **columns})
 
 

@@ -77,7 +77,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     def engine_settings(self) -> dict[str, EngineSettings]:
         common = {"device": self.device, "threads": self.threads, "deterministic": self.deterministic, "max_running": self.max_running}
         return {
-            "rollout": EngineSettings(**common, options=self.rollout_options),  # type: ignore[arg-type]
+            "rollout": EngineSettings(**common, options=self.rollout_options, into_server=self.weights.into_server),  # type: ignore[arg-type]
             "train": EngineSettings(
                 **common,  # type: ignore[arg-type]
                 options=self.train_options,

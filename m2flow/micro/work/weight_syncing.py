@@ -49,6 +49,8 @@ class WeightSettings(msgspec.Struct, frozen=True):
     changes: str = "auto"
     bucket_bytes: int = 16 << 20
     checks: Checks = Checks()
+    into_server: str = "auto"
+    """How they go on into an engine's server."""
 
     def with_keys(self, keys: Keys | None) -> WeightSettings:
         """The same, of a cluster with this key."""
@@ -71,6 +73,7 @@ def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec,
         changes=spec.changes,
         bucket_bytes=spec.bucket_mib << 20,
         checks=checks_of(spec),
+        into_server=spec.into_server,
     )
 
 

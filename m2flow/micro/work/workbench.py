@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -127,7 +128,8 @@ class Workbench:
                 engine.start()
                 self._functions = Functions(engine, run=self._run, run_seed=self._run_seed, recorder=self._recorder)
             elif slot.kind == "rollout":
-                self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], self._settings["rollout"])
+                settings = replace(self._settings["rollout"], tp=slot.tp, pp=slot.pp, ep=slot.ep)
+                self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], settings)
                 self._rollout[slot.role].start()
             else:
                 twin = twin_of(slot, self._slots, self._models)

@@ -52,7 +52,7 @@ function fill(place, page, mode, advantage) {
     const i = event.target.dataset?.i;
     if (i === undefined) return hideTip();
     const per = page.advantages.length ? page.advantages[i] : page.kinds[i] === 1 ? advantage : null;
-    return showTip(event, el("b", {}, JSON.stringify(page.pieces[i])), facts([["token", i], ["log-probability", number(page.logprobs[i], 4)], ["probability", page.logprobs[i] === null ? "" : number(Math.exp(page.logprobs[i]), 3)], ["version", page.versions[i]], ["advantage", number(per, 4)]]));
+    return showTip(event, el("b", {}, JSON.stringify(page.pieces[i])), facts([["token", i], ["log-probability", number(page.logprobs[i], 4)], ["probability", page.logprobs[i] === null ? "" : number(Math.exp(page.logprobs[i]), 3)], ["version", page.versions[i]], ["advantage", number(per, 4)], ["experts by layer", page.experts[i] || ""]]));
   };
   place.onpointerleave = hideTip;
 }
