@@ -264,8 +264,8 @@ def test_an_embedded_engine_trains_on_one_device_and_generates_on_as_many_as_the
     assert legal_layouts(shape, offered("embedded", "train"), "train", 2, 8) == ()
     assert legal_layouts(shape, offered("embedded", "rollout"), "rollout", 8, 8) == (Layout(dp=8),)
     assert ParallelLayouts().names() == []
-    with pytest.raises(EngineError, match=r"no rollout engine 'vllm' to plan for\n  There are embedded, fake, sglang"):
-        offered("vllm", "rollout")
+    with pytest.raises(EngineError, match=r"no rollout engine 'tgi' to plan for\n  There are embedded, fake, sglang, vllm"):
+        offered("tgi", "rollout")
 
 
 def test_on_a_cpu_cores_are_threads_of_an_engine() -> None:

@@ -30,7 +30,7 @@ from m2flow.macro.session import Session
 from m2flow.macro.units import OnGroup, OnValue, name_of
 from m2flow.samples import Batch, Ragged
 
-TOKENS = frozenset({"tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts"})
+TOKENS = frozenset({"tokens", "loss_mask", "logprobs", "versions", "kv_stale"})
 """Columns of samples with a value for each of their tokens."""
 
 

@@ -18,9 +18,9 @@ from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, Ref
 from m2flow.samples import Batch
 
-_OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "routed_experts", "segment_kinds", "segment_lengths")
+_OF_TOKENS = ("tokens", "loss_mask", "logprobs", "versions", "kv_stale", "segment_kinds", "segment_lengths")
 GENERATED = frozenset((*_OF_TOKENS, "seed", "finish", "temperature", "text"))
-"""Columns that a generate call adds to those of its prompts."""
+"""Columns that a generate call adds to those of its prompts, whatever its engine; some add others (`m2flow.samples`)."""
 
 TWICE = "Its inputs must be different samples; to bring columns of the same samples together, join them."
 """What to do about a concatenation that has a sample twice."""
