@@ -24,9 +24,10 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -134,8 +135,7 @@ def group_indices(ids: IdArray) -> IdArray:
     return ids & (1 << _INDEX_BITS) - 1
 
 
-@dataclass(frozen=True, eq=False)
-class Ragged:
+class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
     """N rows of different length: `values` [total, ...] and `offsets` int64 [N + 1]; row i is values[offsets[i]:offsets[i + 1]]."""
 
     values: npt.NDArray[np.generic]
@@ -227,16 +227,16 @@ def column_of(rows: Sequence[object], name: str = "") -> Column:
         raise DatasetError(f"column {name!r} has values that are neither numbers, texts nor JSON: {error}") from None
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """N samples as columns, with who they are. Immutable by convention: every method returns a new one, sharing memory if it can."""
 
     ids: IdArray
-    columns: Mapping[str, Column] = field(default_factory=dict)
+    columns: Mapping[str, Column] = {}
 
     def __post_init__(self) -> None:
+        num_rows = len(self.ids)
         for name, column in self.columns.items():
-            if len(column) != len(self.ids):
+            if (len(column.offsets) - 1 if type(column) is Ragged else len(column)) != num_rows:
                 raise InternalError(f"column {name!r} has {len(column)} rows in a batch of {len(self.ids)}")
 
     def __len__(self) -> int:

@@ -131,13 +131,11 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
     head = _aligned(frames[0])
     header, start = _read_header(head)
     arrays = _ArrayReader(head, frames[1:], start, header.inline_bytes)
-    num_rows, take = header.num_rows, arrays.take
+    num_rows, take, only_row = header.num_rows, arrays.take, arrays.only_row
     ids = take(_INT64, (num_rows,), "ids")
     columns: dict[str, Column] = {}
     for column in header.columns:
         name, kind, shape, dtype = column.name, column.kind, column.shape, DTYPES[column.dtype]
-        if name in columns:
-            raise DecodeError(f"column {name!r} comes twice")
         if kind == "dense":
             if shape[:1] != (num_rows,):
                 raise DecodeError(f"column {name!r}: shape {shape} in a batch of {num_rows} rows")
@@ -145,7 +143,7 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
         else:
             if kind != "numbers" and (column.dtype != "uint8" or len(shape) != 1):
                 raise DecodeError(f"column {name!r}: {kind} of type {column.dtype} {shape}")
-            found = arrays.only_row(dtype, shape[0]) if num_rows == len(shape) == 1 else None
+            found = only_row(dtype, shape) if num_rows == len(shape) == 1 else None
             if found is None:
                 offsets = cast("npt.NDArray[np.int64]", take(_INT64, (num_rows + 1,), name))
                 values = take(dtype, shape, name)
@@ -157,6 +155,9 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
         if dtype is _BOOL:
             _check_booleans(values, name)
     arrays.finish()
+    if len(columns) != len(header.columns):
+        names = [column.name for column in header.columns]
+        raise DecodeError(f"column {next(name for name in names if names.count(name) > 1)!r} comes twice")
     return Parcel(header.call, Batch(cast("npt.NDArray[np.int64]", ids), columns), header.sender)
 
 
@@ -176,10 +177,12 @@ def _encode(parcel: Parcel, inline_bytes: int) -> list[bytes | memoryview]:
     headers = []
     for name, column in batch.columns.items():
         if isinstance(column, Ragged):
-            if column.offsets.dtype != np.int64 or column.offsets[0] != 0 or column.offsets[-1] != len(column.values):
+            offsets, values = column.offsets, _travelling(column.values, name)
+            if offsets.dtype != _INT64 or offsets.item(0) != 0 or offsets.item(-1) != len(values):
                 raise ChannelError(f"column {name!r} has offsets that do not fit its values")
-            arrays.append(_travelling(column.offsets, name))
-        values = _travelling(column.values if isinstance(column, Ragged) else column, name)
+            arrays.append(offsets if offsets.flags.c_contiguous else np.ascontiguousarray(offsets))
+        else:
+            values = _travelling(column, name)
         arrays.append(values)
         kind = column.kind if isinstance(column, Ragged) else "dense"
         headers.append(_ColumnHeader(name, kind, _NAMES[values.dtype], values.shape))
@@ -232,7 +235,8 @@ def _read_header(frame: memoryview) -> tuple[_Header, int]:
 class _ArrayReader:
     """Cuts the arrays of a message out of its frames, in their order."""
 
-    __slots__ = ("_head", "_inline_bytes", "_large", "_next", "_next_large", "_size")
+    __slots__ = ("_head", "_inline_bytes", "_large", "_next", "_next_large", "_num_values", "_offsets", "_size")
+    _offsets: npt.NDArray[np.int64]
 
     def __init__(self, head: memoryview, large: Sequence[Buffer], start: int, inline_bytes: int) -> None:
         self._head = head
@@ -241,6 +245,7 @@ class _ArrayReader:
         self._next = start
         self._next_large = 0
         self._inline_bytes = inline_bytes
+        self._num_values = -1
 
     def take(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str) -> npt.NDArray[np.generic]:
         num_bytes = shape[0] * dtype.itemsize if len(shape) == 1 and 0 < shape[0] < 1 << 56 else self._num_bytes(dtype, shape, name)
@@ -258,18 +263,20 @@ class _ArrayReader:
             raise DecodeError(f"column {name!r}: its frame is missing")
         return np.ndarray(shape, dtype, self._next_frame(num_bytes, name))
 
-    def only_row(self, dtype: np.dtype[np.generic], num_values: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]] | None:
-        """Offsets and values of a ragged column with one row, if both are in the head and sound. If not, None: `take` says why."""
+    def only_row(
+        self, dtype: np.dtype[np.generic], shape: tuple[int, ...]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]] | None:
+        """Offsets and values of a ragged column with one row, if both are in the head and sound. If not, None: `take` says why.
+        Columns of as many values share their offsets."""
+        (num_values,) = shape
         start, num_bytes = self._next, num_values * dtype.itemsize
-        end = start + _PAIR.size + num_bytes
-        if (
-            not 0 < num_bytes <= self._inline_bytes >= _PAIR.size
-            or end > self._size
-            or _PAIR.unpack_from(self._head, start) != (0, num_values)
-        ):
+        end = start + 16 + num_bytes
+        if not 0 < num_bytes <= self._inline_bytes >= 16 or end > self._size or _PAIR.unpack_from(self._head, start) != (0, num_values):
             return None
         self._next = end + -end % _ALIGNMENT
-        return np.ndarray((2,), _INT64, self._head, start), np.ndarray((num_values,), dtype, self._head, start + _PAIR.size)
+        if self._num_values != num_values:
+            self._num_values, self._offsets = num_values, np.ndarray((2,), _INT64, self._head, start)
+        return self._offsets, np.ndarray(shape, dtype, self._head, start + 16)
 
     def _next_frame(self, num_bytes: int, name: str) -> memoryview:
         """The next large column, put together from its pieces if it came in several. They are here, so its size is no mere claim."""

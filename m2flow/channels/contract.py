@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+import msgspec
+
 from m2flow.errors import BrokenChannel, EndOfStream
 from m2flow.samples import Batch
 
@@ -30,8 +32,7 @@ class ControlLink(Protocol):
     def send(self, message: bytes) -> None: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Parcel:
+class Parcel(msgspec.Struct, frozen=True, eq=False):
     """Some samples of one call's result, on their way."""
 
     call: int
