@@ -263,9 +263,7 @@ class _ArrayReader:
             raise DecodeError(f"column {name!r}: its frame is missing")
         return np.ndarray(shape, dtype, self._next_frame(num_bytes, name))
 
-    def only_row(
-        self, dtype: np.dtype[np.generic], shape: tuple[int, ...]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]] | None:
+    def only_row(self, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]] | None:
         """Offsets and values of a ragged column with one row, if both are in the head and sound. If not, None: `take` says why.
         Columns of as many values share their offsets."""
         (num_values,) = shape
