@@ -37,7 +37,7 @@ from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-_LONGEST_S = 240.0
+_LONGEST_S = 1200.0
 """Of one run, resumptions included."""
 _GONE_S = 30.0
 """Until when the workers of a controller that was killed must have ended."""

@@ -205,7 +205,7 @@ def _chosen(paths: list[Path], most: int | None) -> list[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits at checkpoints"])
 @pytest.mark.parametrize("how", ["eager", "time-shared", "split"])
 @pytest.mark.parametrize("program", [loop, ppo, dynamic], ids=lambda program: program.name)

@@ -20,7 +20,7 @@ def test_a_killed_run_of_the_embedded_engines_ends_with_the_same_bits(tmp_path, 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("program", [sorts, ppo], ids=lambda program: program.name)
 @pytest.mark.parametrize("how", ["eager", "time-shared", "split"])
 def test_a_killed_run_ends_with_the_same_bits_wherever_it_was_killed(tmp_path, monkeypatch, program, how):
