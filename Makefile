@@ -49,13 +49,14 @@ core: $(VENV)/.installed
 	@rm -rf $(SKIPPED) && mkdir -p $(SKIPPED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal -m "not slow and not gpu and not long" --write-skipped=$(SKIPPED)/core.tsv
 
-# A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run.
+# A machine that can't get the packages of the extras still runs the other tests; those that need them are named as not run. Tests of a file
+# share its servers, so a file stays in one process.
 rest: $(VENV)/.installed ## What `make test` leaves out: slow tests, GPU tests, and those that were skipped for want of an extra.
 	@mkdir -p $(SKIPPED)
 	@$(MAKE) --no-print-directory $(FULL)/.installed || echo "going on without the extras" >&2
 	@$(MAKE) --no-print-directory $(SGLANG)/.installed || echo "going on without SGLang" >&2
 	@python=$(BIN)/python; [ ! -e $(FULL)/.installed ] || python=$(FULL)/bin/python; \
-	$$python -m pytest -q --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv || [ $$? -eq 5 ]  # 5: there was nothing to run
+	OMP_NUM_THREADS=1 $$python -m pytest -q -n $(JOBS) --dist loadfile --rest-of=$(SKIPPED)/core.tsv --write-skipped=$(SKIPPED)/rest.tsv || [ $$? -eq 5 ]  # 5: there was nothing to run
 
 test-all: test rest ## Everything. The last lines name each group of tests that did not run, and why.
 	@$(MAKE) --no-print-directory not-run
