@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import transformers
 import yaml
+from test_train_engines import SMALL, write_model
 
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.engines.embedded_rollout import EmbeddedRollout
@@ -23,12 +26,31 @@ from m2flow.errors import EngineError
 from m2flow.micro.record.ledger import read_samples
 from m2flow.micro.work.proving import Checks, Proving
 from m2flow.observe.recorder import Recorder
-from m2flow.recipe import Model
+from m2flow.recipe import Model, Sampling
 from m2flow.samples import Batch, Ragged
 from m2flow.testing.rollout_cases import Factory, drain, generate, make_request, started
-from m2flow.testing.rollout_self_paced import LONG
+from m2flow.testing.rollout_self_paced import LONG, check_weights_change_under_what_runs_if_it_is_allowed, run_until
 
 ROOT = Path(__file__).parent.parent
+
+
+def small_qwen2(place: Path, **sizes: int) -> Model:
+    """Random weights, a context of 2,048 tokens."""
+    config = transformers.Qwen2Config(**{**SMALL, **sizes}, max_position_embeddings=2048, num_key_value_heads=2, tie_word_embeddings=True)
+    return write_model(place, config)
+
+
+@contextlib.contextmanager
+def two_servers(make: Callable[[], ServedRollout]) -> Iterator[list[str]]:
+    """Where they are. Two, since a check may have two engines at a time; a server takes half a minute to come up."""
+    engines = [make() for _ in range(2)]
+    try:
+        for engine in engines:
+            engine.start()
+        yield [engine.url for engine in engines]
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 def assert_same_as_embedded(model: Model, make: Factory, requests: Sequence[Request]) -> None:
@@ -82,6 +104,44 @@ def assert_other_weights_are_found_out(model: Model, make: Factory, place: Path)
     trainer.stop()
 
 
+def assert_caches_may_stay(make: Factory) -> None:
+    """When weights change under what runs: what comes after is marked.
+
+    Args:
+        make: an engine with `keep_kv`.
+    """
+    request = make_request(0, 0, LONG)
+    check_weights_change_under_what_runs_if_it_is_allowed(make)
+    with started(make) as engine:
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add([request])
+        run_until(engine, [request.id], 4)
+        engine.load_weights(changed, 1, under_requests=True)
+        done = drain(engine)[request.id]
+    assert set(done.versions.tolist()) == {0, 1}
+    np.testing.assert_array_equal(done.kv_stale, done.versions == 1)
+
+
+def assert_a_server_left_in_the_middle_goes_on(make: Factory, leave: Callable[[ServedRollout], object]) -> None:
+    """One that others started, whose client was killed while weights changed.
+
+    Args:
+        make: an engine with the `url` of a server.
+        leave: what else the client had done by then, besides the pause.
+    """
+    request = make_request(0, 0, Sampling(8, temperature=0.0))
+    with started(make) as engine:
+        expected = generate(engine, [request])[request.id]
+        assert isinstance(engine, ServedRollout)
+        engine._pause(keeps=False)
+        leave(engine)
+        with started(make) as other:
+            found = generate(other, [request])[request.id]
+            np.testing.assert_array_equal(found.tokens, expected.tokens)
+            other.load_weights([(name, tensor * 2) for name, tensor in other.weights()], 1)
+            assert (generate(other, [request])[request.id].versions == 1).all()
+
+
 def assert_a_lost_server_comes_back_once(make: Callable[[EngineSettings], ServedRollout], words: str) -> None:
     """With the weights that it held, and what ran goes on; the second time it is an error with the server's words.
 
@@ -126,7 +186,7 @@ def assert_a_lost_server_comes_back_once(make: Callable[[EngineSettings], Served
         engine.add(requests)
         with pytest.raises(EngineError, match=rf"the {engine.product} server ended with status -9"):
             drain(engine)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=240)
     assert not alive
 
 

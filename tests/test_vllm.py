@@ -8,17 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import transformers
-from served_cases import (
-    ROOT,
-    assert_a_lost_server_comes_back_once,
-    assert_other_weights_are_found_out,
-    assert_same_as_embedded,
-    assert_the_main_job_learns,
-)
-from test_train_engines import SMALL, write_model
+import served_cases
+from served_cases import ROOT
 
 from m2flow.engines.contract import EngineSettings, RolloutEngine
 from m2flow.engines.server_installed import installed
@@ -26,8 +18,7 @@ from m2flow.engines.vllm import VllmRollout
 from m2flow.engines.vllm_installed import VLLM
 from m2flow.errors import EngineError
 from m2flow.recipe import Model, Sampling
-from m2flow.testing.rollout_cases import Factory, drain, make_request, started
-from m2flow.testing.rollout_self_paced import LONG, check_weights_change_under_what_runs_if_it_is_allowed, run_until
+from m2flow.testing.rollout_cases import Factory, make_request, started
 from m2flow.testing.rollout_suite import ROLLOUT_CHECKS
 
 PYTHON = os.environ.get("M2FLOW_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
@@ -43,21 +34,13 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """On a CPU, vLLM's attention begins at heads of 32."""
-    sizes = {**SMALL, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 2048}
-    return write_model(tmp_path_factory.mktemp("qwen2"), transformers.Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
+    return served_cases.small_qwen2(tmp_path_factory.mktemp("qwen2"), hidden_size=64, num_attention_heads=2)
 
 
 @pytest.fixture(scope="module")
 def urls(model: Model) -> Iterator[list[str]]:
-    """Two servers, since a check may have two engines at a time; a server takes half a minute to come up."""
-    engines = [VllmRollout(model, EngineSettings(options=OPTIONS)) for _ in range(2)]
-    try:
-        for engine in engines:
-            engine.start()
-        yield [engine.url for engine in engines]
-    finally:
-        for engine in engines:
-            engine.stop()
+    with served_cases.two_servers(lambda: VllmRollout(model, EngineSettings(options=OPTIONS))) as urls:
+        yield urls
 
 
 @pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
@@ -69,7 +52,7 @@ def test_the_conformance_suite(check: Callable[[Factory], None], model: Model, u
 def test_samples_and_logprobs_are_those_of_the_embedded_engines(model: Model, urls: list[str]) -> None:
     samplings = [Sampling(40, temperature=0.0), Sampling(40), Sampling(40, top_k=3, min_new_tokens=5), Sampling(40, top_p=0.6)]
     requests = [make_request(prompt, index, sampling) for prompt in range(4) for index, sampling in enumerate(samplings)]
-    assert_same_as_embedded(model, lambda settings: VllmRollout(model, replace(settings, options={"url": urls[0]})), requests)
+    served_cases.assert_same_as_embedded(model, lambda settings: VllmRollout(model, replace(settings, options={"url": urls[0]})), requests)
 
 
 def test_with_tempered_logprobs_they_are_at_the_temperature_of_the_sample(model: Model) -> None:
@@ -77,7 +60,7 @@ def test_with_tempered_logprobs_they_are_at_the_temperature_of_the_sample(model:
     with started(lambda settings: VllmRollout(model, replace(settings, options={**OPTIONS, "tempered_logprobs": True}))) as first:
         assert isinstance(first, VllmRollout)
         options = {"url": first.url, "tempered_logprobs": True}
-        assert_same_as_embedded(model, lambda settings: VllmRollout(model, replace(settings, options=options)), requests)
+        served_cases.assert_same_as_embedded(model, lambda settings: VllmRollout(model, replace(settings, options=options)), requests)
         for sampling in (Sampling(4, top_p=0.5), Sampling(4, top_k=2), Sampling(4, min_new_tokens=2)):
             refused_without_a_trace(first, sampling)
 
@@ -100,7 +83,9 @@ def refused_without_a_trace(engine: RolloutEngine, sampling: Sampling) -> None:
 
 
 def test_a_server_that_holds_other_weights_than_its_files_is_found_out(model: Model, urls: list[str], tmp_path: Path) -> None:
-    assert_other_weights_are_found_out(model, lambda settings: VllmRollout(model, replace(settings, options={"url": urls[0]})), tmp_path)
+    served_cases.assert_other_weights_are_found_out(
+        model, lambda settings: VllmRollout(model, replace(settings, options={"url": urls[0]})), tmp_path
+    )
 
 
 @pytest.mark.timeout(600)
@@ -108,24 +93,19 @@ def test_a_lost_server_comes_back_with_the_weights_that_it_held_and_the_last_one
     def make(settings: EngineSettings) -> VllmRollout:
         return VllmRollout(model, replace(settings, options={**OPTIONS, "restarts": 1}))
 
-    assert_a_lost_server_comes_back_once(make, "vllm.entrypoints")
+    served_cases.assert_a_lost_server_comes_back_once(make, "vllm.entrypoints")
 
 
 def test_caches_may_stay_when_weights_change(model: Model, urls: list[str]) -> None:
-    request = make_request(0, 0, LONG)
+    options = {"url": urls[0], "keep_kv": True}
+    served_cases.assert_caches_may_stay(lambda settings: VllmRollout(model, replace(settings, options=options)))
 
+
+def test_a_server_whose_client_was_killed_while_weights_changed_goes_on_for_others(model: Model, urls: list[str]) -> None:
     def make(settings: EngineSettings) -> VllmRollout:
-        return VllmRollout(model, replace(settings, options={"url": urls[0], "keep_kv": True}))
+        return VllmRollout(model, replace(settings, options={"url": urls[0]}))
 
-    check_weights_change_under_what_runs_if_it_is_allowed(make)
-    with started(make) as engine:
-        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
-        engine.add([request])
-        run_until(engine, [request.id], 4)
-        engine.load_weights(changed, 1, under_requests=True)
-        done = drain(engine)[request.id]
-    assert set(done.versions.tolist()) == {0, 1}
-    np.testing.assert_array_equal(done.kv_stale, done.versions == 1)
+    served_cases.assert_a_server_left_in_the_middle_goes_on(make, lambda _: None)
 
 
 def test_the_server_has_what_is_read_into_its_source() -> None:
@@ -137,4 +117,4 @@ def test_the_server_has_what_is_read_into_its_source() -> None:
 
 @pytest.mark.timeout(900)
 def test_the_main_job_learns_with_vllm(tmp_path: Path) -> None:
-    assert_the_main_job_learns(ROOT / "clusters" / "vllm-cpu.yaml", {"python": PYTHON, "env": ENV}, tmp_path)
+    served_cases.assert_the_main_job_learns(ROOT / "clusters" / "vllm-cpu.yaml", {"python": PYTHON, "env": ENV}, tmp_path)

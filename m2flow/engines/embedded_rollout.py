@@ -25,11 +25,11 @@ from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occ
 from m2flow.engines.decoding import ContinuousDecoder, Decoder
 from m2flow.engines.fixed_rows import FixedRowsDecoder
 from m2flow.engines.hf_model import TextCodec, load_tokenizer, use_threads
-from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
+from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, jobs_of
 from m2flow.engines.slot_model import SlotModel
 from m2flow.errors import EngineError, is_out_of_memory
 from m2flow.recipe import Model
-from m2flow.samples import Finish, SampleId
+from m2flow.samples import Finish
 
 _SMALL_STEP = 1 << 24
 """Multiplications of a decode step (rows times weights) below which further threads cost more than they do: a model of a million
@@ -112,16 +112,8 @@ class EmbeddedRollout(RolloutEngine):
 
     def add(self, requests: Sequence[Request]) -> None:
         model, codec, decoder = self._started()
-        known = {job.id for job in self._queue} | set(decoder.running_ids())
-        encoded: dict[str, np.ndarray] = {}
-        jobs = []
-        for request in requests:
-            job = job_of(request, codec, encoded, vocab_size=model.vocab_size, max_context=model.max_context)
-            if job.id in known:
-                raise EngineError(f"sample {SampleId.unpack(job.id)} is already being generated")
-            known.add(job.id)
-            jobs.append(job)
-        for job in jobs:
+        known = [*(job.id for job in self._queue), *decoder.running_ids()]
+        for job in jobs_of(requests, known, codec, vocab_size=model.vocab_size, max_context=model.max_context):
             finish = finish_of_prefix(job)
             if finish is None:
                 self._queue.append(job)

@@ -5,6 +5,7 @@ Request --job_of--> Job --an engine--> Job --generated_of--> Generated
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,6 +93,25 @@ def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np
         versions=np.array(request.prefix_versions, np.int32),
         kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
     )
+
+
+def jobs_of(requests: Sequence[Request], known: Iterable[int], codec: TextCodec, *, vocab_size: int, max_context: int) -> list[Job]:
+    """As `job_of`, for a whole call, of which all are queued or none.
+
+    Args:
+        known: what the engine has.
+    Raises:
+        EngineError: one of them is known, or comes twice. And as `job_of`.
+    """
+    seen = set(known)
+    encoded: dict[str, npt.NDArray[np.int32]] = {}
+    jobs = []
+    for request in requests:
+        jobs.append(job_of(request, codec, encoded, vocab_size=vocab_size, max_context=max_context))
+        if request.id in seen:
+            raise EngineError(f"sample {SampleId.unpack(request.id)} is already being generated")
+        seen.add(request.id)
+    return jobs
 
 
 def finish_of_prefix(job: Job) -> Finish | None:

@@ -6,14 +6,14 @@
     a server that was started here dies, or answers nothing for `hung_after_s` --restart--> the weights that it held, under their version;
     what ran goes on from its tokens
 
-A kind of server adds its `Launch`, its `Dialect` and what is abstract here. `m2flow.engines.sglang` stands beside it, with further ways for
-weights into its server.
+A kind of server adds its `Launch`, its `Dialect` and what is abstract here.
 
 Limits: one weight set; the server must see this host's files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -32,12 +32,11 @@ from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Reques
 from m2flow.engines.guarded_place import GuardedPlace
 from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_tensors
 from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
-from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, job_of
+from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, jobs_of
 from m2flow.engines.served_options import ServedOptions
-from m2flow.engines.server_client import Dialect, ServerClient
+from m2flow.engines.served_requests import Running, grown
+from m2flow.engines.server_client import Dialect, Heard, ServerClient, Span
 from m2flow.engines.server_process import Launch, ServerProcess
-from m2flow.engines.sglang_client import Heard, Span
-from m2flow.engines.sglang_requests import Running, grown
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
 from m2flow.samples import Finish, SampleId
@@ -70,6 +69,10 @@ class ServedRollout(RolloutEngine):
         self._prefix = secrets.token_hex(8)
         self._aborting: set[str] = set()
         self._is_onloaded = False
+        self._away: list[str] = []
+        """What the server has been asked to give back of the device, in that order."""
+        self._given: Path | None = None
+        """The weights that the server has, or had before it gave them back."""
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._guarded: GuardedPlace | None = None
@@ -117,18 +120,33 @@ class ServedRollout(RolloutEngine):
         """Have the server generate a token. Raises `EngineError` if none comes."""
 
     @abstractmethod
-    def _release(self) -> None:
-        """Have the server give back the device's memory. Nothing runs."""
+    def _release(self, tags: list[str]) -> None:
+        """Have the server give back these parts of the device's memory (`weights`, `kv_cache`); `_away` has them then. Nothing runs."""
 
     @abstractmethod
     def _resume(self) -> None:
-        """Have the server take it again, with the weights that are held."""
+        """Have the server take again what is `_away`; weights are read afterwards, unless `_given` says that they have been."""
+
+    @abstractmethod
+    def _logprobs_of(self, tokens: list[int]) -> list[float]:
+        """What the server says of given tokens but the first, with the weights that it has."""
+
+    def _meet(self, config: Any) -> None:
+        """Look at the configuration of the model, before there is a server. Raises `EngineError` for what does not suit it."""
 
     def _check(self, job: Job) -> None:
         """Raises `EngineError` for what this server can't generate."""
 
     def _came_up(self) -> None:
         """Do what a server needs first that has just been started, or found running."""
+
+    def _let_go(self) -> None:
+        """Give back what is kept for the server that is about to be left; it may be gone already."""
+
+    @property
+    def _reading_pauses(self) -> bool:
+        """The server must be paused to read weights, whether or not anything runs."""
+        return False
 
     def _grown(self, one: Running, heard: Heard) -> Job:
         """A sample with what its last word says of it."""
@@ -147,14 +165,16 @@ class ServedRollout(RolloutEngine):
         self._place = self._guarded.open()
         self._held = self._directory()
         self._shapes: Shapes = shapes_in(self._held)
+        model = load_config(self._held)
+        self._meet(model)
         self._hung_after_s = self._options.hung_after_s
         self._restarts_left = self._options.restarts
         self._client = ServerClient(self._options.url or self._serve(), self.dialect)
         self._client.open()
         self._came_up()
         if not self._server:
-            self._read_weights(self._held, 0)  # Whatever it has held so far.
-        model = load_config(self._held)
+            self._unpause()  # Who had it before may have been killed between the two.
+            self._change_weights(self._held, 0)  # Whatever it has held so far.
         self._room, self._max_context = self._room_and_context(int(model.max_position_embeddings))
         self._vocab_size = int(model.vocab_size)
         self._heard_s = time.monotonic()
@@ -166,6 +186,10 @@ class ServedRollout(RolloutEngine):
         self._aborting.clear()
         self._ended.clear()
         if self._client is not None:
+            self._let_go()
+            if self._server is None and self._away:
+                with contextlib.suppress(EngineError):  # It goes on for others, if it is still there.
+                    self._resume()
             self._client.close()
         if self._server is not None:
             self._server.stop()
@@ -176,28 +200,18 @@ class ServedRollout(RolloutEngine):
 
     def offload(self) -> None:
         """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
-        self._queue.extendleft(reversed(self._surviving(lambda: self._take(list(self._running)))))
-        if not self._is_on_cpu:
-            self._surviving(self._release)
-        self._is_onloaded = False
+        self._make_room("kv_cache", "weights")
 
     def onload(self) -> None:
-        if not self._is_onloaded and not self._is_on_cpu:
-            self._resume()
+        self._surviving(self._take_again)
         self._is_onloaded = True
 
     def add(self, requests: Sequence[Request]) -> None:
         self._started()
-        known = {job.id for job in self._queue} | {one.job.id for one in self._running.values()}
-        encoded: dict[str, np.ndarray] = {}
-        jobs = []
-        for request in requests:
-            job = job_of(request, self._codec, encoded, vocab_size=self._vocab_size, max_context=self._max_context)
-            if job.id in known:
-                raise EngineError(f"sample {SampleId.unpack(job.id)} is already being generated")
+        known = [*(job.id for job in self._queue), *(one.job.id for one in self._running.values())]
+        jobs = jobs_of(requests, known, self._codec, vocab_size=self._vocab_size, max_context=self._max_context)
+        for job in jobs:
             self._check(job)
-            known.add(job.id)
-            jobs.append(job)
         for job in jobs:
             finish = finish_of_prefix(job)
             if finish is None:
@@ -259,7 +273,8 @@ class ServedRollout(RolloutEngine):
         write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.rollout_dtype or self._source.dtype))
         before = self._held
         try:
-            self._change_weights(fresh, version)
+            if self._is_onloaded:
+                self._change_weights(fresh, version)
         except EngineError:
             if not self._restart(fresh, version):
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -274,11 +289,40 @@ class ServedRollout(RolloutEngine):
         self._started()
         return read_tensors(self._held)
 
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """By the server itself, whose weights are not those of its files until it has read them."""
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `logprobs`.")
+        said = []
+        for sequence in sequences:
+            found = self._logprobs_of(list(sequence))
+            if len(found) != len(sequence) - 1:
+                raise EngineError(f"the {self.product} server said {len(found)} log-probabilities of {len(sequence)} given tokens")
+            said.append(np.array(found, np.float32))
+        return said
+
     # The server
+
+    def _make_room(self, *tags: str) -> None:
+        """Have the server give back these parts of the device's memory; what runs goes back to the queue with its tokens."""
+        self._queue.extendleft(reversed(self._surviving(lambda: self._take(list(self._running)))))
+        self._surviving(lambda: self._release([tag for tag in tags if tag not in self._away]))
+        self._is_onloaded = False
+
+    def _take_again(self) -> None:
+        """Have the server take again what it gave back, and read the weights that it lacks."""
+        if "weights" in self._away:
+            self._given = None
+        if self._away:
+            self._resume()
+            self._away = []
+        if self._given != self._held:
+            self._change_weights(self._held, self._version)
 
     def _serve(self) -> str:
         """Start a server with the weights that are held; its address."""
         assert self._place is not None
+        self._given = self._held
         self._server = ServerProcess(self._launch(self._held), self._options.server, self._place / "server.log")
         self._server.start()
         return self._server.url
@@ -302,6 +346,7 @@ class ServedRollout(RolloutEngine):
         self.num_restarts += 1
         server.stop()
         if self._client is not None:
+            self._let_go()
             self._client.close()
         # Of one under which weights have changed it was not said yet which made which token: it begins anew.
         jobs = [one.job if one.is_mixed else self._so_far(one) for one in self._running.values()]
@@ -318,7 +363,7 @@ class ServedRollout(RolloutEngine):
         self._client.open()
         self._came_up()
         self._heard_s = time.monotonic()
-        self._is_onloaded = True
+        self._is_onloaded, self._away = True, []
         return True
 
     def _so_far(self, one: Running) -> Job:
@@ -328,13 +373,18 @@ class ServedRollout(RolloutEngine):
     def _change_weights(self, fresh: Path, version: int) -> None:
         """Have the server read weights; what runs waits meanwhile."""
         keeps = self._options.keeps_caches
-        if self._running:
+        is_paused = bool(self._running) or self._reading_pauses
+        if is_paused:
             self._pause(keeps=keeps)
         try:
-            if self._is_onloaded:
-                self._read_weights(fresh, version, flush=not (keeps and self._running))
+            self._read_weights(fresh, version, flush=not (keeps and self._running))
+            self._given = fresh
+        except EngineError:
+            if self._server is not None:
+                self._server.check()
+            raise
         finally:
-            if self._running:
+            if is_paused:
                 self._unpause()
 
     def _directory(self) -> Path:
@@ -432,10 +482,6 @@ class ServedRollout(RolloutEngine):
         if self._client is None:
             raise EngineError("the engine is not started", now="Call `start` first.")
         return self._client
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        return self._settings.device.partition(":")[0] == "cpu"
 
 
 def load_config(directory: Path) -> Any:

@@ -34,7 +34,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from m2flow.engines.held_files import read_tensors
-from m2flow.engines.sglang_client import SglangClient
+from m2flow.engines.server_client import ServerClient
 from m2flow.errors import EngineError
 
 Way = Literal["files", "tensors", "group"]
@@ -51,7 +51,7 @@ class IntoServer(ABC):
     pauses = True
     """What the server generates must stand still meanwhile."""
 
-    def __init__(self, client: SglangClient) -> None:
+    def __init__(self, client: ServerClient) -> None:
         self._client = client
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Tensors(IntoServer):
         num_ranks: the server's, each of which maps it.
     """
 
-    def __init__(self, client: SglangClient, device: str, num_ranks: int) -> None:
+    def __init__(self, client: ServerClient, device: str, num_ranks: int) -> None:
         super().__init__(client)
         self._device = device
         self._num_ranks = num_ranks
@@ -134,7 +134,7 @@ class Tensors(IntoServer):
 class Broadcast(IntoServer):
     """Rank 0 of a group, whose others are the server's ranks."""
 
-    def __init__(self, client: SglangClient, device: str, num_ranks: int) -> None:
+    def __init__(self, client: ServerClient, device: str, num_ranks: int) -> None:
         super().__init__(client)
         self._device = device
         self._num_ranks = num_ranks
@@ -235,7 +235,7 @@ def way_of(wanted: str, url: str, pipeline_stages: int) -> Way:
     return wanted  # type: ignore[return-value]
 
 
-def open_way(way: Way, client: SglangClient, device: str, num_ranks: int) -> IntoServer:
+def open_way(way: Way, client: ServerClient, device: str, num_ranks: int) -> IntoServer:
     """
     Args:
         device: of this process; the server is on one of the same kind.

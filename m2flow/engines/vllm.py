@@ -23,11 +23,10 @@ take nothing away. What it would say wrongly is refused. Those of `m2flow.engine
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
-import numpy as np
 import torch
 
 from m2flow.engines.contract import Capabilities
@@ -62,18 +61,6 @@ class VllmRollout(ServedRollout):
         into_server=("files",),
         devices=("cuda", "cpu"),
     )
-
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """By the server itself, whose weights are not those of its files until it has read them."""
-        if not self._is_onloaded:
-            raise EngineError("the engine is offloaded", now="Call `onload` before `logprobs`.")
-        said = []
-        for sequence in sequences:
-            found = self._generate_one(list(sequence), prompt_logprobs=0)["prompt_logprobs"]
-            if len(found) != len(sequence):
-                raise EngineError(f"the vLLM server said {len(found)} log-probabilities of {len(sequence)} given tokens")
-            said.append(np.array([of[str(token)]["logprob"] for token, of in zip(sequence[1:], found[1:], strict=True)], np.float32))
-        return said
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
         super().load_weights(_with_head(tensors) if self._is_tied else tensors, version, under_requests=under_requests)
@@ -164,6 +151,10 @@ class VllmRollout(ServedRollout):
         body = self._salted(tokens, {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **parameters})
         return cast(Mapping[str, Any], self._call(_GENERATE, body, timeout_s=timeout_s))
 
+    def _logprobs_of(self, tokens: list[int]) -> list[float]:
+        found = self._generate_one(tokens, prompt_logprobs=0)["prompt_logprobs"]
+        return [of[str(token)]["logprob"] for token, of in zip(tokens[1:], found[1:], strict=False)]
+
     def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
         read = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         self._call("/collective_rpc", read, timeout_s=600.0)
@@ -185,13 +176,21 @@ class VllmRollout(ServedRollout):
     def _have_it_speak(self, timeout_s: float) -> None:
         self._generate_one([0], timeout_s=timeout_s)
 
-    def _release(self) -> None:
-        self._call("/sleep?level=2&mode=keep", {})
+    def _release(self, tags: list[str]) -> None:
+        """On a CPU it has no sleep."""
+        if tags and not self._is_on_cpu:
+            self._call("/sleep?level=2&mode=keep", {})
+            self._away += tags
 
     def _resume(self) -> None:
         self._call("/wake_up?tags=weights", {})
         self._read_weights(self._held, self._version, flush=False)
+        self._given = self._held
         self._call("/wake_up?tags=kv_cache", {})
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._settings.device.partition(":")[0] == "cpu"
 
     @property
     def _logprobs_mode(self) -> str:

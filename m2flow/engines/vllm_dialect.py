@@ -10,8 +10,7 @@ from typing import final
 
 import msgspec
 
-from m2flow.engines.server_client import Dialect, words_of
-from m2flow.engines.sglang_client import FinishReason, Heard, Span
+from m2flow.engines.server_client import Dialect, FinishReason, Heard, Span, words_of
 
 _PREFIX = "generate-tokens-"
 """What the server puts before the name of a request, and wants to hear when it is to end it."""

@@ -145,6 +145,22 @@ def check_weights_travel_and_stamp_their_version(factory: Factory) -> None:
         assert_same_samples(after, generate(second, requests), is_bitwise=not first.capabilities.self_paced)
 
 
+def check_weights_that_come_while_it_is_away_are_those_it_computes_with(factory: Factory) -> None:
+    requests = group_requests(GREEDY)
+    with started(factory) as engine:
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        before = generate(engine, requests)
+        engine.offload()
+        engine.load_weights(changed, 1)
+        engine.onload()
+        after = generate(engine, requests)
+    with started(factory) as engine:
+        engine.load_weights(changed, 1)
+        assert_same_samples(generate(engine, requests), after)
+    assert all((sample.versions == 1).all() for sample in after.values())
+    assert any(not np.array_equal(after[i].logprobs, before[i].logprobs) for i in before)
+
+
 def _in_one_buffer(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """As they come in buckets: each is gone when the next is asked for."""
     for name, tensor in tensors:

@@ -1,0 +1,54 @@
+"""How SGLang is spoken to over HTTP.
+
+Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py), by their public names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import msgspec
+
+from m2flow.engines.server_client import Dialect, FinishReason, Heard, Span, words_of
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    finish_reason: FinishReason | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    weight_versions: list[Span] = []
+    routed_experts: str | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    output_ids: list[int] = []
+    meta_info: _Meta = _Meta()
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+@final
+class SglangDialect(Dialect):
+    """A piece has the new tokens alone, if the server was started so; the last one says which weights made which."""
+
+    product = "SGLang"
+    generate_path = "/generate"
+    abort_path = "/abort_request"
+
+    def named(self, rid: str, body: Mapping[str, object]) -> dict[str, object]:
+        return {**body, "rid": rid, "stream": True}
+
+    def heard(self, rid: str, text: bytes) -> Heard:
+        chunk = _decode(text)
+        if chunk.error:
+            return Heard(rid, [], [], error=words_of(text))
+        meta = chunk.meta_info
+        logprobs = [0.0 if value is None else value for value, *_ in meta.output_token_logprobs]
+        if meta.finish_reason is None:
+            return Heard(rid, chunk.output_ids, logprobs)
+        return Heard(rid, chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions), meta.routed_experts or "")
+
+    def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
+        return [{"rid": rid} for rid in rids]
