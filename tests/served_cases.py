@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent
 
 def small_qwen2(place: Path, **sizes: int) -> Model:
     """Random weights, a context of 2,048 tokens."""
-    config = transformers.Qwen2Config(**{**SMALL, **sizes}, max_position_embeddings=2048, num_key_value_heads=2, tie_word_embeddings=True)
-    return write_model(place, config)
+    sizes = {**SMALL, "max_position_embeddings": 2048, "num_key_value_heads": 2, **sizes}
+    return write_model(place, transformers.Qwen2Config(**sizes, tie_word_embeddings=True))
 
 
 @contextlib.contextmanager
