@@ -25,7 +25,8 @@ def test_a_trainer_of_several_ranks_gives_what_one_of_one_gives(tmp_path: Path, 
     assert same(said, undisturbed("fake"))
 
 
-@pytest.mark.parametrize("rank", ["#1", pytest.param("", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("rank", ["#1", ""])
 def test_a_trainer_that_loses_a_rank_is_restarted_as_a_whole_and_ends_with_the_same_weights(tmp_path: Path, rank: str) -> None:
     arguments = ("fake", "ranks=2", "retry_wait_s=0.0")
     said, lost = disturbed(tmp_path / "runs", arguments, f"train-0{rank}", 9_000, lambda process: process.kill(), returns=False)

@@ -62,6 +62,7 @@ def check_killed_and_resumed(tmp_path: Path, killed_in: str, *more: str) -> None
     assert "has come to its end: there is nothing to resume" in again.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_killed_between_a_gradient_and_its_step_is_resumed_from_the_command_line(tmp_path):
     check_killed_and_resumed(tmp_path, "apply")

@@ -125,6 +125,7 @@ def test_a_worker_that_is_stopped_when_its_controller_is_killed_ends_when_it_is_
     assert not [path for path in left if path.exists()]
 
 
+@pytest.mark.slow
 def test_what_is_left_when_all_processes_of_a_run_are_killed_the_next_run_removes(tmp_path):
     process = start(tmp_path, "forever")
     try:
