@@ -12,7 +12,7 @@ from typing import Literal, NoReturn, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from m2flow.errors import SpecError
 
@@ -421,16 +421,44 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         raise SpecError(f"not YAML: {error}", where=str(path)) from None
     if not isinstance(data, dict):
         raise SpecError("a cluster spec is a mapping, like `placement: split`", where=str(path))
+    _refuse_twins(root, str(path))
     try:
         spec = ClusterSpec.model_validate(data)
         return spec.model_copy(update={"devices": str(file.parent / spec.devices)}) if spec.devices else spec
     except ValidationError as error:
-        first = error.errors()[0]
-        names = [str(part) for part in first.get("ctx", {}).get("at", first["loc"])]
-        line, column = _place_of(root, names)
+        wrong = [(_place_of(root, names), names, one) for one in error.errors() for names in [_names_of(one)]]
+        (line, column), names, first = min(wrong, key=lambda found: found[0])
         is_unknown = first["type"] == "extra_forbidden"
         what = f"{'.'.join(names)}: {'no such field' if is_unknown else first['msg']}"
         raise SpecError(what, where=f"{path}:{line}:{column}", now=_nearest(names) if is_unknown else "") from None
+
+
+def _names_of(error: ErrorDetails) -> list[str]:
+    """The field that it is about, from the outermost."""
+    return [str(part) for part in error.get("ctx", {}).get("at", error["loc"])]
+
+
+def _refuse_twins(root: yaml.Node | None, path: str) -> None:
+    """YAML takes the last of two values of one field, and nobody would know."""
+    waiting, met = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node in met:  # An alias.
+            continue
+        met.add(node)
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines:
+                    where = f"{path}:{line}:{key.start_mark.column + 1}"
+                    raise SpecError(
+                        f"{name} is said twice, in line {lines[name]} too", where=where, now="The last would count: leave one out."
+                    )
+                lines[name] = line
+                waiting.append(value)
 
 
 def _place_of(node: yaml.Node | None, names: list[str]) -> tuple[int, int]:

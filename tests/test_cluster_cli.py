@@ -79,6 +79,7 @@ def missing(tmp_path: Path, text: str, *arguments: object) -> dict[str, str]:
         ("rollout: {engine: embeded}\n", "rollout engine", "embeded"),
         ("channels: {transport: tcp, keys: nowhere.key}\n", "key", "can't read the key nowhere.key"),
         ("device: cuda:0\n", "gpu devices", "none, and the spec says device: cuda:0"),
+        ("pools: {main: {device: h100x}}\n", "devices", "pools.main.device: there is no device 'h100x'"),
     ],
 )
 def test_check_says_what_is_missing(tmp_path: Path, text: str, name: str, value: str) -> None:
@@ -93,3 +94,10 @@ def test_check_finds_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port}" in missing(tmp_path, f"channels: {{transport: tcp, port: {port}}}\n")["port"]
+
+
+def test_what_is_only_thought_of_is_to_be_planned_and_what_is_here_to_be_run(tmp_path: Path) -> None:
+    (tmp_path / "here.yaml").write_text("name: here\n")
+    (tmp_path / "there.yaml").write_text("name: there\npools: {main: {device: h100}}\n")
+    assert "Nothing is missing: m2flow run" in m2flow("cluster", "check", tmp_path / "here.yaml").output
+    assert "Nothing is missing: m2flow plan" in m2flow("cluster", "check", tmp_path / "there.yaml").output

@@ -50,6 +50,17 @@ def test_an_unknown_field_further_in_is_found_among_its_neighbours(tmp_path: Pat
     assert error.now == "Did you mean 'token_budget'?"
 
 
+def test_a_field_that_is_there_twice_is_refused_where_it_is_for_the_second_time(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "name: mine\nrollout:\n  workers: 1\n  threads: 1\n  workers: 2\n")
+    assert error.where.endswith(":5:3")
+    assert error.what == "workers is said twice, in line 3 too"
+
+
+def test_of_several_mistakes_the_first_in_the_file_is_told(tmp_path: Path) -> None:
+    error = _refused(tmp_path, "train:\n  token_buget: 4\nrollout:\n  workers: -1\n")
+    assert error.where.endswith(":2:3")
+
+
 def test_a_field_like_no_other_is_answered_with_all_of_them(tmp_path: Path) -> None:
     error = _refused(tmp_path, "functions:\n  zzz: 1\n")
     assert error.now == "There are workers, chunk, concurrency, patience_s, latency_s."

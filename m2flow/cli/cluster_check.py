@@ -68,7 +68,13 @@ def command(file: Path, flow: str | None, runs_dir: Path, *, as_json: bool) -> N
     if missing:
         sys.exit(1)
     if not as_json:
-        click.echo(f"Nothing is missing: m2flow run {flow or 'flows/grpo.py'} --cluster {file}")
+        verb = "plan" if _is_a_thought(spec) else "run"
+        click.echo(f"Nothing is missing: m2flow {verb} {flow or 'flows/grpo.py'} --cluster {file}")
+
+
+def _is_a_thought(spec: ClusterSpec) -> bool:
+    """It is of devices that nobody has said where to find: `m2flow run` would refuse it."""
+    return bool(spec.pools) and spec.launcher == "local"
 
 
 def models_of(flow: str) -> tuple[str, ...]:
@@ -83,8 +89,8 @@ def models_of(flow: str) -> tuple[str, ...]:
 def check(spec: ClusterSpec, *, runs_dir: Path, models: tuple[str, ...] = ()) -> dict[str, list[Finding]]:
     """Node -> what was found there."""
     asked = Question(spec, True, platform.python_version(), __version__, "", models)
-    here = list(answer(asked))
-    if spec.pools and spec.launcher == "local":
+    here = [*answer(asked), *_devices(spec)]
+    if _is_a_thought(spec):
         here.append(Finding("pools", "optional", "to plan and simulate with: the local launcher runs on this machine alone"))
     if spec.launcher == "local":
         return {_HERE: here}
@@ -180,6 +186,19 @@ def _engines(spec: ClusterSpec) -> Iterator[Finding]:
             yield Finding(f"{kind} engine", "missing", f"{name} lacks {', '.join(info.missing)}", how)
         else:
             yield Finding(f"{kind} engine", "ok", name)
+
+
+def _devices(spec: ClusterSpec) -> Iterator[Finding]:
+    """Whether the device list has what the pools are of."""
+    if spec.pools:
+        from m2flow.micro.costs.pools import pools_of
+
+        try:
+            pools = pools_of(spec)
+        except SpecError as error:
+            yield Finding("devices", "missing", f"{error.where}: {error.what}" if error.where else error.what, error.now)
+        else:
+            yield Finding("devices", "ok", ", ".join(f"{pool.num_devices} {spec.pools[name].device}" for name, pool in pools.items()))
 
 
 def _keys(spec: ClusterSpec) -> Iterator[Finding]:
