@@ -109,6 +109,41 @@ def test_a_sample_that_nobody_goes_on_with_has_a_life_too() -> None:
     assert {life.attributes["finish"] for life in lives} == {"given_up"}
 
 
+def test_an_engine_drains_from_the_first_sample_that_nobody_follows_until_the_switch() -> None:
+    recorder = Recorder("rollout-0")
+    with bench_of(recorder) as bench:
+        for call in (1, 2):
+            bench.generate(generate_call(call), make_ids(call, 8).tolist(), prompts(8))
+            steps(bench, 200)
+        bench.switch("train")
+        spans = spans_of(recorder.drain())
+        bench.switch("rollout")
+        bench.switch("train")
+        assert not [span for span in spans_of(recorder.drain()) if span.name == "switch.drain"]
+    (drain,) = [span for span in spans if span.name == "switch.drain"]
+    (switch,) = [span for span in spans if span.name == "switch"]
+    lives = [span for span in spans if span.name == "sample" and span.attributes["call"] == 2]
+    assert drain.end_ns <= switch.start_ns
+    assert drain.start_ns in {life.end_ns for life in lives}
+    assert drain.attributes["num_drained"] == sum(life.end_ns >= drain.start_ns for life in lives)
+    assert 1 <= sum(life.end_ns > drain.start_ns for life in lives) < 4  # Four run at a time, so that many had begun and not ended.
+    assert drain.attributes["num_aborted"] == 0
+
+
+def test_what_is_stopped_while_an_engine_drains_is_counted() -> None:
+    recorder = Recorder("rollout-0")
+    with bench_of(recorder) as bench:
+        bench.generate(generate_call(1), make_ids(1, 4).tolist(), prompts(4))
+        steps(bench, 1)
+        bench.stop(1)
+        bench.switch("train")
+    spans = spans_of(recorder.drain())
+    (drain,) = [span for span in spans if span.name == "switch.drain"]
+    finishes = Counter(span.attributes["finish"] == "abort" for span in spans if span.name == "sample")
+    assert (drain.attributes["num_drained"], drain.attributes["num_aborted"]) == (finishes[False], finishes[True])
+    assert finishes[True]
+
+
 def test_a_thinned_recording_merges_steps_and_keeps_one_group_in_so_many() -> None:
     whole, thin = Recorder("rollout-0"), Recorder("rollout-0")
     for recorder, every in ((whole, 1), (thin, 4)):

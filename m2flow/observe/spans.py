@@ -73,6 +73,8 @@ class SpanName(enum.StrEnum):
     """A rollout engine takes version `version` in."""
     SWITCH = "switch"
     """A context switch: one engine leaves a device, another takes it."""
+    DRAIN = "switch.drain"
+    """Before one: a rollout engine runs out of samples, from the first that left with none waiting until the switch. Not work."""
     OFFLOAD = "switch.offload"
     """Of one, an engine leaving, with the bytes that it gave back of the device."""
     ONLOAD = "switch.onload"
@@ -83,7 +85,7 @@ class SpanName(enum.StrEnum):
     """Nothing to do, or blocked on a peer. Not work."""
 
 
-IDLE_NAMES = frozenset({SpanName.SAMPLE, SpanName.SEND, SpanName.WAIT})
+IDLE_NAMES = frozenset({SpanName.SAMPLE, SpanName.DRAIN, SpanName.SEND, SpanName.WAIT})
 """Names whose spans do not make a lane busy."""
 
 _ENGINES = {"rollout": "rollout", "sample": "rollout", "function": "function", "train": "train"}

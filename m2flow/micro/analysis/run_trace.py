@@ -32,6 +32,7 @@ _BY_NAME = {
     SpanName.SWITCH: SWITCH,
     SpanName.OFFLOAD: SWITCH,
     SpanName.ONLOAD: SWITCH,
+    SpanName.DRAIN: WAIT,
     SpanName.SEND: WAIT,
     SpanName.WAIT: WAIT,
     SpanName.SAMPLE: LIFE,

@@ -96,6 +96,7 @@ class Workbench:
         self._make_train = make_train
         self._run, self._run_seed = Path(run_dir).resolve().name, run_seed
         self._recorder, self._lives = recorder, Lives(recorder, every=record_every)
+        self._draining = handing_over.Draining(recorder)
         self._gather_ns = gather_s * 1e9
         self._restore = restore or {}
         """Role -> the part of a checkpoint that its trainer begins with."""
@@ -177,6 +178,7 @@ class Workbench:
         for row, r in enumerate(requests):
             self._growing[r.id] = Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
         self._lives.began({r.id: len(r.prefix) for r in requests})
+        self._draining.given(call.role)
         self._had += sum(len(r.prefix) for r in requests)
 
     @accounted("rollout")
@@ -189,6 +191,7 @@ class Workbench:
                 end = now_ns()
                 self._lives.stepped(role, start, end, num_running, engine.version)
                 self._finished += [(generated, end) for generated in finished]
+                self._draining.left(role, engine, end, num_ended=len(finished))
         is_last = len(self._finished) == len(self._growing)
         if is_last:
             self._lives.flush()
@@ -204,7 +207,7 @@ class Workbench:
     def abort(self, call: int) -> dict[int, int]:
         """Give up what generates for a call; how many tokens each sample had by then, of those that had some."""
         ids = self._growing_for(call)
-        gone = [generated for engine in self._rollout.values() for generated in engine.abort(ids)]
+        gone = self._stopped(ids)
         had = {generated.id: len(generated.tokens) for generated in gone}
         had |= {generated.id: len(generated.tokens) for generated, _ in self._finished if self._growing[generated.id].call.ordinal == call}
         for packed in ids:
@@ -213,6 +216,15 @@ class Workbench:
             self._lives.given_up(call, packed, gone_now.start_ns, num, version, had=gone_now.had, waited_us=gone_now.waited_us)
         self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
         return {packed: count for packed, count in had.items() if count}
+
+    def _stopped(self, ids: Sequence[int]) -> list[Generated]:
+        """These samples as their engines give them up."""
+        found = []
+        for role, engine in self._rollout.items():
+            gone = engine.abort(ids)
+            self._draining.left(role, engine, now_ns(), num_stopped=len(gone))
+            found += gone
+        return found
 
     def _leave(self, packed: int, num_tokens: int) -> Growing:
         """A sample grows here no more; it has so many tokens."""
@@ -231,7 +243,7 @@ class Workbench:
         """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""
         is_done = {generated.id for generated, _ in self._finished}
         wanted = [packed for packed in ids if packed in self._growing and packed not in is_done]
-        stopped = [generated for engine in self._rollout.values() for generated in engine.abort(wanted)]
+        stopped = self._stopped(wanted)
         for generated in stopped:
             if not len(generated.tokens):
                 self._leave(generated.id, 0)
@@ -414,6 +426,9 @@ class Workbench:
     @accounted("switch")
     def switch(self, to: str) -> None:
         """Hand the device to the engines of another turn."""
+        for slot, _ in self._of_turn(self._turn):
+            if slot.kind == "rollout":
+                self._draining.over(slot.role)
         with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
             for slot, engine in self._of_turn(self._turn):
                 handing_over.leave(self._recorder, slot, engine)
