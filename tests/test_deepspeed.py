@@ -7,17 +7,22 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+import transformers
 from adapted_trainers import adapted_model, check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
 from test_scalar_heads import random_model
-from test_train_engines import CONFIGS, VOCABULARY, write_model
+from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
+from m2flow.engines import autotp, packing, ulysses
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.deepspeed import DeepSpeedTrain
 from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.hf_model import load_model
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW, Model
 from m2flow.testing.mirrored import Followers, Mirrored
@@ -59,14 +64,15 @@ class TestDeepSpeedHeads(ScalarHeadSuite):
         self.path, self.followers = Path(model.path), followers
 
     def make(self, head: str) -> TrainEngine:
-        return deepspeed(random_model(self.path, head), 2, self.followers, zero=2)
+        options = {"sp": 2} if head == "score" else {}
+        return deepspeed(random_model(self.path, head), 2, self.followers, zero=2, **options)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
-@pytest.mark.parametrize("zero", [1, 3])
-def test_adapters_are_those_of_the_embedded_trainer(zero: int, followers: Followers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"zero": 1, "sp": 2}, {"zero": 3}], ids=str)
+def test_adapters_are_those_of_the_embedded_trainer(options: dict[str, int], followers: Followers, tmp_path: Path) -> None:
     model = adapted_model(tmp_path / "model")
-    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: deepspeed(model, 2, followers, zero=zero), tmp_path)
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: deepspeed(model, 2, followers, **options), tmp_path)
 
 
 def test_the_weights_beside_adapters_are_not_rounded(tmp_path: Path) -> None:
@@ -75,19 +81,24 @@ def test_the_weights_beside_adapters_are_not_rounded(tmp_path: Path) -> None:
     assert "dtype='bfloat16'" in str(raised.value)
 
 
-@pytest.mark.parametrize(("zero", "num_ranks"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(1, {"zero": 0}), (2, {"zero": 1}), (2, {"zero": 2}), (2, {"zero": 3}), (2, {"zero": 0, "tp": 2}), (2, {"zero": 1, "tp": 2})],
+    ids=str,
+)
 def test_a_checkpoint_goes_on_with_any_trainer_any_stage_and_any_number_of_ranks(
-    zero: int, num_ranks: int, model: Model, followers: Followers, tmp_path: Path
+    num_ranks: int, options: dict[str, int], model: Model, followers: Followers, tmp_path: Path
 ) -> None:
     batch = samples(VOCABULARY)
-    with started(deepspeed(model, num_ranks, followers, zero=zero)) as engine:
+    with started(deepspeed(model, num_ranks, followers, **options)) as engine:
         for recipe in (RECIPE, NEXT):
             step(engine, batch, recipe)
         engine.save(str(tmp_path / "there"))
         for recipe in (NEXT, RECIPE):
             step(engine, batch, recipe)
         whole = copied(engine)
-    others = (EmbeddedTrain(model, EngineSettings()), deepspeed(model, 1, followers, zero=2), deepspeed(model, 2, followers, zero=3))
+    others = [EmbeddedTrain(model, EngineSettings()), deepspeed(model, 2, followers, zero=3)]
+    others += [deepspeed(model, 2, followers, **options)] if "tp" in options else [deepspeed(model, 1, followers, zero=2)]
     for other in others:
         with started(other):
             other.load(str(tmp_path / "there"))
@@ -98,7 +109,13 @@ def test_a_checkpoint_goes_on_with_any_trainer_any_stage_and_any_number_of_ranks
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero": 2, "offload_optimizer": True}, {"zero": 3, "offload_parameters": True}, {"zero": 3, "activation_checkpointing": True}],
+    [
+        {"zero": 2, "offload_optimizer": True},
+        {"zero": 3, "offload_parameters": True},
+        {"zero": 3, "offload_optimizer": True, "tp": 2},
+        {"zero": 3, "activation_checkpointing": True},
+        {"zero": 2, "activation_checkpointing": True, "sp": 2},
+    ],
     ids=str,
 )
 def test_what_saves_memory_changes_no_number(options: dict[str, int | bool], model: Model, followers: Followers) -> None:
@@ -114,25 +131,56 @@ def test_what_saves_memory_changes_no_number(options: dict[str, int | bool], mod
     assert distance(results[1], results[0]) < 1e-4
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_ranks", [2, 1])  # A process that was one of one does not become one of two in stage 3: the library waits.
-def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
-    zero: int, num_ranks: int, model: Model, followers: Followers
-) -> None:
+def numbers_of(engine: TrainEngine) -> list[dict[str, npt.NDArray[Any]]]:
+    """Of a trainer: log-probabilities; then sums, metrics and weights of three steps, each cut otherwise."""
     batch = samples(VOCABULARY, num_prompts=5)
-    results = []
-    for engine in (EmbeddedTrain(model, EngineSettings()), deepspeed(model, num_ranks, followers, zero=zero)):
-        with started(engine):
-            found = [{"logprobs": np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)}]
-            for size, recipe in ((5, LINEAR), (4, replace(LINEAR, max_grad_norm=2.0)), (20, LINEAR)):
-                sums = [engine.accumulate(batch.take(np.arange(i, min(20, i + size))), PPO) for i in range(0, 20, size)]
-                metrics = dict(engine.apply(recipe, 7.0))
-                found.append({f"{i}/{key}": value for i, one in enumerate(sums) for key, value in metric_weights(one).items()})
-                found.append({key: np.array([value]) for key, value in metrics.items()})
-                found.append(copied(engine))
-            results.append(found)
-    for found, expected in zip(results[1], results[0], strict=True):
+    with started(engine):
+        found = [{"logprobs": np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)}]
+        for size, recipe in ((5, LINEAR), (4, replace(LINEAR, max_grad_norm=2.0)), (20, LINEAR)):
+            sums = [engine.accumulate(batch.take(np.arange(i, min(20, i + size))), PPO) for i in range(0, 20, size)]
+            metrics = dict(engine.apply(recipe, 7.0))
+            found.append({f"{i}/{key}": np.asarray(value) for i, one in enumerate(sums) for key, value in metric_weights(one).items()})
+            found.append({key: np.array([value]) for key, value in metrics.items()})
+            found.append(copied(engine))
+    return found
+
+
+@pytest.fixture(scope="module")
+def numbers(model: Model) -> list[dict[str, npt.NDArray[Any]]]:
+    return numbers_of(EmbeddedTrain(model, EngineSettings()))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(2, {}), (2, {"tp": 2}), (2, {"sp": 2}), (1, {})],  # A process that was one of one does not become one of two in stage 3: it waits.
+    ids=str,
+)
+def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
+    zero: int, num_ranks: int, options: dict[str, int], model: Model, followers: Followers, numbers: list[dict[str, npt.NDArray[Any]]]
+) -> None:
+    for found, expected in zip(numbers_of(deepspeed(model, num_ranks, followers, zero=zero, **options)), numbers, strict=True):
         assert distance(found, expected) < 1e-5
+
+
+def test_norms_of_a_ranks_own_heads_have_the_gradient_of_all(followers: Followers, tmp_path: Path) -> None:
+    model = write_model(tmp_path, transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16))
+    expected = numbers_of(EmbeddedTrain(model, EngineSettings()))
+    for one, other in zip(numbers_of(deepspeed(model, 2, followers, zero=2, tp=2)), expected, strict=True):
+        assert distance(one, other) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"zero": 3, "tp": 2}, {"zero": 1, "sp": 2}], ids=str)
+def test_two_groups_of_two_ranks_compute_what_one_rank_does(
+    options: dict[str, int], model: Model, numbers: list[dict[str, npt.NDArray[Any]]]
+) -> None:
+    followers = Followers(3)
+    try:
+        for found, expected in zip(numbers_of(deepspeed(model, 4, followers, **options)), numbers, strict=True):
+            assert distance(found, expected) < 1e-5
+    finally:
+        followers.close()
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -167,14 +215,16 @@ def test_states_leave_the_device_and_come_back_and_can_still_be_saved(zero: int,
         assert distance(copied(engine), results[0]) < 1e-4
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_passes_in_bfloat16_keep_weights_in_float32(zero: int, model: Model) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(2, {"zero": 2, "tp": 2}), (1, {"zero": 1}), (1, {"zero": 2}), (1, {"zero": 3})], ids=str
+)
+def test_passes_in_bfloat16_keep_weights_in_float32(num_ranks: int, options: dict[str, int], model: Model, followers: Followers) -> None:
     batch = samples(VOCABULARY)
     with started(EmbeddedTrain(model, EngineSettings())) as engine:
         first = copied(engine)
         step(engine, batch, LINEAR)
         exact = copied(engine)
-    with started(DeepSpeedTrain(model, EngineSettings(options={"zero": zero, "compute_dtype": "bfloat16"}))) as engine:
+    with started(deepspeed(model, num_ranks, followers, compute_dtype="bfloat16", **options)) as engine:
         assert distance(copied(engine), first) == 0
         step(engine, batch, LINEAR)
         found = copied(engine)
@@ -200,8 +250,10 @@ def test_a_first_step_is_as_long_in_bfloat16_as_it_should_be(model: Model) -> No
         ({"zero": 0, "compute_dtype": "bfloat16"}, "out of reach in bfloat16"),
         ({"zero": 2, "offload_parameters": True}, "can't keep its weights in the host's memory"),
         ({"compute_dtype": "fp8"}, "no passes in 'fp8'"),
-        ({"tp": 2}, r"AutoTP(.|\n)*engine: fsdp, ranks: 2, options: {tp: 2}"),
-        ({"sp": 2}, r"Ulysses(.|\n)*activation_checkpointing: true"),
+        ({"tp": 2}, r"tp is 2, which does not divide 1 ranks(.|\n)*multiple of train.options.tp"),
+        ({"sp": 2}, "sp is 2, which does not divide 1 ranks"),
+        ({"autotp_size": 2}, r"no option of that name(.|\n)*tp: 2"),
+        ({"sequence_parallel_size": 2}, r"no option of that name(.|\n)*sp: 2"),
         ({"offload_optimizer": "nvme"}, r"NVMe(.|\n)*offload_optimizer: true"),
         ({"nvme_path": "/mnt/nvme"}, r"NVMe(.|\n)*offload_parameters: true"),
     ],
@@ -262,7 +314,19 @@ def test_a_stage_3_before_it_in_one_of_the_processes_changes_no_gradient_of_stag
     assert distance(results[1], results[0]) < 1e-4  # Of differences of weights, which are themselves rounded.
 
 
-def deepspeed(model: Model, num_ranks: int, followers: Followers, **options: int | bool) -> TrainEngine:
+def test_layers_and_sequences_are_not_split_at_once_and_heads_must_divide(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="sequences over others at once"):
+        DeepSpeedTrain(model, EngineSettings(num_ranks=4, options={"tp": 2, "sp": 2}))
+    with pytest.raises(EngineError, match="adapters are not split"):
+        DeepSpeedTrain(adapted_model(tmp_path), EngineSettings(num_ranks=2, options={"tp": 2}))
+    loaded = load_model(model, device="cpu", attention=packing.ATTENTION)
+    with pytest.raises(EngineError, match="tp is 3, which does not divide the model's num_attention_heads"):
+        autotp.Split(loaded, 3)
+    with pytest.raises(EngineError, match="sp is 3, which does not divide the model's num_attention_heads"):
+        ulysses.check_heads(loaded.config, 3)
+
+
+def deepspeed(model: Model, num_ranks: int, followers: Followers, **options: int | bool | str) -> TrainEngine:
     settings = EngineSettings(options=options)
     return DeepSpeedTrain(model, settings) if num_ranks == 1 else Mirrored(DeepSpeedTrain, model, settings, followers)
 

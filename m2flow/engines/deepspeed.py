@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.engines import allocator, checkpoint, compiling, deepspeed_options, lora, packing, scalar_head
+from m2flow.engines import allocator, autotp, checkpoint, compiling, deepspeed_options, lora, packing, scalar_head, ulysses
 from m2flow.engines.adamw import learning_rate
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
@@ -54,17 +54,24 @@ class DeepSpeedTrain(RankedTrain):
         heads=tuple(scalar_head.HEADS),
         lora=True,
         devices=("cpu", "cuda"),
-        parallel_layouts=ParallelLayouts(dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
+        parallel_layouts=ParallelLayouts(tp=None, sp=None, dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
     )
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)
         self._options = deepspeed_options.read(settings.options, model.dtype)
+        deepspeed_options.check_ranks(self._options, settings.num_ranks)
         deepspeed_options.check_adapters(self._options, model)
         self._engine: Any = None
         self._num_pending = 0
         """Backward passes since the last step."""
         self._is_away = False
+        self._split: autotp.Split | None = None
+        self._sequence: ulysses.Sequence | None = None
+
+    @property
+    def _num_alike(self) -> int:
+        return self._options.tp * self._options.sp
 
     def start(self) -> None:
         if torch.device(self._settings.device).type == "cpu":
@@ -80,6 +87,10 @@ class DeepSpeedTrain(RankedTrain):
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
         self._demonstrations = Demonstrations(self._codec)
+        if self._options.tp > 1:
+            self._split = self._together(lambda: autotp.Split(self._model, self._options.tp))
+        if self._options.sp > 1:
+            self._sequence = self._together(lambda: ulysses.Sequence(self._model, self._ranks.neighbours(self._options.sp)))
         if self._options.activation_checkpointing:
             _recompute_layers(self._model)
         self._root = Root(self._model, self._source.head)
@@ -223,6 +234,13 @@ class DeepSpeedTrain(RankedTrain):
 
     # Passes
 
+    def _said(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
+        if self._sequence is None:
+            return super()._said(packed, temperature)
+        own, which = self._sequence.share(packed)
+        found = super()._said(own, None if temperature is None else temperature[which])
+        return {name: self._sequence.gather(values, which) for name, values in found.items()}
+
     def _forward(self, packed: packing.Packed) -> Tensor:
         # Passes without gradient go past the library, which counts what it is called for.
         with _quiet():
@@ -232,7 +250,8 @@ class DeepSpeedTrain(RankedTrain):
     def _backward(self, loss: Tensor) -> None:
         self._num_pending += 1
         with _quiet():
-            self._engine.backward(loss * self._ranks.count)  # The library takes the mean over ranks.
+            # The library takes the mean over those ranks that see other samples, or other parts of them.
+            self._engine.backward(loss * (self._ranks.count // self._options.tp))
 
     def _step(self) -> None:
         self._num_pending = 0
@@ -260,12 +279,20 @@ class DeepSpeedTrain(RankedTrain):
         if tensor.requires_grad and self._has_masters:
             yield self._whole_master(tensor)
         elif not self._is_spread(tensor):
-            yield tensor.detach()
+            yield self._put_together(tensor, tensor.detach())
         else:
             with contextlib.ExitStack() as held:
                 with _quiet():
                     held.enter_context(self._library.zero.GatheredParameters([tensor]))
-                yield tensor.detach()
+                yield self._put_together(tensor, tensor.detach())
+
+    def _put_together(self, tensor: Tensor, part: Tensor) -> Tensor:
+        """A whole tensor of what this rank's layers have of it."""
+        return part if self._split is None else self._split.whole(tensor, part)
+
+    def _part(self, tensor: Tensor, whole: Tensor) -> Tensor:
+        """What this rank's layers have of a whole tensor."""
+        return whole if self._split is None else self._split.part(tensor, whole)
 
     def _is_spread(self, tensor: Tensor) -> bool:
         """Of parameters, those that nothing is trained of too; buffers stay whole."""
@@ -274,20 +301,21 @@ class DeepSpeedTrain(RankedTrain):
     def _whole_master(self, tensor: Tensor) -> Tensor:
         with _quiet():
             found: Tensor = self._library.utils.safe_get_full_fp32_param(tensor)
-        return found
+        return self._put_together(tensor, found)
 
     def _set_master(self, tensor: Tensor, value: Tensor) -> None:
         with _quiet():
-            self._library.utils.safe_set_full_fp32_param(tensor, value.to(self._settings.device, torch.float32))
+            part = self._part(tensor, value).to(self._settings.device, torch.float32).contiguous()
+            self._library.utils.safe_set_full_fp32_param(tensor, part)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         """Give one of the model's tensors another value, which every rank has whole."""
         if self._is_spread(tensor):
             with _quiet(), self._library.zero.GatheredParameters([tensor], modifier_rank=0):
-                tensor.copy_(value)
+                tensor.copy_(self._part(tensor, value))
         else:
-            tensor.copy_(value)
+            tensor.copy_(self._part(tensor, value))
         if self._options.zero and tensor.requires_grad:
             self._set_master(tensor, value)
 
@@ -296,7 +324,8 @@ class DeepSpeedTrain(RankedTrain):
         moments = self._client.moments[recipe]
         zeros = (torch.zeros(()), torch.zeros(()))
         if self._options.zero == 0:
-            return [moments.get(tensor, zeros) for tensor in self._trained]
+            both = ((tensor, moments.get(tensor)) for tensor in self._trained)
+            return [zeros if of is None else (self._put_together(t, of[0]), self._put_together(t, of[1])) for t, of in both]
         found: list[list[Tensor]] = []
         for which in (0, 1):
             # The library gathers weights, and knows no moments but those of its own optimisers: they take the weights' place.
@@ -311,17 +340,18 @@ class DeepSpeedTrain(RankedTrain):
     def _set_moments(self, recipe: AdamW, moments: list[tuple[Tensor, Tensor] | None]) -> None:
         if self._options.zero == 0:
             device = self._settings.device
-            given = zip(self._trained, moments, strict=True)
-            self._client.moments[recipe] = {t: (both[0].to(device), both[1].to(device)) for t, both in given if both is not None}
+            given = ((t, both) for t, both in zip(self._trained, moments, strict=True) if both is not None)
+            parts = {t: [self._part(t, moment).to(device, copy=True) for moment in both] for t, both in given}
+            self._client.moments[recipe] = {t: (both[0], both[1]) for t, both in parts.items()}
             return
-        parts = self._client.parts
-        found: dict[Tensor, list[Tensor]] = {part: [] for part in parts}
+        flat = self._client.parts
+        found: dict[Tensor, list[Tensor]] = {part: [] for part in flat}
         for which in (0, 1):
-            with self._in_place_of_weights({part: torch.zeros_like(part) for part in parts}):
+            with self._in_place_of_weights({part: torch.zeros_like(part) for part in flat}):
                 for tensor, both in zip(self._trained, moments, strict=True):
                     if both is not None:
                         self._set_master(tensor, both[which])
-                for part in parts:
+                for part in flat:
                     found[part].append(part.detach().clone())
         self._client.moments[recipe] = {part: (both[0], both[1]) for part, both in found.items()}
 
@@ -342,9 +372,14 @@ class DeepSpeedTrain(RankedTrain):
         """Hand the model over. What the library rounds on the way is put right: masters, and tables that are computed at loading."""
         masters = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if self._has_masters else {}
         tables = {module: _tables(module) for module in self._model.modules()}
-        config = deepspeed_options.configuration(self._options, pin_memory=self._pins)
+        told = None if self._split is None else self._split.told()
+        config = deepspeed_options.configuration(self._options, pin_memory=self._pins, tensor_parallel=told)
         with _quiet():
             self._engine, *_ = self._library.initialize(model=self._root, optimizer=self._client, config=config)
+        if (split := self._split) is not None:
+            self._engine.first_dataloader_check.remove()  # It would send the first micro-batch to the other ranks, pickled.
+            self._together(lambda: split.done(self._library.utils.groups.get_tensor_model_parallel_group()))
+            self._client.norm_over, self._client.square = split.total, split.square
         if self._options.zero:
             self._client.norm_over = self._total
         for module, of_one in tables.items():
@@ -354,12 +389,22 @@ class DeepSpeedTrain(RankedTrain):
             self._set(self._tensors[name], value)
         if not self._client.parts:
             self._show_parts()
+        if self._split is not None and self._options.zero:
+            self._mark_repeated(self._split)
+
+    def _mark_repeated(self, split: autotp.Split) -> None:
+        """Show where flat parts hold what every rank of a tensor group has."""
+        with self._in_place_of_weights({part: torch.zeros_like(part) for part in self._client.parts}):
+            for tensor in self._trained:
+                if not split.is_split(tensor):
+                    self._set_master(tensor, torch.ones(getattr(tensor, "ds_shape", tensor.shape)))
+            split.mark(self._client.parts)
 
     def _show_parts(self) -> None:
         """A pass that counts nothing, and a step with nothing due: stage 3 shows its parts to an optimiser in a step alone."""
         tokens, mask = Ragged.of([[0, 0]], np.int32), Ragged.of([[False, True]], np.bool_)
         packed = packing.pack(make_ids(0, 1), tokens, mask, device=self._settings.device)
-        self._backward(self._forward(packed).float().sum() * 0.0)
+        self._backward(sum(values.float().sum() for values in self._said(packed, None).values()) * 0.0)
         self.discard()
 
     def _total(self, square: Tensor) -> Tensor:

@@ -22,22 +22,15 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _OF_THE_PASSES = ("logprob_tokens", "share_prompts")
 """Options that the embedded trainer reads by itself."""
 
-_TENSOR_PARALLEL = (
-    "no tensor parallelism (AutoTP): nothing public of the library puts a weight together again that it has split, so neither a checkpoint "
-    "nor a rollout engine could have it",
-    "Take `train: {engine: fsdp, ranks: 2, options: {tp: 2}}`, or spread whole layers with zero: 3.",
-)
-_SEQUENCE_PARALLEL = (
-    "no sequence parallelism (Ulysses): it replaces the attention by which micro-batches are packed without padding here",
-    "Take more ranks, which share out whole sequences, and activation_checkpointing: true or a smaller token_budget for long ones.",
-)
+_TENSOR_PARALLEL = ("no option of that name", "Write tp: 2 for ranks that split layers among them (AutoTP).")
+_SEQUENCE_PARALLEL = ("no option of that name", "Write sp: 2 for ranks that split sequences among them (Ulysses).")
 _NVME = (
     "no states on an NVMe drive: what swaps them there knows the library's own optimisers alone, and flows have one for each recipe",
     "Write offload_optimizer: true and, with zero: 3, offload_parameters: true for the host's memory.",
 )
 _REFUSED = {
-    **dict.fromkeys(("tp", "autotp_size", "tensor_parallel"), _TENSOR_PARALLEL),
-    **dict.fromkeys(("sp", "ulysses", "sequence_parallel", "sequence_parallel_size"), _SEQUENCE_PARALLEL),
+    **dict.fromkeys(("autotp_size", "tensor_parallel"), _TENSOR_PARALLEL),
+    **dict.fromkeys(("ulysses", "sequence_parallel", "sequence_parallel_size"), _SEQUENCE_PARALLEL),
     **dict.fromkeys(("nvme", "nvme_path"), _NVME),
 }
 """What the library has and this engine has not: why, and what instead."""
@@ -49,6 +42,10 @@ class Options:
 
     zero: int = 1
     """ZeRO stage. 0: nothing is spread. 1: the optimiser's state. 2: gradients too. 3: weights too."""
+    tp: int = 1
+    """Neighbouring ranks that split the layers among them (AutoTP)."""
+    sp: int = 1
+    """Neighbouring ranks that have a part of each sequence, and in the attention a part of the heads (Ulysses)."""
     compute_dtype: str = ""
     """Type of the passes; by default the model's own. Below float32, weights and moments are kept in float32 beside it."""
     offload_optimizer: bool = False
@@ -108,8 +105,24 @@ def _check(options: Options) -> None:
         raise EngineError(f"ZeRO stage {options.zero} can't keep its weights in the host's memory", now="Write zero: 3.")
 
 
+def check_ranks(options: Options, num_ranks: int) -> None:
+    """Raises `EngineError`: so many ranks are no groups of that size."""
+    for name in ("tp", "sp"):
+        degree = getattr(options, name)
+        if degree < 1 or num_ranks % degree:
+            raise EngineError(
+                f"{name} is {degree}, which does not divide {num_ranks} ranks", now=f"Give train.ranks a multiple of train.options.{name}."
+            )
+    if options.tp > 1 and options.sp > 1:
+        raise EngineError(
+            "layers are not split over some ranks and sequences over others at once", now="Leave tp or sp out; zero: 3 spreads weights too."
+        )
+
+
 def check_adapters(options: Options, model: Model) -> None:
     """Raises `EngineError`: what is not trained would be rounded, and the checkpoint with it."""
+    if model.lora is not None and options.tp > 1:
+        raise EngineError("adapters are not split over tensor-parallel ranks", now="Leave tp out, and spread the base with zero: 3.")
     if model.lora is not None and options.compute_dtype != model.dtype:
         raise EngineError(
             f"DeepSpeed would round the weights beside the adapters from {model.dtype} to {options.compute_dtype}, and keep no others",
@@ -117,11 +130,12 @@ def check_adapters(options: Options, model: Model) -> None:
         )
 
 
-def configuration(options: Options, *, pin_memory: bool) -> dict[str, Any]:
+def configuration(options: Options, *, pin_memory: bool, tensor_parallel: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What `deepspeed.initialize` is told.
 
     Args:
         pin_memory: what is in the host's memory is for a device that reads it there.
+        tensor_parallel: how layers are split.
     """
     zero: dict[str, Any] = {
         "stage": options.zero,
@@ -151,6 +165,8 @@ def configuration(options: Options, *, pin_memory: bool) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
+    if tensor_parallel is not None:
+        told["tensor_parallel"] = dict(tensor_parallel)
     if options.compute_dtype == "bfloat16":
         told["bf16"] = {"enabled": True}
         told["data_types"] = {"grad_accum_dtype": "fp32"}

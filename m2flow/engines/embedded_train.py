@@ -225,9 +225,12 @@ class EmbeddedTrain(TrainEngine):
 
     def _outputs(self, batch: Batch, packed: packing.Packed) -> dict[str, Tensor]:
         """What the model itself says of each masked token, each [T]."""
+        return self._said(packed, self._temperature(batch) if self._source.head == "lm" else None)
+
+    def _said(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
         if self._source.head != "lm":
             return {"values": self._forward(packed)}
-        logprobs, entropy = token_logprobs(self._forward(packed), packed.targets, self._temperature(batch))
+        logprobs, entropy = token_logprobs(self._forward(packed), packed.targets, temperature)
         return {"logprobs": logprobs, "entropy": entropy}
 
     def _forward(self, packed: packing.Packed) -> Tensor:

@@ -8,9 +8,11 @@ is one that loads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -39,23 +41,35 @@ def export_model(checkpoint: Path, out: Path) -> dict[str, Tensor]:
     if not (checkpoint / "config.json").is_file():
         kept = ", ".join(sorted(file.name for file in checkpoint.iterdir()))
         raise ModelError(f"{checkpoint} has no Hugging Face model", now=f"Its train engine keeps something else there: {kept}.")
-    if out.exists():
-        raise EngineError(f"{out} exists already", now="Name another directory, or remove it.")
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
-    try:
-        fresh.mkdir(parents=True)
+    with put_in_place(out) as fresh:
+        fresh.mkdir()
         for file in sorted(checkpoint.iterdir()):
             if file.is_file() and not file.name.startswith(_OURS):
                 shutil.copyfile(file, fresh / file.name)
         if parts := parts_of(checkpoint):
             _written_whole(fresh, parts)
         weights = _loaded_as_saved(fresh)
+    return weights
+
+
+@contextlib.contextmanager
+def put_in_place(out: Path) -> Iterator[Path]:
+    """A directory beside `out`, to be made and filled, that becomes `out` if nothing is raised, and is gone otherwise.
+
+    Raises:
+        EngineError: `out` is there already, or can't be written.
+    """
+    if out.exists():
+        raise EngineError(f"{out} exists already", now="Name another directory, or remove it.")
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
+    try:
+        fresh.parent.mkdir(parents=True, exist_ok=True)
+        yield fresh
         fresh.rename(out)
     except OSError as error:
         raise EngineError(f"{out} can't be written: {error}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return weights
 
 
 def _written_whole(directory: Path, weights: dict[str, Tensor]) -> None:

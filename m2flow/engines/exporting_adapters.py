@@ -13,7 +13,6 @@ Limit: a base with files of its own. One that was drawn at random, or came out o
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -26,8 +25,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from m2flow.engines.checkpoint import named_weights
+from m2flow.engines.exporting import put_in_place
 from m2flow.engines.registry import check_adapters
-from m2flow.errors import EngineError, ModelError
+from m2flow.errors import ModelError
 
 _ADAPTER = "adapter"
 _BESIDE = ("tokenizer", "special_tokens", "chat_template", "vocab", "merges", "added_tokens")
@@ -49,8 +49,6 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
     check_adapters()
     if not (checkpoint / _ADAPTER).is_dir():
         raise ModelError(f"{checkpoint} has no adapters", now="Only a policy with lora=... has some; leave --adapters out.")
-    if out.exists():
-        raise EngineError(f"{out} exists already", now="Name another directory, or remove it.")
     base = Path(json.loads((checkpoint / _ADAPTER / "adapter_config.json").read_text()).get("base_model_name_or_path") or "")
     if base == Path() or not list(base.glob("*.safetensors")):
         where = f"{base} has no *.safetensors" if base != Path() else "it was drawn at random, and no directory has it"
@@ -58,19 +56,12 @@ def export_adapters(checkpoint: Path, out: Path) -> Path:
             f"the adapters in {checkpoint} are of no use without the model that they were trained beside: {where}",
             now="Export the whole model: leave --adapters out.",
         )
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
-    try:
-        fresh.parent.mkdir(parents=True, exist_ok=True)
+    with put_in_place(out) as fresh:
         shutil.copytree(checkpoint / _ADAPTER, fresh)
         for file in sorted(checkpoint.iterdir()):
             if file.is_file() and file.name.startswith(_BESIDE):
                 shutil.copyfile(file, fresh / file.name)
         _compare(base, fresh, checkpoint)
-        fresh.rename(out)
-    except OSError as error:
-        raise EngineError(f"{out} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return base
 
 

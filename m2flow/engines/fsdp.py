@@ -9,7 +9,7 @@ over ranks in their order, so one layout always gives the same bits.
 Options: `compute_dtype` (`bfloat16`: passes in it, float32 weights), `cpu_offload`, `reshard_after_forward`, `tp`
 (ranks that split layers among them), `spread_checkpoints` (every rank writes its part: PyTorch's distributed checkpoints).
 
-Limits: every rank reads the whole model once, at its start, in the memory of its host; tensor parallelism is not offered.
+Limits: every rank reads the whole model once, at its start, in the memory of its host.
 Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020).
 """
 
@@ -42,7 +42,11 @@ class FsdpTrain(RankedTrain):
 
     name = "fsdp"
     capabilities = Capabilities(
-        "train", heads=tuple(scalar_head.HEADS), lora=True, devices=("cpu", "cuda"), parallel_layouts=ParallelLayouts(dp=None, zero=(3,))
+        "train",
+        heads=tuple(scalar_head.HEADS),
+        lora=True,
+        devices=("cpu", "cuda"),
+        parallel_layouts=ParallelLayouts(tp=None, dp=None, zero=(3,)),
     )
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:

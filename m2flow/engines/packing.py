@@ -13,7 +13,8 @@ Limit: full causal attention. A model with anything else (sliding window, soft-c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +56,8 @@ class AttentionLayout:
     """int64 [E]: the other slots of shared rows."""
     further_rows: Tensor
     """int64 [E]: the rows that those slots read."""
+    exchange: Callable[..., tuple[Tensor, None]] | None = None
+    """Where ranks have some of the rows each: what is called in the place of the attention, and calls it with all rows of some heads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +274,7 @@ class _Collect(torch.autograd.Function):  # type: ignore[misc]
         return slots.index_copy_(0, ctx.layout.slot_of_row, grad), None
 
 
-def _packed_attention(
+def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -290,6 +293,10 @@ def _packed_attention(
             raise EngineError(f"packed attention has no {name}, which {type(module).__name__} asks for")
     if dropout:
         raise EngineError("packed attention has no dropout")
+    if packed_layout.exchange is not None:
+        return packed_layout.exchange(
+            module, query, key, value, scaling=scaling, packed_layout=replace(packed_layout, exchange=None), **features
+        )
     spread = [
         # A further slot's query makes no output, so its gradient is zero.
         _Spread.apply(heads[0].transpose(0, 1).flatten(1), packed_layout, heads is not query)
@@ -309,4 +316,4 @@ def _packed_attention(
 
 
 # No mask function is registered beside it, and for such a name transformers builds no mask.
-AttentionInterface.register(ATTENTION, _packed_attention)
+AttentionInterface.register(ATTENTION, packed_attention)

@@ -42,7 +42,8 @@ class RankedTrain(EmbeddedTrain):
 
     @property
     def _num_alike(self) -> int:
-        """Neighbouring ranks that hold parts of the same layers, and so see the same samples. The first of them says what they found."""
+        """Neighbouring ranks that hold parts of the same layers, or parts of the same sequences, and so see the same samples. The first of
+        them says what they found."""
         return 1
 
     @abstractmethod
@@ -77,7 +78,7 @@ class RankedTrain(EmbeddedTrain):
 
         def score(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
             packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
-            found: npt.NDArray[Any] = self._forward(packed).double().cpu().numpy()
+            found: npt.NDArray[Any] = self._said(packed, None)["values"].double().cpu().numpy()
             return found
 
         scores = self._spread(ordered, tokens, mask, score)

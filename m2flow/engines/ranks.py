@@ -79,6 +79,11 @@ class Ranks:
             self._leaving.clear()
             sys.excepthook = self._hooks.pop()
 
+    def neighbours(self, count: int) -> Any:
+        """A group of this rank and those beside it: ranks 0 to count - 1, the next, and so on. It ends with the process's last trainer."""
+        groups = [dist.new_group(list(range(first, first + count)), timeout=_WAIT) for first in range(0, self.count, count)]
+        return groups[self.rank // count]
+
     def agree(self, error: M2FlowError | None) -> None:
         """Go on if no rank has an error.
 

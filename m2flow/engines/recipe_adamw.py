@@ -32,6 +32,8 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(parameters, {"lr": 0.0})
         self.norm_over: Callable[[Tensor], Tensor] = lambda square: square
         """The squared norm of this rank's part -> that of all ranks' parts."""
+        self.square: Callable[[Tensor, Tensor], Tensor] = squared_norm
+        """A part and its gradient -> what they add to this rank's squared norm, float64."""
         self.moments: dict[AdamW, dict[Tensor, tuple[Tensor, Tensor]]] = {}
         """By recipe, then by part: float32, of the part's shape."""
         self.num_steps: dict[AdamW, int] = {}
@@ -65,7 +67,7 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         recipe, denominator = self._due
         parts = [part for part in self._parts if part.grad is not None]
         gradients = [part.grad for part in parts]
-        square = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]).sum()
+        square = torch.stack([self.square(part, gradient) for part, gradient in zip(parts, gradients, strict=True)]).sum()
         self._norm = math.sqrt(float(self.norm_over(square))) / denominator
         if not math.isfinite(self._norm):
             return
@@ -102,6 +104,12 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         if with_parts:
             for part in self.parts:
                 part.data = part.data.to(device)
+
+
+def squared_norm(part: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient's own."""
+    found: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    return found
 
 
 def packed_state(recipe: AdamW, num_steps: int, moments: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:

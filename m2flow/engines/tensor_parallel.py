@@ -1,4 +1,5 @@
-"""Tensor parallelism for a model of transformers, through DTensor: layers split over a few ranks, beside whatever spreads them over others.
+"""Tensor parallelism for a model of transformers: layers split over a few ranks, beside whatever spreads them over others. Through DTensor
+here; DeepSpeed, which splits by itself (`m2flow.engines.autotp`), is told by the same plan.
 
     ranks = data x tensor;  q, k, v, gate, up: by output (colwise) --heads, widths--> o, down: by input (rowwise) --summed--> hidden states
 
@@ -12,6 +13,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM), with PyTorch's DTen
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from m2flow.errors import EngineError
 
-_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-_SUMMED = "replicated_with_grad_allreduce"
+COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""A layer's weights split by output, by input; and weights that are whole on every rank, whose gradients are parts of a sum."""
+_STYLES = {COLWISE: ColwiseParallel, ROWWISE: RowwiseParallel}
 
 
 def grid(device: str, num_ranks: int, tp: int) -> DeviceMesh:
@@ -48,20 +51,36 @@ def split(model: Any, mesh: DeviceMesh) -> list[torch.nn.Module]:
     Raises:
         EngineError: the architecture has no plan for it, or its heads do not divide.
     """
-    config, tensor = model.config.get_text_config(), mesh["tensor"]
-    tp, kind = tensor.size(), config.model_type
+    tensor = mesh["tensor"]
+    plan = plan_of(model, tensor.size())
+    parallelize_module(model.base_model, tensor, {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES})
+    return modules_of(model, plan, SUMMED)
+
+
+def plan_of(model: Any, tp: int) -> dict[str, str]:
+    """How the architecture's layers are split over so many ranks: COLWISE, ROWWISE or SUMMED, by pattern of names below `base_model`.
+
+    Raises:
+        EngineError: it has no plan for it, another one, or heads that do not divide.
+    """
+    config = model.config.get_text_config()
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    unknown = sorted(set(plan.values()) - {*_STYLES, _SUMMED})
+    unknown = sorted(set(plan.values()) - {*_STYLES, SUMMED})
     if not plan or unknown:
         what = f"wants {', '.join(unknown)}" if unknown else "has none"
-        raise EngineError(f"a {kind!r} model can't be split over ranks here: its tensor-parallel plan {what}", now="Leave tp out.")
+        raise EngineError(
+            f"a {config.model_type!r} model can't be split over ranks here: its tensor-parallel plan {what}", now="Leave tp out."
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (count := int(getattr(config, name))) % tp:
             raise EngineError(f"tp is {tp}, which does not divide the model's {name}, {count}", now="Take a tp that does.")
-    body = model.base_model
-    parallelize_module(body, tensor, {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES})
-    summed = [pattern for pattern, style in plan.items() if style == _SUMMED]
-    return [module for name, module in body.named_modules() if any(fnmatch.fnmatch(name, pattern) for pattern in summed)]
+    return plan
+
+
+def modules_of(model: Any, plan: Mapping[str, str], style: str) -> list[torch.nn.Module]:
+    """The modules that a plan gives this style."""
+    patterns = [pattern for pattern, of_one in plan.items() if of_one == style]
+    return [module for name, module in model.base_model.named_modules() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
 def add_up(modules: list[torch.nn.Module], mesh: DeviceMesh) -> None:
