@@ -90,7 +90,10 @@ class DeepSpeedTrain(RankedTrain):
         if self._options.tp > 1:
             self._split = self._together(lambda: autotp.Split(self._model, self._options.tp))
         if self._options.sp > 1:
-            self._sequence = self._together(lambda: ulysses.Sequence(self._model, self._ranks.neighbours(self._options.sp)))
+            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+            group = self._ranks.neighbours(self._options.sp)
+            self._sequence = self._together(lambda: ulysses.Sequence(self._model, group, UlyssesSPAttentionHF))
         if self._options.activation_checkpointing:
             _recompute_layers(self._model)
         self._root = Root(self._model, self._source.head)

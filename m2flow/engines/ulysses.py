@@ -15,6 +15,7 @@ Source: Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed-Ulysses), with the libra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,15 +34,17 @@ class Sequence:
 
     Args:
         group: of torch.distributed, the ranks that have parts of the same sequences.
+        exchange: the library's class, `UlyssesSPAttentionHF`.
     Raises:
         EngineError: the model's heads can't be shared out.
     """
 
-    def __init__(self, model: Any, group: Any) -> None:
+    def __init__(self, model: Any, group: Any, exchange: Callable[..., Any]) -> None:
         config = model.config.get_text_config()
         self._group, self._count, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
         check_heads(config, self._count)
         self._config = config
+        self._make_exchange = exchange
         self._exchange: Any = None
 
     def share(self, packed: Packed) -> tuple[Packed, Tensor]:
@@ -67,9 +70,7 @@ class Sequence:
     def _around(self, module: Any, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, None]:
         """The attention between two exchanges: query [1, H, R / ranks, D] to [1, R / ranks, H D]."""
         if self._exchange is None:
-            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-            self._exchange = UlyssesSPAttentionHF(
+            self._exchange = self._make_exchange(
                 packed_attention,
                 batch_size=1,
                 attn_head_count=self._config.num_attention_heads,
