@@ -309,9 +309,14 @@ class ClusterSpec(_Strict):
         return self
 
     @property
+    def is_one_host(self) -> bool:
+        """Whether all workers are on one. Else it is not known before a run which of them share one."""
+        return self.launcher == "local" and sum(pool.nodes for pool in self.pools.values()) <= 1
+
+    @property
     def transport(self) -> Literal["ipc", "tcp", "distributed"]:
         """How workers talk: on several hosts by TCP, whatever `channels` say of one host."""
-        return "tcp" if self.launcher == "ray" else self.channels.transport or "ipc"
+        return self.channels.transport or "ipc" if self.is_one_host else "tcp"
 
     def with_policy(self, names: str) -> ClusterSpec:
         """The same with these rollout policies, with plus signs between them; with its own if none are named."""

@@ -91,6 +91,9 @@ def test_separate_nodes_keep_what_generates_from_what_trains() -> None:
         for slot in worker["engines"]
     }
     assert at == {("rollout", "sampling"), ("train", "training"), ("function", "cpu")}
+    plan = json.loads(said.output)["plan"]
+    assert {route["transport"] for route in plan["routes"] if route["source"] != route["target"]} == {"zmq tcp"}
+    assert {sync["transport"] for sync in plan["syncs"]} == {"tcp"}
 
 
 def test_the_kuberay_example_has_the_nodes_that_its_spec_asks_for() -> None:

@@ -97,7 +97,7 @@ def lower(
         syncs=plan_syncs(
             workers,
             spec.weights,
-            is_one_host=spec.launcher == "local",
+            is_one_host=spec.is_one_host,
             alone=adapters_alone(models, workers) if spec.weights.adapters == "alone" else (),
         ),
         switches=plan_switches(workers),

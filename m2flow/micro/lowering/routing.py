@@ -97,7 +97,7 @@ def _with_transport(route: Route, num_bytes: int, devices: Mapping[str, str], sp
     if route.source == route.target:
         return msgspec.structs.replace(route, reason="the rows stay where they are")
     if by == "tcp":
-        reason = "they may be on different hosts" if spec.launcher == "ray" else "the spec says tcp"
+        reason = "they may be on different hosts" if not spec.is_one_host else "the spec says tcp"
         return msgspec.structs.replace(route, transport="zmq tcp", reason=reason)
     if by == "ipc" and not spec.channels.shared_bytes:
         return msgspec.structs.replace(route, transport="zmq ipc", reason="one host; the spec gives no shared memory")

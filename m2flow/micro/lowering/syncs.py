@@ -7,9 +7,9 @@ and one out for each receiver, at the speed of memory; to other hosts a broadcas
 carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so. Of a policy with adapters, these
 alone go to other processes whose engines can add them; inside a process, and lent on its GPU, the sum is at hand.
 
-The local launcher has one host, so between processes the rule finds shared memory there. Workers of a Ray cluster are on hosts that nobody
-knows before the run, and a broadcast listens to a network without encryption: there it is m2flow's own connections, which are encrypted,
-unless the spec says otherwise.
+The local launcher has one host, so between processes the rule finds shared memory. Workers of a Ray cluster, and of pools with several
+nodes, are on hosts that nobody knows before the run, and a broadcast listens to a network without encryption: there it is m2flow's own
+connections, which are encrypted, unless the spec says otherwise.
 """
 
 from __future__ import annotations
