@@ -111,10 +111,11 @@ class Worker:
             self._do(self._queue.popleft())
         else:
             self._reports.make()
-        self.flush_spans(force=False)
+        if not self._reads_meanwhile():
+            self.flush_spans(force=False)
 
     def _reads_meanwhile(self) -> bool:
-        """Whether the next task can begin at once, and there is time to read while it runs (`_meanwhile`)."""
+        """Whether the next task can begin at once, and there is time for all else while it runs (`_meanwhile`)."""
         task = self._queue[0] if self._queue and not self._heard and not self.bench.num_unfinished else None
         return isinstance(task, m.Perform) and self._calls[task.call].engine == "function" and self._next_is_ready()
 
@@ -291,11 +292,12 @@ class Worker:
         raise InternalError(f"unknown task {type(task).__name__}")
 
     def _meanwhile(self) -> None:
-        """A function runs: report what was done before it, and take in what will be done next."""
+        """A function runs: report what was done before it, take in what will be done next, and send what was recorded."""
         self._reports.make()
         self._read()
         while self._heard and isinstance(self._heard[0], m.Define | m.Task | m.Forget):
             self._take(self._heard.popleft())
+        self.flush_spans(force=False)
 
     def _inputs(self, task: m.Perform | m.Accumulate) -> Mapping[str, Batch]:
         call = self._calls[task.call]
