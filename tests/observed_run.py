@@ -52,9 +52,9 @@ def record_run(
             began, trained = max(trained, scored), max(trained, scored) + 9 * MS
             trainer.add("train.accumulate", began, trained, **update, samples=list(samples), num_tokens=40 * n)
         trainer.add("train.apply", trained, trained + 4 * MS, **update)
-        trainer.add("weights.publish", trained + 4 * MS, trained + 6 * MS, version=step + 1, step=step)
+        trainer.add("weights.publish", trained + 4 * MS, trained + 6 * MS, version=step + 1, step=step, label="policy")
         for recorder in rollouts:
-            recorder.add("weights.load", trained + 6 * MS, trained + 8 * MS, version=step + 1, step=step)
+            recorder.add("weights.load", trained + 6 * MS, trained + 8 * MS, version=step + 1, step=step, label="policy")
         now = trained + 8 * MS
     return [recorder.drain() for recorder in (*rollouts, reward, trainer)]
 

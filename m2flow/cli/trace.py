@@ -33,7 +33,7 @@ def command(run: str | None, out: Path | None, runs_dir: Path) -> None:
     file = out or run_dir / "trace.json.gz"
     try:
         plan = read_plan_of(run_dir)
-        write_trace(run_dir, file, devices={worker.name: worker.device for worker in plan.workers} if plan else {})
+        write_trace(run_dir, file, devices=plan.device_names if plan else None)
     except OSError as error:
         raise SpecError(f"can't write {file}: {error.strerror}", now="Give another place with -o.") from None
     click.echo(file)

@@ -192,6 +192,11 @@ class Plan(msgspec.Struct, frozen=True):
     def worker(self, name: str) -> WorkerPlan:
         return next(worker for worker in self.workers if worker.name == name)
 
+    @property
+    def device_names(self) -> dict[str, str]:
+        """The device of each worker, by the worker's name."""
+        return {worker.name: worker.device for worker in self.workers}
+
     def verify(self) -> Plan:
         """The plan itself, checked: every stage has a worker that hosts its kind of engine, every route and sync two ends."""
         hosts = {w.name: {slot.kind for slot in w.engines} for w in self.workers}

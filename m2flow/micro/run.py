@@ -382,7 +382,7 @@ class Run:
         """The pictures and exports of the run, also of one that failed. What can't be drawn must not hide why it failed."""
         try:
             to_otel(self.run_dir)
-            write_trace(self.run_dir, self.run_dir / "trace.json.gz")
+            write_trace(self.run_dir, self.run_dir / "trace.json.gz", devices=self._plan.device_names if self._plan else None)
             if self.tally.rewards:
                 write_curve(self.run_dir, self.run_dir / "curve.svg")
             with_its_pictures(self.run_dir)

@@ -19,7 +19,6 @@ from typing import IO, Any, final
 import msgspec
 
 from m2flow.observe.perfetto_tracks import Chain, Drawn, Slice, told
-from m2flow.observe.spans import SpanName
 
 Event = dict[str, Any]
 """One trace event; its keys are the format's."""
@@ -44,10 +43,11 @@ def _events(drawn: Drawn, other: dict[str, object]) -> Iterator[Event]:
 
     for span, pid, tid in drawn.slices:
         args = told(span)
-        start, end = microseconds(span.start_ns), microseconds(span.end_ns)
-        yield {"ph": "X", "name": span.name, "cat": span.name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": args}
-        if span.name == SpanName.WEIGHTS_PUBLISH and "version" in args:
-            yield {"ph": "i", "name": f"weights v{args['version']}", "cat": "version", "pid": pid, "tid": tid, "ts": end, "s": "g"}
+        times = {"ts": microseconds(span.start_ns), "dur": (span.end_ns - span.start_ns) / 1000}
+        yield {"ph": "X", "name": span.name, "cat": span.name, "pid": pid, "tid": tid, **times, "args": args}
+    for version, (span, pid, tid) in drawn.versions:
+        end = microseconds(span.end_ns)
+        yield {"ph": "i", "name": f"weights v{version}", "cat": "version", "pid": pid, "tid": tid, "ts": end, "s": "g"}
     for number, span in enumerate(drawn.lives, start=1):
         # One name for all, so that viewers pack them; an id for each, so that a sample that ran twice is two slices.
         head = {"name": "sample", "cat": "sample", "id": hex(number), "pid": drawn.pids[span.lane[0]], "tid": 0}

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO
 
 from m2flow.observe.perfetto_tracks import Drawn, Slice, told
-from m2flow.observe.spans import Span, SpanName
+from m2flow.observe.spans import Span
 
 _BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4
 _SEQUENCE = 1
@@ -35,8 +35,8 @@ def write(drawn: Drawn, file: IO[bytes]) -> None:
     uuids = _Uuids()
     body = b"".join(_events(drawn, uuids))  # Names the tracks, which have to be described first.
     for parent, name, uuid, more in uuids.described:
-        rank = _varint(12, uuid) if parent == 0 else b""
-        file.write(_packet(_message(60, _varint(1, uuid) + (_varint(5, parent) if parent else b"") + _text(2, name) + rank + more)))
+        place = (_varint(5, parent) if parent else b"") + _varint(12, uuid)
+        file.write(_packet(_message(60, _varint(1, uuid) + place + _text(2, name) + more)))
     file.write(body)
 
 
@@ -67,12 +67,12 @@ def _events(drawn: Drawn, uuids: _Uuids) -> Iterator[bytes]:
             yield _event(drawn, stack.pop(), _END, track)
         yield _event(drawn, piece.span.start_ns, _BEGIN, track, _named(piece.span) + flows.get(_key(piece), b""))
         stack.append(piece.span.end_ns)
-        version = piece.span.attributes.get("version")
-        if piece.span.name == SpanName.WEIGHTS_PUBLISH and version is not None:
-            yield _event(drawn, piece.span.end_ns, _INSTANT, track, _text(22, "version") + _text(23, f"weights v{version}"))
     for track, stack in stacks.items():
         while stack:
             yield _event(drawn, stack.pop(), _END, track)
+    for version, piece in drawn.versions:
+        track = tracks[piece.pid, piece.tid]
+        yield _event(drawn, piece.span.end_ns, _INSTANT, track, _text(22, "version") + _text(23, f"weights v{version}"))
     busy: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for span in sorted(drawn.lives, key=lambda span: span.start_ns):
         pid = drawn.pids[span.lane[0]]

@@ -57,7 +57,7 @@ def _write(directory: Path, scenario: Scenario, outcome: Outcome, flow_file: str
     with TraceStore(directory) as store:
         for block in blocks_of(outcome):
             store.append(block)
-    write_trace(directory, directory / "trace.json.gz")
+    write_trace(directory, directory / "trace.json.gz", devices=outcome.plan.device_names)
 
 
 def blocks_of(outcome: Outcome) -> Iterable[SpanBlock]:
