@@ -108,8 +108,8 @@ def test_arrows_lead_from_the_step_a_sample_ended_in_to_what_scored_it_trained_o
     events = trace["traceEvents"]
     _check(events)
     starts, stations, ends = ([event["ts"] for event in events if event["ph"] == kind] for kind in "stf")
-    assert stations == [22_000, 25_000]
-    assert ends == [30_000]  # The update of its own call.
+    assert stations == [22_000.001, 25_000.001]
+    assert ends == [30_000.001]  # The update of its own call.
     assert all(10_000 < at < 20_000 for at in starts)
     assert (trace["otherData"]["arrows"], trace["otherData"]["arrows_left_out"]) == (3, 1)
 

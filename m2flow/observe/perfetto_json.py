@@ -70,7 +70,9 @@ def _events(drawn: Drawn, other: dict[str, object]) -> Iterator[Event]:
         yield {"ph": "s", **head, "pid": source.pid, "tid": source.tid, "ts": microseconds(at_ns)}
         for at, target in enumerate(chain.then, start=1):
             kind = "f" if at == len(chain.then) else "t"
-            yield {"ph": kind, "bp": "e", **head, "pid": target.pid, "tid": target.tid, "ts": microseconds(target.span.start_ns)}
+            # Inside the slice: chrome://tracing binds an arrow at its very start to a slice that ends there.
+            at_ns = max(at_ns, min(target.span.start_ns + 1, target.span.end_ns))
+            yield {"ph": kind, "bp": "e", **head, "pid": target.pid, "tid": target.tid, "ts": microseconds(at_ns)}
     other |= {"arrows": num_arrows, "arrows_left_out": num_left_out}
 
 
