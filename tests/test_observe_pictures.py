@@ -35,7 +35,9 @@ def _check(events: list[dict[str, Any]]) -> None:
         assert isinstance(event["pid"], int)
         assert isinstance(event["ts"], int | float)
         assert event["ts"] >= 0
-        assert all(event[key] == round(event[key] * 1000) / 1000 for key in ("ts", "dur") if key in event), "nanoseconds, not what floats add"
+        assert all(event[key] == round(event[key] * 1000) / 1000 for key in ("ts", "dur") if key in event), (
+            "nanoseconds, not what floats add"
+        )
         kind = event["ph"]
         if kind == "X":
             assert isinstance(event["tid"], int)
