@@ -75,11 +75,11 @@ def bars_in(starts: IntArray, ends: IntArray, kinds: IntArray, window: Window) -
     order_in_group = np.lexsort((took * (k[narrow] == kind[group]), group))
     longest = narrow[order_in_group[tails]]
     filled = np.bincount(group, weights=took, minlength=len(heads)) / np.maximum(end - start, 1)
-    all_start = np.concatenate([s[wide], start])
-    order = np.argsort(all_start, kind="stable")
+    all_start, all_end = np.concatenate([s[wide], start]), np.concatenate([e[wide], end])
+    order = np.lexsort((all_end, all_start))  # A point before what begins there.
     return Bars(
         all_start[order],
-        np.concatenate([e[wide], end])[order],
+        all_end[order],
         np.concatenate([k[wide], kind])[order],
         np.concatenate([np.ones(len(wide), np.int64), tails - heads + 1])[order],
         np.concatenate([np.ones(len(wide)), np.minimum(filled, 1.0)])[order],
