@@ -25,7 +25,7 @@ from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occ
 from m2flow.engines.decoding import ContinuousDecoder, Decoder
 from m2flow.engines.fixed_rows import FixedRowsDecoder
 from m2flow.engines.hf_model import TextCodec, load_tokenizer, use_threads
-from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, jobs_of
+from m2flow.engines.jobs import Job, generated_of, jobs_of, parted
 from m2flow.engines.slot_model import SlotModel
 from m2flow.errors import EngineError, is_out_of_memory
 from m2flow.recipe import Model
@@ -113,12 +113,9 @@ class EmbeddedRollout(RolloutEngine):
     def add(self, requests: Sequence[Request]) -> None:
         model, codec, decoder = self._started()
         known = [*(job.id for job in self._queue), *decoder.running_ids()]
-        for job in jobs_of(requests, known, codec, vocab_size=model.vocab_size, max_context=model.max_context):
-            finish = finish_of_prefix(job)
-            if finish is None:
-                self._queue.append(job)
-            else:
-                self._ended.append((job, finish))
+        goes_on, whole = parted(jobs_of(requests, known, codec, vocab_size=model.vocab_size, max_context=model.max_context))
+        self._queue += goes_on
+        self._ended += whole
 
     def step(self) -> list[Generated]:
         model, codec, decoder = self._started()
@@ -145,10 +142,9 @@ class EmbeddedRollout(RolloutEngine):
         if self._settings.device != "cpu":
             torch.cuda.empty_cache()
         print(f"out of memory: {num_put_back} samples wait again, and fewer decode together from now on", flush=True)
-        whole = {job.id: finish for job in self._queue if (finish := finish_of_prefix(job)) is not None}
-        finished += [(job, whole[job.id]) for job in self._queue if job.id in whole]
-        self._queue = deque(job for job in self._queue if job.id not in whole)
-        return finished
+        goes_on, whole = parted(self._queue)
+        self._queue = deque(goes_on)
+        return finished + whole
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         _, codec, decoder = self._started()

@@ -121,6 +121,19 @@ def finish_of_prefix(job: Job) -> Finish | None:
     return Finish.LENGTH if len(job.tokens) == job.sampling.max_new_tokens else None
 
 
+def parted(jobs: Iterable[Job]) -> tuple[list[Job], list[tuple[Job, Finish]]]:
+    """Those that go on; and those that are whole samples already, with how they ended."""
+    goes_on: list[Job] = []
+    whole: list[tuple[Job, Finish]] = []
+    for job in jobs:
+        finish = finish_of_prefix(job)
+        if finish is None:
+            goes_on.append(job)
+        else:
+            whole.append((job, finish))
+    return goes_on, whole
+
+
 def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
     """A job that leaves its engine."""
     return Generated(

@@ -32,7 +32,7 @@ from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Reques
 from m2flow.engines.guarded_place import GuardedPlace
 from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_tensors
 from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
-from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, jobs_of
+from m2flow.engines.jobs import Job, generated_of, jobs_of, parted
 from m2flow.engines.served_options import ServedOptions
 from m2flow.engines.served_requests import Running, grown
 from m2flow.engines.server_client import Dialect, Heard, ServerClient, Span
@@ -212,12 +212,9 @@ class ServedRollout(RolloutEngine):
         jobs = jobs_of(requests, known, self._codec, vocab_size=self._vocab_size, max_context=self._max_context)
         for job in jobs:
             self._check(job)
-        for job in jobs:
-            finish = finish_of_prefix(job)
-            if finish is None:
-                self._queue.append(job)
-            else:
-                self._ended.append((job, finish))
+        goes_on, whole = parted(jobs)
+        self._queue += goes_on
+        self._ended += whole
 
     def step(self) -> list[Generated]:
         self._started()
@@ -352,12 +349,9 @@ class ServedRollout(RolloutEngine):
         jobs = [one.job if one.is_mixed else self._so_far(one) for one in self._running.values()]
         self._running.clear()
         self._aborting.clear()
-        for job in reversed(jobs):
-            finish = finish_of_prefix(job)
-            if finish is None:
-                self._queue.appendleft(job)
-            else:
-                self._ended.append((job, finish))
+        goes_on, whole = parted(jobs)
+        self._queue.extendleft(reversed(goes_on))
+        self._ended += whole
         self._held, self._version = held, version
         self._client = ServerClient(self._serve(), self.dialect)
         self._client.open()
