@@ -13,7 +13,8 @@ Options: `python` (an interpreter that has SGLang), `args` and `env` of the serv
 (how often a server that is lost is started again, default 2), `hung_after_s` (default 120), `keep_kv`, `routed_experts` (of a mixture: keep
 which experts each token went to).
 
-Limits: random numbers are the server's own functions of seed and position. Those of `m2flow.engines.served_rollout`.
+Limits: random numbers are the server's own functions of seed and position. Log-probabilities of the first `min_new_tokens` tokens are of
+what is left without the stop tokens. Those of `m2flow.engines.served_rollout`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from m2flow.errors import EngineError
 
 
 def request_body(job: Job) -> dict[str, object]:
-    """What /generate is told. Log-probabilities are the server's: of softmax(logits / temperature), before top-p and top-k."""
+    """What /generate is told. Log-probabilities are the server's: of softmax(logits / temperature), before top-p and top-k, after
+    `min_new_tokens`."""
     sampling = job.sampling
     parameters = {
         "max_new_tokens": sampling.max_new_tokens - len(job.tokens),
