@@ -16,6 +16,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Ren et al. 2021, arXiv
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import logging
@@ -34,11 +35,13 @@ from m2flow.engines import allocator, autotp, checkpoint, compiling, deepspeed_o
 from m2flow.engines.adamw import learning_rate
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
+from m2flow.engines.drive import Drive
 from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
 from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.ranked_train import RankedTrain, Root
 from m2flow.engines.recipe_adamw import RecipeAdamW, packed_state, unpacked_state
-from m2flow.errors import EngineError, MissingExtra, ModelError
+from m2flow.engines.recomputing import recompute_layers
+from m2flow.errors import EngineError, MissingExtra
 from m2flow.recipe import AdamW, Model
 from m2flow.samples import Ragged, make_ids
 
@@ -77,7 +80,7 @@ class DeepSpeedTrain(RankedTrain):
         if torch.device(self._settings.device).type == "cpu":
             compiling.check_compiler(self.name)
         library = _library(self._settings.device)
-        self._check_precision(library)
+        self._check_device(library)
         use_threads(self._settings.threads, self._settings.deterministic)
         allocator.keep_freed_memory()
         self._ranks.open(leave=lambda: library.comm.destroy_process_group())
@@ -95,7 +98,7 @@ class DeepSpeedTrain(RankedTrain):
             group = self._ranks.neighbours(self._options.sp)
             self._sequence = self._together(lambda: ulysses.Sequence(self._model, group, UlyssesSPAttentionHF))
         if self._options.activation_checkpointing:
-            _recompute_layers(self._model)
+            recompute_layers(self._model)
         self._root = Root(self._model, self._source.head)
         self._tensors = _by_name(self._model)
         self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
@@ -127,7 +130,10 @@ class DeepSpeedTrain(RankedTrain):
             torch.cuda.empty_cache()
 
     def _optimizer_tensors(self) -> Iterable[Tensor]:
-        """Moments, and the float32 parts that they belong to. Gradients are in buffers of the library's, which are not counted."""
+        """Moments, and the float32 parts that they belong to. Gradients are in buffers of the library's, which are not counted, as is
+        what is on a drive."""
+        if self._options.offload_optimizer == deepspeed_options.NVME:
+            return []
         moments = [moment for of_parts in self._client.moments.values() for both in of_parts.values() for moment in both]
         return [*moments, *(part for group in self._client.param_groups for part in group["params"] if self._options.zero)]
 
@@ -355,7 +361,7 @@ class DeepSpeedTrain(RankedTrain):
                     if both is not None:
                         self._set_master(tensor, both[which])
                 for part in flat:
-                    found[part].append(part.detach().clone())
+                    found[part].append(self._client.kept(part.detach().clone()))
         self._client.moments[recipe] = {part: (both[0], both[1]) for part, both in found.items()}
 
     @contextlib.contextmanager
@@ -375,8 +381,9 @@ class DeepSpeedTrain(RankedTrain):
         """Hand the model over. What the library rounds on the way is put right: masters, and tables that are computed at loading."""
         masters = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if self._has_masters else {}
         tables = {module: _tables(module) for module in self._model.modules()}
+        largest = max(parameter.numel() for parameter in self._root.parameters())
         told = None if self._split is None else self._split.told()
-        config = deepspeed_options.configuration(self._options, pin_memory=self._pins, tensor_parallel=told)
+        config = deepspeed_options.configuration(self._options, pin_memory=self._pins, largest=largest, tensor_parallel=told)
         with _quiet():
             self._engine, *_ = self._library.initialize(model=self._root, optimizer=self._client, config=config)
         if (split := self._split) is not None:
@@ -392,8 +399,16 @@ class DeepSpeedTrain(RankedTrain):
             self._set(self._tensors[name], value)
         if not self._client.parts:
             self._show_parts()
+        if self._options.offload_optimizer == deepspeed_options.NVME:
+            self._use(Drive(self._options.nvme_path))
         if self._split is not None and self._options.zero:
             self._mark_repeated(self._split)
+
+    def _use(self, drive: Drive) -> None:
+        """Keep the optimiser there. In stages 1 and 2 the library has views of its float32 weights, which stay in the host's memory."""
+        self._client.kept = drive.taken
+        for part in self._client.parts if self._options.zero == 3 else []:
+            part.data = self._together(functools.partial(drive.taken, part))
 
     def _mark_repeated(self, split: autotp.Split) -> None:
         """Show where flat parts hold what every rank of a tensor group has."""
@@ -415,9 +430,14 @@ class DeepSpeedTrain(RankedTrain):
         dist.all_reduce(square, group=self._ranks.group)
         return square
 
-    def _check_precision(self, library: Any) -> None:
+    def _check_device(self, library: Any) -> None:
         if self._options.compute_dtype == "float16" and not library.accelerator.get_accelerator().is_fp16_supported():
             raise EngineError(f"the device {self._settings.device} has no float16 that DeepSpeed can use", now="Write bfloat16 or float32.")
+        if self._options.offload_parameters == deepspeed_options.NVME and not library.ops.op_builder.AsyncIOBuilder().is_compatible():
+            raise EngineError(
+                "DeepSpeed can't build async_io here, by which it has weights on a drive",
+                now="Install libaio with its headers (Debian: apt-get install libaio-dev), or write offload_parameters: true.",
+            )
 
 
 def _library(device: str) -> Any:
@@ -431,6 +451,7 @@ def _library(device: str) -> Any:
     try:
         with _quiet():
             import deepspeed
+            import deepspeed.ops.op_builder
             import deepspeed.runtime.zero.offload_config
             import deepspeed.utils
     except ImportError as error:
@@ -470,22 +491,3 @@ def _by_name(model: Any) -> dict[str, Tensor]:
 def _tables(module: Any) -> dict[str, Tensor]:
     """Buffers of float32 numbers: the library would round them to the type of the passes."""
     return {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False) if buffer.dtype == torch.float32}
-
-
-def _recompute_layers(model: Any) -> None:
-    """Have every layer computed again in the backward pass.
-
-    Raises:
-        ModelError: the architecture can't, or has dropout, which would differ the second time.
-    """
-    config = model.config.get_text_config()
-    dropout = [name for name in dir(config) if ("dropout" in name or "pdrop" in name) and isinstance(getattr(config, name), float)]
-    if any(getattr(config, name) for name in dropout):
-        raise ModelError(f"activation checkpointing needs a model without dropout, and this one has {', '.join(dropout)}")
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ModelError(f"a {config.model_type!r} model has no activation checkpointing")
-    with _quiet():  # Transformers 6 will have another name for it.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.training = True  # Of this module alone: its layers ask it before they keep less.

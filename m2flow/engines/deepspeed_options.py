@@ -19,21 +19,19 @@ from m2flow.errors import EngineError
 from m2flow.recipe import Model
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+NVME = "nvme"
+"""Offloaded to a drive, not to the host's memory."""
+_OFFLOADS = ("offload_optimizer", "offload_parameters")
 _OF_THE_PASSES = ("logprob_tokens", "share_prompts")
 """Options that the embedded trainer reads by itself."""
 
 _TENSOR_PARALLEL = ("no option of that name", "Write tp: 2 for ranks that split layers among them (AutoTP).")
 _SEQUENCE_PARALLEL = ("no option of that name", "Write sp: 2 for ranks that split sequences among them (Ulysses).")
-_NVME = (
-    "no states on an NVMe drive: what swaps them there knows the library's own optimisers alone, and flows have one for each recipe",
-    "Write offload_optimizer: true and, with zero: 3, offload_parameters: true for the host's memory.",
-)
 _REFUSED = {
     **dict.fromkeys(("autotp_size", "tensor_parallel"), _TENSOR_PARALLEL),
     **dict.fromkeys(("ulysses", "sequence_parallel", "sequence_parallel_size"), _SEQUENCE_PARALLEL),
-    **dict.fromkeys(("nvme", "nvme_path"), _NVME),
 }
-"""What the library has and this engine has not: why, and what instead."""
+"""The library's words: what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,13 @@ class Options:
     """Neighbouring ranks that have a part of each sequence, and in the attention a part of the heads (Ulysses)."""
     compute_dtype: str = ""
     """Type of the passes; by default the model's own. Below float32, weights and moments are kept in float32 beside it."""
-    offload_optimizer: bool = False
-    """Moments and float32 weights live in the host's memory, and are stepped there."""
-    offload_parameters: bool = False
-    """Stage 3: the weights live in the host's memory, and come for their turn."""
+    offload_optimizer: bool | str = False
+    """Moments and float32 weights live in the host's memory, and are stepped there. `nvme`: moments on a drive, in stage 3 those weights
+    too."""
+    offload_parameters: bool | str = False
+    """Stage 3: the weights live in the host's memory, and come for their turn. `nvme`: on a drive."""
+    nvme_path: str = ""
+    """A directory on that drive."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer, and compute the rest again in the backward pass."""
     loss_scale: float = 0.0
@@ -72,15 +73,14 @@ def read(given: Mapping[str, object], model_dtype: str) -> Options:
     for name, value in given.items():
         if name in _OF_THE_PASSES:
             continue
-        refused = _NVME if name.startswith("offload_") and str(value).lower() == "nvme" else _REFUSED.get(name)
-        if refused is not None:
+        if (refused := _REFUSED.get(name)) is not None:
             raise EngineError(f"the train engine 'deepspeed' has {refused[0]}", now=refused[1])
         if name not in kinds:
             near = difflib.get_close_matches(name, kinds, 1)
             hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(kinds)}."
             raise EngineError(f"the train engine 'deepspeed' has no option {name!r}", now=hint)
         fits = isinstance(value, (int, float)) if kinds[name] is float else type(value) is kinds[name]
-        if not fits:
+        if not fits and not (name in _OFFLOADS and value == NVME):
             raise EngineError(f"the option {name} of the train engine 'deepspeed' is {value!r}, not a {kinds[name].__name__}")
         found[name] = value
     options = Options(**{"compute_dtype": model_dtype, **found})
@@ -103,6 +103,11 @@ def _check(options: Options) -> None:
         raise EngineError("ZeRO stage 0 can't keep its optimiser in the host's memory", now="Write zero: 1.")
     if options.offload_parameters and options.zero != 3:
         raise EngineError(f"ZeRO stage {options.zero} can't keep its weights in the host's memory", now="Write zero: 3.")
+    on_drive = [name for name in _OFFLOADS if getattr(options, name) == NVME]
+    if on_drive and not options.nvme_path:
+        raise EngineError(f"{on_drive[0]} is {NVME}, and no drive is named", now="Write nvme_path: a directory on it.")
+    if options.nvme_path and not on_drive:
+        raise EngineError("nvme_path names a drive, and nothing is kept there", now="Write offload_optimizer: nvme.")
 
 
 def check_ranks(options: Options, num_ranks: int) -> None:
@@ -130,11 +135,14 @@ def check_adapters(options: Options, model: Model) -> None:
         )
 
 
-def configuration(options: Options, *, pin_memory: bool, tensor_parallel: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def configuration(
+    options: Options, *, pin_memory: bool, largest: int = 0, tensor_parallel: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What `deepspeed.initialize` is told.
 
     Args:
         pin_memory: what is in the host's memory is for a device that reads it there.
+        largest: numbers of the model's largest weight.
         tensor_parallel: how layers are split.
     """
     zero: dict[str, Any] = {
@@ -155,6 +163,8 @@ def configuration(options: Options, *, pin_memory: bool, tensor_parallel: Mappin
         zero["offload_optimizer"] = where
     if options.offload_parameters:
         zero["offload_param"] = where
+    if options.offload_parameters == NVME:
+        zero["offload_param"] = {**where, "device": NVME, "nvme_path": options.nvme_path, "buffer_size": largest, "max_in_cpu": 0}
     told: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -34,6 +34,8 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         """The squared norm of this rank's part -> that of all ranks' parts."""
         self.square: Callable[[Tensor, Tensor], Tensor] = squared_norm
         """A part and its gradient -> what they add to this rank's squared norm, float64."""
+        self.kept: Callable[[Tensor], Tensor] = lambda moment: moment
+        """A moment -> the same where it is to be kept."""
         self.moments: dict[AdamW, dict[Tensor, tuple[Tensor, Tensor]]] = {}
         """By recipe, then by part: float32, of the part's shape."""
         self.num_steps: dict[AdamW, int] = {}
@@ -77,7 +79,7 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
         moments = self.moments.setdefault(recipe, {})
         for part in parts:
             if part not in moments:
-                moments[part] = (torch.zeros_like(part), torch.zeros_like(part))
+                moments[part] = (self.kept(torch.zeros_like(part)), self.kept(torch.zeros_like(part)))
         adamw(
             parts,
             gradients,

@@ -143,7 +143,7 @@ _BUILT_IN = (
         ("torch", "transformers", "deepspeed", "ninja"),
         extra="deepspeed",
         compiles=True,
-        untested="cuda",
+        untested="cuda; weights on a drive",
     ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
     EngineInfo(
