@@ -2,10 +2,10 @@
 
     python tests/chaos_run.py [--runs 10] [--flow scored|refilled|carried] [--model fake|flows/models/digits] [--seed 0]
 
-Each run is disturbed at moments and in ways that its seed draws, until so many things have been done to it; then it is left to come to its
-end. What it leaves must be sound (`m2flow.micro.record.audit`), no process of it may be left, and where time is no part of the flow's
-meaning its samples and weights must be those of a run that was left alone. Prints a line for each, and what was done in all; ends
-with status 1 if a run failed. Disturbances follow the clock, so a seed says what is done, and only roughly when.
+Each run is disturbed at moments and in ways that its seed draws, until so many things have been done to it; it does not begin its last
+step before that. What it leaves must be sound (`m2flow.micro.record.audit`), no process of it may be left, and where time is no part of
+the flow's meaning its samples and weights must be those of a run that was left alone. Prints a line for each, and what was done in all;
+ends with status 1 if a run failed. Disturbances follow the clock, so a seed says what is done, and only roughly when.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _LONGEST_S = 1200.0
 """Of one run, resumptions included."""
 _GONE_S = 30.0
 """Until when the workers of a controller that was killed must have ended."""
+_HELD_BY = "HELD_BY"
+"""Names the file that a run waits for to be gone."""
 
 
 def unhurried(sample: Sample) -> float:
@@ -54,6 +56,12 @@ def ranks(samples: list[Sample]) -> list[int]:
     return list(range(len(samples)))
 
 
+def wait_if_held(is_last: bool) -> None:
+    """The last step does not begin before enough was done to the run, however fast it is."""
+    while is_last and os.environ.get(_HELD_BY) and Path(os.environ[_HELD_BY]).exists():
+        time.sleep(0.01)
+
+
 def differ(rewards: Sequence[float]) -> bool:
     return len(set(rewards)) > 1
 
@@ -64,7 +72,8 @@ PROMPTS = [{"prompt": f"{i}="} for i in range(64)]
 @flow
 def scored(model: str = "fake", num_steps: int = 6) -> None:
     policy, judge, prompts = Policy(model, init="pretrained" if model == "fake" else "random"), Reward(unhurried), Dataset(PROMPTS)
-    for _ in steps(num_steps):
+    for step in steps(num_steps):
+        wait_if_held(step == num_steps - 1)
         responses = policy.generate(prompts.take(8), n=4, max_new_tokens=12)
         policy.update(responses, advantages=judge.score(responses) + ranks(responses), minibatch_size=4, epochs=2)
 
@@ -72,7 +81,8 @@ def scored(model: str = "fake", num_steps: int = 6) -> None:
 @flow
 def refilled(model: str = "fake", num_steps: int = 4) -> None:
     policy, judge, prompts = Policy(model, init="pretrained" if model == "fake" else "random"), Reward(unhurried), Dataset(PROMPTS)
-    for _ in steps(num_steps):
+    for step in steps(num_steps):
+        wait_if_held(step == num_steps - 1)
         responses = policy.generate(prompts, n=4, count=6, score=judge, max_new_tokens=12)
         policy.update(responses, judge.score(responses), minibatch_size=3)
 
@@ -80,7 +90,8 @@ def refilled(model: str = "fake", num_steps: int = 4) -> None:
 @flow(staleness=1)
 def carried(model: str = "fake", num_steps: int = 6) -> None:
     policy, judge, prompts = Policy(model, init="pretrained" if model == "fake" else "random"), Reward(unhurried), Dataset(PROMPTS)
-    for _ in steps(num_steps):
+    for step in steps(num_steps):
+        wait_if_held(step == num_steps - 1)
         responses = policy.generate(prompts.take(8), n=4, max_new_tokens=24, oversample=1.5, late="carry")
         policy.update(responses, judge.score(responses))
 
@@ -144,9 +155,9 @@ class Outcome:
         return f"seed {self.seed}: {'ok' if not self.wrong else 'WRONG: ' + self.wrong}  ({self.wall_s:.1f} s; {done or 'nothing done'})"
 
 
-def attempt(runs_dir: Path, flow_name: str, model: str, resume: str = "") -> subprocess.Popen[str]:
+def attempt(runs_dir: Path, flow_name: str, model: str, resume: str = "", held_by: Path | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--one", str(runs_dir), flow_name, model, resume]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), _HELD_BY: str(held_by or "")}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -177,12 +188,13 @@ def disturbed(flow_name: str, model: str, seed: int, num_things: int, kept: Path
 
 
 def _to_its_end(runs_dir: Path, flow_name: str, model: str, rng: random.Random, num_things: int, outcome: Outcome) -> dict[str, str]:
-    resume, deadline, up = "", time.monotonic() + _LONGEST_S, Path(f"{runs_dir}.up")
+    resume, deadline, up, held_by = "", time.monotonic() + _LONGEST_S, Path(f"{runs_dir}.up"), Path(f"{runs_dir}.held")
+    held_by.touch()
     while True:
         up.unlink(missing_ok=True)
-        process = attempt(runs_dir, flow_name, model, resume)
+        process = attempt(runs_dir, flow_name, model, resume, held_by)
         try:
-            workers = _disturb(process, up, rng, num_things, outcome)
+            workers = _disturb(process, up, held_by, rng, num_things, outcome)
             said, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1.0))
         finally:
             process.kill()
@@ -200,7 +212,9 @@ def _to_its_end(runs_dir: Path, flow_name: str, model: str, rng: random.Random, 
         return found
 
 
-def _disturb(process: subprocess.Popen[str], up: Path, rng: random.Random, num_things: int, outcome: Outcome) -> list[psutil.Process]:
+def _disturb(
+    process: subprocess.Popen[str], up: Path, held_by: Path, rng: random.Random, num_things: int, outcome: Outcome
+) -> list[psutil.Process]:
     """Do things to a run and its workers until it ends, or enough was done; all the workers that there were."""
     known: dict[int, psutil.Process] = {}
     me, deadline, next_s = psutil.Process(process.pid), time.monotonic() + _LONGEST_S, 0.0
@@ -211,7 +225,12 @@ def _disturb(process: subprocess.Popen[str], up: Path, rng: random.Random, num_t
         except psutil.Error:
             break
         known.update({worker.pid: worker for worker in workers})
-        if sum(outcome.done.values()) >= num_things or not workers or not up.exists() or time.monotonic() < next_s:
+        if sum(outcome.done.values()) < num_things and workers:
+            held_by.touch()
+        else:  # Without workers the program must go on, to hear that the attempt has failed and begin the next.
+            held_by.unlink(missing_ok=True)
+            continue
+        if not up.exists() or time.monotonic() < next_s:
             continue
         what = rng.choices(["kill", "stop", "slow", "hang", "kill the controller"], [5, 3, 2, 1, 1])[0]
         with contextlib.suppress(psutil.Error):  # It has ended meanwhile.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import msgspec
@@ -103,3 +105,11 @@ def test_a_worker_says_the_most_that_its_process_has_taken_and_again_only_when_i
     assert said == sorted(set(said))
     assert said[-1] <= peak_bytes()[0] + (1 << 20)
     assert len(held) == 64 << 20
+
+
+def test_what_was_taken_can_be_said_while_another_thread_loads_torch(monkeypatch) -> None:
+    half_loaded = types.ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", half_loaded)
+    peak, of = peak_bytes()
+    assert peak > 0
+    assert of == "host"

@@ -65,9 +65,9 @@ def accounted(kind: str) -> Callable[[Callable[Concatenate[H, P], R]], Callable[
 
 def peak_bytes() -> tuple[int, Literal["GPU", "host"]]:
     """The most that this process has taken so far, and of what: of its GPU if torch has used one, else of the host."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated()), "GPU"
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # While another thread loads torch, it has no such part yet.
+    if cuda is not None and cuda.is_initialized():
+        return int(cuda.max_memory_allocated()), "GPU"
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"
 
 
