@@ -103,6 +103,10 @@ def test_a_dead_worker_that_should_take_over_finished_samples_and_send_them_on_h
     random_walk(5092, 90, dies=True)  # It was told so between its death and the others' answers.
 
 
+def test_a_worker_is_lost_with_a_sample_whose_weights_the_others_are_about_to_replace():
+    random_walk(1130, 180, dies=True)
+
+
 def test_a_call_that_had_stopped_a_sample_is_forgotten_when_another_has_stopped_it_again():
     random_walk(50, 180)
 

@@ -42,8 +42,8 @@ class RolloutDesk:
         self._num_loads: dict[str, int] = {}
         self._num_holding: dict[str, Counter[int]] = {}
         """Role -> version -> how many rollout engines hold it."""
-        self._loading: set[tuple[str, str]] = set()
-        """Worker and role whose engine is told to take weights."""
+        self._loading: dict[tuple[str, str], int] = {}
+        """Worker and role whose engine is told to take weights -> the version."""
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """The next thing that this worker's rollout engines of these roles could do."""
@@ -87,7 +87,7 @@ class RolloutDesk:
         held[message.version] += 1
         worker.held[message.role] = message.version
         self._board.waking.wake_trainers(message.role)
-        self._loading.discard((worker.name, message.role))
+        self._loading.pop((worker.name, message.role), None)
         if message.manifest is not None:
             self._num_loads[message.role] -= 1
 
@@ -98,7 +98,7 @@ class RolloutDesk:
             held[worker.held.get(role, 0)] -= 1
             held[ANY_VERSION] += 1
             worker.held[role] = ANY_VERSION
-            self._loading.discard((worker.name, role))
+            self._loading.pop((worker.name, role), None)
             self._board.waking.wake_trainers(role)
 
     def joined(self, worker: WorkerState) -> None:
@@ -113,7 +113,8 @@ class RolloutDesk:
         """Whether some engine holds, could take, or will be able to take a version that a generation may use."""
         role = state.call.role
         hosts = self._board.waking.hosts("rollout", role)
-        there = {worker.held.get(role, 0) for worker in hosts if not worker.is_lost} | {0 for worker in hosts if worker.returns}
+        there = {self._loading.get((worker.name, role), worker.held.get(role, 0)) for worker in hosts if not worker.is_lost}
+        there |= {0 for worker in hosts if worker.returns}
         there |= {self._published[role][0]} if role in self._published else set()
         trained = self._board.versions.trained(role)
         next_trained = self._board.versions.newest(role) + 1 if trained is None else trained
@@ -207,7 +208,7 @@ class RolloutDesk:
     def _load(self, worker: WorkerState, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
         if manifest is not None:
             self._num_loads[role] = self._num_loads.get(role, 0) + 1
-        self._loading.add((worker.name, role))
+        self._loading[worker.name, role] = version
         self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest, under_requests))
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
