@@ -80,6 +80,23 @@ def assert_same_as_embedded(model: Model, make: Factory, requests: Sequence[Requ
                 assert abs(sample.logprobs[parted[0]] - other.logprobs[parted[0]]) < 1e-4
 
 
+def assert_computes_what_one_device_does(model: Model, make: Callable[[str], Factory], ways: Sequence[str]) -> None:
+    """A server over several devices: its samples, and what it says of given tokens after weights came in each of these ways.
+
+    Args:
+        make: an engine whose weights go into the server that way.
+    """
+    assert_same_as_embedded(model, make(ways[0]), [make_request(prompt, 0, Sampling(40, temperature=0.0)) for prompt in range(4)])
+    tokens = [list(range(2, 13)), [12, 5, 5, 5, 9, 2, 7]]
+    for version, way in enumerate(ways, 1):
+        with started(make(way)) as engine, started(lambda settings: EmbeddedRollout(model, settings)) as embedded:
+            changed = [(name, tensor * (1 + version / 4)) for name, tensor in engine.weights()]
+            for one in (engine, embedded):
+                one.load_weights(changed, version)
+            for found, expected in zip(engine.logprobs(tokens), embedded.logprobs(tokens), strict=True):
+                np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 def assert_other_weights_are_found_out(model: Model, make: Factory, place: Path) -> None:
     """Checksums are of the files that the server is given; what it made of them only its own log-probabilities say."""
     trainer = EmbeddedTrain(model, EngineSettings())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from started_with import started_with
 from test_train_engines import CONFIGS, write_model
 
 from m2flow import Dataset, Policy, Reward, Sample, flow
@@ -71,34 +71,15 @@ def test_memory_counts_as_released_only_with_what_frees_it(tmp_path: Path) -> No
         assert ("release and resume of memory" in installed(str(fake)).abilities) == saver
 
 
-def arguments(tmp_path: Path, settings: EngineSettings) -> list[str]:
-    """What an engine starts its server with."""
-    (tmp_path / "model").mkdir()
-    fake, written = tmp_path / "python", tmp_path / "arguments"
-    words = [word for found in NEEDED.values() for word in found]
-    said = json.dumps({"version": "0.5.23", "words": words, "saver": True})
-    fake.write_text(f"""#!/bin/sh
-if [ "$1" = -c ]; then echo '{said}'; else printf '%s\\n' "$@" > {written}; exit 3; fi
-""")
-    fake.chmod(0o755)
-    engine = SglangRollout(write_model(tmp_path / "model", CONFIGS["qwen2"]()), replace(settings, options={"python": str(fake)}))
-    try:
-        with pytest.raises(EngineError, match="ended with status 3"):
-            engine.start()
-    finally:
-        engine.stop()
-    return written.read_text().splitlines()
-
-
 def test_a_server_is_laid_over_the_devices_that_the_plan_says(tmp_path: Path) -> None:
-    given = arguments(tmp_path, EngineSettings(device="cuda:2", tp=4, pp=2, ep=4))
+    given, _ = started_with(SglangRollout, NEEDED, tmp_path, EngineSettings(device="cuda:2", tp=4, pp=2, ep=4))
     found = {name: given[given.index(name) + 1] for name in ("--device", "--base-gpu-id", "--tp-size", "--pp-size", "--ep-size")}
     assert found == {"--device": "cuda", "--base-gpu-id": "2", "--tp-size": "4", "--pp-size": "2", "--ep-size": "4"}
     assert "--enable-memory-saver" in given
 
 
 def test_a_server_on_one_device_is_told_of_no_layout(tmp_path: Path) -> None:
-    given = arguments(tmp_path, EngineSettings())
+    given, _ = started_with(SglangRollout, NEEDED, tmp_path, EngineSettings())
     assert not {"--base-gpu-id", "--tp-size", "--pp-size", "--ep-size", "--enable-memory-saver"} & set(given)
 
 

@@ -108,6 +108,19 @@ def test_a_server_whose_client_was_killed_while_weights_changed_goes_on_for_othe
     served_cases.assert_a_server_left_in_the_middle_goes_on(make, lambda _: None)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_server_over_two_devices_computes_what_one_does(model: Model) -> None:
+    options = {**OPTIONS, "start_timeout_s": 600}
+    with started(lambda settings: VllmRollout(model, replace(settings, tp=2, options=options))) as first:
+        assert isinstance(first, VllmRollout)
+        assert first._call("/server_info?config_format=json")["vllm_config"]["parallel_config"]["tensor_parallel_size"] == 2
+        here = {"url": first.url}
+        served_cases.assert_computes_what_one_device_does(
+            model, lambda way: lambda settings: VllmRollout(model, replace(settings, into_server=way, options=here)), ["files"]
+        )
+
+
 def test_the_server_has_what_is_read_into_its_source() -> None:
     found = installed(VLLM, PYTHON)
     assert found.version

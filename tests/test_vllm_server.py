@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from started_with import started_with
 from test_train_engines import CONFIGS, write_model
 
 from m2flow.cli.engines import other_interpreter
@@ -82,3 +83,19 @@ def test_what_a_server_says_is_tokens_and_at_last_which_weights_made_them() -> N
 def test_a_request_is_ended_by_the_name_that_the_server_gave_it() -> None:
     assert VllmDialect().named("a", {"token_ids": [1]}) == {"token_ids": [1], "request_id": "a", "stream": True}
     assert VllmDialect().abort_bodies(["a", "b"]) == [{"request_ids": ["generate-tokens-a", "generate-tokens-b"]}]
+
+
+@pytest.mark.parametrize(("seen", "shown"), [("", "2,3"), ("4,5,6,7", "6,7")])
+def test_a_server_is_laid_over_the_devices_that_the_plan_says(
+    seen: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    given, gpus = started_with(VllmRollout, VLLM.needed, tmp_path, EngineSettings(device="cuda:2", tp=2))
+    assert gpus == shown
+    assert given[given.index("--tensor-parallel-size") + 1] == "2"
+    assert "--enable-sleep-mode" in given
+
+
+def test_a_server_on_one_device_is_told_of_no_layout(tmp_path: Path) -> None:
+    given, _ = started_with(VllmRollout, VLLM.needed, tmp_path, EngineSettings())
+    assert not {"--tensor-parallel-size", "--enable-sleep-mode"} & set(given)

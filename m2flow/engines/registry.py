@@ -101,7 +101,7 @@ _BUILT_IN = (
         "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),
         server="m2flow.engines.sglang_installed:SGLANG",
-        untested="cuda: CUDA IPC and NCCL into the server, memory that it frees by tag; tp, pp, ep",
+        untested="cuda: CUDA IPC and NCCL into the server, tp, memory that it frees by tag; pp, ep",
     ),
     EngineInfo(
         "vllm",
@@ -115,6 +115,7 @@ _BUILT_IN = (
             probes=True,
             into_server=("files",),
             devices=("cuda", "cpu"),
+            parallel_layouts=ParallelLayouts(tp=None),
         ),
         "A vLLM server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),

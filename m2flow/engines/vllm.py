@@ -22,6 +22,7 @@ take nothing away. What it would say wrongly is refused. Those of `m2flow.engine
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,8 @@ from typing import Any, cast, final
 
 import torch
 
-from m2flow.engines.contract import Capabilities
+from m2flow.engines.contract import Capabilities, ParallelLayouts
+from m2flow.engines.gpus import gpus_from
 from m2flow.engines.held_files import read_tensors, shapes_in, write_tensors
 from m2flow.engines.jobs import Job
 from m2flow.engines.served_rollout import ServedRollout, load_config
@@ -60,6 +62,7 @@ class VllmRollout(ServedRollout):
         probes=True,
         into_server=("files",),
         devices=("cuda", "cpu"),
+        parallel_layouts=ParallelLayouts(tp=None),
     )
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
@@ -91,9 +94,15 @@ class VllmRollout(ServedRollout):
         given += ["--max-num-seqs", str(settings.max_running), "--stream-interval", str(self._options.stream_interval)]
         if self._is_tied:
             given += ["--hf-overrides", '{"tie_word_embeddings": false}']
+        given += ["--tensor-parallel-size", str(settings.tp)] if settings.tp > 1 else []
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not self._is_on_cpu:
             given.append("--enable-sleep-mode")
-        return Launch(VLLM, tuple(given), {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"})
+            # It takes the first GPUs that it sees.
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            shown = gpus_from(settings.device, settings.tp, seen, whose=f"a vLLM server has {settings.tp} GPUs")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
+        return Launch(VLLM, tuple(given), environment)
 
     def _came_up(self) -> None:
         self._name_version(self._version)

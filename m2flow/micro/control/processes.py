@@ -15,7 +15,7 @@ from typing import IO, final
 
 import msgspec
 
-from m2flow.errors import EngineError
+from m2flow.engines.gpus import gpus_from
 from m2flow.micro.control.spawning import how_ended, kill_group, spawn
 from m2flow.micro.work.settings import WorkerSettings
 
@@ -65,11 +65,7 @@ def gpus_of_ranks(worker: str, device: str, count: int, seen: str) -> tuple[str,
     """
     if not device.startswith("cuda"):
         return device, [""] * count
-    first = int(device.partition(":")[2] or 0)
-    names = [name.strip() for name in seen.split(",")] if seen else [str(number) for number in range(first + count)]
-    if first + count > len(names):
-        raise EngineError(f"{worker} has {count} ranks from {device} on, and of GPUs there are {len(names)} (CUDA_VISIBLE_DEVICES={seen})")
-    return "cuda:0", names[first : first + count]
+    return "cuda:0", gpus_from(device, count, seen, whose=f"{worker} has {count} ranks")
 
 
 @final

@@ -1,0 +1,27 @@
+"""Which GPUs a process is shown that is to have several, from its own on.
+
+"cuda:1", 2 of "4,5,7" --> 5, 7
+"""
+
+from __future__ import annotations
+
+from m2flow.errors import EngineError
+
+
+def gpus_from(device: str, count: int, seen: str, *, whose: str) -> list[str]:
+    """The names of so many GPUs: the device's own and those after it, as in `CUDA_VISIBLE_DEVICES`.
+
+    Args:
+        seen: GPUs that there are, as in `CUDA_VISIBLE_DEVICES`; empty: all of the machine.
+        whose: for the error: `train-0 has 2 ranks`.
+    Raises:
+        EngineError: there are not so many.
+
+    >>> gpus_from("cuda:1", 2, "4,5,7", whose="train-0 has 2 ranks")
+    ['5', '7']
+    """
+    first = int(device.partition(":")[2] or 0)
+    names = [name.strip() for name in seen.split(",")] if seen else [str(number) for number in range(first + count)]
+    if first + count > len(names):
+        raise EngineError(f"{whose} from {device} on, and of GPUs there are {len(names)} (CUDA_VISIBLE_DEVICES={seen})")
+    return names[first : first + count]
