@@ -158,3 +158,10 @@ def test_what_is_suggested_was_simulated_with_what_the_run_measured(tmp_path: Pa
     assert f"the simulation is off by {found['error']:+.0%}" in text
     assert ("warning: the model does not reproduce this run well" in text) == found["is_doubtful"] == (abs(found["error"]) > 0.2)
     assert "is on the critical path for" in text
+    stages = {(stage["label"], stage["line"]): stage for stage in found["stages"]}
+    planned = told["analysis"]["stages"]
+    assert told["analysis"]["predicted_step_s"] == pytest.approx(sum(stage["predicted_s"] or 0 for stage in planned))
+    (update,) = (stage for stage in planned if stage["label"] == "policy.update")
+    simulated = stages["policy.update", update["line"]]["seconds"]
+    row = ["policy.update", update["line"], f"{update['predicted_s']:,.3f}", f"{simulated:,.3f}"]
+    assert any(line.split()[:4] == row for line in text.splitlines()), "planned, simulated with its costs, and measured, stage by stage"

@@ -52,7 +52,7 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
         click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
         return
     mode = f"{trace.plan.mode} on {trace.plan.cluster}" if trace.plan else "no plan"
-    click.echo("\n".join([f"{run_dir}: {mode}", *_text(analysis)]))
+    click.echo("\n".join([f"{run_dir}: {mode}", *_text(analysis, suggestions)]))
     if suggestions is not None:
         click.echo("\n".join(_suggestions(suggestions)))
     elif why_not:
@@ -76,13 +76,16 @@ def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, s
         return None, str(error).partition("\n")[0]
 
 
-def _text(analysis: Analysis) -> list[str]:
+def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
     if not analysis.steps:
         return ["no step has been recorded"]
     whole = f"{len(analysis.steps)} steps in {analysis.makespan_s:,.2f} s"
     lines = [f"{whole}, {analysis.efficiency:.0%} of the bound" if analysis.efficiency is not None else whole]
     if analysis.predicted_step_s is not None:
-        lines.append(f"planned: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s")
+        note = f" ({analysis.prediction_note})" if analysis.prediction_note else ""
+        lines.append(f"planned: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s{note}")
+    else:
+        lines.append(f"what a step should take was not said: {analysis.prediction_note}")
     num_devices = sum(device.num_devices for device in analysis.devices)
     lines += [
         "",
@@ -95,11 +98,9 @@ def _text(analysis: Analysis) -> list[str]:
         whole_s = device.busy_s + sum(device.idle_s.values())
         rows.append((device.name, device.kinds, f"{device.busy_s / whole_s:.0%}" if whole_s else "", causes(device.idle_s, whole_s)))
     lines += ["", *table(rows)]
-    is_planned = any(stage.predicted_s is not None for stage in analysis.stages)
-    path = [("critical path", "", "share", "s a step", *(("planned",) if is_planned else ()))]
-    for share, stage in zip(analysis.path, analysis.stages, strict=True):
-        planned = ("" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}",) if is_planned else ()
-        path.append((share.label, share.line, f"{share.share:.1%}", f"{stage.seconds:,.3f}", *planned))
+    path = [("critical path", "", "share", "s a step")]
+    for share in analysis.path:
+        path.append((share.label, share.line, f"{share.share:.1%}", f"{share.seconds / len(analysis.steps):,.3f}"))
     lines += [
         "",
         *table(path),
@@ -107,6 +108,8 @@ def _text(analysis: Analysis) -> list[str]:
             f"{one.label}, {one.line}, is on the critical path for {one.share:.0%} of the steps"
             for one in [share for share in analysis.path if share.line][:1]
         ),
+        "",
+        *table(_stages(analysis, suggestions)),
     ]
     if analysis.memory:
         lines += ["", *table([("memory", "of", "planned", "at most", "after the first step"), *map(_memory, analysis.memory)])]
@@ -119,6 +122,20 @@ def _text(analysis: Analysis) -> list[str]:
     others = ", ".join(f"{tokens:,} {ending}" for ending, tokens in analysis.other_tokens.items())
     lines += ["", f"tokens trained on: {analysis.trained_tokens:,}" + (f"; of other samples: {others}" if others else "")]
     return [*lines, f"decode step: {analysis.decode}"]
+
+
+def _stages(analysis: Analysis, suggestions: Suggestions | None) -> list[tuple[str, ...]]:
+    """What was planned of each stage, what a simulation with the run's own costs says, and what it took, in the steps where it is."""
+    simulated = {(stage.label, stage.line): stage.seconds for stage in suggestions.stages} if suggestions else {}
+    rows: list[tuple[str, ...]] = [("stage", "", "planned", "simulated", "measured")]
+    for stage in analysis.stages:
+        lines = stage.line.split(", ")
+        mine = [seconds for (label, line), seconds in simulated.items() if label in stage.label.split(", ") and line in lines]
+        planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
+        rows.append(
+            (stage.label, stage.line, planned, f"{sum(mine):,.3f}" if mine else "", f"{stage.seconds:,.3f}" if stage.seconds else "")
+        )
+    return [tuple(row) for row in rows]
 
 
 def _memory(one: WorkerMemory) -> tuple[str, ...]:

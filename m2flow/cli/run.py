@@ -155,6 +155,7 @@ def command(
         pinned=pinned,
         profile=profile,
         resume=None if before is None else before.run_dir,
+        foresees=True,
         warn=lambda said: console.print(f"warning: {said}", soft_wrap=True),
     )
     progress = display.Progress(console, run)

@@ -18,6 +18,7 @@ from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError,
 from m2flow.macro.eager import EagerBackend
 from m2flow.macro.exploring import anticipate, explore
 from m2flow.macro.flow import Flow
+from m2flow.macro.graph import MacroGraph
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
 from m2flow.macro.recording import Recorder
 from m2flow.macro.replay import ReplayBackend, prints_muted
@@ -31,6 +32,7 @@ from m2flow.micro.control.launching import launcher_for
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.planned import PlannedBackend
 from m2flow.micro.control.run_ahead import RunAhead
+from m2flow.micro.forecasting import Forecast, forecast, write_forecast
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import Lowering, lower
 from m2flow.micro.pace import paced
@@ -96,7 +98,8 @@ class Run:
     """One run of a flow. With `decisions` of another run (`m2flow.micro.record.ledger.read_decisions`), an eager one repeats what time
     decided; with a `pinned` plan, processes and sizes are that one's; a `profile` is what a search for a placement goes by. What `around`
     makes of the backend gets the flow's calls, for `max_steps` of its steps. With `resume`, the directory of a run that stopped, it goes
-    on in there; flow, options and settings must be those of that run (`m2flow.micro.record.rundir.read_config`)."""
+    on in there; flow, options and settings must be those of that run (`m2flow.micro.record.rundir.read_config`). One that `foresees` writes
+    what the plan should take (`m2flow.micro.forecasting`), also where it was not searched for."""
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class Run:
         around: Callable[[Backend], Backend] | None = None,
         max_steps: int | None = None,
         resume: Path | None = None,
+        foresees: bool = False,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.flow = flow
@@ -129,6 +133,8 @@ class Run:
         self._around = around
         self._max_steps = max_steps
         self._resume = resume
+        self._foresees = foresees
+        self._forecast: Forecast | None = None
         self._warn = warn
         self._past: Past | None = None
         self._has_broken = False
@@ -157,10 +163,7 @@ class Run:
             )
         pinned, is_deterministic, choice = self._pinned_plan, self.settings.deterministic, None
         if is_searched(self.spec) and pinned is None:
-            with contextlib.suppress(FlowError):  # Of invented values; the flow's own errors come when it runs.
-                exploration = explore(self.flow, self.options, seed=self.settings.seed)
-                graph = anticipate(self.flow, self.options, exploration, steps=TRACED_STEPS, seed=self.settings.seed)
-                self._models = dict(exploration.models)
+            graph = self._anticipated(graph)
             choice = question_of(graph, self._models, self.spec, profile=self._profile).choose()
         self._plan = lower(
             graph, self._models, self.spec, num_steps=num_steps, deterministic=is_deterministic, choice=choice, pinned=pinned
@@ -168,7 +171,19 @@ class Run:
         if pinned is not None:
             check_edited(pinned, self._plan, self.spec)
         self._plan = paced(self._plan, graph, self._models, self.spec, self._profile)
+        if self._foresees and self._plan.choice is None and not self.settings.eager:
+            if not any(call.method == "update" and call.step >= 0 for call in graph.calls):  # A value was waited for before it.
+                graph = self._anticipated(graph)
+            self._forecast = forecast(self._plan, graph, self._models, self.spec, profile=self._profile)
         return self._plan
+
+    def _anticipated(self, graph: MacroGraph) -> MacroGraph:
+        """A graph that goes on past the values that the flow waits for; the given one where that can't be said."""
+        with contextlib.suppress(FlowError):  # Of invented values; the flow's own errors come when it runs.
+            exploration = explore(self.flow, self.options, seed=self.settings.seed)
+            graph = anticipate(self.flow, self.options, exploration, steps=TRACED_STEPS, seed=self.settings.seed)
+            self._models = dict(exploration.models)
+        return graph
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -211,6 +226,8 @@ class Run:
                     self._past = read_past(self.run_dir, self._warn)
                     if move(self.run_dir, self.spec, plan, self._past.attempt):
                         self._warn(f"the run goes on with another cluster spec, {self.spec.name}, and a new plan")
+                if self._forecast is not None:
+                    write_forecast(self.run_dir, self._forecast)
                 forwarding = Forwarding(destinations(self.settings, self.run_dir, self.flow.name, self._warn), self._warn)
                 forwarding.open()
                 try:

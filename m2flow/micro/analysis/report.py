@@ -9,7 +9,6 @@ For a simulated run the bounds are those of its own report; for a real one they 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Sequence
 from typing import final
 
@@ -22,8 +21,10 @@ from m2flow.micro.analysis.critical_path import CriticalPath
 from m2flow.micro.analysis.idle import IdleTime
 from m2flow.micro.analysis.peaks import WorkerMemory, memory_of
 from m2flow.micro.analysis.run_trace import LIFE, TRAIN, RunTrace, Step
+from m2flow.micro.forecasting import read_forecast
 from m2flow.micro.record.account import read_token_account
 from m2flow.micro.record.length_bias import bias_of_run
+from m2flow.micro.search.choice import Choice
 from m2flow.observe.spans import SpanName
 
 OVERHEAD = "nobody's work"
@@ -74,13 +75,15 @@ class DeviceAnalysis(msgspec.Struct):
 
 @final
 class StageAnalysis(msgspec.Struct):
-    """What a call took a step, beside what the plan said."""
+    """What a part of a step took, beside what the plan said of it: a call, several that the plan reckons together, or machinery."""
 
     label: str
     line: str
+    """`flows/grpo.py:23`; of several calls all, with commas."""
     seconds: float
-    """On the critical path, mean over steps."""
+    """On the critical path, mean over the steps in which it is there."""
     predicted_s: float | None
+    """None where the plan says nothing of it."""
 
 
 @final
@@ -112,6 +115,9 @@ class Analysis(msgspec.Struct):
     other_tokens: dict[str, int]
     """Of all others, by how they ended; `unused` are those of evaluations too."""
     predicted_step_s: float | None
+    """By the plan, or by what was foreseen of one that nobody searched for."""
+    prediction_note: str
+    """Why there is no such prediction, or what it does not reckon with."""
     memory: list[WorkerMemory]
     """What each worker took at most."""
 
@@ -139,7 +145,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
     bound_s = sum(max(step.bounds_s.values(), default=0.0) for step in steps)
     path = _together([share for step in steps for share in step.path], whole_s)
     trained, others = _tokens(trace)
-    choice = trace.plan.choice if trace.plan else None
+    choice = trace.predicted
     return Analysis(
         steps=steps,
         devices=[
@@ -152,7 +158,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
             )
             for one in devices
         ],
-        stages=_stages(trace, steps, path),
+        stages=_stages(choice, steps, path),
         path=path,
         makespan_s=whole_s,
         efficiency=min(bound_s / whole_s, 1.0) if whole_s and bound_s else None,
@@ -161,6 +167,7 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
         trained_tokens=trained,
         other_tokens=others,
         predicted_step_s=choice.predicted_step_s if choice else None,
+        prediction_note=_note(trace),
         memory=memory_of(trace),
     )
 
@@ -212,19 +219,52 @@ def _together(shares: Sequence[PathShare], whole_s: float) -> list[PathShare]:
     return sorted(whole, key=lambda share: -share.seconds)
 
 
-def _stages(trace: RunTrace, steps: Sequence[StepAnalysis], path: Sequence[PathShare]) -> list[StageAnalysis]:
-    """A plan's part goes with the line that is on the path of the most steps, of those with this call."""
-    choice = trace.plan.choice if trace.plan else None
-    predicted = {part.what: part.seconds for part in choice.parts if part.on_critical_path} if choice else {}
-    often = Counter((share.label, share.line) for step in steps for share in step.path)
-    whose = {label: line for (label, line), _ in reversed(often.most_common())}
-    number = max(len(steps), 1)
-    return [
-        StageAnalysis(
-            share.label, share.line, share.seconds / number, predicted.get(share.label) if whose[share.label] == share.line else None
-        )
-        for share in path
-    ]
+def _stages(choice: Choice | None, steps: Sequence[StepAnalysis], path: Sequence[PathShare]) -> list[StageAnalysis]:
+    """The parts of the plan with what they came to, then what it does not know of."""
+    left = [(share.label, share.line) for share in path]
+    found: dict[str, tuple[float, list[tuple[str, str]]]] = {}
+    for part in choice.parts if choice else ():
+        if part.on_critical_path:
+            name = "switch" if part.what.startswith("switch ") else part.what
+            seconds, keys = found.get(name, (0.0, []))
+            calls = part.what.partition(" / ")[0].split(", ")
+            keys = keys + [key for key in left if any(_is_of(call, *key, path) for call in calls)]
+            left = [key for key in left if key not in keys]
+            found[name] = seconds + part.seconds, keys
+    stages = []
+    for name, (seconds, keys) in found.items():
+        lines = [key for key in keys if key[1]]
+        label = ", ".join(dict.fromkeys(label for label, _ in lines)) or name
+        stages.append(StageAnalysis(label, ", ".join(line for _, line in lines), _mean_s(steps, keys), seconds))
+    return [*stages, *(StageAnalysis(label, line, _mean_s(steps, [(label, line)]), None) for label, line in left)]
+
+
+def _note(trace: RunTrace) -> str:
+    if trace.plan and trace.plan.choice:
+        return ""
+    foreseen = read_forecast(trace.run_dir)
+    if foreseen is not None:
+        return foreseen.note
+    return "nobody asked for a prediction" if trace.plan else "it had no plan"
+
+
+def _is_of(what: str, label: str, line: str, path: Sequence[PathShare]) -> bool:
+    """Whether a part of a plan is about a stage. Parts are `policy.generate@47`, `policy.update` where that is called in one place,
+    `weight sync of policy`, `switch to train`."""
+    if not line:
+        machinery = {"weight": "weights.", "switch": "switch"}.get(what.partition(" ")[0])
+        return machinery is not None and label.startswith(machinery)
+    call, _, number = what.partition("#")[0].partition("@")
+    if call != label:
+        return False
+    often = max((share for share in path if share.label == label), key=lambda share: share.seconds)
+    return line.rpartition(":")[2] == number if number else line == often.line
+
+
+def _mean_s(steps: Sequence[StepAnalysis], keys: Sequence[tuple[str, str]]) -> float:
+    mine = [sum(share.seconds for share in step.path if (share.label, share.line) in keys) for step in steps]
+    there = [seconds for seconds in mine if seconds > 0]
+    return sum(there) / len(there) if there else 0.0
 
 
 def _staleness(trace: RunTrace) -> dict[int, dict[int, int]]:

@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.micro.analysis.known_calls import KnownCalls
+from m2flow.micro.forecasting import read_forecast
 from m2flow.micro.plan import Plan
+from m2flow.micro.search.choice import Choice
 from m2flow.observe.schedule.columns import TraceColumns
 from m2flow.observe.spans import SpanName
 
@@ -80,6 +82,8 @@ class RunTrace:
         self.columns = TraceColumns(run_dir)
         self.calls = KnownCalls(run_dir)
         self.plan: Plan | None = None
+        self.predicted: Choice | None = None
+        """What the plan should take, where it was searched for or foreseen."""
         self.kinds: list[Kind] = []
         none = np.zeros(0, np.int64)
         self.kind: IntArray = none
@@ -97,6 +101,8 @@ class RunTrace:
         """Take in what is new. Answers whether there was any."""
         if self.plan is None:
             self.plan = read_plan_of(self.run_dir)
+            foreseen = read_forecast(self.run_dir)
+            self.predicted = (self.plan.choice if self.plan else None) or (foreseen.choice if foreseen else None)
         known = len(self.calls.by_ordinal)
         is_new = self.columns.refresh(most_bytes)
         self.calls.refresh(self.columns)

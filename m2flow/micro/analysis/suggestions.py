@@ -20,12 +20,15 @@ import msgspec
 
 from m2flow.errors import PlanError, SpecError
 from m2flow.macro.flow import Flow
-from m2flow.micro.analysis.run_trace import read_plan_of
+from m2flow.micro.analysis.idle import idle_of
+from m2flow.micro.analysis.report import analysis_of
+from m2flow.micro.analysis.run_trace import RunTrace, read_plan_of
 from m2flow.micro.costs.probing import measured_run
 from m2flow.micro.plan import Plan
 from m2flow.micro.record.rundir import read_config
 from m2flow.micro.simulation.comparing import AS_PLANNED, Row, compare
 from m2flow.micro.simulation.scenario import Scenario, prepare
+from m2flow.micro.simulation.tracing import write_run
 from m2flow.spec import ClusterSpec
 
 NUM_STEPS = 3
@@ -52,6 +55,16 @@ class Suggestion(msgspec.Struct):
 
 
 @final
+class SimulatedStage(msgspec.Struct):
+    """A call or machinery on the critical path of the run as it was, simulated."""
+
+    label: str
+    line: str
+    seconds: float
+    """Mean over the simulated steps in which it is there."""
+
+
+@final
 class Suggestions(msgspec.Struct):
     """Of one run."""
 
@@ -64,6 +77,8 @@ class Suggestions(msgspec.Struct):
     is_doubtful: bool
     """The error is too large, or not known."""
     found: list[Suggestion]
+    stages: list[SimulatedStage]
+    """Of the run as it was."""
 
 
 def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], makespans_s: Sequence[float]) -> Suggestions:
@@ -96,12 +111,23 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
             step_s = _step_s(scenario.on(spec), plan)
             if step_s is not None:
                 found.append(Suggestion(what, False, step_s, 1 - step_s / now.step_s))
+        stages = _stages(scenario, plan, Path(place) / "simulated", config.flow, options)
     better = sorted((one for one in found if one.gain > _WORTH), key=lambda one: one.step_s)
     if not makespans_s:
-        return Suggestions(now.step_s, None, None, True, better)
+        return Suggestions(now.step_s, None, None, True, better, stages)
     measured_s = sum(makespans_s[:num_steps]) / num_steps
     error = now.step_s / measured_s - 1
-    return Suggestions(now.step_s, measured_s, error, abs(error) > DOUBTFUL, better)
+    return Suggestions(now.step_s, measured_s, error, abs(error) > DOUBTFUL, better, stages)
+
+
+def _stages(scenario: Scenario, plan: Plan, directory: Path, flow_file: str, options: Mapping[str, object]) -> list[SimulatedStage]:
+    """What the steps wait for when the run is simulated as it was placed, by the same account as that of the run itself."""
+    mine = scenario.plans()[plan.mode]
+    write_run(directory, scenario, scenario.run(mine), flow_file=flow_file, options=options)
+    trace = RunTrace(directory)
+    trace.refresh()
+    stages = analysis_of(trace, idle_of(trace)).stages
+    return [SimulatedStage(stage.label, stage.line, stage.seconds) for stage in stages]
 
 
 def _does_as_well(other: Row, row: Row, now: Row) -> bool:

@@ -122,7 +122,7 @@ def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
 def _this_machine(pool: PoolSpec) -> PoolSpec:
     """What the spec leaves open: the memory of each core, or what GPU it is."""
     if pool.device == "cpu":
-        memory = _memory_gib()
+        memory = None if pool.memory_gib else _memory_gib()
         return pool.model_copy(update={"memory_gib": memory / pool.devices_per_node}) if memory else pool
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         model = next((line.partition(":")[2] for line in file.read_text().splitlines() if line.startswith("Model:")), "")

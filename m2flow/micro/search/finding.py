@@ -65,7 +65,7 @@ class Found:
         return mode_of(seats_of(self.node, self.places))
 
 
-def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpec) -> Choice:
+def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpec, *, is_alone: bool = False) -> Choice:
     """The plan with the least predicted time of a step.
 
     Args:
@@ -73,6 +73,7 @@ def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpe
         lengths: of prompts and answers.
         costs: of this workload's engines on this cluster.
         spec: its pools, pins and whether engines may go to the host's memory.
+        is_alone: leave out what other plans would take: those of other modes, and those without a pin.
     Raises:
         PlanError: nothing fits, or nothing does that the pins allow; what is short, and what would fit.
     """
@@ -94,9 +95,9 @@ def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpe
         is_exact=found.is_exact,
         gap_s=gap_s,
         advice=advice_of(found.problem, found.node, parts, bounds),
-        losers=tuple(_losers(found)),
+        losers=() if is_alone else tuple(_losers(found)),
         search_s=search_s,
-        constraints_cost_s=_constraints(found),
+        constraints_cost_s={} if is_alone else _constraints(found),
         constants=costs.constants(),
     )
 

@@ -90,9 +90,15 @@ def _workers_of(what: str, plan: Plan) -> list[str]:
     """Who does a part of what a plan predicts: `policy.generate, judge.score / 2 steps under way`, `weight sync of policy`."""
     calls = set(what.partition(" / ")[0].split(", "))
     role = what.removeprefix("weight sync of ").partition(" / ")[0] if what.startswith("weight sync of ") else ""
-    found = [worker for stage in plan.stages if stage.call in calls for worker in stage.workers]
+    stages = [stage for stage in plan.stages if stage.call in calls] or [s for s in plan.stages if _bare(s.call) in set(map(_bare, calls))]
+    found = [worker for stage in stages for worker in stage.workers]
     found += [worker for sync in plan.syncs if sync.role == role for worker in (sync.source, sync.target)]
     return list(dict.fromkeys(found))
+
+
+def _bare(call: str) -> str:
+    """`policy.generate` of `policy.generate@47#2`: a prediction may know of further lines than the plan does."""
+    return call.partition("#")[0].partition("@")[0]
 
 
 @final
@@ -134,7 +140,7 @@ class RunView:
             trace = self._trace
             config = self._config()
             plan = trace.plan
-            choice = plan.choice if plan else None
+            choice = trace.predicted
             return Summary(
                 name=self.name,
                 flow=str(config.get("flow", plan.flow if plan else "")),

@@ -25,7 +25,7 @@ export class SchedulePanel {
         el("dl", { class: "big" },
           figure(percent(analysis.efficiency) || "n/a", "of the lower bound", "The steps' lower bounds by what they took: at 100% no schedule could have been faster"),
           last.length ? figure(seconds(analysis.makespan_s / last.length), "a step") : null,
-          analysis.predicted_step_s ? figure(seconds(analysis.predicted_step_s), "planned") : null),
+          analysis.predicted_step_s ? figure(seconds(analysis.predicted_step_s), "planned", analysis.prediction_note) : null),
         summary.idle.map(([name, kinds, busy, idle]) => this.device(name, kinds, busy, idle))),
       analysis.path.length ? el("section", {}, el("h2", {}, "Critical path"), el("table", { class: "rows" }, el("tbody", {}, analysis.path.slice(0, 8).map((share) => this.path(share))))) : null,
       last.length ? el("section", {}, el("h2", {}, "Steps"), this.steps(last)) : null,
@@ -67,12 +67,18 @@ export class SchedulePanel {
       })));
   }
 
+  /** What was predicted of each part of a step, and what it came to; or why nothing was. */
   stages(analysis) {
     const shown = analysis.stages.filter((stage) => stage.predicted_s !== null);
-    if (!shown.length) return null;
-    return el("section", {}, el("h2", {}, "Planned and measured"), el("table", { class: "rows" },
-      el("thead", {}, el("tr", {}, ["call", "planned", "measured"].map((name) => el("th", { scope: "col" }, name)))),
-      el("tbody", {}, shown.map((stage) => el("tr", {}, el("td", {}, stage.label, " ", el("code", { class: "quiet" }, stage.line)), el("td", {}, seconds(stage.predicted_s)), el("td", {}, seconds(stage.seconds)))))));
+    if (!shown.length && !analysis.prediction_note) return null;
+    return el("section", {}, el("h2", {}, "Planned and measured"),
+      shown.length ? el("table", { class: "rows" },
+        el("thead", {}, el("tr", {}, ["call", "planned", "measured"].map((name) => el("th", { scope: "col" }, name)))),
+        el("tbody", {}, shown.map((stage) => el("tr", {},
+          el("td", {}, stage.label, " ", el("code", { class: "quiet" }, stage.line)),
+          el("td", {}, seconds(stage.predicted_s)),
+          el("td", {}, stage.seconds ? seconds(stage.seconds) : el("span", { class: "quiet", title: "No step waited for it" }, "none")))))) : null,
+      analysis.prediction_note ? el("p", { class: "quiet" }, shown.length ? `Planned ${analysis.prediction_note}.` : `Nothing was planned: ${analysis.prediction_note}.`) : null);
   }
 
   bias({ length_bias: classes }) {
@@ -87,13 +93,13 @@ export class SchedulePanel {
     const { analysis, summary } = this.view;
     const kind = summary.kinds[at];
     const path = analysis?.path.find((one) => one.label === kind.label && one.line === kind.line);
-    const stage = analysis?.stages.find((one) => one.label === kind.label && one.line === kind.line);
+    const stage = analysis?.stages.find((one) => one.label.split(", ").includes(kind.label) && one.line.split(", ").includes(kind.line));
     const button = (text, act) => el("button", { class: "button", type: "button", onclick: act }, text);
     return replace(this.place, el("section", {},
       this.head([kindSwatch(summary.kinds, at), kind.label]),
       kind.line ? [el("h3", {}, kind.line), kind.text ? el("code", { class: "source" }, kind.text) : null] : null,
       path ? el("p", {}, `On the critical path for ${percent(path.share)} of the steps.`) : kind.line ? el("p", { class: "quiet" }, "No step waited for it.") : null,
-      facts([["a step waits", stage ? seconds(stage.seconds) : ""], ["planned", stage?.predicted_s ? seconds(stage.predicted_s) : ""]]),
+      facts([["a step waits", stage?.seconds ? seconds(stage.seconds) : ""], ["planned", stage?.predicted_s ? seconds(stage.predicted_s) : ""]]),
       el("div", { class: "actions" }, button("First span", () => this.view.seek(at, 1)), button("Last span", () => this.view.seek(at, -1)), button("Show all lines", () => this.view.showOnly(null)))));
   }
 
