@@ -7,6 +7,7 @@ A plan is frozen data with a checker and a printed form; it serialises to JSON. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -31,6 +32,9 @@ class EngineSlot(msgspec.Struct, frozen=True):
     once."""
     stays: bool = False
     """Under a lease: what it keeps (a rollout engine its weights, a trainer all but activations) stays there while others work."""
+    lent_until: float = 0.0
+    """Under a lease, of a rollout engine on devices that a trainer lends, while others of its role have their own: the share of a
+    generation's samples that have ended when it gives them back, and what it still has goes on elsewhere. 0: it keeps what it has."""
     tp: int = 1
     """Of a rollout engine, in each instance: devices that share each layer; `pp` stages of layers; `ep` that share the experts of one."""
     pp: int = 1
@@ -222,6 +226,7 @@ class Plan(msgspec.Struct, frozen=True):
                         f"{worker.name}: the {slot.kind} engine of {slot.role} is said to stay, and shares its devices with nobody",
                         now="Leave `stays` out: it is about engines of workers with a lease.",
                     )
+        check_lending(self.workers)
         ends = [(r.source, r.target) for r in self.routes] + [(s.source, s.target) for s in self.syncs]
         for source, target in ends:
             for end in (source, target):
@@ -234,3 +239,19 @@ class Plan(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return plan_text(self)
+
+
+def check_lending(workers: Sequence[WorkerPlan]) -> None:
+    """Devices are lent to rollout engines that some others of their role can stand in for.
+
+    Raises:
+        PlanError: they are not, or a share is none.
+    """
+    own = {slot.role for worker in workers for slot in worker.engines if slot.kind == "rollout" and not slot.lent_until}
+    for worker in workers:
+        for slot in worker.engines:
+            if slot.lent_until and not (worker.lease and slot.kind == "rollout" and 0 < slot.lent_until <= 1 and slot.role in own):
+                raise PlanError(
+                    f"{worker.name}: devices can't be lent to the {slot.kind} engine of {slot.role} until {slot.lent_until:.3g} has ended",
+                    now="It must be a rollout engine under a lease, the share at most 1, and another worker must have the role's too.",
+                )

@@ -123,7 +123,8 @@ def _slots(worker: WorkerPlan) -> str:
 
 
 def _turn(slot: EngineSlot) -> str:
-    return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays
+    lent = f", lent until {slot.lent_until:.0%} have ended" if slot.lent_until else ""
+    return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays + lent
 
 
 def _degrees(slot: EngineSlot) -> str:

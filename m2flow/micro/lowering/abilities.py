@@ -26,6 +26,12 @@ def can_rest(engine: str) -> bool:
     return can is not None and can.rests
 
 
+def can_move(engine: str) -> bool:
+    """Whether a rollout engine's samples can be stopped and go on elsewhere, with the same random numbers."""
+    can = rollout_abilities(engine)
+    return can is not None and can.abort and can.resume_with_prefix and can.keyed_seeds
+
+
 def gives_away(engine: str) -> bool:
     """Whether a trainer's weights can be copied while it is off its devices."""
     return any(info.capabilities.gives_away for info in engines() if info.kind == "train" and info.name == engine)

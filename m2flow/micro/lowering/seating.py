@@ -40,9 +40,11 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
         engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
         for place in _replicas(seat):
             stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_rest(engine))
-            slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turns.get(seat.engine, ""), stays)
+            lease = seat.lease if _shares(seat, place, choice.seats) else ""
+            turn, stays = (turns.get(seat.engine, ""), stays) if lease else ("", False)
+            slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turn, stays, seat.lent_until if lease else 0.0)
             laid = seated_degrees(slot, seat, spec) if seat.engine.kind == "rollout" else slot
-            slots.setdefault((seat.engine.kind, place, seat.lease), []).append(laid)
+            slots.setdefault((seat.engine.kind, place, lease), []).append(laid)
             threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
     workers = []
     count = {"rollout": 0, "train": 0, "device": 0}
@@ -61,6 +63,14 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
         count[name] += 1
     functions = (EngineSlot("*", "function", "python"),)
     return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
+
+
+def _shares(seat: Seat, place: _Place, seats: tuple[Seat, ...]) -> bool:
+    """Whether a replica takes turns: of a rollout engine that has lent devices, those that are on them do."""
+    if not seat.lent_until:
+        return bool(seat.lease)
+    others = (other for other in seats if other.engine != seat.engine and other.lease == seat.lease and other.pool == place[0])
+    return any(other.first_device < place[2] and place[1] < other.devices.stop for other in others)
 
 
 def _turns(seats: tuple[Seat, ...]) -> dict[EngineId, str]:

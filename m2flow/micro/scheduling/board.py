@@ -18,6 +18,7 @@ from m2flow.micro.plan import Plan, Stage
 from m2flow.micro.scheduling.carrying import Lines
 from m2flow.micro.scheduling.events import CONTROLLER, Command, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.scheduling.leases import Lease
+from m2flow.micro.scheduling.lending import Lending
 from m2flow.micro.scheduling.losing import strike
 from m2flow.micro.scheduling.missing import Missed
 from m2flow.micro.scheduling.open_calls import OpenCalls
@@ -83,6 +84,7 @@ class Board:
         self.lines = Lines(self)
         self.refills = Refills(self)
         self.placings = Placings(self, plan)
+        self.lending = Lending(self, plan)
         self.restoring = Restoring(self)
         self.functions = StartQueue(self.workers)
 
@@ -370,6 +372,8 @@ class Board:
         self.versions.over(state)
         if state.placing is not None:
             self.placings.over(state)
+        if self.lending.is_used:
+            self.lending.over(state.call.ordinal)
         if self.open.close(state):
             self.waking.wake_role(state.call.role)
         if state.call.reads:

@@ -167,6 +167,13 @@ class Placing:
             self._moving = {row: to for row, to in self._moving.items() if row in self._at}
             self._ready.is_disturbed = True
 
+    def withdrawn(self, worker: str) -> None:
+        """A worker gets no more of this call. What it has is asked to stop, and comes back into `ready`."""
+        j = self._instances[worker]
+        self._lost.add(j)
+        self._moving = {row: to for row, to in self._moving.items() if to != j}
+        self._ready.is_disturbed = True
+
     def joined(self, worker: str) -> None:
         """A worker is here again, with nothing."""
         j = self._instances.get(worker)

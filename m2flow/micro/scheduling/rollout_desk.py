@@ -132,13 +132,16 @@ class RolloutDesk:
         under = self._load_under(worker, role, first)
         if under is not None or first is None:
             return under
+        lending = self._board.lending
+        if lending.is_used and lending.passes(worker, first):
+            return None
         held = worker.held.get(role, 0)
         newest = self._loadable(worker, role, first)
         if not _may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
             is_sure = first.is_prepared and not first.waits_for
             return self._load_offer(worker, role, newest) if newest > held and is_sure else None
         for state in self._board.open.started("rollout", role):
-            if not state.ready or not _may_use(state, held):
+            if not state.ready or not _may_use(state, held) or (lending.is_used and lending.passes(worker, state)):
                 continue
             if state.placing is not None:
                 room = min(state.stage.chunk - worker.num_running, state.num_may_begin)

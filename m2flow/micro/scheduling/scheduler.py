@@ -178,6 +178,8 @@ class Scheduler:
     def _added(self, event: CallAdded | Recalled) -> None:
         state = self._board.add_call(event.call, event.stage)
         self._credits.added(state, [ref.call for _, ref in event.call.inputs])
+        if self._board.lending.is_used and event.call.engine == "train":
+            self._board.lending.trains()
 
     def _from_worker(self, name: str, message: m.Heard) -> None:
         """What comes twice or late changes nothing."""
@@ -205,6 +207,8 @@ class Scheduler:
                     self._credits.settle(state, dict(zip(message.ids, message.num_tokens, strict=True)))
                     self._credits.taken(message.call, (*message.ids, *message.dropped))
                 board.placings.deal(state)
+                if board.lending.is_used:
+                    board.lending.ended(state)
             if message.ends:
                 self._end_task(message.task)
             return

@@ -103,6 +103,8 @@ class CallState:
     """Places of workers that may still want rows: a heap."""
     sated: set[int] = field(init=False)
     """Places of those that want none, as they are now."""
+    num_passing: int = 0
+    """Workers that get no more of it (`m2flow.micro.scheduling.lending`)."""
     num_whole: int = field(init=False)
     """If it is cut: groups of which all samples are done."""
 
@@ -181,7 +183,7 @@ class CallState:
     def share(self) -> int:
         """Samples of a generation that a worker has at most: its even part of those that are not done."""
         allowed = len(self.ids) if self.refill is None else self.refill.num_allowed * self.num_per_prompt
-        return math.ceil((allowed - len(self.done)) / max(len(self.stage.workers), 1))
+        return math.ceil((allowed - len(self.done)) / max(len(self.stage.workers) - self.num_passing, 1))
 
     @property
     def has_rows_to_begin(self) -> bool:

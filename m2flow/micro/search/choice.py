@@ -34,6 +34,9 @@ class Seat(msgspec.Struct, frozen=True):
     is_swapped: bool = False
     """Between its calls all that it keeps is in the host's memory, and its devices are free for others."""
 
+    lent_until: float = 0.0
+    """Of a rollout engine some of whose devices a trainer lends: the share of its samples that have ended when it gives those back."""
+
     @property
     def devices(self) -> range:
         return range(self.first_device, self.first_device + self.num_devices)

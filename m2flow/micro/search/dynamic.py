@@ -22,6 +22,7 @@ from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.calls import Cut
 from m2flow.micro.search.composing import Times, in_turns, side_by_side, through_functions, zero_times
 from m2flow.micro.search.fronts import FloatArray, Front, IntArray, codes, gathered, pruned, spread
+from m2flow.micro.search.lending import lent_times, may_be_lent, may_lend
 from m2flow.micro.search.limits import Limits
 from m2flow.micro.search.memory import Memory, memory_slack
 from m2flow.micro.search.options import Option
@@ -29,7 +30,8 @@ from m2flow.micro.search.problem import Problem
 
 BoolArray = npt.NDArray[np.bool_]
 
-TURNS, SPLIT = 0, 1
+TURNS, SPLIT, LENT = 0, 1, 2
+NUM_HOWS = 3
 APART, TOGETHER, UNKNOWN = 1, 0, -1
 _NUM_TIMES = 4
 _MOST_WHOLE = 100
@@ -130,6 +132,8 @@ class Solver:
     def _may(self, cut: Cut, how: int) -> bool:
         """Calls of one engine are on the same devices."""
         graph = self.problem.graph
+        if how == LENT and not may_be_lent(self.problem, cut):
+            return False
         return how == TURNS or not graph.engines(cut.first) & graph.engines(cut.second)
 
     def _nothing(self) -> Front:
@@ -184,10 +188,12 @@ class Solver:
             raise TooLarge
         need = self._need(a, b, how)
         legal = (need <= self._sizes).all(axis=2) & self._agree(cut, a, b)
+        if how == LENT:
+            legal &= self._lendable(cut, a, b)
         ia, ib = np.nonzero(legal)
         if not len(ia):
             return self._nothing()
-        times = self._pair_times(cut, a, b, ia, ib, how)
+        times = self._lent_times(cut, a, b, ia, ib) if how == LENT else self._pair_times(cut, a, b, ia, ib, how)
         work = a.work[ia] + b.work[ib]
         keep = self._is_promising(calls, times, work)
         if not keep.all():
@@ -196,13 +202,13 @@ class Solver:
                 return self._nothing()
         ties = self._ties(cut, a.ties[ia], b.ties[ib], how)
         times += self._sync_s(cut, ties, how)[:, None] * self._late
-        bytes_ = self.memory.join(cut, a.values[ia, self._bytes], b.values[ib, self._bytes], ties, is_turns=how == TURNS)
+        bytes_ = self.memory.join(cut, a.values[ia, self._bytes], b.values[ib, self._bytes], ties, is_turns=how != SPLIT)
         ties = self._closed(calls, ties)
         fits = self.memory.fits(bytes_)
         bytes_ = self.memory.settled(calls, bytes_)
         values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
         origin = np.empty((len(ia), 3), np.int64)
-        origin[:, 0], origin[:, 1], origin[:, 2] = 2 * index + how, ia, ib
+        origin[:, 0], origin[:, 1], origin[:, 2] = NUM_HOWS * index + how, ia, ib
         found = Front(values, ties, work, origin)
         found = self._promising(calls, found if fits.all() else found.take(fits))
         return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
@@ -236,7 +242,32 @@ class Solver:
 
     def _need(self, a: Front, b: Front, how: int) -> FloatArray:
         of_a, of_b = a.values[:, None, : self._num_pools], b.values[None, :, : self._num_pools]
-        return np.maximum(of_a, of_b) if how == TURNS else of_a + of_b
+        return of_a + of_b if how == SPLIT else np.maximum(of_a, of_b)
+
+    def _lendable(self, cut: Cut, a: Front, b: Front) -> BoolArray:
+        """[rows of a, rows of b]: both are leaves, and the devices of the second can be lent to the first."""
+        found = np.zeros((len(a), len(b)), np.bool_)
+        known: dict[tuple[int, int], bool] = {}
+        (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))
+        for i in np.flatnonzero(a.origin[:, 0] < 0):
+            for j in np.flatnonzero(b.origin[:, 0] < 0):
+                ways = int(a.origin[i, 1]), int(b.origin[j, 1])
+                if ways not in known:
+                    options = option_of(self.problem, first, a.origin[i]), option_of(self.problem, second, b.origin[j])
+                    known[ways] = may_lend(self.problem, cut, *options)
+                found[i, j] = known[ways]
+        return found
+
+    def _lent_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray) -> FloatArray:
+        of_a, of_b = self._read(a), self._read(b)
+        fed = through_functions(of_a, cut.functions, self.problem.calls, self.problem.functions)
+        (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))
+        times = np.empty((len(ia), _NUM_TIMES))
+        for row, (i, j) in enumerate(zip(ia, ib, strict=True)):
+            options = option_of(self.problem, first, a.origin[i]), option_of(self.problem, second, b.origin[j])
+            parts = (t.at(np.asarray(k)) for t, k in ((of_a, i), (fed, i), (of_b, j)))
+            times[row] = lent_times(self.problem, cut, *options, *parts)[0].total
+        return times
 
     def _agree(self, cut: Cut, a: Front, b: Front) -> BoolArray:
         """An engine that has calls on both sides has chosen the same, and what is apart on one side is so on the other."""

@@ -95,8 +95,14 @@ def _seat_row(seat: Seat) -> tuple[str, ...]:
         str(seat.layout),
         f"{seat.chunk} sample{'s' * (seat.chunk > 1)} at a time" if seat.chunk else "",
         gib,
-        f"takes turns ({seat.lease})" if seat.lease else "",
+        _lease(seat),
     )
+
+
+def _lease(seat: Seat) -> str:
+    if seat.lent_until:
+        return f"some devices lent ({seat.lease}), until {seat.lent_until:.0%} of its samples have ended"
+    return f"takes turns ({seat.lease})" if seat.lease else ""
 
 
 def _bound(choice: Choice) -> str:

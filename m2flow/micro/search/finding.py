@@ -19,10 +19,12 @@ import numpy as np
 from m2flow.errors import PlanError
 from m2flow.macro.collecting import seldom_collecting
 from m2flow.micro.costs.terms import Costs
+from m2flow.micro.lowering.abilities import can_move
 from m2flow.micro.search.advising import advice_of, bounds_of, why_lost
 from m2flow.micro.search.batches import Draws
 from m2flow.micro.search.choice import Bound, Choice, Loser, Mode
-from m2flow.micro.search.dynamic import SPLIT, TURNS, Solver, Tables, TooLarge
+from m2flow.micro.search.dynamic import LENT, SPLIT, TURNS, Solver, Tables, TooLarge
+from m2flow.micro.search.lending import WORTH
 from m2flow.micro.search.limits import Limits
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.refining import candidates, refined
@@ -134,7 +136,24 @@ def _best_plan(problem: Problem, hows: Sequence[int]) -> Found:
     found = exact or quick
     if found is None:
         raise problem.no_room()
-    return found
+    lends = len(hows) > 1 and problem.spec.lend == "auto" and not problem.workload.staleness
+    lent = _lent(rough, found, slack_s) if lends and can_move(problem.spec.rollout.engine) else None
+    return lent or found
+
+
+def _lent(rough: Problem, found: Found, slack_s: float) -> Found | None:
+    """The best plan that lends a trainer's devices to rollout, of those that a quick search keeps; None where it is not worth it."""
+    worth_s = found.step_s * (1 - WORTH)
+    tables = Solver(rough, worth_s, slack_s=slack_s, most_rows=_MORE_ROWS, hows=(TURNS, SPLIT, LENT)).solve()
+    for row in np.argsort(tables.steps_s, kind="stable"):
+        if tables.steps_s[row] > worth_s:
+            return None
+        if LENT in {how for _, how in ways_of(tables, int(row)).values()}:
+            node = tree_of(tables, int(row))
+            places = places_of(rough, node)
+            if places is not None:
+                return Found(rough, node, places, step_s(rough, node), False, found.bounds)
+    return None
 
 
 def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Found | None:
@@ -248,6 +267,8 @@ def _constraints(found: Found) -> dict[str, float]:
     without = {f"pin {name}": spec.model_copy(update={"pin": {n: p for n, p in spec.pin.items() if n != name}}) for name in spec.pin}
     if not spec.may_offload:
         without["may_offload: false"] = spec.model_copy(update={"may_offload": True})
+    if spec.lend == "never":
+        without["lend: never"] = spec.model_copy(update={"lend": "auto"})
     problem = found.problem
     free = {name: best_plan(Problem(problem.workload, problem.lengths, problem.costs, other)) for name, other in without.items()}
     return {name: max(0.0, found.step_s - plan.step_s) for name, plan in free.items()}

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -27,6 +28,9 @@ from m2flow.micro.search.leaves import LeafTimes, leaf_times
 from m2flow.micro.search.options import Option, Options, is_allowed, options_of
 from m2flow.micro.search.workload import CallLoad, Workload
 from m2flow.spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from m2flow.micro.search.lending import Lent
 
 
 def outside_call(engine: EngineId) -> str:
@@ -69,6 +73,8 @@ class Problem:
     """Device counts to try, by pool; None: all."""
     most_chunks: int = 0
     """Chunk sizes to try for a leaf; 0: all."""
+    lent: dict[tuple[object, ...], Lent] = field(default_factory=dict)
+    """What `lending` has worked out."""
     _leaves: dict[int, LeafTimes] = field(default_factory=dict)
     _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.choice import Mode, Seat
+from m2flow.micro.search.dynamic import LENT
 from m2flow.micro.search.options import pin_of
 from m2flow.micro.search.problem import Problem, outside_call
-from m2flow.micro.search.trees import Leaf, Node, leaves_of
+from m2flow.micro.search.trees import Leaf, Node, Pair, leaves_of, lent_of
 
 Block = dict[str, tuple[int, int]]
 """Pool -> the first device and the one after the last."""
@@ -31,6 +32,8 @@ def places_of(problem: Problem, node: Node) -> Places | None:
 def _placed(node: Node, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:
     if isinstance(node, Leaf):
         yield from _leaf_places(node, block, fixed, pins)
+    elif node.how == LENT:
+        yield from _lent_places(node, block, fixed, pins)
     elif node.is_turns:
         for so_far in _placed(node.first, block, fixed, pins):
             yield from _placed(node.second, block, so_far, pins)
@@ -39,6 +42,19 @@ def _placed(node: Node, block: Block, fixed: Places, pins: Mapping[EngineId, int
             for of_left, of_right in _divided(block, left.need, right.need):
                 for so_far in _placed(left, of_left, fixed, pins):
                     yield from _placed(right, of_right, so_far, pins)
+
+
+def _lent_places(node: Pair, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:
+    """The second one's devices are some of the first one's instances."""
+    assert isinstance(node.first, Leaf)
+    assert isinstance(node.second, Leaf)
+    option = node.first.option
+    size = option.num_devices // option.layout.dp
+    for so_far in _leaf_places(node.first, block, fixed, pins):
+        low = so_far[node.first.engine]
+        for found in _leaf_places(node.second, {**block, option.pool: (low, low + option.num_devices)}, so_far, pins):
+            if (found[node.second.engine] - low) % size == 0:
+                yield found
 
 
 def _leaf_places(leaf: Leaf, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:
@@ -64,6 +80,7 @@ def _divided(block: Block, left: Mapping[str, int], right: Mapping[str, int]) ->
 def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
     """In the order of the plan."""
     leaves = leaves_of(node)
+    lent = lent_of(node)
     leases = _leases({leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves})
     return tuple(
         Seat(
@@ -78,6 +95,7 @@ def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
             lease=leases.get(leaf.engine, ""),
             mode="time-shared" if leaf.engine in leases else "split",
             is_swapped=leaf.option.is_swapped,
+            lent_until=lent.get(leaf.engine, 0.0),
         )
         for leaf in leaves
     )
@@ -102,6 +120,6 @@ def mode_of(seats: Sequence[Seat]) -> Mode:
     engines = {seat.engine: (seat.pool, seat.first_device, seat.num_devices) for seat in seats}
     pairs = [(a, b) for a in engines for b in engines if a < b]
     num_shared = sum(_overlap(engines[a], engines[b]) for a, b in pairs)
-    if num_shared == len(pairs):
+    if num_shared == len(pairs) and not any(seat.lent_until for seat in seats):
         return "time-shared"
     return "hybrid" if num_shared else "split"

@@ -17,8 +17,9 @@ from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.calls import Cut
 from m2flow.micro.search.choice import Part
 from m2flow.micro.search.composing import Times, in_turns, side_by_side, through_functions, zero_times
-from m2flow.micro.search.dynamic import TURNS, Tables
+from m2flow.micro.search.dynamic import LENT, NUM_HOWS, SPLIT, TURNS, Tables
 from m2flow.micro.search.leaves import leaf_times
+from m2flow.micro.search.lending import lent_times
 from m2flow.micro.search.options import Option
 from m2flow.micro.search.problem import Problem, Sync
 
@@ -42,7 +43,7 @@ class Leaf:
 class Pair:
     """Two parts."""
 
-    is_turns: bool
+    how: int
     first: Node
     second: Node
     cut: Cut
@@ -51,12 +52,18 @@ class Pair:
     syncs: tuple[tuple[Sync, float], ...]
     """With their seconds: syncs whose calls come together here."""
     times: Times
+    lent_until: float = 0.0
+    """Where the second one's devices are lent to the first: the share of its samples that have ended when they are given back."""
+
+    @property
+    def is_turns(self) -> bool:
+        return self.how == TURNS
 
     @property
     def need(self) -> dict[str, int]:
         a, b = self.first.need, self.second.need
         of = {pool: (a.get(pool, 0), b.get(pool, 0)) for pool in {**a, **b}}
-        return {pool: max(pair) if self.is_turns else sum(pair) for pool, pair in of.items()}
+        return {pool: sum(pair) if self.how == SPLIT else max(pair) for pool, pair in of.items()}
 
 
 Node = Leaf | Pair
@@ -76,12 +83,20 @@ def _ways_inside(tables: Tables, calls: int, row: int) -> dict[int, tuple[Cut, i
     kind, left, right = (int(number) for number in tables.fronts[calls].origin[row])
     if kind < 0:
         return {}
-    cut = tables.cuts[calls][kind // 2]
-    return {**_ways_inside(tables, cut.first, left), **_ways_inside(tables, cut.second, right), calls: (cut, kind % 2)}
+    cut = tables.cuts[calls][kind // NUM_HOWS]
+    return {**_ways_inside(tables, cut.first, left), **_ways_inside(tables, cut.second, right), calls: (cut, kind % NUM_HOWS)}
 
 
 def leaves_of(node: Node) -> list[Leaf]:
     return [node] if isinstance(node, Leaf) else leaves_of(node.first) + leaves_of(node.second)
+
+
+def lent_of(node: Node) -> dict[EngineId, float]:
+    """Engines that have lent devices -> the share of their samples after which they give them back."""
+    if isinstance(node, Leaf):
+        return {}
+    here = {leaf.engine: node.lent_until for leaf in leaves_of(node.first)} if node.how == LENT else {}
+    return {**lent_of(node.first), **lent_of(node.second), **here}
 
 
 def _node(tables: Tables, calls: int, row: int) -> Node:
@@ -95,25 +110,32 @@ def _node(tables: Tables, calls: int, row: int) -> Node:
         leaf = leaf_times(members, [option], problem.costs, problem.batches)
         first, total, last = leaf.times[0, leaf.chunks.index(chunk)]
         return Leaf(engine, tuple(call.name for call in members), option, chunk, Times(first, total, last, total))
-    cut, is_turns = tables.cuts[calls][kind // 2], kind % 2 == TURNS
-    return pair_of(problem, cut, _node(tables, cut.first, left), _node(tables, cut.second, right), is_turns=is_turns)
+    cut, how = tables.cuts[calls][kind // NUM_HOWS], kind % NUM_HOWS
+    return pair_of(problem, cut, _node(tables, cut.first, left), _node(tables, cut.second, right), how)
 
 
-def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, *, is_turns: bool) -> Pair:
+def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> Pair:
     """Two parts put together."""
     fed = through_functions(first.times, cut.functions, problem.calls, problem.functions)
     parts = first.times, fed, second.times
-    if is_turns:
+    lent_until = 0.0
+    if how == LENT:
+        assert isinstance(first, Leaf)
+        assert isinstance(second, Leaf)
+        times, lent_until = lent_times(problem, cut, first.option, second.option, *parts)
+    elif how == TURNS:
         times = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
     else:
         times = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits, slowdowns=problem.slowdowns(cut))
     where = {leaf.engine: leaf.option for leaf in leaves_of(first) + leaves_of(second)}
     syncs = tuple(
-        (sync, problem.sync_s(sync, where[sync.source], where[sync.target], is_turns=is_turns)) for sync in problem.syncs if sync.meets(cut)
+        (sync, problem.sync_s(sync, where[sync.source], where[sync.target], is_turns=how == TURNS))
+        for sync in problem.syncs
+        if sync.meets(cut)
     )
     more = sum(seconds for _, seconds in syncs)
     times = Times(times.first, times.total + more, times.last + more, times.busy + more)
-    return Pair(is_turns, first, second, cut, fed, syncs, times)
+    return Pair(how, first, second, cut, fed, syncs, times, lent_until)
 
 
 def step_s(problem: Problem, node: Node) -> float:
@@ -161,16 +183,30 @@ def _path(problem: Problem, node: Node, which: str) -> Iterator[Part]:
         yield from _leaf_path(node, which)
         return
     a, b = node.first, node.second
-    value, of_a, of_b = max(_ways(problem, node, which), key=lambda way: way[0])
+    if node.how == LENT:
+        value, of_a, of_b = float(node.times.total) - sum(seconds for _, seconds in node.syncs), "total", ""
+    else:
+        value, of_a, of_b = max(_ways(problem, node, which), key=lambda way: way[0])
     if of_a:
         yield from _path(problem, a, of_a)
     between = value - sum(float(getattr(part.times, of)) for part, of in ((a, of_a), (b, of_b)) if of)
     if between > 1e-9 * value:
-        yield Part(", ".join(node.cut.functions) or "both at work on one host", between)
+        yield Part(_between(node), between)
     if of_b:
         yield from _path(problem, b, of_b)
     if which != "first":
         yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
+
+
+def _between(node: Pair) -> str:
+    """What takes the time that is neither part's own."""
+    if node.how == LENT:
+        return f"end of {', '.join(leaf_names(node.second))}, after devices were lent"
+    return ", ".join(node.cut.functions) or "both at work on one host"
+
+
+def leaf_names(node: Node) -> list[str]:
+    return [name for leaf in leaves_of(node) for name in leaf.names]
 
 
 def _ways(problem: Problem, node: Pair, which: str) -> list[tuple[float, str, str]]:

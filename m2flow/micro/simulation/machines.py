@@ -113,6 +113,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
     trained: dict[str, tuple[str, Seat]] = {
         seat.engine.role: (worker, seat) for worker, found in seats.items() for seat in found if seat.engine.kind == "train"
     }
+    leases = {worker.name: worker.lease for worker in plan.workers}
     machines = {}
     for worker in plan.workers:
         found = seats[worker.name]
@@ -133,7 +134,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
             role = seat.engine.role
             if seat.engine.kind == "rollout" and role in trained:
                 trainer, source = trained[role]
-                is_same = trainer == worker.name or (bool(seat.lease) and seat.lease == source.lease)
+                is_same = trainer == worker.name or (bool(worker.lease) and worker.lease == leases[trainer])
                 syncs[role] = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
         machines[worker.name] = Machine(
             worker.name,
