@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, leased, ran
 from simulated import plain as simulated_flow
+from test_find_plan import modelled
 from test_same_answer import duet, everything, failing, plain
 from test_simulation import decodes
 
@@ -20,9 +21,16 @@ from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro.costs.terms import PassCost, Switch, TrainCost
 from m2flow.micro.lowering.lower import lower
+from m2flow.micro.lowering.seating import seat_workers
 from m2flow.micro.plan import Plan
+from m2flow.micro.rollouts.parametric import lognormal
 from m2flow.micro.scheduling.lending import Lending
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.micro.search import finding
+from m2flow.micro.search.choice import Choice
+from m2flow.micro.search.explaining import explain
+from m2flow.micro.search.finding import find_plan
+from m2flow.micro.search.lending import WORTH
+from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.plain_costs import NOTHING, PlainCosts
 from m2flow.testing.random_programs import difference_of, programs
@@ -146,3 +154,44 @@ def test_a_plan_says_what_is_lent_and_refuses_what_nobody_could_take_over() -> N
         lent(0.8, "rollout-0", "rollout-1")(plan)
     with pytest.raises(PlanError, match="another worker must have the role's too"):
         lent(1.2, "rollout-0")(plan)
+
+
+def simple(lend: str = "auto", *, staleness: int = 0) -> Choice:
+    """Generate, score and update on eight GPUs, with answers of which some are very long."""
+    problem = modelled(8, staleness=staleness, median=600, lend=lend)
+    calls = tuple(
+        msgspec.structs.replace(call, after=tuple(name for name in call.after if name != "reference.logprobs"))
+        for call in problem.workload.calls
+        if call.name != "reference.logprobs"
+    )
+    workload = msgspec.structs.replace(problem.workload, calls=calls)
+    return find_plan(workload, lognormal(median=600, sigma=1.2, cap=16_384, prompt_tokens=300), problem.costs, problem.spec)
+
+
+def test_the_search_lends_where_that_is_predicted_to_be_shorter_and_says_what_by() -> None:
+    choice, without = simple(), simple("never")
+    rollout, train = choice.seats
+    assert choice.mode == "hybrid"
+    assert 0 < rollout.lent_until < 1
+    assert set(train.devices) < set(rollout.devices)
+    assert choice.predicted_step_s <= without.predicted_step_s * (1 - WORTH)
+    assert choice.predicted_step_s >= choice.lower_bound_s
+    assert sum(part.seconds for part in choice.parts if part.on_critical_path) == pytest.approx(choice.predicted_step_s)
+    assert "some devices lent (lease-0), until" in explain(choice)
+    assert without.constraints_cost_s["lend: never"] == pytest.approx(without.predicted_step_s - choice.predicted_step_s)
+    assert {loser.what for loser in choice.losers} == {"time-shared", "split"}
+
+
+def test_nothing_is_lent_where_steps_overlap_or_the_engine_can_not_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(seat.lent_until for seat in simple(staleness=1).seats)
+    monkeypatch.setattr(finding, "can_move", lambda engine: False)
+    assert not any(seat.lent_until for seat in simple().seats)
+
+
+def test_of_a_rollout_with_lent_devices_only_those_instances_take_turns() -> None:
+    choice = simple()
+    workers = seat_workers(choice, ClusterSpec(pools={"main": PoolSpec(device="h100")}, rollout=RolloutSpec(engine="sglang")), "cuda:0")
+    rollouts = {w.name: (bool(w.lease), w.engines[0].lent_until > 0) for w in workers if w.engines[0].kind == "rollout"}
+    assert set(rollouts.values()) == {(True, True), (False, False)}
+    (trainer,) = (w for w in workers if w.engines[0].kind == "train")
+    assert trainer.lease

@@ -123,7 +123,7 @@ def _slots(worker: WorkerPlan) -> str:
 
 
 def _turn(slot: EngineSlot) -> str:
-    lent = f", lent until {slot.lent_until:.0%} have ended" if slot.lent_until else ""
+    lent = f", lent until {slot.lent_until * 100:.3g}% have ended" if slot.lent_until else ""
     return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays + lent
 
 

@@ -27,9 +27,9 @@ def can_rest(engine: str) -> bool:
 
 
 def can_move(engine: str) -> bool:
-    """Whether a rollout engine's samples can be stopped and go on elsewhere, with the same random numbers."""
+    """Whether a rollout engine's samples can be stopped and go on elsewhere."""
     can = rollout_abilities(engine)
-    return can is not None and can.abort and can.resume_with_prefix and can.keyed_seeds
+    return can is not None and can.abort and can.resume_with_prefix
 
 
 def gives_away(engine: str) -> bool:
@@ -115,4 +115,9 @@ def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tupl
         unkeyed = sorted(name for name in engines_of if (can := rollout_abilities(name)) is not None and not can.keyed_seeds)
         if carries(call.options) and unkeyed:
             notes.append(f"what is carried at {call.site} gets other random numbers: {', '.join(unkeyed)} does not key them by sample")
+        if unkeyed and any(slot.lent_until for worker in hosts for slot in worker.engines):
+            notes.append(
+                f"what leaves lent devices at {call.site} gets other random numbers: {', '.join(unkeyed)} does not key them by sample; "
+                "`lend: never` in the cluster spec keeps each where it began"
+            )
     return tuple(notes)

@@ -140,15 +140,22 @@ class Batch:
         """`limit`: tokens at which an answer is cut; 0: none but that of the lengths."""
         num_draws = max(1, min(_MOST_DRAWS, _ENOUGH_SAMPLES // max(1, call.num_samples)))
         shape = call.num_prompts, call.num_per_prompt
-        self.draws = tuple(
-            Draw(_cut(lengths.draw(*shape, seed, step=step), limit), lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]))
-            for step in range(num_draws)
-        )
+
+        def draw(step: int) -> Draw:
+            responses = _cut(lengths.draw(*shape, seed, step=step), limit)
+            return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]))
+
+        self._draw = draw
+        self.draws = tuple(draw(step) for step in range(num_draws))
         self.num_samples = call.num_samples
         whole = np.concatenate([(draw.responses + draw.prompts[:, None]).ravel() for draw in self.draws]).astype(np.float64)
         self.mean_tokens = float(whole.mean()) if len(whole) else 0.0
         """Of a sample with its prompt."""
         self.mean_square = float((whole * whole).mean()) if len(whole) else 0.0
+
+    def several(self, num: int) -> tuple[Draw, ...]:
+        """At least so many draws, the batch's own first: for what must suit steps that differ."""
+        return self.draws + tuple(self._draw(step) for step in range(len(self.draws), num))
 
     def rollout_s(self, ways: Instances) -> FloatArray:
         return np.asarray(np.mean([draw.seconds(ways) for draw in self.draws], axis=0))

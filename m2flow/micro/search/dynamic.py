@@ -77,7 +77,7 @@ class Solver:
             within: of a plan, by calls the cut and the way; only plans put together like this are looked at. None: all.
         """
         self.problem = problem
-        self.limits = Limits(problem)
+        self.limits = Limits(problem, counts_work=LENT not in hows)
         self._known_s = known_s * (1 + 1e-9)
         self.memory = Memory(problem)
         self._num_pools = len(problem.pools)

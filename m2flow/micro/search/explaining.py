@@ -101,7 +101,7 @@ def _seat_row(seat: Seat) -> tuple[str, ...]:
 
 def _lease(seat: Seat) -> str:
     if seat.lent_until:
-        return f"some devices lent ({seat.lease}), until {seat.lent_until:.0%} of its samples have ended"
+        return f"some devices lent ({seat.lease}), until {seat.lent_until * 100:.3g}% of its samples have ended"
     return f"takes turns ({seat.lease})" if seat.lease else ""
 
 

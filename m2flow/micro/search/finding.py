@@ -137,14 +137,14 @@ def _best_plan(problem: Problem, hows: Sequence[int]) -> Found:
     if found is None:
         raise problem.no_room()
     lends = len(hows) > 1 and problem.spec.lend == "auto" and not problem.workload.staleness
-    lent = _lent(rough, found, slack_s) if lends and can_move(problem.spec.rollout.engine) else None
+    lent = _lent(rough, found, slack_s, _MORE_ROWS if is_small else _ROWS) if lends and can_move(problem.spec.rollout.engine) else None
     return lent or found
 
 
-def _lent(rough: Problem, found: Found, slack_s: float) -> Found | None:
+def _lent(rough: Problem, found: Found, slack_s: float, most_rows: int) -> Found | None:
     """The best plan that lends a trainer's devices to rollout, of those that a quick search keeps; None where it is not worth it."""
     worth_s = found.step_s * (1 - WORTH)
-    tables = Solver(rough, worth_s, slack_s=slack_s, most_rows=_MORE_ROWS, hows=(TURNS, SPLIT, LENT)).solve()
+    tables = Solver(rough, worth_s, slack_s=slack_s, most_rows=most_rows, hows=(TURNS, SPLIT, LENT)).solve()
     for row in np.argsort(tables.steps_s, kind="stable"):
         if tables.steps_s[row] > worth_s:
             return None

@@ -1,11 +1,11 @@
 """A trainer's devices lent to rollout until training is due: when that is, and what the step takes then.
 
-    rollout on R instances, r of them on the trainer's devices       T(f) = T_R + t1 W (1 - f) (1 / (R - r) - 1 / R) + moving
-    given back when a share f of all tokens is there, at x(f)        end = min_f max(x(f) + T_B, l' + T_B, T(f) + d_B)
+    rollout on R instances, r of them on the trainer's devices, which it has up to x:
+    T(x) = x + t0 (steps that are left) + t1 (tokens that are left) / (R - r) + moving       end = min_x max(x + T_B, l' + T_B, T(x) + d_B)
 
-With the letters of composing.py: A is the rollout, B the training on r of its instances' devices. Up to x all instances decode, then
-R - r have what is left, whose prefixes they compute again. The f is looked for among a few; what the plan says is not a time, which no
-scheduler knows, but the share of samples that have ended by then. Where slots are fewer than samples, T(f) counts the rounds too.
+With the letters of composing.py: A is the rollout, B the training on the devices of r instances. The steps that are left are those of the
+longest sample, or of the rounds that fewer slots need; what is moved has its prefix computed again. Some x are tried: not times, which no
+scheduler knows, but shares of samples that have ended by then; that is taken which suits several steps of the lengths best.
 
 Limits: for steps that do not overlap (staleness 0), one generation and one trainer, linked without a barrier between them. A row of the
 search with fewer devices may beat one with more and leave less to lend: of lent plans the best is not sure to be found.
@@ -26,32 +26,37 @@ from m2flow.micro.search.problem import Problem
 
 WORTH = 0.02
 """A plan that lends must be so much shorter, of the step: what moving samples disturbs is not priced to the hair."""
-_SHARES = np.linspace(0.0, 1.0, 41)
+_SHARES = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 1.0])
+"""Of a step's samples, that have ended."""
+_STEPS = 4
+"""Steps whose lengths a share must suit, on average."""
+_MOST_SAMPLES = 1024
+"""Of a step, that are looked at."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lent:
-    """A rollout whose trainer's devices are given back after each share of its tokens; arrays of one length."""
+    """Rollouts whose trainer's devices are given back after each share of their samples: [steps, shares]."""
 
     given_back_s: FloatArray
     """From the start of the rollout."""
     total_s: FloatArray
     """Its end."""
-    ended: FloatArray
-    """Share of its samples that have ended when they are given back."""
+    num_own: int
+    """The first of these steps are those that the rest of the search goes by."""
 
     def best(self, a: float, fed: tuple[float, float], b: tuple[float, float], slower: tuple[float, float]) -> tuple[float, float]:
-        """Seconds until training is done, and the share of samples.
+        """Seconds until training is done, and the share of samples, chosen for all of the steps.
 
         Args:
             a: seconds of the rollout where nothing is given back. fed: l' and T' of what training gets. b: T and d of training.
             slower: how many times as long rollout, and training, take while both work.
         """
-        both = np.minimum(b[0], self.total_s - self.given_back_s)
-        trained = np.maximum(self.given_back_s, fed[0]) + b[0] + (slower[1] - 1) * both
+        both = np.clip(self.total_s - self.given_back_s, 0.0, b[0])
+        trained = np.maximum(self.given_back_s, fed[0] * self.total_s / max(a, 1e-12)) + b[0] + (slower[1] - 1) * both
         ends = np.maximum(trained, self.total_s + (slower[0] - 1) * both + fed[1] - a + b[1])
-        best = int(np.argmin(ends))
-        return float(ends[best]), float(self.ended[best])
+        best = int(np.argmin(ends.mean(axis=0)))
+        return float(ends[: self.num_own, best].mean()), float(_SHARES[best])
 
 
 def may_lend(problem: Problem, cut: Cut, first: Option, second: Option) -> bool:
@@ -89,32 +94,33 @@ def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> Lent:
     if key not in known:
         ways = instances(call.engine, [first], problem.costs)
         num_lent = second.num_devices // (first.num_devices // first.layout.dp)
-        each = [_of_draw(draw, ways, num_lent) for draw in batch.draws]
-        given_back, total, ended = (np.mean([one[i] for one in each], axis=0) for i in range(3))
-        known[key] = Lent(given_back + first.come_s + first.leave_s, total + first.come_s + first.leave_s, ended)
+        each = [_of_draw(draw, ways, num_lent) for draw in batch.several(_STEPS)]
+        given_back, total = (np.stack([one[i] for one in each]) + first.come_s + first.leave_s for i in range(2))
+        known[key] = Lent(given_back, total, len(batch.draws))
     return known[key]
 
 
-def _of_draw(draw: Draw, ways: Instances, num_lent: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(given back, end, share of samples ended) at each share of the tokens."""
-    num, slots = float(ways.num[0]), float(ways.max_running[0])
-    own = num - num_lent
-    step_s, sample_s = float(ways.step_s[0]), float(ways.sample_s[0])
-    lengths = np.sort(draw.responses.ravel()).astype(np.float64)
+def _of_draw(draw: Draw, ways: Instances, num_lent: int) -> tuple[FloatArray, FloatArray]:
+    """(given back, end) of one step, where so many of its samples have ended."""
+    num, slots = float(ways.num[0]), float(ways.slots[0])
+    own, step_s, sample_s = num - num_lent, float(ways.step_s[0]), float(ways.sample_s[0])
+    lengths = draw.responses.ravel().astype(np.float64)
     tokens, count = float(lengths.sum()), len(lengths)
-    done = np.concatenate([[0.0], np.cumsum(lengths)])[:-1] + lengths * np.arange(count, 0, -1)
-    at = np.interp(_SHARES * tokens, [0.0, *done], [0.0, *lengths])  # Tokens that each running sample has.
-    is_at_once = slots * num >= count
-    rounds = np.zeros_like(_SHARES) if is_at_once else _SHARES * tokens / (slots * num)
-    rounds_left = (1 - _SHARES) * tokens / (slots * own)
-    longest = float(lengths[-1])
-    given_back = step_s * (at if is_at_once else rounds) + sample_s * _SHARES * tokens / num
-    even = step_s * max(longest, tokens / (slots * num)) + sample_s * tokens / num
-    after = step_s * np.maximum(longest, rounds + rounds_left) + sample_s * tokens * (_SHARES / num + (1 - _SHARES) / own)
-    ended = np.searchsorted(lengths, at, side="right") / count if is_at_once else _SHARES
-    running = np.minimum((1 - ended) * count, slots * num) * num_lent / num
-    moving = running / own * ((float(draw.prompts.mean()) + at) * float(ways.prefill_token_s[0]) + float(ways.enter_leave_s[0]))
-    moving[-1] = 0.0
-    whole = float(draw.seconds(ways)[0])
-    scale = whole / even if even else 1.0
-    return given_back * scale, np.maximum(whole, after * scale + moving), ended
+    begins = np.maximum(0.0, np.arange(count) / count - slots / count) * tokens / slots  # As in `Draw.releases_s`.
+    ends = begins + lengths
+    at = np.concatenate([[0.0], np.sort(ends)])[np.ceil(_SHARES * count).astype(np.int64)]
+    every = max(1, count // _MOST_SAMPLES)
+    lengths, begins, ends = lengths[::every], begins[::every], ends[::every]
+    made = np.clip(at[:, None] - begins, 0.0, lengths)
+    done = made.sum(axis=1) * tokens / max(float(lengths.sum()), 1.0)
+    given_back = step_s * at + sample_s * done / num
+    left = np.maximum(at[-1] - at, (tokens - done) / (slots * own / num))
+    moves = ((begins < at[:, None]) & (ends > at[:, None])).sum(axis=1) * every * num_lent / num
+    prefix = float(draw.prompts.mean()) + np.where(ends > at[:, None], made, 0.0).sum(axis=1) * every * num_lent / num / np.maximum(
+        moves, 1.0
+    )
+    moving = moves / own * (prefix * float(ways.prefill_token_s[0]) + float(ways.enter_leave_s[0]))
+    whole, alone = float(draw.seconds(ways)[0]), float(given_back[-1])
+    scale = whole / alone if alone else 1.0
+    total = scale * (given_back + step_s * left + sample_s * (tokens - done) / own) + moving
+    return given_back * scale, np.maximum(whole, total)

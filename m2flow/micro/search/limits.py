@@ -21,8 +21,10 @@ from m2flow.micro.search.problem import Problem
 class Limits:
     """Of one problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, counts_work: bool = True) -> None:
+        """`counts_work`: a part has all of its devices for all of its time, which is not so where they are lent."""
         self._problem = problem
+        self._counts_work = counts_work
         self._outside: dict[int, tuple[float, float]] = {}
         """By calls: `around_s`, and the least device-seconds of all others."""
 
@@ -87,4 +89,4 @@ class Limits:
         least = (total + around) / (self._problem.workload.staleness + 1)
         if self._problem.workload.staleness:
             least = np.maximum(least, busy)
-        return np.maximum(least, (work + rest) / sum(self._problem.num_devices))
+        return np.maximum(least, (work + rest) / sum(self._problem.num_devices)) if self._counts_work else np.asarray(least)
