@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
@@ -49,6 +50,7 @@ from m2flow.micro.record.past import DONE, Past, read_past
 from m2flow.micro.record.rundir import create_run_dir, move, naming_a_full_disk, write_config, write_plan
 from m2flow.micro.record.storage import brought_home, share, with_its_pictures
 from m2flow.micro.record.tally import Tally
+from m2flow.micro.search.choice import Choice
 from m2flow.micro.work.channel_counts import channels_of
 from m2flow.micro.work.inprocess import InProcess
 from m2flow.observe.curve import write_curve
@@ -140,6 +142,8 @@ class Run:
         self._has_broken = False
         """An attempt of this process was up, and lost what only a checkpoint has."""
         self._replay: ReplayBackend | None = None
+        self._graph: MacroGraph | None = None
+        """What a placement was searched for."""
         self._plan: Plan | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
@@ -165,6 +169,7 @@ class Run:
         if is_searched(self.spec) and pinned is None:
             graph = self._anticipated(graph)
             choice = question_of(graph, self._models, self.spec, profile=self._profile).choose()
+            self._graph = graph
         self._plan = lower(
             graph, self._models, self.spec, num_steps=num_steps, deterministic=is_deterministic, choice=choice, pinned=pinned
         )
@@ -325,7 +330,12 @@ class Run:
             plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts, flow_file=self._flow_file
         )
         outcomes = Outcomes()
-        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn)
+        choose = None if self._graph is None else partial(self._choose_again, self._graph)
+        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn, choose)
+
+    def _choose_again(self, graph: MacroGraph, spec: ClusterSpec) -> Choice:
+        """The best plan, with answers as long as those of the run so far."""
+        return question_of(graph, self._models, spec, lengths=str(self.run_dir), profile=self._profile).choose()
 
     def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None

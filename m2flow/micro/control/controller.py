@@ -31,6 +31,7 @@ from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.replanning import Staffing
+from m2flow.micro.control.second_look import Choose, SecondLook
 from m2flow.micro.control.scaling import requests
 from m2flow.micro.control.waiting_samples import Waiting
 from m2flow.micro.control.watchdog import Watchdog
@@ -115,7 +116,9 @@ class Controller:
         keeper: Keeper,
         restored: Mapping[str, int],
         warn: Callable[[str], None],
+        choose: Choose | None = None,
     ) -> None:
+        """`choose`: searches for a placement with the lengths of the run so far."""
         self._plan = plan
         self._settings = settings
         self._launcher = launcher
@@ -135,6 +138,7 @@ class Controller:
         self._rows = RowStore()
         self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, warn)
         self._staffing = Staffing(spec, plan, self._crew, self._scheduler, journal)
+        self._second_look = SecondLook(plan, spec, launcher.log_path("").parent.parent, journal, choose)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
         self._custody = Custody(journal, launcher.log_path("").parent.parent, self._calls)
@@ -279,6 +283,7 @@ class Controller:
                 for request in requests(self._launcher.run_dir):
                     self._tell_of(request.answered_by(self._crew.scale))
             self._tell_of(self._staffing.look(now_s))
+            self._tell_of(self._second_look.look(now_s))
             halted = self._watchdog.look(self._scheduler.waits(), now_s)
             if halted is not None:
                 raise halted

@@ -121,6 +121,13 @@ class WorkerJoined(msgspec.Struct, frozen=True):
     """How many processes it was before; some of them may never have come up."""
 
 
+class Relent(msgspec.Struct, frozen=True):
+    """From now on devices that a trainer lends are given back at other shares of a generation's samples."""
+
+    shares: dict[tuple[str, str], float]
+    """By worker and role."""
+
+
 Event = (
     CallAdded
     | Sourced
@@ -134,6 +141,7 @@ Event = (
     | Stopping
     | WorkerLost
     | WorkerJoined
+    | Relent
 )
 
 

@@ -31,6 +31,7 @@ from m2flow.micro.scheduling.events import (
     Recalled,
     Reject,
     Released,
+    Relent,
     Resolve,
     Restored,
     Send,
@@ -121,6 +122,8 @@ class Scheduler:
             wind_down(board)
         elif isinstance(event, Restored):
             board.restoring.restore(event)
+        elif isinstance(event, Relent):
+            board.lending.set_until(event.shares)
         elif isinstance(event, WorkerLost):
             self._lost(event)
         else:
