@@ -31,8 +31,8 @@ from m2flow.micro.control.keeping import Keeper
 from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.replanning import Staffing
-from m2flow.micro.control.second_look import Choose, SecondLook
 from m2flow.micro.control.scaling import requests
+from m2flow.micro.control.second_look import Choose, SecondLook
 from m2flow.micro.control.waiting_samples import Waiting
 from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.plan import Plan, Stage

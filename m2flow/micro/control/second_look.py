@@ -4,9 +4,9 @@
 
 Every six `replan_s` a thread searches again, for the seats that the run has and without them. Twice the same answer is one:
 
-- devices lent until another share of the samples: from the next generation on, since that is a matter of time alone;
-- other seats with which a step is predicted to take `_PAYS` less time: they need other processes. The cluster spec that pins them is written
-  into the run's directory, and an incident says what it would save and how the run goes on with it.
+- devices lent until another share of the samples: at once, since that is a matter of time alone;
+- other seats with which a step is predicted to take `_PAYS` less time: they need other processes. The cluster spec that pins them is
+  written into the run's directory, and an incident says what it would save and how the run goes on with it.
 
 Only of placements that were searched for. Limit: what things take stays what the plan was made of; lengths alone are looked at.
 """
@@ -131,9 +131,9 @@ class SecondLook:
             self._journal.incident(
                 "better plan",
                 "controller",
-                f"with answers as long as they are, a {opinion.best.mode} placement is predicted to take {opinion.gain:.0%} less time a step "
-                f"than this one ({opinion.best.predicted_step_s:.3g} s, not {opinion.here.predicted_step_s:.3g} s); to have it, stop the run: "
-                f"m2flow run --resume {self._run_dir} --cluster {path}",
+                f"with answers as long as they are, a {opinion.best.mode} placement is predicted to take {opinion.gain:.0%} less time "
+                f"a step than this one ({opinion.best.predicted_step_s:.3g} s, not {opinion.here.predicted_step_s:.3g} s); to have it, "
+                f"stop the run: m2flow run --resume {self._run_dir} --cluster {path}",
             )
         before = dict(self._patience.shares)
         shares = self._patience.other_shares(opinion)
@@ -152,7 +152,5 @@ def pinned_to(choice: Choice, spec: ClusterSpec) -> ClusterSpec:
     for seat in choice.seats:
         degrees = {name: getattr(seat.layout, name) for name in ("tp", "pp", "sp", "dp", "ep", "zero")}
         devices = (seat.first_device, seat.devices.stop)
-        pins[str(seat.engine)] = PinSpec(
-            pool=seat.pool or None, devices=devices, layout=LayoutSpec(**degrees), offload=seat.layout.offload
-        )
+        pins[str(seat.engine)] = PinSpec(pool=seat.pool or None, devices=devices, layout=LayoutSpec(**degrees), offload=seat.layout.offload)
     return spec.model_copy(update={"pin": pins})
