@@ -34,7 +34,8 @@ class RolloutSpec(_Strict):
     scale: Literal["asked", "auto"] = "asked"
     """Who decides whether spare ones join, and others leave: `m2flow cluster scale` alone, or also the run itself, by what it measures."""
     replan_s: float = Field(20.0, gt=0)
-    """With `scale: auto`: seconds that it looks back on, three times in a row, before it changes anything."""
+    """With `scale: auto`: seconds that it looks back on, three times in a row, before it changes anything. Of a placement that was searched
+    for: after six times as long, over and over, it is looked at again with the lengths that answers have had."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of an instance; by default its share of the machine."""
     max_running: int = Field(256, ge=1)

@@ -1,18 +1,26 @@
-"""A run of processes and embedded engines in which a trainer's devices are lent to rollout and given back: the bits are those of one without."""
+"""Runs of processes and embedded engines whose devices are lent, or whose plan is looked at again: the bits stay the same."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
+import pytest
 from test_lending import lent
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
 from m2flow.macro.tracing import trace
+from m2flow.micro.control import second_look
+from m2flow.micro.control.second_look import BETTER
 from m2flow.micro.lowering.lower import lower
+from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run, Summary
 from m2flow.observe.spans import SpanName
 from m2flow.observe.store import read_spans
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec, load_cluster
+
+pytestmark = pytest.mark.slow
 
 DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
 SPEC = ClusterSpec(
@@ -25,7 +33,15 @@ SPEC = ClusterSpec(
 )
 
 
+PATIENCE_S = 300.0
+
+
 def digits_seen(sample: Sample) -> float:
+    """With HELD_UNTIL, answers of later steps wait until there is such a file."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (pattern := os.environ.get("HELD_UNTIL")) and sample.id.call > 1 and not list(Path(pattern).glob(f"*/{BETTER}")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     return len(set(str(sample.text))) / 8
 
 
@@ -58,3 +74,19 @@ def test_a_run_whose_trainer_lends_its_devices_has_the_bits_of_one_that_does_not
     lent_out = {sample for track, sample in lives if track.startswith("rollout-0")}
     moved = lent_out & {sample for track, sample in lives if track.startswith("rollout-1")}
     assert moved, "what was on lent devices when training was due went on elsewhere"
+
+
+def test_a_run_looks_at_its_plan_again_and_the_cluster_that_it_writes_is_one_to_run_on(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Its answers come from the ledger while it goes on; that any plan is called better is what the test makes so."""
+    spec = ClusterSpec(placement="auto", device="cpu", cores=2, rollout=RolloutSpec(replan_s=0.02), train=TrainSpec(token_budget=60))
+    settings = RunSettings(runs_dir=str(tmp_path), deterministic=True)
+    monkeypatch.setattr(second_look, "_PAYS", -1.0)
+    monkeypatch.setenv("HELD_UNTIL", str(tmp_path))
+    run = Run(sorts, {}, spec, settings)
+    summary = run.execute()
+    (better,) = (one for one in read_incidents(run.run_dir) if one.kind == "better plan")
+    assert f"m2flow run --resume {run.run_dir} --cluster {run.run_dir / BETTER}" in better.what
+    monkeypatch.delenv("HELD_UNTIL")
+    other = Run(sorts, {}, load_cluster(run.run_dir / BETTER), settings)
+    again = other.execute()
+    assert (summary.samples_sha256, summary.weights_sha256) == (again.samples_sha256, again.weights_sha256)

@@ -122,7 +122,7 @@ class SecondLook:
         try:
             self._opinions.put(Opinion(self._choose(pinned_to(self._choice, self._spec)), self._choose(self._spec)))
         except (M2FlowError, OSError):
-            self._choose = None  # Nothing was generated that says how long answers are, or nobody knows what things take.
+            return  # Nothing has been generated yet that says how long answers are, or nobody knows what things take.
 
     def _heed(self, opinion: Opinion) -> list[Event]:
         if self._patience.is_better(opinion):
