@@ -16,7 +16,7 @@ import pytest
 from synced_run import synced
 from test_workbench import generate_call, prompts
 
-from m2flow.engines.contract import EngineSettings
+from m2flow.engines.contract import EngineSettings, Occupancy
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.run import Run
 from m2flow.micro.work.gauges import Gauges
@@ -28,6 +28,7 @@ from m2flow.observe.store import Trace, read_trace
 from m2flow.recipe import Model
 from m2flow.samples import make_ids
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+from m2flow.testing.fakes import FakeRollout
 
 AHEAD_S = 7
 """Of the workers' wall clocks, in the run below."""
@@ -176,6 +177,26 @@ def test_gauges_say_what_runs_what_waits_and_when_there_is_nothing_any_more() ->
     assert values["generated tokens"][-1] > values["generated tokens"][0]
     assert values["version, policy"] == [0]
     assert "tokens/s" in values
+
+
+def test_what_an_engine_found_in_its_cache_and_put_back_is_counted_once_there_is_any() -> None:
+    class Full(FakeRollout):
+        def occupancy(self) -> Occupancy:
+            return Occupancy(self.num_unfinished, num_put_back=self.num_unfinished // 4, num_cached=self.num_unfinished * 5)
+
+    recorder = Recorder("rollout-0")
+    with bench_of(recorder) as bench:
+        bench._rollout["policy"] = full = Full(Model("fake"), EngineSettings(max_running=4))
+        full.start()
+        gauges = Gauges(recorder, bench)
+        gauges.record({})
+        bench.generate(generate_call(1), make_ids(1, 8).tolist(), prompts(8))
+        gauges.record({})
+    counted = {(name, value) for name, value, _ in recorder.drain().counts}
+    assert {(name, value) for name, value in counted if "cache" in name or "put back" in name} == {
+        ("tokens found in the cache, policy", 40),
+        ("put back for want of memory, policy", 2),
+    }
 
 
 def test_waits_are_between_two_pieces_of_work_and_say_for_what() -> None:

@@ -54,6 +54,16 @@ def test_samples_and_logprobs_are_those_of_the_embedded_engines(model: Model, ur
     served_cases.assert_same_as_embedded(model, lambda settings: SglangRollout(model, replace(settings, options=options)), requests)
 
 
+def test_what_the_server_found_in_its_cache_is_counted(model: Model, urls: list[str]) -> None:
+    with started(lambda settings: SglangRollout(model, replace(settings, options={"url": urls[0]}))) as engine:
+        (first,) = generate(engine, [make_request(1, 0, Sampling(4))]).values()
+        assert engine.occupancy().num_cached == 0
+        generate(engine, [make_request(1, 1, Sampling(4))])
+        assert (
+            0 < engine.occupancy().num_cached < len(first.prompt_tokens)
+        )  # One token has to be computed, or there is nothing to go on from.
+
+
 def test_a_server_that_holds_other_weights_than_its_files_is_found_out(model: Model, urls: list[str], tmp_path: Path) -> None:
     served_cases.assert_other_weights_are_found_out(
         model, lambda settings: SglangRollout(model, replace(settings, options={"url": urls[0]})), tmp_path

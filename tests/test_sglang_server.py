@@ -13,6 +13,7 @@ from test_train_engines import CONFIGS, write_model
 from m2flow import Dataset, Policy, Reward, Sample, flow
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.sglang import SglangRollout
+from m2flow.engines.sglang_dialect import SglangDialect
 from m2flow.engines.sglang_installed import NEEDED, check_version, installed
 from m2flow.engines.sglang_weights import way_of
 from m2flow.errors import EngineError, MissingExtra
@@ -81,6 +82,15 @@ def test_a_server_is_laid_over_the_devices_that_the_plan_says(tmp_path: Path) ->
 def test_a_server_on_one_device_is_told_of_no_layout(tmp_path: Path) -> None:
     given, _ = started_with(SglangRollout, NEEDED, tmp_path, EngineSettings())
     assert not {"--base-gpu-id", "--tp-size", "--pp-size", "--ep-size", "--enable-memory-saver"} & set(given)
+
+
+def test_what_a_server_found_in_its_cache_and_put_back_is_said_at_the_end() -> None:
+    said = b'{"output_ids":[5],"meta_info":{"finish_reason":null,"output_token_logprobs":[[-1.0,5,null]],"cached_tokens":7}}'
+    heard = SglangDialect().heard("a", said)
+    assert (heard.num_cached, heard.num_put_back) == (0, 0)
+    end = b'{"type":"length"},"num_retractions":2,"weight_versions":[{"version":"0","start":0,"end":1}]'
+    heard = SglangDialect().heard("a", said.replace(b"null,", end + b",", 1))
+    assert (heard.tokens, heard.num_cached, heard.num_put_back) == ([5], 7, 2)
 
 
 def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:

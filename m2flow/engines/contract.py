@@ -200,6 +200,8 @@ class Occupancy(NamedTuple):
     """Tokens that the cache can hold; 0: not known."""
     num_put_back: int = 0
     """Since its start: times that a running request had to wait again, with its tokens, since memory had run out."""
+    num_cached: int = 0
+    """Since its start: tokens of prompts, and of prefixes that went on, that it found in its cache; 0 also if it does not say."""
 
 
 class RolloutEngine(Engine):

@@ -77,6 +77,7 @@ class ServedRollout(RolloutEngine):
         self._client: ServerClient | None = None
         self._guarded: GuardedPlace | None = None
         self._place: Path | None = None
+        self._num_put_back = self._num_cached = 0
         self.num_restarts = 0
         """How often a lost server was started again."""
 
@@ -251,7 +252,7 @@ class ServedRollout(RolloutEngine):
 
     def occupancy(self) -> Occupancy:
         used = sum(len(one.job.prompt) + len(one.job.tokens) + len(one.tokens) for one in self._running.values())
-        return Occupancy(len(self._running), len(self._queue), used, self._room)
+        return Occupancy(len(self._running), len(self._queue), used, self._room, self._num_put_back, self._num_cached)
 
     @property
     def num_unfinished(self) -> int:
@@ -438,6 +439,8 @@ class ServedRollout(RolloutEngine):
         if heard.finish is None:
             return
         del self._running[heard.rid]
+        self._num_cached += heard.num_cached
+        self._num_put_back += 0 if one.is_mixed else heard.num_put_back  # A change of weights makes it wait too.
         finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
         if finish is None or (finish is Finish.ABORT and heard.rid not in self._aborting):
             raise EngineError(

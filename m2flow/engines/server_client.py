@@ -54,6 +54,10 @@ class Heard:
     """With `finish`, where asked for: int32 [tokens - 1, layers, experts of a token], prompt included, in base64."""
     error: str = ""
     """The connection broke, or the server refused the request."""
+    num_cached: int = 0
+    """With `finish`, where the server says it: tokens of the prompt that it found in its cache."""
+    num_put_back: int = 0
+    """Likewise: times that the request had to wait again, with its tokens."""
 
 
 class Dialect(ABC):

@@ -18,6 +18,8 @@ class _Meta(msgspec.Struct, frozen=True):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[Span] = []
     routed_experts: str | None = None
+    cached_tokens: int = 0
+    num_retractions: int = 0
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -48,7 +50,8 @@ class SglangDialect(Dialect):
         logprobs = [0.0 if value is None else value for value, *_ in meta.output_token_logprobs]
         if meta.finish_reason is None:
             return Heard(rid, chunk.output_ids, logprobs)
-        return Heard(rid, chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions), meta.routed_experts or "")
+        said = (chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions), meta.routed_experts or "")
+        return Heard(rid, *said, num_cached=meta.cached_tokens, num_put_back=meta.num_retractions)
 
     def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
         return [{"rid": rid} for rid in rids]

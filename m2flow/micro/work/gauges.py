@@ -48,6 +48,8 @@ class Gauges:
                 self._say(f"kv capacity, {role}", occupancy.kv_capacity, at_ns)
             if occupancy.num_put_back:
                 self._say(f"put back for want of memory, {role}", occupancy.num_put_back, at_ns)
+            if occupancy.num_cached:
+                self._say(f"tokens found in the cache, {role}", occupancy.num_cached, at_ns)
             self._say(f"version, {role}", version, at_ns)
         peak, of = peak_bytes()
         self._say(PEAKS[of], -(-peak // _STEP_BYTES) * _STEP_BYTES, at_ns)
