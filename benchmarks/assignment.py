@@ -80,10 +80,13 @@ def regrets(*, quick: bool) -> dict[str, dict[str, float]]:
         lengths = parse_lengths(path.stem)
         given.append((path.stem, lengths, list(steps_of(lengths, None, num_groups=0, n=0, seed=0))))
     for sigma in SIGMAS[:: 2 if quick else 1]:
-        for icc, num_earlier in ((0.0, 0), (0.5, 0), (0.5, 8), (0.9, 0), (0.9, 8)):
+        for icc, num_earlier, levels in ((0.0, 0, 0), (0.5, 0, 0), (0.5, 0, 5), (0.5, 8, 0), (0.9, 0, 0), (0.9, 0, 5), (0.9, 8, 0)):
             name = f"lognormal sigma={sigma} icc={icc} x1024" + (f", {num_earlier} earlier answers" if num_earlier else "")
+            name += f", {levels} levels of difficulty" if levels else ""
             lengths = lognormal(sigma, icc)
-            given.append((name, lengths, list(steps_of(lengths, 4, num_groups=128, n=8, seed=0, num_earlier=num_earlier))))
+            given.append(
+                (name, lengths, list(steps_of(lengths, 4, num_groups=128, n=8, seed=0, num_earlier=num_earlier, num_levels=levels)))
+            )
     found: dict[str, dict[str, float]] = {}
     for name, lengths, steps in given:
         for num_instances in (4, 16):

@@ -47,6 +47,9 @@ class RolloutSpec(_Strict):
     together. By default first come, first served, whole groups side by side."""
     predictor: str = "siblings"
     """What policies take lengths to be: `siblings`, `earlier-steps` or `prompt-buckets`."""
+    difficulty: str = ""
+    """A column of the dataset that says how hard its prompts are: until a prompt's own answers are known, `siblings` goes by the answers to
+    others of the same value."""
     options: dict[str, str | int | float | bool] = {}
     """The engine's own."""
 

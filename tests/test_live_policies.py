@@ -24,7 +24,9 @@ from m2flow.micro.rollouts.cluster import play
 from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.lengths import StepLengths
 from m2flow.micro.rollouts.policies import POLICIES, make_policy
+from m2flow.micro.rollouts.policy import Seen
 from m2flow.micro.rollouts.predictors import EarlierSteps
+from m2flow.micro.rollouts.siblings import Siblings
 from m2flow.micro.scheduling.placing import Placing
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing import adversary, world
@@ -94,6 +96,35 @@ def test_each_policy_alone_gives_the_eager_answer(name):
     )
     eager = run_eager(several_epochs, {}, spec)
     assert run_planned(several_epochs, {}, scheduled(spec, (name,)), order_seed=1) == eager
+
+
+def test_policies_are_told_how_hard_the_dataset_says_that_prompts_are(monkeypatch):
+    told = []
+    begin = Siblings.begin
+
+    def listen(self: Siblings, seen: Seen) -> None:
+        told.append(list(seen.difficulties))
+        begin(self, seen)
+
+    monkeypatch.setattr(Siblings, "begin", listen)
+
+    @flow
+    def graded(num_steps: int = 2) -> None:
+        policy, verifier = Policy("fake"), Reward(num_digits)
+        prompts = Dataset([row | {"level": i % 2} for i, row in enumerate(ROWS)])
+        for _ in steps(num_steps):
+            responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8)
+            policy.update(responses, verifier.score(responses))
+
+    spec = ClusterSpec(
+        placement="split",
+        cores=2,
+        device="cpu",
+        rollout=RolloutSpec(engine="fake", policy=("longest-first",), difficulty="level"),
+        train=TrainSpec(engine="fake"),
+    )
+    assert run_planned(graded, {}, spec, order_seed=1) == run_eager(graded, {}, spec)
+    assert told == [["0", "1", "0"], ["1", "0", "0"]]
 
 
 @pytest.mark.timeout(0)

@@ -272,6 +272,35 @@ def test_a_running_sample_is_expected_to_grow_further_the_longer_it_is(make: Cal
     assert watch.said[-1] > 2 * watch.said[0]
 
 
+def test_hard_prompts_are_expected_to_have_answers_like_those_to_other_hard_ones_until_they_have_their_own() -> None:
+    predictor, difficulties = Siblings(), ["easy", "easy", "hard", "hard"] * 4
+    first = _groups([[20, 30, 25], [24, 18, 33], [300, 220, 410], [260, 340, 190]] * 4)
+    play(first, LongestFirst(predictor), DecodeModel(1.0, 0.01, 64), 1, difficulties=difficulties)
+    seen = _seen(_groups([[1], [1], [1], [1]]), earlier=[(), (), (), (22, 27, 21, 25, 30, 24)])
+    seen.difficulties = ["hard", "easy", "", "hard"]
+    predictor.begin(seen)
+    hard, easy, unknown, known = predictor.expected()
+    assert predictor.is_informed
+    assert hard > 2.5 * easy
+    assert easy < unknown < hard
+    assert known < hard / 2
+    drawn = predictor.scenarios(200).mean(axis=0)
+    assert drawn[0] > 2.5 * drawn[1]
+
+
+def test_answers_that_were_cut_count_as_longer_for_their_difficulty_too() -> None:
+    expected = []
+    for cap in (None, 64):
+        predictor = Siblings()
+        lengths = [[20, 30, 25], [64, 64, 64]] * 10
+        play(_groups(lengths), LongestFirst(predictor), DecodeModel(1.0, 0.01, 64), 1, cap=cap, difficulties=["easy", "hard"] * 10)
+        seen = _seen(_groups([[1]]))
+        seen.difficulties = ["hard"]
+        predictor.begin(seen)
+        expected.append(float(predictor.expected()[0]))
+    assert expected[1] > 1.2 * expected[0]
+
+
 def test_without_difference_there_is_one_class_and_with_it_the_long_ones_get_room() -> None:
     model = DecodeModel(1.0, 0.1, 16)
     assert len(split(np.full((4, 64), 100.0), model, 4)) == 1
@@ -298,6 +327,19 @@ def test_the_normal_tail_is_right_far_out() -> None:
 def test_earlier_answers_of_a_record_are_refused() -> None:
     with pytest.raises(SpecError, match="does not say which prompts"):
         list(steps_of(parse_lengths("dapo-qwen2.5-32b"), 1, num_groups=1, n=1, seed=0, num_earlier=2))
+    with pytest.raises(SpecError, match="does not say how hard"):
+        list(steps_of(parse_lengths("dapo-qwen2.5-32b"), 1, num_groups=1, n=1, seed=0, num_levels=2))
+
+
+def test_knowing_how_hard_prompts_are_shortens_a_rollout() -> None:
+    regrets = []
+    for num_levels in (0, 5):
+        lengths = parse_lengths("lognormal:median=4000,sigma=0.8,icc=0.9,cap=32768")
+        steps = list(steps_of(lengths, 2, num_groups=128, n=8, seed=0, num_levels=num_levels))
+        known = study_known(steps, DecodeModel(), 4)
+        results = study_policy(make_policy("longest-first", Siblings()), steps, known, DecodeModel(), num_instances=4, cap=32768)
+        regrets.append(results[1].regret)
+    assert regrets[1] < regrets[0] - 0.02
 
 
 def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> None:

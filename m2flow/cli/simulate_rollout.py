@@ -25,6 +25,7 @@ _KNOWN = "known lengths"
 @click.option("--known-lengths", is_flag=True, help="Assign samples knowing how long they become.")
 @click.option("--policy", metavar="NAME", help="Schedule without knowing it: a name, `all`, or FILE.py:CLASS.")
 @click.option("--predictor", default="siblings", show_default=True, metavar="NAME", help="What a policy goes by. `oracle` knows.")
+@click.option("--levels", "num_levels", type=click.IntRange(min=0), default=0, help="Levels of difficulty of prompts, for a formula.")
 @click.option("--earlier", "num_earlier", type=click.IntRange(min=0), default=0, help="Answers of an earlier epoch, for a formula.")
 @click.option("--whole", is_flag=True, help="The assignment with known lengths never pauses a sample.")
 @click.option("--steps", "num_steps", type=click.IntRange(min=1), help="The first steps of a trace, or draws.  [default: all; 1 draw]")
@@ -41,6 +42,7 @@ def command(
     known_lengths: bool,
     policy: str | None,
     predictor: str,
+    num_levels: int,
     num_earlier: int,
     whole: bool,
     num_steps: int | None,
@@ -80,7 +82,7 @@ def command(
         raise click.UsageError("Say how samples are scheduled: either --known-lengths or --policy NAME.")
     model = DecodeModel(t0_s, t1_s, max_batch)
     lengths = parse_lengths(source)
-    steps = list(steps_of(lengths, num_steps, num_groups=num_groups, n=n, seed=seed, num_earlier=num_earlier))
+    steps = list(steps_of(lengths, num_steps, num_groups=num_groups, n=n, seed=seed, num_earlier=num_earlier, num_levels=num_levels))
     known = study_known(steps, model, num_instances, may_pause=not whole)
     results = {_KNOWN: known}
     if policy is not None:

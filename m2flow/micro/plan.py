@@ -190,6 +190,8 @@ class Plan(msgspec.Struct, frozen=True):
     """What goes first, and where, in a rollout (`m2flow.micro.rollouts.policies`); none: first come, first served."""
     predictor: str = "siblings"
     """What policies take lengths to be."""
+    difficulty: str = ""
+    """The column of prompts that says how hard they are; empty: none does."""
     paces: tuple[Pace, ...] = ()
     """What policies take time to be; a role without one has the default model's."""
 

@@ -32,7 +32,8 @@ def plan_text(plan: Plan) -> str:
     lines += ["routes"]
     lines += _table(_routes(plan.routes, [worker.name for worker in plan.workers]))
     if plan.policies:
-        lines += [f"rollout policy: {', '.join(plan.policies)}; lengths by {plan.predictor}"]
+        by = f" and {plan.difficulty!r}" if plan.difficulty else ""
+        lines += [f"rollout policy: {', '.join(plan.policies)}; lengths by {plan.predictor}{by}"]
         lines += [
             f"  {p.role}: a decode step takes {p.step_s * 1e3:.3g} ms, and {p.sample_s * 1e3:.3g} ms a sample ({p.source})"
             for p in plan.paces

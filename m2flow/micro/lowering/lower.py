@@ -111,6 +111,7 @@ def lower(
         choice=choice,
         policies=spec.rollout.policy,
         predictor=spec.rollout.predictor,
+        difficulty=spec.rollout.difficulty,
     ).verify()
 
 

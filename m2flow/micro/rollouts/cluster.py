@@ -48,6 +48,7 @@ def play(
     *,
     cap: int | None = None,
     earlier: Sequence[Sequence[int]] | None = None,
+    difficulties: Sequence[str] = (),
     cost: MoveCost | None = None,
 ) -> Played:
     """One step's samples under a policy.
@@ -55,6 +56,7 @@ def play(
     Args:
         cap: tokens at which answers are cut, if it is known.
         earlier: [P], lengths of earlier answers to the same prompts.
+        difficulties: [P], how hard they are said to be; empty: nobody says.
     Raises:
         InternalError: the policy starts what does not wait, or leaves samples waiting for ever.
     """
@@ -63,7 +65,7 @@ def play(
     for sample, group in enumerate(groups):
         members[group].append(sample)
     before = earlier if earlier is not None else [()] * len(members)
-    seen = Seen(model, num_instances, step.prompts.tolist(), groups, members, cap, before, cost or MoveCost())
+    seen = Seen(model, num_instances, step.prompts.tolist(), groups, members, cap, before, cost or MoveCost(), difficulties)
     return _Play(seen, step.responses.tolist(), composed([policy])).run()
 
 

@@ -78,6 +78,8 @@ class Seen:
     earlier: Sequence[Sequence[int]]
     """[P], lengths of answers that the same prompts had in earlier epochs; empty where there were none."""
     move_cost: MoveCost
+    difficulties: Sequence[str] = ()
+    """[P], how hard prompts are said to be: the same words for the same difficulty, "" where nobody says; or empty: of none."""
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Samples that nobody has, in the order in which they were asked for; those that are to go on elsewhere are not among them."""
     finished: dict[int, int] = field(default_factory=dict)

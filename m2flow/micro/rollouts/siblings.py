@@ -1,21 +1,23 @@
-"""Prediction from the answers to the same prompt: of an earlier epoch, and siblings that have ended or have grown.
+"""Prediction from the answers to the same prompt: of an earlier epoch, and siblings that have ended or have grown; and to prompts as hard.
 
-    log L = m + g(prompt) + e(sample),   g ~ normal(0, icc s^2),   e ~ normal(0, (1 - icc) s^2)
+    log L = m + d(difficulty) + g(prompt) + e(sample),   g ~ normal(0, icc s^2),   e ~ normal(0, (1 - icc) s^2)
 
-m and s are fitted to earlier steps with cut lengths as cut, icc is the most likely one of a grid. Then g has a posterior for each
-prompt, on the nodes of a quadrature: an answer of length l counts with its density, one that runs still, or was cut, with its
-survival. With icc = 0 siblings say nothing, and nothing is made of them.
+m and s are fitted to earlier steps with cut lengths as cut, icc is the most likely one of a grid. d is what prompts of one difficulty were
+longer by in earlier steps, drawn towards 0 where there were few; 0 where nobody says how hard a prompt is. Then g has a posterior for
+each prompt, on the nodes of a quadrature: an answer of length l counts with its density, one that runs still, or was cut, with its
+survival. So a prompt's own answers outweigh its difficulty as they come. With icc = 0 siblings say nothing, and nothing is made of them.
 """
 
 from __future__ import annotations
 
 import math
+from types import EllipsisType
 
 import numpy as np
 import numpy.typing as npt
 
 from m2flow.micro.rollouts.decode import FloatArray
-from m2flow.micro.rollouts.normal import fit_cut_normal, log_density, log_tail
+from m2flow.micro.rollouts.normal import fit_cut_normal, hazard, log_density, log_tail
 from m2flow.micro.rollouts.policy import Seen
 from m2flow.micro.rollouts.predictors import NUM_STEPS_KEPT, Past, Predictor
 
@@ -24,22 +26,30 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(25)
 _LOG_WEIGHTS = np.log(_WEIGHTS / _WEIGHTS.sum())
 _FEW = 20
 """Fewer lengths than this are not fitted."""
+_STRANGERS = 8
+"""So many answers of average length are added to those of each difficulty."""
 _FAR = 8.0
 """Standard deviations beyond which the remaining length is approximated."""
 
 
 class _Answers:
-    """Answers to P prompts, flat: log length, prompt, and whether it is only known to be longer."""
+    """Answers to P prompts, flat: log length, prompt, and whether it is only known to be longer; of each prompt, how hard it is."""
 
-    def __init__(self, logs: FloatArray, prompts: npt.NDArray[np.int64], cut: npt.NDArray[np.bool_], num_prompts: int) -> None:
-        self.logs, self.prompts, self.cut, self.num_prompts = logs, prompts, cut, num_prompts
+    def __init__(
+        self, logs: FloatArray, prompts: npt.NDArray[np.int64], cut: npt.NDArray[np.bool_], difficulties: npt.NDArray[np.int64]
+    ) -> None:
+        self.logs, self.prompts, self.cut, self.difficulties = logs, prompts, cut, difficulties
 
-    def log_likelihood(self, mean: float, deviation: float, icc: float) -> FloatArray:
+    def beside(self, shifts: FloatArray) -> FloatArray:
+        """Log lengths less what is expected of their difficulty."""
+        return np.asarray(self.logs - shifts[self.difficulties[self.prompts]], np.float64)
+
+    def log_likelihood(self, mean: float, deviation: float, icc: float, shifts: FloatArray) -> FloatArray:
         """[P, K]: of each prompt's answers, for each node of its g, with the node's weight."""
         own = deviation * math.sqrt(1.0 - icc)
-        z = (self.logs[:, None] - _means(mean, deviation, icc)) / own
+        z = (self.beside(shifts)[:, None] - _means(mean, deviation, icc)) / own
         terms = np.where(self.cut[:, None], log_tail(z), log_density(z) - math.log(own))
-        summed = np.zeros((self.num_prompts, len(_NODES)))
+        summed = np.zeros((len(self.difficulties), len(_NODES)))
         np.add.at(summed, self.prompts, terms)
         return np.asarray(summed + _LOG_WEIGHTS, np.float64)
 
@@ -55,14 +65,20 @@ class Siblings(Predictor):
         self._mean, self._deviation = 0.0, 1.0
         self.icc = 0.0
         self._is_fitted = False
+        self._codes: dict[str, int] = {"": 0}
+        """Difficulty -> its place in `_shifts`."""
+        self._shifts = np.zeros(1)
+        """d of each difficulty."""
 
     @property
     def is_informed(self) -> bool:
-        return self._is_fitted and self.icc > 0.0
+        return self._is_fitted and (self.icc > 0.0 or bool(np.ptp(self._shifts[self._difficulties]) > 0.0))
 
     def begin(self, seen: Seen) -> None:
         super().begin(seen)
         self._groups = np.asarray(seen.groups, np.int64)
+        said = seen.difficulties or [""] * len(seen.prompts)
+        self._difficulties = np.array([self._codes.setdefault(one, len(self._codes)) for one in said], np.int64)
         lengths = [length for answers in seen.earlier for length in answers]
         owners = [prompt for prompt, answers in enumerate(seen.earlier) for _ in answers]
         self._earlier = self._answers(np.array(lengths, np.float64), np.array(owners, np.int64), np.zeros(len(lengths), bool))
@@ -88,7 +104,7 @@ class Siblings(Predictor):
         posterior = self._posterior(found)
         totals = tokens.copy()
         left = np.flatnonzero(is_running)
-        totals[left] = (posterior[self._groups[left]] * self._totals(tokens[left])).sum(axis=1)
+        totals[left] = (posterior[self._groups[left]] * self._totals(tokens[left], self._shift_of(left))).sum(axis=1)
         return np.asarray(totals, np.float64)
 
     def scenarios(self, num: int) -> FloatArray:
@@ -100,7 +116,7 @@ class Siblings(Predictor):
         for _ in range(num):
             node = (dice.random((len(ladder), 1)) > ladder).sum(axis=1).clip(0, len(_NODES) - 1)
             own = self._deviation * math.sqrt(1.0 - self.icc) * dice.standard_normal(len(self._groups))
-            drawn.append(np.exp(_means(self._mean, self._deviation, self.icc)[node[self._groups]] + own))
+            drawn.append(np.exp(_means(self._mean, self._deviation, self.icc)[node[self._groups]] + self._shift_of(...) + own))
         return np.asarray(np.clip(np.stack(drawn), 1.0, self._limit), np.float64)
 
     @property
@@ -108,27 +124,48 @@ class Siblings(Predictor):
         return float(self.cap) if self.cap is not None else 1e9
 
     def _answers(self, lengths: FloatArray, prompts: npt.NDArray[np.int64], is_running: npt.NDArray[np.bool_]) -> _Answers:
-        return _Answers(np.log(np.maximum(lengths, 1.0)), prompts, is_running | (lengths >= self._limit), len(self.seen.prompts))
+        return _Answers(np.log(np.maximum(lengths, 1.0)), prompts, is_running | (lengths >= self._limit), self._difficulties)
 
     def _fit(self, steps: list[_Answers]) -> None:
-        logs, cut = (np.concatenate([getattr(step, name) for step in steps]) for name in ("logs", "cut"))
+        cut = np.concatenate([step.cut for step in steps])
+        self._shifts = np.zeros(len(self._codes))
         if (~cut).sum() < _FEW:
             return
-        self._mean, self._deviation = fit_cut_normal(logs[~cut], logs[cut])
         self._is_fitted = True
-        likely = [sum(float(_log_sums(step.log_likelihood(self._mean, self._deviation, icc)).sum()) for step in steps) for icc in _ICCS]
+        for is_last in (False, True) if len(self._codes) > 1 else (True,):
+            logs = np.concatenate([step.beside(self._shifts) for step in steps])
+            self._mean, self._deviation = fit_cut_normal(logs[~cut], logs[cut])
+            if not is_last:
+                self._shift(logs, cut, np.concatenate([step.difficulties[step.prompts] for step in steps]))
+        likely = [
+            sum(float(_log_sums(step.log_likelihood(self._mean, self._deviation, icc, self._shifts)).sum()) for step in steps)
+            for icc in _ICCS
+        ]
         self.icc = _ICCS[int(np.argmax(likely))]
+
+    def _shift(self, logs: FloatArray, cut: npt.NDArray[np.bool_], difficulties: npt.NDArray[np.int64]) -> None:
+        """How much longer answers to prompts of each difficulty were; a cut one stands for what is expected of those beyond."""
+        beyond = self._mean + self._deviation * hazard((logs - self._mean) / self._deviation)
+        longer = np.where(cut, beyond, logs) - self._mean
+        sums, counts = (np.bincount(difficulties, weights, len(self._codes)) for weights in (longer, None))
+        self._shifts = np.asarray(sums / (counts + _STRANGERS), np.float64)
+        self._shifts[0] = 0.0  # Of which nobody says how hard they are.
+
+    def _shift_of(self, samples: npt.NDArray[np.int64] | EllipsisType) -> FloatArray:
+        """[M], d of these samples' prompts."""
+        return np.asarray(self._shifts[self._difficulties[self._groups[samples]]], np.float64)
 
     def _posterior(self, found: _Answers) -> FloatArray:
         """[P, K], of each prompt's g."""
-        logs = found.log_likelihood(self._mean, self._deviation, self.icc)
-        logs += self._earlier.log_likelihood(self._mean, self._deviation, self.icc) - _LOG_WEIGHTS
+        logs = found.log_likelihood(self._mean, self._deviation, self.icc, self._shifts)
+        logs += self._earlier.log_likelihood(self._mean, self._deviation, self.icc, self._shifts) - _LOG_WEIGHTS
         weights = np.exp(logs - logs.max(axis=1, keepdims=True))
         return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float64)
 
-    def _totals(self, tokens: FloatArray) -> FloatArray:
+    def _totals(self, tokens: FloatArray, shifts: FloatArray) -> FloatArray:
         """[M, K]: E[min(L, cap) | L > tokens] for each node."""
-        means, own = _means(self._mean, self._deviation, self.icc), self._deviation * math.sqrt(1.0 - self.icc)
+        own = self._deviation * math.sqrt(1.0 - self.icc)
+        means = _means(self._mean, self._deviation, self.icc) + shifts[:, None]
         so_far = np.maximum(tokens, 0.5)[:, None]
         low, high = (np.log(so_far) - means) / own, (math.log(self._limit) - means) / own
         whole = np.exp(means + own * own / 2) * (np.exp(log_tail(low - own)) - np.exp(log_tail(high - own)))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from m2flow.errors import InternalError, SpecError
 from m2flow.micro.rollouts.assignment import assign
 from m2flow.micro.rollouts.bounds import rollout_bounds
@@ -14,6 +17,9 @@ from m2flow.micro.rollouts.lengths import Lengths, StepLengths
 from m2flow.micro.rollouts.policy import Policy
 from m2flow.micro.rollouts.predictors import Oracle
 
+_NUM_ASIDE = 8
+"""Answers that the level of a prompt is taken from."""
+
 
 @dataclass(frozen=True, eq=False)
 class Given:
@@ -22,6 +28,8 @@ class Given:
     samples: StepLengths
     earlier: Sequence[Sequence[int]] | None = None
     """[P], lengths of answers that the prompts had in an earlier epoch."""
+    difficulties: Sequence[str] = ()
+    """[P], how hard the prompts are said to be; empty: nobody says."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def study_policy(
     for given, best in zip(steps, known, strict=True):
         if oracle is not None:
             oracle.know(given.samples.responses)
-        played = play(given.samples, policy, model, num_instances, cap=cap, earlier=given.earlier)
+        played = play(given.samples, policy, model, num_instances, cap=cap, earlier=given.earlier, difficulties=given.difficulties)
         bounds = rollout_bounds(given.samples.responses, model, num_instances)
         _check(played.makespan_s, bounds.with_migration_s if played.num_moves else bounds.no_migration_s, policy.name)
         results.append(replace(best, makespan_s=played.makespan_s, num_pauses=0, num_moves=played.num_moves))
@@ -108,20 +116,28 @@ def _check(makespan_s: float, bound_s: float, who: str) -> None:
         raise InternalError(f"{who} takes {makespan_s} s, less than the lower bound of {bound_s} s")
 
 
-def steps_of(lengths: Lengths, num_steps: int | None, *, num_groups: int, n: int, seed: int, num_earlier: int = 0) -> Iterator[Given]:
+def steps_of(
+    lengths: Lengths, num_steps: int | None, *, num_groups: int, n: int, seed: int, num_earlier: int = 0, num_levels: int = 0
+) -> Iterator[Given]:
     """The recorded steps, all or the first ones; of a distribution that many draws, by default one.
 
     Args:
         num_earlier: answers to each prompt from an earlier epoch, for a distribution.
+        num_levels: levels of difficulty into which somebody has sorted the prompts, by eight other answers to each; for a distribution.
     Raises:
-        SpecError: more steps than were recorded, or earlier answers of a record, which does not say which prompts came again.
+        SpecError: more steps than were recorded; or earlier answers, or levels, of a record, which does not say them.
     """
     recorded = lengths.num_steps()
-    if num_earlier and recorded is not None:
-        raise SpecError(
-            f"{lengths.name} does not say which prompts came before", now="Leave --earlier out, or give a formula such as lognormal:..."
-        )
+    for asked, option, what in ((num_earlier, "--earlier", "which prompts came before"), (num_levels, "--levels", "how hard prompts are")):
+        if asked and recorded is not None:
+            raise SpecError(f"{lengths.name} does not say {what}", now=f"Leave {option} out, or give a formula such as lognormal:...")
+    edges: npt.NDArray[np.float64] | None = None
     for k in range(num_steps if num_steps is not None else recorded if recorded is not None else 1):
         samples = lengths.step(k, num_groups=num_groups, n=n, seed=seed)
         earlier = lengths.draw(num_groups, n + num_earlier, seed, step=k)[:, n:].tolist() if num_earlier else None
-        yield Given(samples, earlier)
+        difficulties: list[str] = []
+        if num_levels:
+            others = np.log(lengths.draw(num_groups, n + num_earlier + _NUM_ASIDE, seed, step=k)[:, n + num_earlier :]).mean(axis=1)
+            edges = np.quantile(others, np.linspace(0, 1, num_levels + 1)[1:-1]) if edges is None else edges
+            difficulties = [str(level) for level in np.searchsorted(edges, others)]
+        yield Given(samples, earlier, difficulties)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import final
 
 from m2flow.errors import SpecError
@@ -46,6 +47,7 @@ class Placing:
         behind: Callable[[], int],
         known: Callable[[int], int] | None = None,
         pace: Pace | None = None,
+        difficulties: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -54,6 +56,7 @@ class Placing:
             behind: how many versions the trainer is behind the one of sequential execution.
             known: row -> tokens that it will generate (`m2flow.micro.scheduling.relaxed`).
             pace: how fast its engines are; by default as fast as those of the default decode model.
+            difficulties: row of the prompts -> how hard it is said to be.
         """
         assert isinstance(state.ready, Ready)
         self.state = state
@@ -66,6 +69,7 @@ class Placing:
         self._behind = behind
         self._known = known
         self._pace = pace
+        self._difficulties = difficulties
         self._dealt: set[int] = set()
         self.lengths: dict[int, int] = {}
         """Row -> tokens generated, of those that are done."""
@@ -268,6 +272,7 @@ class Placing:
             sampling.max_new_tokens if isinstance(sampling, Sampling) else None,
             [self._earlier.get(prompt, ()) for prompt in prompts],
             MoveCost() if self._pace is None else MoveCost(self._pace.move_s, self._pace.prefill_token_s),
+            [self._difficulties.get(prompt, "") for prompt in prompts] if self._difficulties else (),
         )
         for row in state.done:
             if row in self._index:

@@ -15,7 +15,7 @@ from m2flow.micro.rollouts.policies import FIRST_COME, make_policies
 from m2flow.micro.rollouts.policy import Load, Policy
 from m2flow.micro.scheduling.placing import Placing
 from m2flow.micro.scheduling.ready import Ready
-from m2flow.samples import Batch, SampleId
+from m2flow.samples import Batch, Ragged, SampleId
 
 if TYPE_CHECKING:
     from m2flow.micro.plan import Plan
@@ -38,6 +38,7 @@ class Placings:
         self._board = board
         self._names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
         self._predictor = plan.predictor
+        self._difficulty = plan.difficulty
         self._paces = {pace.role: pace for pace in plan.paces}
         self._free: dict[str, list[Policy]] = {}
         self._placings: dict[int, Placing] = {}
@@ -56,7 +57,8 @@ class Placings:
         state.ready = Ready()
         board, prompts = self._board, state.call.input("prompts")
         assert prompts is not None
-        earlier = {row: self._earlier.get((role, text), ()) for row, text in self._texts(state).items()} if self._earlier else {}
+        texts = self._said(state, "prompt") if self._earlier else {}
+        earlier = {row: self._earlier.get((role, text), ()) for row, text in texts.items()}
         workers = [board.workers[name] for name in state.planned.workers]
         state.placing = Placing(
             state,
@@ -67,6 +69,7 @@ class Placings:
             lambda: board.versions.behind(state.call),
             board.relaxed.lengths,
             self._paces.get(role),
+            self._said(state, self._difficulty) if self._difficulty else {},
         )
         self._placings[state.call.ordinal] = state.placing
 
@@ -77,7 +80,7 @@ class Placings:
             return
         placing.over()
         self._free[state.call.role].append(placing.policy)
-        texts = self._texts(state)
+        texts = self._said(state, "prompt")
         for row, length in placing.lengths.items():
             text = texts.get(state.prompt_of(row))
             if text is not None:
@@ -138,8 +141,8 @@ class Placings:
             self._board.waking.wake_role(placing.state.call.role)
         return bool(held)
 
-    def _texts(self, state: CallState) -> dict[int, str]:
-        """Row of the prompts -> the text that a dataset has there."""
+    def _said(self, state: CallState, column: str) -> dict[int, str]:
+        """Row of the prompts -> what a dataset has there in this column, as text."""
         found: dict[int, str] = {}
         batches: dict[int, Batch | None] = {}
         for row in state.prompt_rows:
@@ -147,8 +150,13 @@ class Placings:
             if source.call not in batches:
                 drawn = self._board.calls.get(source.call)
                 rows = drawn.call.options.get("rows") if drawn is not None else None
-                batches[source.call] = rows if isinstance(rows, Batch) and "prompt" in rows else None
+                batches[source.call] = rows if isinstance(rows, Batch) and column in rows else None
             batch = batches[source.call]
             if batch is not None and source.prompt < len(batch):
-                found[row] = str(batch.ragged("prompt").item(source.prompt))
+                found[row] = _item(batch, column, source.prompt)
         return found
+
+
+def _item(batch: Batch, name: str, row: int) -> str:
+    column = batch.columns[name]
+    return str(column.item(row) if isinstance(column, Ragged) else column[row])
