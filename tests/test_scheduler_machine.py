@@ -107,6 +107,10 @@ def test_a_worker_is_lost_with_a_sample_whose_weights_the_others_are_about_to_re
     random_walk(1130, 180, dies=True)
 
 
+def test_what_a_task_of_a_refill_that_fails_had_not_begun_is_offered_to_others_too():
+    random_walk(1150, 120, dies=True)
+
+
 def test_a_call_that_had_stopped_a_sample_is_forgotten_when_another_has_stopped_it_again():
     random_walk(50, 180)
 

@@ -56,7 +56,7 @@ class Refills:
         if state.is_over:
             return
         row = row if row in task.ids else min(task.ids)
-        state.give_back([other for other in task.ids if group_key(other) != group_key(row) or other < row])
+        self._board.give_back(state, [other for other in task.ids if group_key(other) != group_key(row) or other < row])
         self._failed.setdefault(state.call.ordinal, {})[row] = error
         self._judge_failed(state)
 
