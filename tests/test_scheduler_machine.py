@@ -111,6 +111,10 @@ def test_what_a_task_of_a_refill_that_fails_had_not_begun_is_offered_to_others_t
     random_walk(1150, 120, dies=True)
 
 
+def test_a_sample_that_was_said_to_be_stopped_is_said_so_again_when_another_has_been_sent_it():
+    random_walk(1371, 60, dies=True)
+
+
 def test_a_call_that_had_stopped_a_sample_is_forgotten_when_another_has_stopped_it_again():
     random_walk(50, 180)
 

@@ -28,6 +28,10 @@ class Prefix(NamedTuple):
     """Version among them."""
     num_generated: int
 
+    def is_within(self, other: Prefix) -> bool:
+        """Whether the other has all of its tokens."""
+        return self.by == other.by and self.num_generated <= other.num_generated
+
 
 class Together(NamedTuple):
     """Samples that can be handed out in one task."""

@@ -89,10 +89,13 @@ class Restoring:
 
 
 def written_down(board: Board, state: CallState, place: str, message: m.Flushed | m.Aborted) -> None:
-    """Samples of a generation are in the ledger with their tokens so far, and at this place."""
+    """Samples of a generation are in the ledger with their tokens so far, and at this place. What is known by now, or was said before it
+    and comes after it, changes nothing."""
     if state.is_over and state.carry is None:
         return
-    prefixes = {packed: prefix for packed, prefix in prefixes_in(message).items() if packed not in state.done}
+    told = {packed: prefix for packed, prefix in prefixes_in(message).items() if packed not in state.done}
+    known = state.prefixes
+    prefixes = {row: new for row, new in told.items() if row not in known or not new.is_within(known[row])}
     # Whoever had stopped them before is asked for these tokens no more.
     board.perhaps_unreachable({state.prefixes[row].by for row in prefixes.keys() & state.prefixes.keys()})
     state.prefixes.update(prefixes)
