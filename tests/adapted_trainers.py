@@ -15,6 +15,7 @@ from m2flow import Lora
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.embedded_train import EmbeddedTrain
 from m2flow.recipe import Model
+from m2flow.samples import Batch
 from m2flow.testing.train_suite import LINEAR, PPO, copied, distance, samples, started
 
 
@@ -46,6 +47,52 @@ def check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(
             engine.load(str(tmp_path / other))
             step(engine, batch)
             assert distance(copied(engine), found["alone"][1]) < 1e-5
+
+
+def check_references_compute_from_the_policys_weights(model: Model, policy: TrainEngine, tmp_path: Path) -> None:
+    """A reference on the policy's path, and one that was made of the policy: those of the embedded trainer with weights of their own."""
+    batch = samples(VOCABULARY)
+    frozen = replace(model, lora=None, is_policy=False, is_frozen=True)
+    with started(EmbeddedTrain(model, EngineSettings())) as alone, started(EmbeddedTrain(frozen, EngineSettings())) as plain:
+        with started(policy) as engine:
+            by_path, by_policy = engine.beside("base", frozen), engine.beside("reference", replace(model, is_policy=False))
+            assert by_path is not None
+            assert by_policy is not None
+            with started(by_path), started(by_policy):
+                base, held = plain.logprobs(batch), engine.memory().weights
+                assert said(by_policy.logprobs(batch), base) < 1e-5  # Nothing was copied yet: adapters add nothing.
+                for one in (alone, engine):
+                    step(one, batch)
+                by_policy.copy_from(engine)
+                then, sent = alone.logprobs(batch), copied(alone)
+                # Between two micro-batches of an update as between updates.
+                for one in (alone, engine):
+                    one.accumulate(batch, PPO)
+                assert said(by_path.logprobs(batch), base) < 1e-5
+                assert said(by_policy.logprobs(batch), then) < 1e-5
+                for one in (alone, engine):
+                    one.apply(LINEAR, 3.0)
+                assert said(engine.logprobs(batch), alone.logprobs(batch)) < 1e-5
+                assert said(by_policy.logprobs(batch), then) < 1e-5
+                assert said(alone.logprobs(batch), then) > 1e-4
+                assert distance(copied(by_path), copied(plain)) == 0
+                assert distance(copied(by_policy), sent) < 1e-5
+                assert distance(copied(engine), copied(alone)) < 1e-5
+                assert engine.memory().weights == held
+                assert by_path.memory().total == 0
+                assert by_policy.memory().total == sum(tensor.nbytes for tensor in kept(engine.adapters()).values())
+                by_policy.save(str(tmp_path / "reference"))
+                by_policy.copy_from(engine)
+                by_policy.load(str(tmp_path / "reference"))
+                assert said(by_policy.logprobs(batch), then) < 1e-5
+        with started(EmbeddedTrain(model, EngineSettings())) as other:
+            other.load(str(tmp_path / "reference"))
+            assert said(other.logprobs(batch), then) < 1e-5
+
+
+def said(one: Batch, other: Batch) -> float:
+    """How far the log-probabilities are apart, norm-relative."""
+    return distance(*({"": np.asarray(rows.ragged("reference_logprobs").values)} for rows in (one, other)))
 
 
 def kept(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, npt.NDArray[np.float32]]:

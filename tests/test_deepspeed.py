@@ -14,7 +14,11 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
-from adapted_trainers import adapted_model, check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
+from adapted_trainers import (
+    adapted_model,
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer,
+    check_references_compute_from_the_policys_weights,
+)
 from test_scalar_heads import random_model
 from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
@@ -73,6 +77,17 @@ class TestDeepSpeedHeads(ScalarHeadSuite):
 def test_adapters_are_those_of_the_embedded_trainer(options: dict[str, int], followers: Followers, tmp_path: Path) -> None:
     model = adapted_model(tmp_path / "model")
     check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: deepspeed(model, 2, followers, **options), tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(1, {"zero": 0}), (1, {"zero": 2}), (2, {"zero": 3}), (2, {"zero": 1, "sp": 2})], ids=str
+)
+def test_references_compute_from_an_adapted_policys_weights(
+    num_ranks: int, options: dict[str, int], followers: Followers, tmp_path: Path
+) -> None:
+    model = adapted_model(tmp_path / "model")
+    check_references_compute_from_the_policys_weights(model, deepspeed(model, num_ranks, followers, **options), tmp_path)
 
 
 def test_the_weights_beside_adapters_are_not_rounded(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from adapted_trainers import adapted_model, check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer
+from adapted_trainers import (
+    adapted_model,
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer,
+    check_references_compute_from_the_policys_weights,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from test_scalar_heads import random_model
@@ -123,6 +127,14 @@ def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number
 def test_adapters_are_those_of_the_embedded_trainer(followers: Followers, tmp_path: Path) -> None:
     model = adapted_model(tmp_path / "model")
     check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: spread(model, 2, followers), tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_references_compute_from_an_adapted_policys_weights(options: dict[str, object], followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    policy = Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
+    check_references_compute_from_the_policys_weights(model, policy, tmp_path)
 
 
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:

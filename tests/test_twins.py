@@ -12,9 +12,11 @@ import pytest
 from test_train_engines import CONFIGS, write_model
 
 from m2flow import Dataset, Lora, Policy, Reference, flow
+from m2flow.engines.beside import Beside
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded_train import EmbeddedTrain
 from m2flow.engines.hf_model import load_model
+from m2flow.errors import EngineError
 from m2flow.macro.tracing import trace
 from m2flow.micro.plan import EngineSlot
 from m2flow.micro.work.workbench import Workbench
@@ -67,19 +69,33 @@ def test_frozen_roles_whose_turns_differ_have_a_copy_each(frozen: Model) -> None
 
 
 @needs_peft
-def test_a_reference_on_the_path_of_an_adapted_policy_has_its_base_in_memory_and_stays_what_it_was(frozen: Model) -> None:
+def test_references_of_an_adapted_policy_have_no_weights_and_stay_what_they_were(frozen: Model) -> None:
     policy = replace(frozen, is_policy=True, is_frozen=False, lora=Lora(rank=4))
-    with bench({"reference": frozen, "policy": policy, "plain": replace(policy, lora=None)}) as engines:
-        assert places(engines["reference"]) <= places(engines["policy"])
-        assert not places(engines["plain"]) & places(engines["policy"])
+    models = {"reference": frozen, "then": replace(policy, is_policy=False), "policy": policy, "plain": replace(policy, lora=None)}
+    with bench(models) as engines:
+        assert {role for role, engine in engines.items() if isinstance(engine, Beside)} == {"reference", "then"}
         batch = samples(32)
         before = engines["reference"].logprobs(batch).ragged("reference_logprobs").values
         assert (before == engines["plain"].logprobs(batch).ragged("reference_logprobs").values).all()
+        assert engines["reference"].memory().total == 0
+        engines["then"].copy_from(engines["policy"])
         for _ in range(3):
             sums = engines["policy"].accumulate(batch, PPO)
             engines["policy"].apply(AdamW(1e-2), sums.num_tokens)
         assert (engines["policy"].logprobs(batch).ragged("reference_logprobs").values != before).any()
-        assert (engines["reference"].logprobs(batch).ragged("reference_logprobs").values == before).all()
+        for role in ("reference", "then"):
+            assert (engines[role].logprobs(batch).ragged("reference_logprobs").values == before).all()
+        with pytest.raises(EngineError, match="can't be trained"):
+            engines["then"].accumulate(batch, PPO)
+
+
+@needs_peft
+def test_models_that_are_not_a_policys_own_or_have_other_turns_are_loaded(frozen: Model) -> None:
+    policy = replace(frozen, is_policy=True, is_frozen=False, lora=Lora(rank=4))
+    then = replace(policy, is_policy=False)
+    models = {"policy": policy, "other": replace(frozen, seed=7), "critic": replace(then, head="value"), "later": then}
+    with bench(models, later="train later") as engines:
+        assert all(isinstance(engine, EmbeddedTrain) for engine in engines.values())
 
 
 def test_only_references_of_a_path_are_frozen_from_the_start() -> None:

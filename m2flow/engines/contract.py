@@ -383,10 +383,10 @@ class TrainEngine(Engine):
             if name in target:
                 target[name][...] = tensor
 
-    def share_base(self, policy: TrainEngine) -> None:
-        """Compute from the weights beside the adapters of another engine of the same kind, which are equal to those here and never change,
-        without a copy of one's own; where it can't, everything stays as it is."""
-        return
+    def beside(self, role: str, model: Model) -> TrainEngine | None:
+        """An engine for another role, frozen, whose model is this one's without its adapters, or with others that it copies: it computes
+        log-probabilities from the weights that lie here, while they are here. None: this engine can't; then the role gets its own."""
+        return None
 
     @abstractmethod
     def save(self, path: str) -> None:

@@ -222,7 +222,8 @@ class DeepSpeedTrain(RankedTrain):
             return {name: tensor.cpu().clone() if is_first else tensor.new_empty(0) for name, tensor in tensors}
 
         weights, adapter = kept(lora.whole_state(self._model, self._whole)), kept(lora.adapter_state(self._model, self._whole))
-        saved = [packed_state(recipe, count, self._whole_moments(recipe)) for recipe, count in self._client.num_steps.items()]
+        steps = {} if self._is_lent else self._client.num_steps
+        saved = [packed_state(recipe, count, self._whole_moments(recipe)) for recipe, count in steps.items()]
         state = {"optimizers": saved}
         self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_first else None)
 
@@ -317,16 +318,20 @@ class DeepSpeedTrain(RankedTrain):
             part = self._part(tensor, value).to(self._settings.device, torch.float32).contiguous()
             self._library.utils.safe_set_full_fp32_param(tensor, part)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _set(self, tensor: Tensor, value: Tensor) -> None:
         """Give one of the model's tensors another value, which every rank has whole."""
+        self._fill(tensor, value)
+        if self._options.zero and tensor.requires_grad:
+            self._set_master(tensor, value)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _fill(self, tensor: Tensor, value: Tensor) -> None:
+        """The same, of which the optimiser does not hear."""
         if self._is_spread(tensor):
             with _quiet(), self._library.zero.GatheredParameters([tensor], modifier_rank=0):
                 tensor.copy_(self._part(tensor, value))
         else:
             tensor.copy_(self._part(tensor, value))
-        if self._options.zero and tensor.requires_grad:
-            self._set_master(tensor, value)
 
     def _whole_moments(self, recipe: AdamW) -> list[tuple[Tensor, Tensor]]:
         """A recipe's moments by parameter, in the host's memory; on other ranks than the first, empty ones."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,12 @@ from m2flow.engines import allocator, checkpoint, lora, packing, scalar_head
 from m2flow.engines.accounting import Memory, bytes_on
 from m2flow.engines.adamw import Optimizers
 from m2flow.engines.agreement import NO_AGREEMENT, Agreement, agreement_of
+from m2flow.engines.beside import Beside
 from m2flow.engines.contract import Capabilities, EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.demonstrations import Demonstrations
 from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
 from m2flow.engines.hf_names import checkpoint_tensors
+from m2flow.engines.spread import spread_like
 from m2flow.engines.token_logprobs import token_logprobs
 from m2flow.errors import EngineError, OpError, is_out_of_memory
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model
@@ -56,6 +58,7 @@ class EmbeddedTrain(TrainEngine):
         self._source = model
         self._settings = settings
         self._model: Any = None
+        self._is_lent = False
 
     def start(self) -> None:
         use_threads(self._settings.threads, self._settings.deterministic)
@@ -65,6 +68,7 @@ class EmbeddedTrain(TrainEngine):
         packing.check_model(self._model)
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
+        self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
         self._optimizers = Optimizers(self._model.parameters())
         self._demonstrations = Demonstrations(self._codec)
 
@@ -185,15 +189,57 @@ class EmbeddedTrain(TrainEngine):
             if name in target:
                 target[name].copy_(tensor)
 
-    def share_base(self, policy: TrainEngine) -> None:
-        if type(self) is type(policy) is EmbeddedTrain:
-            lora.lend_base(policy._model, self._model)
-
     def save(self, path: str) -> None:
-        checkpoint.save(path, self._model, self._codec, {"optimizers": self._optimizers.state()})
+        checkpoint.save(path, self._model, self._codec, {"optimizers": self._states()})
+
+    def _states(self) -> list[dict[str, Any]]:
+        """Of the optimisers; what others compute from these weights has none."""
+        return [] if self._is_lent else self._optimizers.state()
 
     def load(self, path: str) -> None:
         self._optimizers.load_state(checkpoint.load(path, self._model, self._source)["optimizers"])
+
+    # What others compute from these weights
+
+    @property
+    def device(self) -> str:
+        return self._settings.device
+
+    def beside(self, role: str, model: Model) -> TrainEngine | None:
+        return Beside(self, model) if self._source.lora is not None else None
+
+    @contextmanager
+    def lent(self, adapters: Sequence[Tensor] | None) -> Iterator[None]:
+        """Meanwhile, be the model with these in place of its adapters; without any, if there are none. Collective, as all that follows."""
+        own = None if adapters is None else self.adapter_values()
+        self._is_lent = True
+        try:
+            if adapters is not None:
+                self.put_adapters(adapters)
+            with nullcontext() if own is not None else lora.left_out(self._model):
+                yield
+        finally:
+            self._is_lent = False
+            if own is not None:
+                self.put_adapters(own)
+
+    def adapter_values(self) -> list[Tensor]:
+        """A copy of each of the adapters' tensors, whole."""
+        return [tensor.detach().clone() for _, tensor in lora.adapter_state(self._model, self._whole)]
+
+    def read_adapters(self, path: str) -> list[Tensor]:
+        """The same of a checkpoint, in the host's memory."""
+        found = checkpoint.read_weights(path, self._source, self._shapes)
+        return [found[name] for name, _ in lora.adapter_state(self._model)]
+
+    def put_adapters(self, values: Sequence[Tensor]) -> None:
+        """Give the adapters these values, which every rank has whole. Optimisers do not hear of it."""
+        for (_, tensor), value in zip(lora.adapter_state(self._model), values, strict=True):
+            self._fill(tensor, value)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _fill(self, tensor: Tensor, value: Tensor) -> None:
+        tensor.copy_(spread_like(value, tensor))
 
     def _terms(self, batch: Batch, loss: Loss) -> tuple[Tensor, dict[str, float], Agreement]:
         """The loss's terms [T], with gradient; the sums of all that is reported; and the agreement with who sampled."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from m2flow.engines import checkpoint, lora, scalar_head, spread_files, tensor_parallel
 from m2flow.engines.adamw import Optimizers
@@ -121,7 +121,7 @@ class FsdpTrain(RankedTrain):
             self._save_parts(Path(path))
             return
         is_writer = self._ranks.rank == 0
-        state = {"optimizers": _whole_state(self._optimizers.state(), keeps=is_writer)}
+        state = {"optimizers": _whole_state(self._states(), keeps=is_writer)}
         weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, self._whole)}
         adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, self._whole)}
         self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
@@ -137,6 +137,12 @@ class FsdpTrain(RankedTrain):
 
     def load(self, path: str) -> None:
         self._together(lambda: super(FsdpTrain, self).load(path))
+
+    def put_adapters(self, values: Sequence[Tensor]) -> None:
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # What is gathered still has the values before.
+        super().put_adapters(values)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()

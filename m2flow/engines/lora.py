@@ -8,7 +8,8 @@
 B begins as zeros, so the first weights are those of the base, in every engine that loads it. What a trainer keeps for the backward pass of
 the base's weights is not kept: gradients and optimiser are those of the adapters.
 
-A reference or a critic of an adapted policy in the same process has that policy's base, not one of its own (`share_base`).
+A critic of an adapted policy in the same process has that policy's base, not one of its own (`share_base`); a reference has no model
+of its own at all (`m2flow.engines.beside`).
 
 Limit: linear layers, no stacks of experts; one adapter a model. A tensor that is merged is made anew each time that it is asked for.
 
@@ -138,11 +139,18 @@ def share_base(model: Any, source: Any) -> None:
                     own[name].copy_(tensor)
 
 
-def lend_base(model: Any, borrower: Any) -> None:
-    """Give the same model without adapters the weights of this one to compute with, in place of equal ones of its own."""
-    own = borrower.state_dict(keep_vars=True)
-    for name, tensor in whole_state(model, adds=False):
-        own[name].data = tensor.data
+@contextlib.contextmanager
+def left_out(model: Any) -> Iterator[None]:
+    """Have the adapters add nothing meanwhile."""
+    layers = list(_layers(model).values())
+    scales = [layer.scaling[_NAME] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[_NAME] = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[_NAME] = scale
 
 
 def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -69,6 +69,9 @@ class RankedTrain(EmbeddedTrain):
         parts = self._ranks.gather(np.array([own.num_tokens, own.total, own.largest, own.total_k3], np.float64))
         return Agreement.of_all([Agreement(int(count), *map(float, numbers)) for count, *numbers in parts])
 
+    def read_adapters(self, path: str) -> list[Tensor]:
+        return self._together(lambda: super(RankedTrain, self).read_adapters(path))
+
     def scores(self, batch: Batch) -> Batch:
         self._check_head("score", "scores")
         ordered = batch.in_order()

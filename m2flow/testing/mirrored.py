@@ -8,6 +8,7 @@ controller gives all of them the same tasks.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from m2flow.engines.accounting import Memory
 from m2flow.engines.contract import EngineSettings, Objective, Sums, Tensor, TrainEngine
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.recipe import AdamW, Model
@@ -81,6 +83,9 @@ def _follow(end: Connection) -> None:
                     pass
             elif method == "copy_from":
                 engines[number].copy_from(engines[arguments[0]])
+            elif method == "beside":
+                role, model, new = arguments
+                engines[new] = _found(engines[number].beside(role, model))
             else:
                 getattr(engines[number], method)(*arguments)
         except M2FlowError as error:
@@ -89,6 +94,11 @@ def _follow(end: Connection) -> None:
             end.send(repr(error))
         else:
             end.send("")
+
+
+def _found(engine: TrainEngine | None) -> TrainEngine:
+    assert engine is not None
+    return engine
 
 
 class Mirrored(TrainEngine):
@@ -164,6 +174,18 @@ class Mirrored(TrainEngine):
         self._followers.tell(self._number, "copy_from", source._number)
         self._own.copy_from(source._own)
         self._followers.wait()
+
+    def beside(self, role: str, model: Model) -> TrainEngine:
+        other = copy.copy(self)
+        other._place = Path(tempfile.mkdtemp(prefix="m2flow-ranks-"))
+        other._number = id(other)
+        self._followers.tell(self._number, "beside", role, model, other._number)
+        other._own = _found(self._own.beside(role, model))
+        self._followers.wait()
+        return other
+
+    def memory(self) -> Memory:
+        return self._own.memory()
 
     def save(self, path: str) -> None:
         self._all("save", path)

@@ -364,6 +364,10 @@ class GangTrain(TrainEngine):
         assert isinstance(source, GangTrain)
         self._gang.together(CopyFrom(self._role, source._role), lambda: self._own.copy_from(source._own))
 
+    def beside(self, role: str, model: Model) -> TrainEngine | None:
+        own = self._own.beside(role, model)  # The other ranks make theirs when they begin.
+        return None if own is None else GangTrain(role, own, self._gang)
+
     def save(self, path: str) -> None:
         self._gang.together(File(self._role, "save", path), lambda: self._own.save(path))
 

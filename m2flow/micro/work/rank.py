@@ -13,7 +13,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 
 import msgspec
@@ -21,10 +21,11 @@ import msgspec
 from m2flow.channels.beacon import Beacon
 from m2flow.channels.codec import decode_batch
 from m2flow.channels.zeromq import LinkDialer
-from m2flow.engines.contract import Objective, TrainEngine
+from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
 from m2flow.engines.registry import make_train
 from m2flow.errors import InternalError, M2FlowError, unexpected
 from m2flow.micro import messages as m
+from m2flow.micro.plan import EngineSlot
 from m2flow.micro.scheduling.roster import rank_tag
 from m2flow.micro.work.gang import (
     GRACE_S,
@@ -45,7 +46,8 @@ from m2flow.micro.work.gang import (
 )
 from m2flow.micro.work.process import TOKEN_VARIABLE, watch_parent
 from m2flow.micro.work.settings import WorkerSettings
-from m2flow.recipe import Loss
+from m2flow.micro.work.twins import lender_of
+from m2flow.recipe import Loss, Model
 from m2flow.samples import Batch
 
 _POLL_S = 0.02
@@ -118,6 +120,16 @@ def _meet(settings: WorkerSettings, secret: str) -> Connection:
             return link
 
 
+def _engines(slots: Sequence[EngineSlot], models: Mapping[str, Model], settings: EngineSettings) -> dict[str, TrainEngine]:
+    """By role; none of them is started."""
+    made: dict[str, TrainEngine] = {}
+    for slot in sorted(slots, key=lambda slot: lender_of(slot, slots, models) is not None):
+        lender = lender_of(slot, slots, models)
+        beside = None if lender is None else made[lender].beside(slot.role, models[slot.role])
+        made[slot.role] = beside or make_train(slot.engine, models[slot.role], settings)
+    return made
+
+
 def main() -> None:
     """The entry point."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
@@ -141,7 +153,7 @@ def main() -> None:
     link = _meet(settings, secret)
     train, slots = settings.engine_settings()["train"], [slot for slot in settings.engines if slot.kind == "train"]
     try:
-        Rank({slot.role: make_train(slot.engine, settings.models[slot.role], train) for slot in slots}, link).serve(report)
+        Rank(_engines(slots, settings.models, train), link).serve(report)
     except EOFError:
         sys.exit("rank 0 is gone")
     finally:

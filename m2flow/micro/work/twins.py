@@ -1,9 +1,10 @@
-"""Roles of one process that have the same model: one engine holds it for all of them, or they share what neither changes.
+"""Roles of one process that have the same model: one engine holds it for all of them, or lends what it never changes.
 
     Reference(path), Reference(path)                      one engine, loaded once
-    Policy(path, lora=...), Reference(path)               the reference computes from the policy's base, in the same memory
+    Policy(path, lora=...), Reference(path)               the reference computes from the policy's weights, without its adapters
+    Policy(path, lora=...), Reference(policy)             likewise, with the adapters that the policy had
 
-Both only where the engines have the same turn: what leaves a device takes its memory with it.
+All only where the engines have the same turn: what leaves a device takes its memory with it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from m2flow.engines.contract import TrainEngine
 from m2flow.micro.plan import EngineSlot
 from m2flow.recipe import Model
 
@@ -22,16 +22,18 @@ def twin_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, 
     return next((one.role for one in before if models[one.role] == models[slot.role] and models[slot.role].is_frozen), None)
 
 
-def share_bases(slots: Sequence[EngineSlot], models: Mapping[str, Model], engines: Mapping[str, TrainEngine]) -> None:
-    """Have each frozen model take the memory of the policy whose adapters are beside the same weights."""
-    for slot in slots:
-        own = models.get(slot.role)
-        if slot.kind != "train" or own is None or not own.is_frozen:
+def lender_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
+    """The role of a policy with adapters, from whose weights this one's model can be computed; None if there is none."""
+    own = models.get(slot.role)
+    if slot.kind != "train" or own is None or own.is_policy:
+        return None
+    for one in _alike(slot, slots):
+        policy = models[one.role]
+        if policy.lora is None or not policy.is_policy:
             continue
-        for one in _alike(slot, slots):
-            policy = models[one.role]
-            if policy.lora is not None and replace(policy, lora=None, rollout_dtype=None, is_policy=False, is_frozen=True) == own:
-                engines[slot.role].share_base(engines[one.role])
+        if own in (replace(policy, is_policy=False), replace(policy, lora=None, rollout_dtype=None, is_policy=False, is_frozen=True)):
+            return one.role
+    return None
 
 
 def _alike(slot: EngineSlot, slots: Sequence[EngineSlot]) -> list[EngineSlot]:

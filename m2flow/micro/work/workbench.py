@@ -47,7 +47,7 @@ from m2flow.micro.work.leaving import Leave
 from m2flow.micro.work.lives import Lives
 from m2flow.micro.work.memory_shortage import accounted
 from m2flow.micro.work.proving import Proving
-from m2flow.micro.work.twins import share_bases, twin_of
+from m2flow.micro.work.twins import lender_of, twin_of
 from m2flow.micro.work.weight_syncing import WeightSettings, WeightSyncing
 from m2flow.observe.recorder import Recorder, now_ns
 from m2flow.observe.spans import SpanName
@@ -123,7 +123,12 @@ class Workbench:
 
     def open(self) -> None:
         """Load every engine. Of those that take turns, what leaves the devices again comes first."""
-        for slot in sorted(self._slots, key=lambda slot: slot.takes_turn == ROLLOUT) if self._takes_turns else self._slots:
+        lenders = {slot.role: lender_of(slot, self._slots, self._models) for slot in self._slots if slot.kind == "train"}
+
+        def at(slot: EngineSlot) -> tuple[bool, bool]:
+            return self._takes_turns and slot.takes_turn == ROLLOUT, slot.kind == "train" and lenders[slot.role] is not None
+
+        for slot in sorted(self._slots, key=at):
             if slot.kind == "function":
                 engine = make_function(slot.engine, self._settings["function"])
                 engine.start()
@@ -137,13 +142,14 @@ class Workbench:
                 if twin in self._train:
                     self._train[slot.role] = self._train[twin]
                     continue
-                self._train[slot.role] = self._make_train(slot, self._models[slot.role], self._settings["train"])
+                lender, model = lenders[slot.role], self._models[slot.role]
+                beside = None if lender is None else self._train[lender].beside(slot.role, model)
+                self._train[slot.role] = beside or self._make_train(slot, model, self._settings["train"])
                 self._train[slot.role].start()
                 if slot.role in self._restore:
                     self._train[slot.role].load(self._restore[slot.role])
             if self._takes_turns and slot.kind != "function" and slot.takes_turn != ROLLOUT:
                 handing_over.leave(self._recorder, slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
-        share_bases(self._slots, self._models, self._train)
 
     def close(self) -> None:
         """Free every engine and every shared segment."""
