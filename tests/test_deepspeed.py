@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from adapted_trainers import (
     check_references_compute_from_the_policys_weights,
 )
 from test_scalar_heads import random_model
-from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
+from test_train_engines import SMALL, VOCABULARY, write_model
 
 from m2flow.engines import autotp, packing, ulysses
 from m2flow.engines.contract import EngineSettings, TrainEngine
@@ -33,22 +32,11 @@ from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.scalar_suite import ScalarHeadSuite
 from m2flow.testing.train_suite import LINEAR, NEXT, PPO, RECIPE, TrainEngineSuite, copied, distance, metric_weights, samples, started
 
+pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return write_model(tmp_path_factory.mktemp("qwen2"), CONFIGS["qwen2"]())
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    found = Followers(1)
-    yield found
-    found.close()
 
 
 class TestDeepSpeed(TrainEngineSuite):

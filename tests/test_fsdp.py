@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,17 +32,7 @@ from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.scalar_suite import ScalarHeadSuite
 from m2flow.testing.train_suite import LINEAR, PPO, RECIPE, TrainEngineSuite, copied, distance, metric_weights, samples, started
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return write_model(tmp_path_factory.mktemp("qwen2"), CONFIGS["qwen2"]())
-
-
-@pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    found = Followers(1)
-    yield found
-    found.close()
+pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
 
 
 class TestFsdp(TrainEngineSuite):
