@@ -59,7 +59,7 @@ def check_references_compute_from_the_policys_weights(model: Model, policy: Trai
             assert by_path is not None
             assert by_policy is not None
             with started(by_path), started(by_policy):
-                base, held = plain.logprobs(batch), engine.memory().weights
+                base = plain.logprobs(batch)
                 assert said(by_policy.logprobs(batch), base) < 1e-5  # Nothing was copied yet: adapters add nothing.
                 for one in (alone, engine):
                     step(one, batch)
@@ -78,7 +78,7 @@ def check_references_compute_from_the_policys_weights(model: Model, policy: Trai
                 assert distance(copied(by_path), copied(plain)) == 0
                 assert distance(copied(by_policy), sent) < 1e-5
                 assert distance(copied(engine), copied(alone)) < 1e-5
-                assert engine.memory().weights == held
+                assert engine.memory().weights <= alone.memory().weights  # Of the model once, at most.
                 assert by_path.memory().total == 0
                 assert by_policy.memory().total == sum(tensor.nbytes for tensor in kept(engine.adapters()).values())
                 by_policy.save(str(tmp_path / "reference"))
