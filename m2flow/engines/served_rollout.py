@@ -46,8 +46,8 @@ _T = TypeVar("_T")
 _NEWS_WAIT_S = 0.02
 _ABORT_WAIT_S = 30.0
 _ABORT_AGAIN_S = 1.0
-_DEATH_WAIT_S = 1.0
-"""A server that dies breaks its connections first."""
+_DEATH_WAIT_S = 15.0
+"""A server that dies breaks its connections first, and on a busy machine takes its time."""
 
 
 class ServedRollout(RolloutEngine):
@@ -433,7 +433,7 @@ class ServedRollout(RolloutEngine):
         if heard.error:
             if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
                 self._server.check()
-            raise EngineError(f"the {self.product} server gave up sample {SampleId.unpack(one.job.id)}: {heard.error}")
+            raise self._gave_up(one.job, heard.error)
         one.tokens += heard.tokens
         one.logprobs += heard.logprobs
         if heard.finish is None:
@@ -443,11 +443,13 @@ class ServedRollout(RolloutEngine):
         self._num_put_back += 0 if one.is_mixed else heard.num_put_back  # A change of weights makes it wait too.
         finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
         if finish is None or (finish is Finish.ABORT and heard.rid not in self._aborting):
-            raise EngineError(
-                f"the {self.product} server gave up sample {SampleId.unpack(one.job.id)}: {heard.finish.message or heard.finish.type}"
-            )
+            raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
         self._aborting.discard(heard.rid)
         self._ended.append((self._grown(one, heard), finish))
+
+    def _gave_up(self, job: Job, why: str) -> EngineError:
+        said = self._server.last_words() if self._server is not None else ""
+        return EngineError(f"the {self.product} server gave up sample {SampleId.unpack(job.id)}: {why}", remote=said)
 
     def _take(self, rids: list[str]) -> list[Job]:
         """Take these from the server, with their tokens so far."""

@@ -177,7 +177,7 @@ class ServerClient:
             sent = self._http.get(path, timeout=timeout_s) if body is None else self._http.post(path, json=dict(body), timeout=timeout_s)
             answer = await sent
         except httpx2.HTTPError as error:
-            raise EngineError(f"the {self._dialect.product} server did not answer {path}: {error or type(error).__name__}") from None
+            raise EngineError(f"the {self._dialect.product} server did not answer {path}: {str(error) or type(error).__name__}") from None
         if answer.status_code != httpx2.codes.OK:
             raise EngineError(f"the {self._dialect.product} server refused {path}: {words_of(answer.content)}")
         try:

@@ -80,7 +80,7 @@ class ServerProcess:
             except EngineError:
                 self.stop()
                 # Somebody else took the port in between.
-                if attempt < _PORTS_TRIED and "address already in use" in self._tail().lower():
+                if attempt < _PORTS_TRIED and "address already in use" in self.last_words().lower():
                     continue
                 raise
             self.url = f"http://127.0.0.1:{port}"
@@ -90,7 +90,7 @@ class ServerProcess:
         """Raises `EngineError` if it is not running any more."""
         if self._process is not None and (status := self._process.poll()) is not None:
             raise EngineError(
-                f"the {self._what.product.name} server ended with status {status}", now=f"Its log is {self._log}.", remote=self._tail()
+                f"the {self._what.product.name} server ended with status {status}", now=f"Its log is {self._log}.", remote=self.last_words()
             )
 
     def is_lost(self, wait_s: float) -> bool:
@@ -157,10 +157,11 @@ class ServerProcess:
         raise EngineError(
             f"the {self._what.product.name} server did not come up in {self._options.start_timeout_s:g} s",
             now=f"Its log is {self._log}; option start_timeout_s gives it longer.",
-            remote=self._tail(),
+            remote=self.last_words(),
         )
 
-    def _tail(self) -> str:
+    def last_words(self) -> str:
+        """The end of its log."""
         try:
             return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         except OSError:

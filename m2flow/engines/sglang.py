@@ -117,7 +117,7 @@ class SglangRollout(ServedRollout):
 
     def _logprobs_of(self, tokens: list[int]) -> list[float]:
         body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
-        found = self._call("/generate", {**body, "extra_key": self._key_of_caches, "logprob_start_len": 0})
+        found = self._call("/generate", {**body, "extra_key": self._key_of_caches, "logprob_start_len": 0}, timeout_s=600.0)
         return [value for value, *_ in found["meta_info"]["input_token_logprobs"][1:]]
 
     def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:

@@ -161,7 +161,7 @@ class VllmRollout(ServedRollout):
         return cast(Mapping[str, Any], self._call(_GENERATE, body, timeout_s=timeout_s))
 
     def _logprobs_of(self, tokens: list[int]) -> list[float]:
-        found = self._generate_one(tokens, prompt_logprobs=0)["prompt_logprobs"]
+        found = self._generate_one(tokens, timeout_s=600.0, prompt_logprobs=0)["prompt_logprobs"]
         return [of[str(token)]["logprob"] for token, of in zip(tokens[1:], found[1:], strict=False)]
 
     def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
