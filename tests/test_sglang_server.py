@@ -7,18 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from started_with import started_with
+from started_with import engine_with, started_with
 from test_train_engines import CONFIGS, write_model
 
 from m2flow import Dataset, Policy, Reward, Sample, flow
 from m2flow.engines.contract import EngineSettings
+from m2flow.engines.served_rollout import ServedRollout
 from m2flow.engines.sglang import SglangRollout
 from m2flow.engines.sglang_dialect import SglangDialect
 from m2flow.engines.sglang_installed import NEEDED, check_version, installed
 from m2flow.engines.sglang_weights import way_of
 from m2flow.errors import EngineError, MissingExtra
 from m2flow.micro.run import Run
+from m2flow.recipe import Sampling
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings
+from m2flow.testing.rollout_cases import generate, make_request
 
 DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
 
@@ -91,6 +94,33 @@ def test_what_a_server_found_in_its_cache_and_put_back_is_said_at_the_end() -> N
     end = b'{"type":"length"},"num_retractions":2,"weight_versions":[{"version":"0","start":0,"end":1}]'
     heard = SglangDialect().heard("a", said.replace(b"null,", end + b",", 1))
     assert (heard.tokens, heard.num_cached, heard.num_put_back) == ([5], 7, 2)
+
+
+def test_a_server_that_breaks_its_connections_before_it_dies_is_started_again(tmp_path: Path) -> None:
+    engine = dying(tmp_path, 4.0, restarts=1)
+    try:
+        engine.start()
+        found = generate(engine, [make_request(0, 0, Sampling(4, temperature=0.0))])
+        assert engine.num_restarts == 1
+        assert [sample.tokens.tolist() for sample in found.values()] == [[5, 5, 5, 5]]
+    finally:
+        engine.stop()
+
+
+def test_the_error_of_one_that_is_not_started_again_has_its_last_words(tmp_path: Path) -> None:
+    engine = dying(tmp_path, 1.0, restarts=0)
+    try:
+        engine.start()
+        with pytest.raises(EngineError, match="Received sigquit"):
+            generate(engine, [make_request(0, 0, Sampling(4, temperature=0.0))])
+    finally:
+        engine.stop()
+
+
+def dying(place: Path, wait_s: float, *, restarts: int) -> ServedRollout:
+    """An engine whose server dies so many seconds after it broke a connection."""
+    command = f'exec {sys.executable} {Path(__file__).parent / "dying_server.py"} {wait_s} {place / "died"} "$@"'
+    return engine_with(SglangRollout, NEEDED, place, command, EngineSettings(options={"restarts": restarts, "weights_dir": str(place)}))
 
 
 def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""An HTTP server that speaks as SGLang does. The first one breaks the connection of its first request, and dies a while later.
+
+python dying_server.py SECONDS FILE --port PORT: SECONDS until it dies; FILE says whether one has died already
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+WAIT_S, DIED, PORT = float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[sys.argv.index("--port") + 1])
+
+
+def die() -> None:
+    time.sleep(WAIT_S)
+    print("Received sigquit from a child process", flush=True)
+    os._exit(7)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.say({})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/generate":
+            return self.say({})
+        if not DIED.exists():
+            DIED.touch()
+            threading.Thread(target=die).start()
+            return None
+        count = body["sampling_params"]["max_new_tokens"]
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, 5, None]] * count,
+            "weight_versions": [{"version": "0", "start": 0, "end": count}],
+        }
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"data: {json.dumps({'output_ids': [5] * count, 'meta_info': meta})}\n\ndata: [DONE]\n\n".encode())
+
+    def say(self, answer: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
