@@ -82,6 +82,8 @@ class Capabilities:
     """Train: it can train adapters of low rank. Rollout: it takes them alone (`load_adapters`), and adds them itself."""
     rests: bool = False
     """Rollout: while others work on its device (`rest`), its weights can stay there and its cache not."""
+    condenses: bool = False
+    """Rollout: while samples run it can give back the cache that they do not need (`condense`)."""
     gives_away: bool = False
     """Train: another trainer can copy its weights while it is off its device; otherwise it comes back for as long."""
     probes: bool = False
@@ -211,6 +213,9 @@ class RolloutEngine(Engine):
         """Give the cache back, and keep the weights on the device (`Capabilities.rests`); `onload` comes next. What runs goes back to the
         queue with its tokens. An engine that can't leaves with all that it has."""
         self.offload()
+
+    def condense(self) -> None:
+        """Give back what the cache has reserved beyond what runs now (`Capabilities.condenses`); what runs goes on."""
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:

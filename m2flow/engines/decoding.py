@@ -74,6 +74,10 @@ class Decoder(Protocol):
         """Tokens so far of each that runs."""
         ...
 
+    def condense(self) -> None:
+        """Free the memory of caches that what runs does not need now."""
+        ...
+
     def release(self) -> None:
         """Free the memory of caches. Nothing may be running."""
         ...
@@ -177,6 +181,13 @@ class ContinuousDecoder:
 
     def keep_caches(self, version: int) -> None:
         self._jobs = [replace(self._job(row, version), has_old_cache=True) for row in range(len(self._jobs))]
+
+    def condense(self) -> None:
+        num_rows = len(self._jobs)
+        if num_rows:
+            self._cache.condense(num_rows, int(self._rows["length"][:num_rows].max()) + 1)
+        else:
+            self._cache.clear()
 
     def release(self) -> None:
         assert not self._jobs

@@ -42,7 +42,9 @@ class EmbeddedRollout(RolloutEngine):
     """Requests come and go between any two steps; a prompt that several samples share is read once."""
 
     name = "embedded"
-    capabilities = Capabilities(kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, lora=True, rests=True, probes=True)
+    capabilities = Capabilities(
+        kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, lora=True, rests=True, condenses=True, probes=True
+    )
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model
@@ -104,6 +106,11 @@ class EmbeddedRollout(RolloutEngine):
                 model.to("cpu")
             torch.cuda.empty_cache()
         self._is_onloaded = False
+
+    def condense(self) -> None:
+        self._started()[2].condense()
+        if self._settings.device != "cpu":
+            torch.cuda.empty_cache()
 
     def memory(self) -> Memory:
         if self._model is None or self._decoder is None:

@@ -103,6 +103,9 @@ class FixedRowsDecoder:
         for batch in self._batches:
             batch.keep_cache(version)
 
+    def condense(self) -> None:
+        """A batch has what it needs to its end."""
+
     def release(self) -> None:
         assert not self._batches
 

@@ -61,6 +61,18 @@ class SlotCache:
                 self._layers[layer] = (_grown(pair[0], num_slots, length), _grown(pair[1], num_slots, length))
         self.num_slots, self.length = num_slots, length
 
+    def condense(self, num_slots: int, length: int) -> None:
+        """Shrink to the first so many slots, of this length or a little more."""
+        length = min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, self.length)
+        num_slots = min(num_slots, self.num_slots)
+        if (num_slots, length) == (self.num_slots, self.length):
+            return
+        with torch.inference_mode():
+            for layer in self._layers:  # One after the other: what there is of it twice is a layer.
+                key, value = self._layers[layer]
+                self._layers[layer] = key[:num_slots, :, :length].clone(), value[:num_slots, :, :length].clone()
+        self.num_slots, self.length = num_slots, length
+
     def clear(self) -> None:
         """Free the memory."""
         self._layers.clear()

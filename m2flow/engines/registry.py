@@ -69,7 +69,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded_rollout:EmbeddedRollout",
-        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, lora=True, rests=True, probes=True),
+        Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, lora=True, rests=True, condenses=True, probes=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
@@ -150,7 +150,7 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeRollout",
-        Capabilities("rollout", weights_under_requests=True, rests=True, probes=True),
+        Capabilities("rollout", weights_under_requests=True, rests=True, condenses=True, probes=True),
         "Exact integers in place of a model: for tests of schedules.",
     ),
     EngineInfo(

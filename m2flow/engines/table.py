@@ -39,6 +39,7 @@ _ROLLOUT: tuple[_Row, ...] = (
     ("takes adapters alone (`lora=`)", _truth("lora")),
     ("weights proved by a probe", _truth("probes")),
     ("weights can stay on the device while others work there", _truth("rests")),
+    ("cache that running samples do not need can be given back", _truth("condenses")),
     ("decodes in processes of its own", _truth("self_paced")),
     ("weights into its server (`into_server`)", lambda can: ", ".join(can.into_server) or "has none"),
     ("says which experts a token went to", _truth("routed_experts")),

@@ -117,6 +117,10 @@ class Switch(Task, frozen=True):
     """`rollout`, `train`, or the turn of one trainer (`m2flow.micro.plan.EngineSlot.turn`)."""
 
 
+class Condense(Task, frozen=True):
+    """What is next comes to the device while samples still run here: the rollout engines give back what cache these do not need."""
+
+
 class Save(Task, frozen=True):
     """Write a role's model to a directory, and report the digest of its weights."""
 
@@ -349,6 +353,7 @@ ToWorker = (
     | PublishWeights
     | LoadWeights
     | Switch
+    | Condense
     | Save
     | Push
     | Abort

@@ -35,6 +35,9 @@ class EngineSlot(msgspec.Struct, frozen=True):
     lent_until: float = 0.0
     """Under a lease, of a rollout engine on devices that a trainer lends, while others of its role have their own: the share of a
     generation's samples that have ended when it gives them back, and what it still has goes on elsewhere. 0: it keeps what it has."""
+    comes_at: float = 0.0
+    """Under a lease, of a trainer that leaves the devices: the share of a generation's samples that have ended when it comes back, beside
+    those that still run. 0: when none does."""
     tp: int = 1
     """Of a rollout engine, in each instance: devices that share each layer; `pp` stages of layers; `ep` that share the experts of one."""
     pp: int = 1
@@ -229,6 +232,7 @@ class Plan(msgspec.Struct, frozen=True):
                         now="Leave `stays` out: it is about engines of workers with a lease.",
                     )
         check_lending(self.workers)
+        check_coming(self.workers)
         ends = [(r.source, r.target) for r in self.routes] + [(s.source, s.target) for s in self.syncs]
         for source, target in ends:
             for end in (source, target):
@@ -256,4 +260,21 @@ def check_lending(workers: Sequence[WorkerPlan]) -> None:
                 raise PlanError(
                     f"{worker.name}: devices can't be lent to the {slot.kind} engine of {slot.role} until {slot.lent_until:.3g} has ended",
                     now="It must be a rollout engine under a lease, the share at most 1, and another worker must have the role's too.",
+                )
+
+
+def check_coming(workers: Sequence[WorkerPlan]) -> None:
+    """Who comes ahead is a trainer that leaves devices which others generate on.
+
+    Raises:
+        PlanError: it is another engine, it stays, it is in the process of a rollout engine, or the share is none.
+    """
+    for worker in workers:
+        generates = any(slot.kind == "rollout" for slot in worker.engines)
+        for slot in worker.engines:
+            leaves = bool(worker.lease) and slot.kind == "train" and not slot.stays
+            if slot.comes_at and not (leaves and not generates and 0 < slot.comes_at <= 1):
+                raise PlanError(
+                    f"{worker.name}: the {slot.kind} engine of {slot.role} can't come when {slot.comes_at:.3g} of the samples have ended",
+                    now="It must be a trainer under a lease, in a worker of its own, that does not stay; the share is at most 1.",
                 )

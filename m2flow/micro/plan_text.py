@@ -125,7 +125,8 @@ def _slots(worker: WorkerPlan) -> str:
 
 def _turn(slot: EngineSlot) -> str:
     lent = f", lent until {slot.lent_until * 100:.3g}% have ended" if slot.lent_until else ""
-    return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays + lent
+    comes = f", comes when {slot.comes_at * 100:.3g}% have ended" if slot.comes_at else ""
+    return f" in turn {slot.turn!r}" * bool(slot.turn) + " stays" * slot.stays + lent + comes
 
 
 def _degrees(slot: EngineSlot) -> str:

@@ -95,7 +95,7 @@ class FakeRollout(RolloutEngine):
     """Requests come and go as in a real one; temperature 0 ignores the seed, other temperatures change nothing."""
 
     name = "fake"
-    capabilities = Capabilities(kind="rollout", weights_under_requests=True, rests=True, probes=True)
+    capabilities = Capabilities(kind="rollout", weights_under_requests=True, rests=True, condenses=True, probes=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._model = model

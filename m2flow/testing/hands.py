@@ -325,6 +325,8 @@ class Hand:
                 manifest = Manifest(f"{role}-{version}", 1, ())
             case m.LoadWeights():
                 self._load(task)
+            case m.Condense():
+                assert self.owner == "rollout", "room is made on devices that others have"
             case m.Switch(to=to):
                 assert not self._growing, "a device changes hands under running samples"
                 self.owner = to

@@ -135,6 +135,19 @@ def _check_that_what_was_asked_is_kept(factory: Factory, make_room: Callable[[Ro
         assert_same_samples(whole, drain(engine))
 
 
+def check_what_runs_goes_on_when_the_cache_is_condensed(factory: Factory) -> None:
+    requests = group_requests(SAMPLED, num_per_prompt=2)
+    with started(factory) as engine:
+        whole = generate(engine, requests)
+        engine.add(requests)
+        for _ in range(2):
+            engine.step()
+        before = engine.memory().kv
+        engine.condense()
+        assert engine.memory().kv <= before
+        assert_same_samples(whole, drain(engine))
+
+
 def check_a_prompt_that_does_not_fit_queues_nothing(factory: Factory) -> None:
     with started(factory) as engine:
         with raises(PromptTooLong):

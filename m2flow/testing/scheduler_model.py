@@ -120,6 +120,7 @@ class Model:
         self.num_events = 0
         self._roles = roles.name
         self._leases = {worker.name: worker.lease for worker in plan.workers if worker.lease}
+        self._come_ahead = {worker.name for worker in plan.workers for slot in worker.engines if slot.comes_at}
         self._lowering = Lowering(plan, spec)
         self._backend = _Calls(self._wait)
         self._open = contextlib.ExitStack()
@@ -413,10 +414,12 @@ class Model:
         for other in (hand for hand in self.hands.values() if self._leases.get(hand.name) == lease and not hand.is_dead):
             for under_way in other.under_way():
                 at_work = "switch" if isinstance(under_way, m.Switch) else self._kind(under_way)
+                if {kind, at_work} == {"switch", "rollout"} and self._come_ahead & {name, other.name}:
+                    continue  # A trainer that comes ahead, beside samples that were there before.
                 assert at_work == kind, f"{kind} work for {name} while {other.name} has {at_work} work"
 
     def _kind(self, task: m.Task) -> str:
-        if isinstance(task, m.Generate | m.LoadWeights):
+        if isinstance(task, m.Generate | m.LoadWeights | m.Condense):
             return "rollout"
         return "function" if task.call >= 0 and self.calls[task.call].engine == "function" else "train"
 

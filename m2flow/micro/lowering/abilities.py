@@ -26,6 +26,12 @@ def can_rest(engine: str) -> bool:
     return can is not None and can.rests
 
 
+def can_condense(engine: str) -> bool:
+    """Whether a rollout engine can give back cache while samples run."""
+    can = rollout_abilities(engine)
+    return can is not None and can.condenses
+
+
 def can_move(engine: str) -> bool:
     """Whether a rollout engine's samples can be stopped and go on elsewhere."""
     can = rollout_abilities(engine)

@@ -15,6 +15,7 @@ from m2flow.macro.lineage import TWICE
 from m2flow.micro import messages as m
 from m2flow.micro.lowering.abilities import keeps_caches
 from m2flow.micro.plan import Plan, Stage
+from m2flow.micro.scheduling.ahead import Ahead
 from m2flow.micro.scheduling.carrying import Lines
 from m2flow.micro.scheduling.events import CONTROLLER, Command, Dropped, Forgotten, Reject, Resolve, Send
 from m2flow.micro.scheduling.leases import Lease
@@ -85,6 +86,7 @@ class Board:
         self.refills = Refills(self)
         self.placings = Placings(self, plan)
         self.lending = Lending(self, plan)
+        self.ahead = Ahead(self, plan)
         self.restoring = Restoring(self)
         self.functions = StartQueue(self.workers)
 

@@ -183,6 +183,8 @@ class Scheduler:
         self._credits.added(state, [ref.call for _, ref in event.call.inputs])
         if self._board.lending.is_used and event.call.engine == "train":
             self._board.lending.trains()
+        if self._board.ahead.is_used and event.call.engine == "train":
+            self._board.ahead.look(self._tell_to_condense)
 
     def _from_worker(self, name: str, message: m.Heard) -> None:
         """What comes twice or late changes nothing."""
@@ -212,6 +214,8 @@ class Scheduler:
                 board.placings.deal(state)
                 if board.lending.is_used:
                     board.lending.ended(state)
+                if board.ahead.is_used:
+                    board.ahead.look(self._tell_to_condense)
             if message.ends:
                 self._end_task(message.task)
             return
@@ -269,6 +273,9 @@ class Scheduler:
                     self._tell_to_switch(worker.lease.answered(worker.name), owner)
                 if not worker.lease.is_moving:
                     board.waking.wake_all(board.workers[name] for name in worker.lease.workers)
+            case m.Condense():
+                assert worker.lease is not None
+                self._tell_to_switch(worker.lease.made_room(worker.name), worker.lease.ahead)
             case m.Save():
                 saved = self._train.saves.done(task.number)
                 if saved is not None:
@@ -384,6 +391,8 @@ class Scheduler:
         to = self._next_turn(lease)
         if to:
             self._tell_to_switch(lease.move(to), to)
+            if not lease.is_moving:  # Whoever had to leave is lost, and those who come are there.
+                self._board.waking.wake_all(self._board.workers[name] for name in lease.workers)
         elif lease.is_idle and not lease.is_moving:
             for name in lease.workers:
                 self._board.waking.passed_over(self._board.workers[name])
@@ -399,6 +408,10 @@ class Scheduler:
         kind = kind_of(turn)
         roles = worker.roles_at(turn, kind)
         return bool(roles) and self._desks[kind].offer(worker, roles) is not None
+
+    def _tell_to_condense(self, workers: Iterable[str]) -> None:
+        for name in workers:
+            self._board.start(self._board.workers[name], "rollout", m.Condense(self._board.next_task(), -1))
 
     def _tell_to_switch(self, workers: Iterable[str], to: str) -> None:
         for name in workers:

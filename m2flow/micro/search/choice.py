@@ -37,6 +37,9 @@ class Seat(msgspec.Struct, frozen=True):
     lent_until: float = 0.0
     """Of a rollout engine some of whose devices a trainer lends: the share of its samples that have ended when it gives those back."""
 
+    comes_at: float = 0.0
+    """Of a trainer that is swapped: the share of the samples before it that have ended when it comes, beside those that run. 0: all."""
+
     @property
     def devices(self) -> range:
         return range(self.first_device, self.first_device + self.num_devices)

@@ -102,7 +102,8 @@ def _seat_row(seat: Seat) -> tuple[str, ...]:
 def _lease(seat: Seat) -> str:
     if seat.lent_until:
         return f"some devices lent ({seat.lease}), until {seat.lent_until * 100:.3g}% of its samples have ended"
-    return f"takes turns ({seat.lease})" if seat.lease else ""
+    comes = f", comes when {seat.comes_at:.0%} of the samples have ended" if seat.comes_at else ""
+    return f"takes turns ({seat.lease}){comes}" if seat.lease else ""
 
 
 def _bound(choice: Choice) -> str:

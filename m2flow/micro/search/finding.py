@@ -21,6 +21,7 @@ from m2flow.macro.collecting import seldom_collecting
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.lowering.abilities import can_move
 from m2flow.micro.search.advising import advice_of, bounds_of, why_lost
+from m2flow.micro.search.ahead import coming_ahead
 from m2flow.micro.search.batches import Draws
 from m2flow.micro.search.choice import Bound, Choice, Loser, Mode
 from m2flow.micro.search.dynamic import LENT, SPLIT, TURNS, Solver, Tables, TooLarge
@@ -83,7 +84,7 @@ def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpe
     problem = Problem(workload, lengths, costs, spec)
     found = best_plan(problem)
     search_s = time.perf_counter() - started
-    seats, parts = seats_of(found.node, found.places), parts_of(problem, found.node)
+    seats, parts = coming_ahead(found.problem, seats_of(found.node, found.places)), parts_of(problem, found.node)
     bounds = found.bounds
     gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in bounds), default=0.0))
     return Choice(

@@ -83,6 +83,14 @@ class Machine:
         leaving = sum(hosted.leave_s for hosted in self.engines if hosted.turn == turn)
         return leaving + sum(hosted.come_s for hosted in self.engines if hosted.turn == to)
 
+    @property
+    def all_bytes(self) -> int:
+        return sum(hosted.footprint.device_bytes for hosted in self.engines)
+
+    def kept_bytes(self, turn: str) -> int:
+        """That engines of a turn bring to each device with them."""
+        return sum(hosted.footprint.kept_bytes for hosted in self.engines if hosted.turn == turn and not hosted.is_resident)
+
     def copy_s(self, source: str, turn: str) -> float:
         """A trainer here takes the weights of another one's role. What both have on the devices is copied there in no time that counts."""
         return sum(hosted.gives_s for hosted in self._away(source, turn))

@@ -182,6 +182,8 @@ class Simulation:
         self._num_busy: Counter[str] = Counter()
         """Tasks under way, by kind: `train`, `function`, `sync`."""
         self._switching: Counter[str] = Counter()
+        self._ahead: set[int] = set()
+        """Switches to those that come while samples still run."""
         self._periods, self._period_of, self._open = _periods(program)
         self._at = 0
         self._owners = {machine.lease: ROLLOUT for machine in machines.values() if machine.lease}
@@ -254,6 +256,10 @@ class Simulation:
         self._starts[task.number] = self.clock.now_s
         if isinstance(task, m.Switch):
             lease = self._machines[worker].lease
+            if any(self._num_lives[name] for name, machine in self._machines.items() if machine.lease == lease):
+                self._ahead.add(task.number)
+                self._note_memory(worker, self._machines[worker].kept_bytes(task.to))
+                return
             self._switching[lease] += 1
             if self._switching[lease] == 1:
                 self._change_lease(lease, self._usage.begin)
@@ -270,6 +276,8 @@ class Simulation:
     def ended(self, worker: str, task: m.Task) -> None:
         call = self._calls.get(task.call)
         self._dids.append(Did(worker, task, call, self._starts.pop(task.number), self.clock.now_s))
+        if task.number in self._ahead:
+            return
         if isinstance(task, m.Switch):
             lease = self._machines[worker].lease
             self._switching[lease] -= 1
@@ -459,13 +467,9 @@ class Simulation:
         fullest = 0
         for cell in self._usage.cells:
             machines = [self._machines[name] for name in cell.workers]
-            held = sum(m.resident_bytes(self._owners[m.lease]) if m.lease else _all_bytes(m) for m in machines)
+            held = sum(m.resident_bytes(self._owners[m.lease]) if m.lease else m.all_bytes for m in machines)
             fullest = max(fullest, held + more_bytes * (at in cell.workers))
         self._periods[self._at].peak_bytes = max(self._periods[self._at].peak_bytes, fullest)
-
-
-def _all_bytes(machine: Machine) -> int:
-    return sum(hosted.footprint.device_bytes for hosted in machine.engines)
 
 
 def _what(task: m.Task, engine: str) -> str:

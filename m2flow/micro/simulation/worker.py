@@ -110,6 +110,7 @@ class VirtualWorker:
             m.PublishWeights: lambda task: 0.0,
             m.LoadWeights: lambda task: machine.sync_s.get(task.role, 0.0),  # type: ignore[attr-defined]
             m.Save: lambda task: 0.0,
+            m.Condense: lambda task: 0.0,
             m.Switch: lambda task: machine.switch_s(self._turn, task.to),  # type: ignore[attr-defined]
         }
 

@@ -59,9 +59,14 @@ def come(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
     _moved(recorder, SpanName.ONLOAD, slot, engine, engine.onload)
 
 
-def _moved(recorder: Recorder, name: SpanName, slot: EngineSlot, engine: Engine, move: Callable[[], None]) -> None:
+def condense(recorder: Recorder, slot: EngineSlot, engine: RolloutEngine) -> None:
+    """Others come to the devices while this one still has samples there."""
+    _moved(recorder, SpanName.OFFLOAD, slot, engine, engine.condense, " unused cache")
+
+
+def _moved(recorder: Recorder, name: SpanName, slot: EngineSlot, engine: Engine, move: Callable[[], None], what: str = "") -> None:
     before = engine.memory().total
-    with recorder.span(name, label=f"{slot.role} {slot.kind}") as span:
+    with recorder.span(name, label=f"{slot.role} {slot.kind}{what}") as span:
         start = time.monotonic()
         move()
         took_s = time.monotonic() - start

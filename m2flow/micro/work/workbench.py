@@ -442,6 +442,12 @@ class Workbench:
                 handing_over.come(self._recorder, slot, engine)
         self._turn = to
 
+    def condense(self) -> None:
+        """Give back what the rollout engines' caches have beyond what runs: what is next comes to the devices."""
+        for slot in self._slots:
+            if slot.kind == "rollout":
+                handing_over.condense(self._recorder, slot, self._rollout[slot.role])
+
     def _of_turn(self, turn: str) -> Iterator[tuple[EngineSlot, Engine]]:
         for slot in self._slots:
             if slot.kind != "function" and slot.takes_turn == turn:

@@ -284,6 +284,9 @@ class Worker:
             case m.LoadWeights(role=role, version=version, manifest=manifest, under_requests=under_requests):
                 bench.load_weights(role, version, manifest, under_requests=under_requests)
                 return m.TaskDone(task.number)
+            case m.Condense():
+                bench.condense()
+                return m.TaskDone(task.number)
             case m.Switch(to=to):
                 bench.switch(to)
                 return m.TaskDone(task.number)
