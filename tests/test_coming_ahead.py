@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from simulated import Given, cluster, leased, ran
 from simulated import plain as simulated_flow
+from test_find_plan import grpo
 from test_lending import split
 from test_same_answer import duet, everything, failing, plain
 from test_simulation import decodes
@@ -19,10 +20,19 @@ from m2flow.errors import PlanError
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
+from m2flow.micro.costs.extents import extents_of
+from m2flow.micro.costs.modelled import ModelledCosts
+from m2flow.micro.costs.shapes import ModelShape, shape_named
 from m2flow.micro.costs.terms import Footprint, PassCost, Switch, TrainCost
 from m2flow.micro.lowering.lower import lower
+from m2flow.micro.lowering.seating import seat_workers
 from m2flow.micro.plan import Plan
+from m2flow.micro.rollouts.parametric import lognormal
 from m2flow.micro.scheduling.leases import Lease
+from m2flow.micro.search.choice import Choice
+from m2flow.micro.search.explaining import explain
+from m2flow.micro.search.finding import find_plan
+from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.plain_costs import NOTHING, PlainCosts
 from m2flow.testing.random_programs import difference_of, programs
@@ -175,3 +185,39 @@ def test_a_plan_says_who_comes_when_and_refuses_others() -> None:
     slots = tuple(msgspec.structs.replace(s, comes_at=0.5 if s.kind == "train" else 0.0) for s in first.engines)
     with pytest.raises(PlanError, match="in a worker of its own"):
         msgspec.structs.replace(shared, workers=(msgspec.structs.replace(first, engines=slots), *rest)).verify()
+
+
+def searched(*, max_running: int = 1024, engine: str = "embedded") -> Choice:
+    """Two GPUs that can't hold the trainer beside a cache for so many samples."""
+    workload, lengths, shapes = grpo(0, 256), lognormal(median=1500, sigma=0.9, cap=4096, prompt_tokens=300), shapes_of_a_small_model()
+    calls = tuple(
+        msgspec.structs.replace(call, after=tuple(name for name in call.after if name != "reference.logprobs"))
+        for call in workload.calls
+        if call.name != "reference.logprobs"
+    )
+    workload = msgspec.structs.replace(workload, calls=calls)
+    spec = ClusterSpec(
+        name="two",
+        pools={"main": PoolSpec(device="h100", nodes=1, devices_per_node=2)},
+        rollout=RolloutSpec(engine=engine, max_running=max_running),
+        train=TrainSpec(engine="fsdp", token_budget=4096),
+    )
+    return find_plan(workload, lengths, ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths)), spec)
+
+
+def shapes_of_a_small_model() -> dict[str, ModelShape]:
+    return dict.fromkeys(("policy", "reference"), shape_named("Qwen2.5-3B"))
+
+
+def test_the_search_has_a_trainer_come_as_soon_as_there_is_room_where_it_has_to_leave() -> None:
+    _, train = searched().seats
+    assert train.is_swapped
+    assert 0.5 < train.comes_at < 1
+    assert "comes when" in explain(searched())
+    assert {w.name: [s.comes_at for s in w.engines] for w in seat_workers(searched(), ClusterSpec(), "cuda:0") if w.lease} == {
+        "rollout-0": [0.0],
+        "rollout-1": [0.0],
+        "train-0": [train.comes_at],
+    }
+    assert not any(seat.comes_at for seat in searched(engine="sglang").seats), "its cache has one size"
+    assert not any(seat.comes_at or seat.is_swapped for seat in searched(max_running=256).seats), "both fit, and stay"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_coming_ahead import ahead
 from test_lending import lent
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
@@ -14,6 +16,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro.control import second_look
 from m2flow.micro.control.second_look import BETTER
 from m2flow.micro.lowering.lower import lower
+from m2flow.micro.plan import Plan
 from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run, Summary
 from m2flow.observe.spans import SpanName
@@ -54,18 +57,24 @@ def sorts() -> None:
         policy.update(responses, verifier.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3), minibatch_size=3)
 
 
-def run_of(tmp_path: Path, *, until: float = 0.0) -> tuple[Run, Summary]:
+def run_of(tmp_path: Path, seated: Callable[[Plan], Plan] | None = None) -> tuple[Run, Summary]:
     graph, models, num_steps = trace(sorts, {})
     plan = lower(graph, models, SPEC, num_steps=num_steps, deterministic=True)
-    pinned = lent(until, "rollout-0")(plan) if until else None
+    pinned = seated(plan) if seated is not None else None
     run = Run(sorts, {}, SPEC, RunSettings(runs_dir=str(tmp_path), deterministic=True), pinned=pinned)
     return run, run.execute()
 
 
-def test_a_run_whose_trainer_lends_its_devices_has_the_bits_of_one_that_does_not(tmp_path: Path) -> None:
-    run, summary = run_of(tmp_path / "lent", until=0.2)
-    _, plain = run_of(tmp_path / "plain")
-    assert (summary.samples_sha256, summary.weights_sha256) == (plain.samples_sha256, plain.weights_sha256)
+@pytest.fixture(scope="module")
+def bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of a run in which each has devices of its own."""
+    _, plain = run_of(tmp_path_factory.mktemp("plain"))
+    return plain.samples_sha256, plain.weights_sha256
+
+
+def test_a_run_whose_trainer_lends_its_devices_has_the_bits_of_one_that_does_not(tmp_path: Path, bits: tuple[str, str]) -> None:
+    run, summary = run_of(tmp_path, lent(0.2, "rollout-0"))
+    assert (summary.samples_sha256, summary.weights_sha256) == bits
     assert "lent until 20% have ended" in (run.run_dir / "plan.txt").read_text()
     spans = read_spans(run.run_dir)
     turns = [span.attributes["label"] for span in spans if span.name == SpanName.SWITCH and span.track == "train-0"]
@@ -90,3 +99,14 @@ def test_a_run_looks_at_its_plan_again_and_the_cluster_that_it_writes_is_one_to_
     other = Run(sorts, {}, load_cluster(run.run_dir / BETTER), settings)
     again = other.execute()
     assert (summary.samples_sha256, summary.weights_sha256) == (again.samples_sha256, again.weights_sha256)
+
+
+def test_a_run_whose_trainer_comes_back_while_samples_run_has_the_bits_of_one_without_turns(tmp_path: Path, bits: tuple[str, str]) -> None:
+    run, summary = run_of(tmp_path, ahead(0.01, "rollout-0", "rollout-1"))
+    assert (summary.samples_sha256, summary.weights_sha256) == bits
+    spans = read_spans(run.run_dir)
+    comes = [span for span in spans if span.name == SpanName.SWITCH and span.attributes["label"] == "to train" and span.track == "train-0"]
+    lives = [span for span in spans if span.name == SpanName.SAMPLE]
+    assert any(life.start_ns < span.start_ns and span.end_ns < life.end_ns for span in comes for life in lives), "it came meanwhile"
+    labels = {span.attributes["label"] for span in spans if span.name in (SpanName.OFFLOAD, SpanName.ONLOAD)}
+    assert labels == {"policy rollout", "policy rollout unused cache", "policy train"}

@@ -5,7 +5,8 @@
 Of the samples that are left each is counted as long as the longest of all, and each instance has its part of them, rounded up. So the
 trainer's return costs no time of the step, if the rest takes that long; the search itself does not count on it.
 
-Limits: of a lease with one rollout engine and one trainer, and none of it lent; engines that can give back cache meanwhile.
+Limits: of a lease with one rollout engine of several instances and one trainer, and none of it lent; engines that can give back cache
+meanwhile. One instance on the trainer's own devices is in its process, which does one thing at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def coming_ahead(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
         others = [other for other in seats if other.lease == seat.lease and other is not seat]
         if seat.lease and seat.engine.kind == "train" and seat.is_swapped and [other.engine.kind for other in others] == ["rollout"]:
             (rollout,) = others
-            if not rollout.lent_until:
+            has_one_process = rollout.layout.dp == 1 and rollout.devices == seat.devices
+            if not rollout.lent_until and not has_one_process:
                 seat = msgspec.structs.replace(seat, comes_at=_share(problem, rollout, seat))
         found.append(seat)
     return tuple(found)
