@@ -9,7 +9,7 @@ decided, and the program itself counts which versions each sample may have. `--l
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from test_coming_ahead import ahead
+from test_lending import lent
 
+from m2flow.micro.plan import Plan
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
 from m2flow.testing.account import Account
@@ -58,13 +61,23 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+def seating(spec: ClusterSpec, how: str, share: float) -> Callable[[Plan], Plan]:
+    """Of a split plan: its trainer lends its devices to all rollout workers but one, or comes to those of all while samples run."""
+    names = [f"rollout-{i}" for i in range(spec.rollout.workers)]
+    if spec.placement != "split" or how == "apart" or (how == "lent" and len(names) < 2):
+        return lambda plan: plan
+    return lent(share, *names[1:]) if how == "lent" else ahead(share, *names)
+
+
 def check(config: pytest.Config, drawn: st.SearchStrategy[Program], num_cases: int = NUM_CASES) -> None:
     num_cases *= TIMES_LONG if config.getoption("--long") else 1
 
     @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
-    @given(drawn, clusters(), orders, st.booleans())
-    def agrees(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool) -> None:
-        assert difference(program, spec, order_seed=order_seed, by_identity=by_identity) is None
+    @given(
+        drawn, clusters(), orders, st.booleans(), st.sampled_from(["apart", "apart", "lent", "ahead"]), st.sampled_from([0.01, 0.3, 0.8])
+    )
+    def agrees(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool, how: str, share: float) -> None:
+        assert difference(program, spec, order_seed=order_seed, by_identity=by_identity, seated=seating(spec, how, share)) is None
 
     agrees()
 

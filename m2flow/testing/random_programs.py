@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from m2flow.macro.flow import Flow
 from m2flow.macro.session import Backend
+from m2flow.micro.plan import Plan
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import programs as p
 from m2flow.testing.account import Account
@@ -207,11 +208,20 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
     )
 
 
-def difference(program: p.Program, spec: ClusterSpec, *, order_seed: int, seed: int = 0, by_identity: bool = False) -> str | None:
-    """Run a program in both ways; what differs, in words, or None. Eager is given what time decided in the planned run."""
+def difference(
+    program: p.Program,
+    spec: ClusterSpec,
+    *,
+    order_seed: int,
+    seed: int = 0,
+    by_identity: bool = False,
+    seated: Callable[[Plan], Plan] = lambda plan: plan,
+) -> str | None:
+    """Run a program in both ways; what differs, in words, or None. Eager is given what time decided in the planned run; `seated` may change
+    who shares devices with whom there."""
     account = Account()
     flow = program.as_flow(account)
-    planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity)
+    planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, seated=seated)
     wrong, lags = account.wrong(planned), list(account.lags)
     if wrong is not None:
         return f"planned: {wrong}"

@@ -182,8 +182,7 @@ class Simulation:
         self._num_busy: Counter[str] = Counter()
         """Tasks under way, by kind: `train`, `function`, `sync`."""
         self._switching: Counter[str] = Counter()
-        self._ahead: set[int] = set()
-        """Switches to those that come while samples still run."""
+        self._ahead: set[int] = set()  # Switches to those that come while samples still run.
         self._periods, self._period_of, self._open = _periods(program)
         self._at = 0
         self._owners = {machine.lease: ROLLOUT for machine in machines.values() if machine.lease}
