@@ -34,7 +34,7 @@ class RolloutSpec(_Strict):
     scale: Literal["asked", "auto"] = "asked"
     """Who decides whether spare ones join, and others leave: `m2flow cluster scale` alone, or also the run itself, by what it measures."""
     replan_s: float = Field(20.0, gt=0)
-    """With `scale: auto`: seconds of a window, of which three must say the same. A placement that was searched for is looked at every six."""
+    """With `scale: auto`: seconds of a window; three must say the same. A placement that was searched for is looked at every six."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of an instance; by default its share of the machine."""
     max_running: int = Field(256, ge=1)
@@ -262,7 +262,7 @@ class ClusterSpec(_Strict):
     may_offload: bool = True
     """Whether engines that take turns may put what they keep into the host's memory; otherwise all of it must fit beside the others."""
     lend: Literal["auto", "never"] = "auto"
-    """Of a searched placement: whether a trainer's devices are lent to rollout until training is due; `auto`: where that saves 2% or more."""
+    """Of a searched placement: whether a trainer's devices are lent to rollout until training is due; `auto`: where that saves 2%."""
     rollout: RolloutSpec = RolloutSpec()
     """How responses are generated."""
     train: TrainSpec = TrainSpec()
