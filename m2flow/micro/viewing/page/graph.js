@@ -89,7 +89,7 @@ export class GraphView {
     const lift = (edge.slot ?? 0) * 7;
     const x0 = from.x + WIDE, y0 = from.y + TALL / 2 - 8 + lift, x1 = to.x, y1 = to.y + TALL / 2 - 8 + (edge.slotIn ?? 0) * 7;
     const bend = Math.max((x1 - x0) / 2, 40);
-    const isLong = !edge.is_effect && to.x - from.x > WIDE + ACROSS + 1;
+    const isLong = !edge.is_effect && passes(boxes, edge);
     const low = edge.is_effect || isLong ? lane(from, to, edge, boxes) : 0;
     const path = edge.is_effect ? around(from, to, edge.track, low) : isLong ? beneath(from, to, y1, low) : `M${x0} ${y0} C${x0 + bend} ${y0} ${x1 - bend} ${y1} ${x1 - 1} ${y1}`;
     const label = [edge.per_s ? `${compact(Number(edge.per_s.toPrecision(2)))}/s` : "", edge.waiting ? `${compact(edge.waiting)} wait` : ""].filter(Boolean).join(" · ");
@@ -106,6 +106,9 @@ export class GraphView {
     else this.viewer.go("schedule");
   }
 }
+
+/** Whether data goes to a box further on than the next column. */
+const passes = (boxes, edge) => boxes[edge.target].x - boxes[edge.source].x > WIDE + ACROSS + 1;
 
 /** How low a line must go to pass beneath every box on its way: a lane of its own below the lowest of them. */
 function lane(from, to, edge, boxes) {
@@ -175,13 +178,16 @@ function arrange(graph) {
     y += most * (TALL + DOWN) + 22;
   }
   graph.edges.filter((edge) => edge.is_effect).forEach((edge, at) => { edge.track = at; });
-  const out = new Map(), into = new Map();
-  for (const edge of graph.edges) {
-    if (edge.is_effect) continue;
-    edge.slot = out.get(edge.source) ?? 0;
-    out.set(edge.source, edge.slot + 1);
-    edge.slotIn = into.get(edge.target) ?? 0;
-    into.set(edge.target, edge.slotIn + 1);
-  }
+  // Lines leave and arrive in the order of where they go and come from, what passes beneath others lowest: so they don't cross at a box.
+  const slots = (own, other, name) => {
+    const taken = new Map();
+    const data = graph.edges.filter((edge) => !edge.is_effect);
+    for (const edge of data.sort((a, b) => passes(boxes, a) - passes(boxes, b) || boxes[a[other]].y - boxes[b[other]].y)) {
+      edge[name] = taken.get(edge[own]) ?? 0;
+      taken.set(edge[own], edge[name] + 1);
+    }
+  };
+  slots("source", "target", "slot");
+  slots("target", "source", "slotIn");
   return boxes;
 }

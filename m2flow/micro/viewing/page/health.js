@@ -89,9 +89,9 @@ export class HealthView {
       const ago = summary.total - worker.last_us;
       return isLive && ago > SILENT_US ? el("span", { style: { color: "var(--warn)" } }, `${micros(ago)} ago`) : isLive ? `${micros(ago)} ago` : `at ${micros(worker.last_us)}`;
     };
-    const page = el("div", { class: "page", tabindex: 0, role: "region", "aria-label": "Health" },
+    const page = el("div", { class: "page", tabindex: 0, role: "region", "aria-label": "Health" }, el("div", { class: "spread" },
       el("section", {}, el("h2", {}, "Run"), el("table", { class: "grid" }, el("tbody", {}, [
-        ["state", el("span", { class: `badge ${summary.state.name}` }, summary.state.name)], ["why it ended", summary.state.name === "stopped" ? summary.state.reason : ""], ["began", moment(summary.state.began_s)], ["took", summary.state.ended_s ? seconds(summary.state.ended_s - summary.state.began_s) : ""], ["attempts", summary.state.num_attempts > 1 ? count(summary.state.num_attempts) : ""], ["flow", el("code", {}, summary.flow)], ["cluster", `${summary.cluster}${summary.mode ? `, ${summary.mode}` : ""}`], ["options", Object.entries(summary.options).map(([name, value]) => `${name}=${value}`).join("  ")], ["tokens lost", health.num_lost_tokens ? count(health.num_lost_tokens) : ""], ["trace not readable", summary.num_lost_bytes && !isLive ? bytes(summary.num_lost_bytes) : ""],
+        ["state", el("span", { class: `badge ${summary.state.name}` }, summary.state.name)], ["why it ended", summary.state.name === "stopped" ? summary.state.reason : ""], ["began", moment(summary.state.began_s)], ["took", summary.state.ended_s ? seconds(summary.state.ended_s - summary.state.began_s) : ""], ["attempts", summary.state.num_attempts > 1 ? count(summary.state.num_attempts) : ""], ["flow", el("code", {}, summary.flow)], ["cluster", summary.mode ? `${summary.mode} on ${summary.cluster}` : summary.cluster], ["options", Object.entries(summary.options).map(([name, value]) => `${name}=${value}`).join("  ")], ["tokens lost", health.num_lost_tokens ? count(health.num_lost_tokens) : ""], ["trace not readable", summary.num_lost_bytes && !isLive ? bytes(summary.num_lost_bytes) : ""],
       ].filter(([, value]) => value !== "").map(([name, value]) => el("tr", {}, el("th", { scope: "row", style: { width: "150px" } }, name), el("td", {}, value)))))),
       health.failed_calls.length ? el("section", {}, el("h2", {}, "Calls that failed"), el("table", { class: "grid" }, heads(["#call", "name", "line", "error"]), el("tbody", {}, health.failed_calls.map(([ordinal, name, line, error]) => el("tr", {}, el("td", { class: "num" }, ordinal), el("td", {}, name), el("td", {}, el("code", {}, line)), el("td", {}, error)))))) : null,
       el("section", {}, el("h2", {}, "Workers"), this.workers(heads, said)),
@@ -101,7 +101,7 @@ export class HealthView {
       el("section", {}, el("h2", {}, "Log"), health.logs.length ? [
         el("div", { class: "actions", role: "group", "aria-label": "Whose log" }, health.logs.map((name) => el("button", { class: "button", type: "button", "aria-pressed": String(name === this.log), onclick: () => { this.log = name; this.fetch(); } }, name))),
         el("pre", { class: "log", tabindex: 0, "aria-label": `Log of ${this.log}` }, this.text || "It has printed nothing."),
-      ] : el("p", { class: "quiet" }, "There are no logs.")));
+      ] : el("p", { class: "quiet" }, "There are no logs."))));
     const kept = this.place.querySelector("pre.log");
     const atEnd = !kept || kept.scrollTop + kept.clientHeight >= kept.scrollHeight - 4;
     const was = kept?.scrollTop ?? 0;

@@ -7,6 +7,7 @@ import { sampleDetail } from "m2flow/sample_detail.js";
 
 const ROW = 28;
 const SPARE = 12;
+const LEAST_LIFE = 240, MOST_LIFE = 720; // Pixels.
 
 export class SamplesView {
   constructor(viewer, place) {
@@ -81,14 +82,14 @@ export class SamplesView {
       this.isGrouped ? { key: "size", name: "samples", width: 74, value: (i) => this.groups.size[i], show: count } : plain("advantage", "advantage", 84, (value) => number(value, 3)),
       plain("prompt_tokens", "prompt", 72, count),
       plain("tokens", this.isGrouped ? "mean tokens" : "tokens", 92, compact, { bar: "tokens" }),
-      { key: "start", name: "life in its step", width: 240, isLeft: true, isLife: true, value: (i) => data.start[i] },
+      { key: "start", name: "life in its step", width: LEAST_LIFE, isLeft: true, isLife: true, value: (i) => data.start[i] },
       this.isGrouped ? null : plain("version", "version", 66, (value) => (value < 0 ? "" : count(value))),
       plain("staleness", "staleness", 76, count),
       plain("wait", "waited", 82, micros),
       this.isGrouped || !Object.keys(data.lives).length ? null : { key: "lives", name: "lives", width: 54, value: (i) => data.lives[i]?.length ?? 1, show: count },
       plain("updates", "updates", 68, count),
       { key: "finish", name: "finish", width: 62, isLeft: true, value: (i) => data.finish[i], show: (value) => data.finishes[value] ?? "" },
-      { key: "ending", name: "ending", width: 82, isLeft: true, value: (i) => data.ending[i], show: (value) => data.endings[value] ?? "" },
+      { key: "ending", name: "ending", width: 94, isLeft: true, value: (i) => data.ending[i], show: (value) => data.endings[value] ?? "" },
       { key: "worker", name: "worker", width: 100, isLeft: true, value: (i) => data.worker[i], show: (value) => data.workers[value] ?? "" },
     ].filter(Boolean);
     return this.isGrouped ? all.filter((one) => !["finish", "ending", "worker"].includes(one.key)).map((one) => (this.groups[one.key] ? { ...one, value: (i) => this.groups[one.key][i] } : one)) : all;
@@ -171,8 +172,19 @@ export class SamplesView {
     }));
   }
 
+  /** Lives take the room that the other columns leave. */
+  spread() {
+    const lives = this.shown.find((column) => column.isLife);
+    const others = this.shown.reduce((sum, column) => sum + column.width, 0) - lives.width;
+    const width = Math.min(Math.max(this.table.clientWidth - others, LEAST_LIFE), MOST_LIFE);
+    if (width === lives.width) return;
+    lives.width = width;
+    this.header();
+  }
+
   paint(isNew) {
     if (!this.order) return;
+    this.spread();
     const first = Math.max(Math.floor((this.table.scrollTop - 30) / ROW) - SPARE, 0);
     const last = Math.min(first + Math.ceil(this.table.clientHeight / ROW) + 2 * SPARE, this.order.length);
     const rows = [];

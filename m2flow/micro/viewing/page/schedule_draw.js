@@ -8,6 +8,7 @@ const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", 
 const SMALL = FONT.replace("11.5px", "10.5px");
 const BOLD = `600 ${FONT}`;
 const DIM = 0.16;
+const LEAST_PLAN = 12, MARK = 3; // Pixels: of a plan whose parts are drawn, and of one too narrow for that.
 const GHOST = 4; // Pixels that a ghost stands out above and below its lane's bars.
 
 /**
@@ -176,6 +177,11 @@ function drawPlan(context, scene, lane, x) {
     const left = x(start), right = x(start + predicted.step_s * 1e6);
     if (right < GUTTER || left > width) continue;
     let at = start;
+    if (right - left < LEAST_PLAN) { // Its parts are too narrow to be seen: all of it as a mark.
+      context.fillStyle = colour("quiet");
+      context.fillRect(Math.max(left, GUTTER), lane.top, Math.max(right - Math.max(left, GUTTER), MARK), lane.height - 6);
+      continue;
+    }
     context.strokeStyle = colour("quiet");
     context.setLineDash([3, 2]);
     for (const [what, seconds, isCritical] of predicted.parts) {

@@ -25,7 +25,7 @@ export class SchedulePanel {
         el("dl", { class: "big" },
           figure(percent(analysis.efficiency) || "n/a", "of the lower bound", "The steps' lower bounds by what they took: at 100% no schedule could have been faster"),
           last.length ? figure(seconds(analysis.makespan_s / last.length), "a step") : null,
-          analysis.predicted_step_s ? figure(seconds(analysis.predicted_step_s), "planned", analysis.prediction_note) : null),
+          analysis.predicted_step_s ? figure(seconds(analysis.predicted_step_s), analysis.prediction_note ? "predicted" : "planned", analysis.prediction_note) : null),
         summary.idle.map(([name, kinds, busy, idle]) => this.device(name, kinds, busy, idle))),
       analysis.path.length ? el("section", {}, el("h2", {}, "Critical path"), el("table", { class: "rows" }, el("tbody", {}, analysis.path.slice(0, 8).map((share) => this.path(share))))) : null,
       last.length ? el("section", {}, el("h2", {}, "Steps"), this.steps(last)) : null,
