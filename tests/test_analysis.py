@@ -163,5 +163,6 @@ def test_what_is_suggested_was_simulated_with_what_the_run_measured(tmp_path: Pa
     assert told["analysis"]["predicted_step_s"] == pytest.approx(sum(stage["predicted_s"] or 0 for stage in planned))
     (update,) = (stage for stage in planned if stage["label"] == "policy.update")
     simulated = stages["policy.update", update["line"]]["seconds"]
+    assert stages["weight sync of policy", ""]["seconds"] > 0
     row = ["policy.update", update["line"], f"{update['predicted_s']:,.3f}", f"{simulated:,.3f}"]
     assert any(line.split()[:4] == row for line in text.splitlines()), "planned, simulated with its costs, and measured, stage by stage"

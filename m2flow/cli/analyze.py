@@ -126,16 +126,13 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
 
 def _stages(analysis: Analysis, suggestions: Suggestions | None) -> list[tuple[str, ...]]:
     """What was planned of each stage, what a simulation with the run's own costs says, and what it took, in the steps where it is."""
-    simulated = {(stage.label, stage.line): stage.seconds for stage in suggestions.stages} if suggestions else {}
+    simulated = {(stage.label, stage.line): f"{stage.seconds:,.3f}" for stage in suggestions.stages} if suggestions else {}
     rows: list[tuple[str, ...]] = [("stage", "", "planned", "simulated", "measured")]
     for stage in analysis.stages:
-        lines = stage.line.split(", ")
-        mine = [seconds for (label, line), seconds in simulated.items() if label in stage.label.split(", ") and line in lines]
         planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
-        rows.append(
-            (stage.label, stage.line, planned, f"{sum(mine):,.3f}" if mine else "", f"{stage.seconds:,.3f}" if stage.seconds else "")
-        )
-    return [tuple(row) for row in rows]
+        measured = f"{stage.seconds:,.3f}" if stage.seconds else ""
+        rows.append((stage.label, stage.line, planned, simulated.get((stage.label, stage.line), ""), measured))
+    return rows
 
 
 def _memory(one: WorkerMemory) -> tuple[str, ...]:

@@ -73,6 +73,14 @@ def read_forecast(run_dir: Path) -> Forecast | None:
     return None
 
 
+def read_prediction(run_dir: Path, plan: Plan | None) -> Choice | None:
+    """What the plan should take: as it was searched for, or foreseen."""
+    if plan is not None and plan.choice is not None:
+        return plan.choice
+    foreseen = read_forecast(run_dir)
+    return foreseen.choice if foreseen else None
+
+
 def _choice(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, profile: Path | None) -> Choice:
     question = question_of(graph, models, spec, profile=profile)
     missing = [str(engine) for engine in question.workload.engines if str(engine) not in spec.pin]

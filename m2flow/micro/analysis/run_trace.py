@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.micro.analysis.known_calls import KnownCalls
-from m2flow.micro.forecasting import read_forecast
+from m2flow.micro.forecasting import read_prediction
 from m2flow.micro.plan import Plan
 from m2flow.micro.search.choice import Choice
 from m2flow.observe.schedule.columns import TraceColumns
@@ -101,8 +101,7 @@ class RunTrace:
         """Take in what is new. Answers whether there was any."""
         if self.plan is None:
             self.plan = read_plan_of(self.run_dir)
-            foreseen = read_forecast(self.run_dir)
-            self.predicted = (self.plan.choice if self.plan else None) or (foreseen.choice if foreseen else None)
+            self.predicted = read_prediction(self.run_dir, self.plan)
         known = len(self.calls.by_ordinal)
         is_new = self.columns.refresh(most_bytes)
         self.calls.refresh(self.columns)

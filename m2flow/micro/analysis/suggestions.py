@@ -24,8 +24,10 @@ from m2flow.micro.analysis.idle import idle_of
 from m2flow.micro.analysis.report import analysis_of
 from m2flow.micro.analysis.run_trace import RunTrace, read_plan_of
 from m2flow.micro.costs.probing import measured_run
+from m2flow.micro.forecasting import read_prediction
 from m2flow.micro.plan import Plan
 from m2flow.micro.record.rundir import read_config
+from m2flow.micro.search.choice import Choice
 from m2flow.micro.simulation.comparing import AS_PLANNED, Row, compare
 from m2flow.micro.simulation.scenario import Scenario, prepare
 from m2flow.micro.simulation.tracing import write_run
@@ -111,7 +113,7 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
             step_s = _step_s(scenario.on(spec), plan)
             if step_s is not None:
                 found.append(Suggestion(what, False, step_s, 1 - step_s / now.step_s))
-        stages = _stages(scenario, plan, Path(place) / "simulated", config.flow, options)
+        stages = _stages(scenario, plan, read_prediction(run_dir, plan), Path(place) / "simulated", config.flow, options)
     better = sorted((one for one in found if one.gain > _WORTH), key=lambda one: one.step_s)
     if not makespans_s:
         return Suggestions(now.step_s, None, None, True, better, stages)
@@ -120,12 +122,15 @@ def suggestions_of(run_dir: Path, flow: Flow, options: Mapping[str, object], mak
     return Suggestions(now.step_s, measured_s, error, abs(error) > DOUBTFUL, better, stages)
 
 
-def _stages(scenario: Scenario, plan: Plan, directory: Path, flow_file: str, options: Mapping[str, object]) -> list[SimulatedStage]:
-    """What the steps wait for when the run is simulated as it was placed, by the same account as that of the run itself."""
+def _stages(
+    scenario: Scenario, plan: Plan, predicted: Choice | None, directory: Path, flow_file: str, options: Mapping[str, object]
+) -> list[SimulatedStage]:
+    """What the steps wait for when the run is simulated as it was placed, by the same account, in the same parts, as that of the run."""
     mine = scenario.plans()[plan.mode]
     write_run(directory, scenario, scenario.run(mine), flow_file=flow_file, options=options)
     trace = RunTrace(directory)
     trace.refresh()
+    trace.predicted = predicted
     stages = analysis_of(trace, idle_of(trace)).stages
     return [SimulatedStage(stage.label, stage.line, stage.seconds) for stage in stages]
 
