@@ -83,7 +83,9 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
     lines = [f"{whole}, {analysis.efficiency:.0%} of the bound" if analysis.efficiency is not None else whole]
     if analysis.predicted_step_s is not None:
         note = f" ({analysis.prediction_note})" if analysis.prediction_note else ""
-        lines.append(f"planned: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s{note}")
+        lines.append(
+            f"{_word(analysis)}: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s{note}"
+        )
     else:
         lines.append(f"what a step should take was not said: {analysis.prediction_note}")
     num_devices = sum(device.num_devices for device in analysis.devices)
@@ -124,10 +126,14 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
     return [*lines, f"decode step: {analysis.decode}"]
 
 
+def _word(analysis: Analysis) -> str:
+    return "predicted" if analysis.prediction_note else "planned"
+
+
 def _stages(analysis: Analysis, suggestions: Suggestions | None) -> list[tuple[str, ...]]:
     """What was planned of each stage, what a simulation with the run's own costs says, and what it took, in the steps where it is."""
     simulated = {(stage.label, stage.line): f"{stage.seconds:,.3f}" for stage in suggestions.stages} if suggestions else {}
-    rows: list[tuple[str, ...]] = [("stage", "", "planned", "simulated", "measured")]
+    rows: list[tuple[str, ...]] = [("stage", "", _word(analysis), "simulated", "measured")]
     for stage in analysis.stages:
         planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
         measured = f"{stage.seconds:,.3f}" if stage.seconds else ""

@@ -71,14 +71,15 @@ export class SchedulePanel {
   stages(analysis) {
     const shown = analysis.stages.filter((stage) => stage.predicted_s !== null);
     if (!shown.length && !analysis.prediction_note) return null;
-    return el("section", {}, el("h2", {}, "Planned and measured"),
+    const [word, Word] = analysis.prediction_note ? ["predicted", "Predicted"] : ["planned", "Planned"];
+    return el("section", {}, el("h2", {}, `${Word} and measured`),
       shown.length ? el("table", { class: "rows" },
-        el("thead", {}, el("tr", {}, ["call", "planned", "measured"].map((name) => el("th", { scope: "col" }, name)))),
+        el("thead", {}, el("tr", {}, ["call", word, "measured"].map((name) => el("th", { scope: "col" }, name)))),
         el("tbody", {}, shown.map((stage) => el("tr", {},
           el("td", {}, stage.label, " ", el("code", { class: "quiet" }, stage.line)),
           el("td", {}, seconds(stage.predicted_s)),
           el("td", {}, stage.seconds ? seconds(stage.seconds) : el("span", { class: "quiet", title: "No step waited for it" }, "none")))))) : null,
-      analysis.prediction_note ? el("p", { class: "quiet" }, shown.length ? `Planned ${analysis.prediction_note}.` : `Nothing was planned: ${analysis.prediction_note}.`) : null);
+      analysis.prediction_note ? el("p", { class: "quiet" }, shown.length ? `Predicted ${analysis.prediction_note}.` : `Nothing was predicted: ${analysis.prediction_note}.`) : null);
   }
 
   bias({ length_bias: classes }) {
