@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from viewed import FAKES, hostile, length
 
 from m2flow import Dataset, Policy, Reward, flow, steps
+from m2flow.cli.main import cli
 from m2flow.macro.tracing import trace
 from m2flow.micro.analysis.idle import idle_of
 from m2flow.micro.analysis.report import Analysis, PathShare, StepAnalysis, _stages, analysis_of
 from m2flow.micro.analysis.run_trace import RunTrace
 from m2flow.micro.forecasting import Forecast, forecast, read_forecast, write_forecast
 from m2flow.micro.lowering.lower import lower
+from m2flow.micro.planning import question_of
 from m2flow.micro.run import Run
 from m2flow.micro.search.choice import Choice, Part
 from m2flow.micro.viewing.run_view import RunView
@@ -31,7 +35,8 @@ def looking_first() -> None:
             policy.update(responses, rewards)
 
 
-KNOWN = FAKES.model_copy(update={"shapes": {"policy": str(Path(__file__).parents[1] / "flows" / "models" / "digits")}})
+ROOT = Path(__file__).parents[1]
+KNOWN = FAKES.model_copy(update={"shapes": {"policy": str(ROOT / "flows" / "models" / "digits")}})
 
 
 def run_of(tmp_path: Path, spec: ClusterSpec) -> Path:
@@ -83,7 +88,8 @@ def test_processes_that_share_cores_are_foreseen_as_if_they_did_not_and_it_is_sa
     graph, models, _ = trace(hostile, {"num_steps": 1})
 
     def foreseen(cores: int) -> Forecast:
-        return forecast(lower(graph, models, spec, num_steps=1), graph, models, spec.model_copy(update={"cores": cores}))
+        plan = lower(graph, models, spec, num_steps=1)
+        return forecast(plan, spec.model_copy(update={"cores": cores}), partial(question_of, graph, models))
 
     tight, roomy = foreseen(2), foreseen(5)
     assert "as if each process had cores of its own: they use 5, and there are 2" in tight.note
@@ -99,7 +105,7 @@ def test_processes_that_share_cores_are_foreseen_as_if_they_did_not_and_it_is_sa
 def test_ranks_have_the_devices_that_the_spec_gives_them() -> None:
     spec = KNOWN.model_copy(update={"placement": "split", "cores": 4, "train": TrainSpec(engine="fsdp", ranks=3, threads=1)})
     graph, models, _ = trace(hostile, {"num_steps": 1})
-    choice = forecast(lower(graph, models, spec, num_steps=1), graph, models, spec).choice
+    choice = forecast(lower(graph, models, spec, num_steps=1), spec, partial(question_of, graph, models)).choice
     assert choice is not None
     (train,) = (seat for seat in choice.seats if seat.engine.kind == "train")
     assert (train.layout.dp, train.num_devices) == (3, 3)
@@ -155,3 +161,13 @@ def test_a_forecast_comes_back_from_its_file(tmp_path: Path) -> None:
     assert read_forecast(tmp_path) is None
     write_forecast(tmp_path, Forecast(None, "no"))
     assert read_forecast(tmp_path) == Forecast(None, "no")
+
+
+def test_a_simulated_run_by_rule_has_its_prediction_too(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["simulate", str(ROOT / "flows" / "grpo.py"), "--cluster", str(ROOT / "clusters" / "laptop-split.yaml"), "--out", str(out)]
+    done = CliRunner().invoke(cli, [*asked, "--warm-steps", "2"])
+    assert done.exit_code == 0, done.output
+    analysis = analysed(out)
+    assert analysis.predicted_step_s is not None
+    assert sum(stage.predicted_s or 0 for stage in analysis.stages) == pytest.approx(analysis.predicted_step_s)

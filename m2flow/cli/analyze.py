@@ -138,7 +138,8 @@ def _stages(analysis: Analysis, suggestions: Suggestions | None) -> list[tuple[s
         planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
         measured = f"{stage.seconds:,.3f}" if stage.seconds else ""
         rows.append((stage.label, stage.line, planned, simulated.get((stage.label, stage.line), ""), measured))
-    return rows
+    said = [column for column in zip(*rows, strict=True) if column[0] in ("stage", "") or any(column[1:])]
+    return list(zip(*said, strict=True))
 
 
 def _memory(one: WorkerMemory) -> tuple[str, ...]:

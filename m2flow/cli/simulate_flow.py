@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,9 +134,12 @@ def command(
     plan = scenario.plan() if plan_file is None else scenario.pinned(read_plan(plan_file))
     outcome = scenario.run(plan, failures=scenario.failures(plan, fail))
     if out is not None:
+        from m2flow.micro.forecasting import forecast, write_forecast
         from m2flow.micro.simulation.tracing import write_run
 
         write_run(out, scenario, outcome, flow_file=target, options=options)
+        if plan.choice is None:
+            write_forecast(out, forecast(plan, scenario.spec, partial(scenario.ask, scenario.graph)))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(outcome.report)).decode())
     else:

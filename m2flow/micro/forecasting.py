@@ -1,6 +1,6 @@
 """What a plan that nobody searched for takes a step: the search's own arithmetic, with every engine held where the plan has it.
 
-    Plan, MacroGraph, models, ClusterSpec --forecast--> Forecast        what `m2flow view` and `analyze` lay beside what happened
+    Plan, ClusterSpec, Question --forecast--> Forecast        what `m2flow view` and `analyze` lay beside what happened
     Forecast <--read, write--> RUN/forecast.json
 
 A plan by rule (`split`, `time-shared`) or from a file is run as it is; this says only what it should take, with the costs of a profile or
@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
 import msgspec
 
 from m2flow.errors import M2FlowError, PlanError
-from m2flow.macro.graph import MacroGraph
 from m2flow.micro.plan import Plan, WorkerPlan
-from m2flow.micro.planning import question_of
+from m2flow.micro.planning import Question
 from m2flow.micro.search.choice import Choice
 from m2flow.micro.search.finding import find_plan
-from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
 
 _FILE = "forecast.json"
@@ -40,12 +38,11 @@ class Forecast(msgspec.Struct, frozen=True):
     """Why there is none, or what it does not reckon with."""
 
 
-def forecast(plan: Plan, graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, profile: Path | None = None) -> Forecast:
+def forecast(plan: Plan, spec: ClusterSpec, ask: Callable[[ClusterSpec], Question]) -> Forecast:
     """What a step of the plan takes, part by part. What can't be said is said so: nobody's run fails for it.
 
     Args:
-        graph: some steps of the flow, with the calls that a step makes.
-        profile: what `m2flow profile` wrote; without one all is modelled.
+        ask: about the flow on a cluster; with the calls of a step, and the costs and lengths to go by.
     """
     try:
         pins, used = _pins(plan, spec)
@@ -54,7 +51,7 @@ def forecast(plan: Plan, graph: MacroGraph, models: Mapping[str, Model], spec: C
         if used > there and spec.launcher == "local":
             what = "cores" if pool.device == "cpu" else "devices"
             notes.append(f"as if each process had {what} of its own: they use {used}, and there are {there}")
-        choice = _choice(graph, models, _with_room(spec, pins, used), profile)
+        choice = _choice(ask(_with_room(spec, pins, used)))
     except M2FlowError as error:
         return Forecast(None, str(error).partition("\n")[0])
     if not any(constant.source.startswith("measured") for constant in choice.constants.values()):
@@ -81,12 +78,11 @@ def read_prediction(run_dir: Path, plan: Plan | None) -> Choice | None:
     return foreseen.choice if foreseen else None
 
 
-def _choice(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, profile: Path | None) -> Choice:
-    question = question_of(graph, models, spec, profile=profile)
-    missing = [str(engine) for engine in question.workload.engines if str(engine) not in spec.pin]
+def _choice(question: Question) -> Choice:
+    missing = [str(engine) for engine in question.workload.engines if str(engine) not in question.spec.pin]
     if missing:
         raise PlanError(f"the plan has no process for {', '.join(missing)}")
-    return find_plan(question.workload, question.lengths, question.costs, spec, is_alone=True)
+    return find_plan(question.workload, question.lengths, question.costs, question.spec, is_alone=True)
 
 
 def _with_room(spec: ClusterSpec, pins: Mapping[str, PinSpec], used: int) -> ClusterSpec:

@@ -179,7 +179,8 @@ class Run:
         if self._foresees and self._plan.choice is None and not self.settings.eager:
             if not any(call.method == "update" and call.step >= 0 for call in graph.calls):  # A value was waited for before it.
                 graph = self._anticipated(graph)
-            self._forecast = forecast(self._plan, graph, self._models, self.spec, profile=self._profile)
+            ask = partial(question_of, graph, self._models, profile=self._profile)
+            self._forecast = forecast(self._plan, self.spec, ask)
         return self._plan
 
     def _anticipated(self, graph: MacroGraph) -> MacroGraph:
