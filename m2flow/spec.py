@@ -104,14 +104,12 @@ class ChannelSpec(_Strict):
     port: int | None = Field(None, ge=1024, le=65535)
     """The controller's port with `tcp`; by default one that is free."""
     keys: str = ""
-    """With `tcp`: the file of the cluster's key (`m2flow keys FILE` makes one). All that passes is then encrypted, and only holders of the
-    key are heard."""
+    """With `tcp`: the file of the cluster's key (`m2flow keys FILE`). All that passes is then encrypted, and only its holders are heard."""
     max_samples: int | None = Field(None, ge=1)
     """Most samples of one call's name under way to one worker, begun but not taken there; by default as many as the steps that may run at
     once have. A group counts whole, and one may be over."""
     max_bytes: int = Field(2**36, ge=1)
-    """The same in bytes, a sample that is not done counted at its longest. What must be there at once and does not fit is spilled to
-    segment files; the plan says so."""
+    """The same in bytes, each sample at its longest. What must be there at once and does not fit goes to segment files (see the plan)."""
     shared_bytes: int = Field(2**30, ge=0)
     """With `ipc`: shared memory that each worker may take to lend large columns to others. 0: they go through the sockets. Where it is
     full, they do too, and are counted."""
@@ -141,8 +139,7 @@ class WeightsSpec(_Strict):
     probe: Literal["first", "always", "never"] = "first"
     """Which weights a rollout engine proves, by the log-probabilities of a few sequences beside the trainer's."""
     probe_tolerance: float | None = Field(None, gt=0)
-    """Mean absolute difference of a token in a probe that is allowed, in nats; by default 0.001 in float32, 0.03 in float16, 0.15 in
-    bfloat16."""
+    """Mean absolute difference of a token allowed in a probe, in nats; by default 0.001 in float32, 0.03 in float16, 0.15 in bfloat16."""
     warn_above: float | None = Field(0.1, gt=0)
     """A warning where an update's tokens, sampled with the very weights that it begins with, have log-probabilities of trainer and rollout
     that differ by more than this on average, in nats (`rollout_diff/mean` of the metrics). None: no warning."""
