@@ -115,6 +115,10 @@ def test_a_sample_that_was_said_to_be_stopped_is_said_so_again_when_another_has_
     random_walk(1371, 60, dies=True)
 
 
+def test_rows_that_never_came_to_a_worker_that_is_lost_too_do_not_make_it_known_there():
+    random_walk(4991, 180, dies=True)
+
+
 def test_a_call_that_had_stopped_a_sample_is_forgotten_when_another_has_stopped_it_again():
     random_walk(50, 180)
 

@@ -76,5 +76,5 @@ class Missed:
             needed = {need for _, task in board.tasks.of(place) for need in self.needs(task.message)}
             wanted = {ordinal: {row for row in rows if (ordinal, row) in needed} for ordinal, rows in wanted.items()}
         for ordinal, rows in wanted.items():
-            if max(ordinal, stopped_at(ordinal)) in board.calls:  # Else it was forgotten meanwhile: nobody waits.
+            if rows and max(ordinal, stopped_at(ordinal)) in board.calls:  # Else it was forgotten meanwhile: nobody waits.
                 board.bring(ordinal, sorted(rows), place)
