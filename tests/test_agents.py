@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,10 @@ from click.testing import CliRunner
 from m2flow.channels.keys import Keys, write_keys
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
-from m2flow.micro.control.agent import Agent, Errand
+from m2flow.micro.control.agent import Agent, Errand, Told
 from m2flow.micro.control.launcher import LocalLauncher
 from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
+from m2flow.micro.work.gang import GangSettings
 from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec, RunSettings
@@ -39,14 +41,17 @@ def errand(sent: WorkerSettings, *, keys_file: str = "", flow_directory: str = "
     return msgspec.json.encode(Errand(sent, "secret", keys_file, flow_directory, os.getcwd(), "cpu"))
 
 
-def end(agent: Agent) -> tuple[str, str]:
-    """All that the worker printed, and how it ended."""
-    printed, how = b"", ""
+def end(agent: Agent, *, when: Callable[[dict[int, str]], object] = lambda printed: False) -> tuple[dict[int, str], str]:
+    """All that the worker printed, by rank, and how it ended; or what it has printed by then."""
+    printed: dict[int, str] = {}
     deadline = time.monotonic() + 240
-    while not how and time.monotonic() < deadline:
-        more, how = agent.follow(1.0)
-        printed += more
-    return printed.decode(), how
+    while time.monotonic() < deadline:
+        told = agent.follow(1.0)
+        for rank, block in told.printed.items():
+            printed[rank] = printed.get(rank, "") + block.decode()
+        if told.how or when(printed):
+            return printed, told.how
+    return printed, ""
 
 
 def test_an_agent_starts_a_worker_and_ends_it_with_what_it_leaves(tmp_path: Path) -> None:
@@ -54,10 +59,10 @@ def test_an_agent_starts_a_worker_and_ends_it_with_what_it_leaves(tmp_path: Path
     agent = Agent(lambda: "127.0.0.1")
     started = agent.start(errand(settings(tmp_path)))
     assert (started.address, psutil.Process(started.pid).ppid()) == ("127.0.0.1", os.getpid())
-    assert agent.follow(0.01) == (b"", "")
+    assert agent.follow(0.01) == Told()
     claims = set(Path("/dev/shm").glob("m2flow-*.owner")) - before
     agent.kill()
-    assert end(agent) == ("", "was killed by signal 9")
+    assert end(agent) == ({}, "was killed by signal 9")
     assert not psutil.pid_exists(started.pid)
     assert str(started.pid) not in [path.name for path in claims if path.exists()]
 
@@ -68,7 +73,17 @@ def test_an_agent_tells_what_a_worker_printed_that_failed(tmp_path: Path) -> Non
     printed, how = end(agent)
     agent.kill()
     assert how == "ended with status 1"
-    assert "Traceback" in printed
+    assert "Traceback" in printed[0]
+
+
+def test_an_agent_tells_what_each_rank_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # Every process of Python then has something to say.
+    agent = Agent(lambda: "127.0.0.1")
+    agent.start(errand(settings(tmp_path, gang=GangSettings(num_ranks=2))))
+    printed, _ = end(agent, when=lambda printed: len(printed) == 2)
+    agent.kill()
+    assert all(said.startswith("import time:") for said in printed.values())
+    assert set(printed) == {0, 1}
 
 
 def test_an_agent_without_the_cluster_s_key_says_so_and_starts_nothing(tmp_path: Path) -> None:

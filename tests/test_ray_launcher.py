@@ -159,3 +159,4 @@ def test_init_and_check_ask_the_nodes(cluster: Any, tmp_path: Path) -> None:
 def test_the_ranks_of_a_trainer_are_on_one_node_and_give_what_one_process_gives(cluster: Any, tmp_path: Path) -> None:
     said = run(tmp_path, "fake", on_ray(cluster), "ranks=2")
     assert same(said, undisturbed("fake")), said
+    assert {"train-0.log", "train-0.1.log"} <= {path.name for path in (tmp_path / Path(said["run_dir"]).name / "logs").iterdir()}

@@ -14,6 +14,7 @@ import os
 import secrets
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import final
@@ -29,7 +30,7 @@ from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Model
 
 _MOST_BYTES = 4 << 20
-"""Of what was printed and not fetched: the newest."""
+"""Of what a rank printed and was not fetched: the newest."""
 _GATHER_S = 0.1
 """Lines come together."""
 
@@ -62,6 +63,17 @@ class Started(msgspec.Struct, frozen=True):
     """That the agent sees, as in `CUDA_VISIBLE_DEVICES`."""
 
 
+class Told(msgspec.Struct, frozen=True):
+    """News of a worker."""
+
+    printed: dict[int, bytes] = {}
+    """By rank, since the last time."""
+    how: str = ""
+    """It ended, and how."""
+    rank: int = 0
+    """That it ended for."""
+
+
 @final
 class Agent:
     """Of one worker's process. Its methods are called from several threads."""
@@ -76,8 +88,9 @@ class Agent:
         self._pids: list[int] = []
         self._directory = ""
         self._how = ""
-        self._printed = bytearray()
-        self._num_lost = 0
+        self._rank = 0
+        self._printed: dict[int, bytearray] = {}
+        self._num_lost: Counter[int] = Counter()
         self._news = threading.Condition()
 
     def start(self, errand: bytes) -> Started:
@@ -90,38 +103,43 @@ class Agent:
         with contextlib.suppress(OSError):  # Ray gives its workers the lowest priorities, for the sake of its own processes.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         settings = self._here(sent)
-        reading, writing = os.pipe()
+        pipes = [os.pipe() for _ in range(settings.gang.num_ranks)]
         try:
             cwd = sent.cwd if os.path.isdir(sent.cwd) else None
-            outputs, path = [writing] * settings.gang.num_ranks, os.environ.get("PYTHONPATH", "")
+            outputs, path = [writing for _, writing in pipes], os.environ.get("PYTHONPATH", "")
             processes = start(settings, sent.token, outputs, self._directory, path=path, cwd=cwd, gpus=sent.gpus)
         finally:
-            os.close(writing)
+            for _, writing in pipes:
+                os.close(writing)
         self._pids = processes.pids
-        reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
-        reader.start()
+        readers = [threading.Thread(target=self._read, args=(rank, reading), daemon=True) for rank, (reading, _) in enumerate(pipes)]
+        for reader in readers:
+            reader.start()
 
         def wait() -> None:
             how = processes.wait()
-            reader.join(1.0)
+            for reader in readers:
+                reader.join(1.0)
             with self._news:
-                self._how = how
+                self._how, self._rank = how, processes.rank
                 self._news.notify_all()
 
         threading.Thread(target=wait, daemon=True).start()
         return Started(processes.pid, self._address, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
-    def follow(self, timeout_s: float) -> tuple[bytes, str]:
-        """What the worker has printed since the last call, and how it has ended or nothing; without news, only after a time."""
+    def follow(self, timeout_s: float) -> Told:
+        """What the worker has printed since the last call, and how it has ended; without news, only after a time."""
         with self._news:
             self._news.wait_for(lambda: self._printed or self._how, timeout_s)
             if not self._how:
                 self._news.wait_for(lambda: self._how, _GATHER_S)
-            printed, self._printed = bytes(self._printed), bytearray()
-            if self._num_lost:
-                printed = b"[%d bytes are missing here: they came faster than they were fetched]\n" % self._num_lost + printed
-                self._num_lost = 0
-            return printed, self._how
+            missing = {
+                rank: b"[%d bytes are missing here: they came faster than they were fetched]\n" % n for rank, n in self._num_lost.items()
+            }
+            told = Told({rank: missing.get(rank, b"") + bytes(block) for rank, block in self._printed.items()}, self._how, self._rank)
+            self._printed.clear()
+            self._num_lost.clear()
+            return told
 
     def kill(self, patience_s: float = 5.0) -> None:
         """End the worker and what it has started, and remove what it may have left on this host."""
@@ -157,15 +175,16 @@ class Agent:
             weights=weights,
         )
 
-    def _read(self, pipe: int) -> None:
+    def _read(self, rank: int, pipe: int) -> None:
         with os.fdopen(pipe, "rb", buffering=0) as file:
             while block := file.read(1 << 16):
                 with self._news:
-                    self._printed += block
-                    too_many = len(self._printed) - _MOST_BYTES
+                    printed = self._printed.setdefault(rank, bytearray())
+                    printed += block
+                    too_many = len(printed) - _MOST_BYTES
                     if too_many > 0:
-                        del self._printed[:too_many]
-                        self._num_lost += too_many
+                        del printed[:too_many]
+                        self._num_lost[rank] += too_many
                     self._news.notify_all()
 
 

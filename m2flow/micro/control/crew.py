@@ -289,6 +289,7 @@ class Crew:
         for worker in leaving:
             self._leaving.add(worker)
             events += self._died(worker, "was told to leave", is_hung=True, may_return=False)
+            self._launcher.give_back(worker)
         return events, f"{', '.join(leaving)} left; what they were at goes on elsewhere"
 
     def answered(self, worker: str, message: m.Missing) -> None:

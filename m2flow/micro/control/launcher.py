@@ -84,6 +84,9 @@ class Launcher(ABC):
     def kill(self, worker: str) -> None:
         """End a worker's process, whatever it is doing, and what that has started."""
 
+    def give_back(self, worker: str) -> None:  # Who starts processes on its own host has reserved nothing.
+        """A worker was killed that was told to leave: what is reserved for it alone may be others'."""
+
     @abstractmethod
     def ended(self) -> Mapping[str, str]:
         """How each worker ended that is not running any more. What it has started ends with it."""
@@ -146,7 +149,11 @@ class Launcher(ABC):
         return any(slot.kind == "train" for planned in self._plan.workers if planned.name == worker for slot in planned.engines)
 
     def log_path(self, worker: str) -> Path:
-        return self.run_dir / "logs" / f"{worker}.log"
+        """Of the rank that is spoken of."""
+        return self.log_of(worker, 0)
+
+    def log_of(self, worker: str, rank: int) -> Path:
+        return self.run_dir / "logs" / (f"{worker}.{rank}.log" if rank else f"{worker}.log")
 
     def log_tail(self, worker: str) -> str:
         """The last lines that a worker printed."""
@@ -212,7 +219,7 @@ class LocalLauncher(Launcher):
         settings = self.settings_for(worker, controller, incarnation)
         path = os.pathsep.join(path for path in sys.path if path)
         with contextlib.ExitStack() as logs:
-            outputs = [logs.enter_context(self._log_of(worker.name, rank).open("ab")) for rank in range(worker.ranks)]
+            outputs = [logs.enter_context(self.log_of(worker.name, rank).open("ab")) for rank in range(worker.ranks)]
             return start(settings, self.token, outputs, self.socket_dir, path=path)
 
     def ended(self) -> dict[str, str]:
@@ -225,10 +232,7 @@ class LocalLauncher(Launcher):
         self._processes[worker].rank = rank
 
     def log_path(self, worker: str) -> Path:
-        return self._log_of(worker, self._processes[worker].rank if worker in self._processes else 0)
-
-    def _log_of(self, worker: str, rank: int) -> Path:
-        return self.run_dir / "logs" / (f"{worker}.{rank}.log" if rank else f"{worker}.log")
+        return self.log_of(worker, self._processes[worker].rank if worker in self._processes else 0)
 
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         deadline = time.monotonic() + patience_s

@@ -134,6 +134,12 @@ class RayCluster:
         self._ready = self._ready or group.ready()
         return group
 
+    def release(self, group: Any) -> None:
+        """Give back what was asked for; whoever is still in there ends."""
+        self._groups.remove(group)
+        with contextlib.suppress(Exception):  # The cluster is gone.
+            self._ray.util.remove_placement_group(group)
+
     def has_room(self) -> bool:
         """Whether that which was asked for first is there."""
         return bool(self._ray.wait([self._ready], timeout=0.0)[0])
@@ -204,10 +210,9 @@ class RayCluster:
         """Give the room back and disconnect. May be called twice."""
         if self._ray is None:
             return
-        for group in self._groups:
-            with contextlib.suppress(Exception):  # The cluster is gone.
-                self._ray.util.remove_placement_group(group)
-        self._groups, self._ready = [], None
+        for group in list(self._groups):
+            self.release(group)
+        self._ready = None
         if not self._was_open:
             self._ray.shutdown()
         self._ray = None

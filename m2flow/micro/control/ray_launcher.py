@@ -52,6 +52,8 @@ class _Hosted:
     started: Started | None = None
     how: str = ""
     """It ended."""
+    rank: int = 0
+    """That it ended for, or that hangs."""
     pending: Any = None
     closing: list[Any] = field(default_factory=list)
 
@@ -79,6 +81,8 @@ class RayLauncher(Launcher):
         self._begins = tuple(worker for worker in plan.workers if not worker.is_spare)
         self._room: dict[str, tuple[Any, int]] = {}
         """Worker -> a placement group, and which of its bundles."""
+        self._given_back: set[str] = set()
+        """Who has left what was reserved for it alone, as soon as its agent has cleaned up."""
         self._flow_directory = flow_directory
         self._host = ""
         self._lock = threading.Lock()
@@ -129,11 +133,19 @@ class RayLauncher(Launcher):
         self._thread.start()
 
     def restart(self, worker: str, incarnation: int) -> None:
+        with self._lock:
+            self._given_back.discard(worker)
         if worker not in self._room:
             joining = msgspec.structs.replace(self._plan.worker(worker), is_spare=False)
             group = self._cluster.reserve(bundles(msgspec.structs.replace(self._plan, workers=(joining,)), self._spec))
             self._room[worker] = group, 0
         self._begin(self._plan.worker(worker), incarnation)
+
+    def give_back(self, worker: str) -> None:
+        # Who was there from the start shares one reservation with all others, which Ray does not take back in parts.
+        if self._plan.worker(worker).is_spare:
+            with self._lock:
+                self._given_back.add(worker)
 
     def kill(self, worker: str) -> None:
         hosted = self._hosted.get(worker)
@@ -150,6 +162,13 @@ class RayLauncher(Launcher):
     def pid(self, worker: str) -> int:
         hosted = self._hosted.get(worker)
         return hosted.started.pid if hosted is not None and hosted.started is not None else 0
+
+    def blame(self, worker: str, rank: int) -> None:
+        self._hosted[worker].rank = rank
+
+    def log_path(self, worker: str) -> Path:
+        hosted = self._hosted.get(worker)
+        return self.log_of(worker, hosted.rank if hosted is not None else 0)
 
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         deadline = time.monotonic() + patience_s
@@ -192,7 +211,8 @@ class RayLauncher(Launcher):
         if keys_file:
             settings = msgspec.structs.replace(settings, keys=None)
         errand = Errand(settings, self.token, keys_file, self._flow_directory, os.getcwd(), self._device_of(worker), gpus)
-        self.log_path(worker.name).touch()
+        for rank in range(worker.ranks):
+            self.log_of(worker.name, rank).touch()
         group, index = self._room[worker.name]
         own_gpus = num_gpus([worker], self._spec) if holder == worker.name else 0
         agent = self._cluster.agent(group, index, f"{self.run_dir.name} {settings.tag} {self._prefix}", gpus=own_gpus)
@@ -220,6 +240,7 @@ class RayLauncher(Launcher):
                     continue
                 for reference in self._cluster.wait(list(pending), _LOOKS_S):
                     self._answered(pending[reference])
+                self._release()
                 now_s = time.monotonic()
                 self._look_for_silence(now_s, late_s=max(0.0, now_s - last_s - 2 * _LOOKS_S))
                 last_s = now_s
@@ -234,7 +255,7 @@ class RayLauncher(Launcher):
         try:
             answer = self._cluster.result(reference)
         except M2FlowError as error:
-            self._log(hosted.worker, f"{error.what}\n{error.remote}\n".encode())
+            self._log(hosted.worker, 0, f"{error.what}\n{error.remote}\n".encode())
             self._note_end(hosted, error.what)
             return
         if isinstance(answer, Started):
@@ -243,13 +264,24 @@ class RayLauncher(Launcher):
                 if self._holders[worker.name] == hosted.worker != worker.name and worker.name not in self._hosted:
                     self._begin(worker, 0)
         else:
-            printed, how = answer
-            self._log(hosted.worker, printed)
-            if how:
-                self._note_end(hosted, how)
+            for rank, printed in answer.printed.items():
+                self._log(hosted.worker, rank, printed)
+            if answer.how:
+                hosted.rank = hosted.rank or answer.rank
+                self._note_end(hosted, answer.how)
                 return
         hosted.asked_s = time.monotonic()
         hosted.pending = self._cluster.call(hosted.agent, "follow", _ANSWERS_S)
+
+    def _release(self) -> None:
+        """The room of those who have left."""
+        with self._lock:
+            for worker in list(self._given_back):
+                closing = self._hosted[worker].closing
+                if len(self._cluster.wait(closing, 0.0)) == len(closing):
+                    self._given_back.discard(worker)
+                    self._cluster.end(self._hosted[worker].agent)
+                    self._cluster.release(self._room.pop(worker)[0])
 
     def _look_for_silence(self, now_s: float, *, late_s: float) -> None:
         """Agents that do not answer; how late this thread itself is does not count."""
@@ -277,7 +309,6 @@ class RayLauncher(Launcher):
         with self._lock:
             hosted.how = hosted.how or how
 
-    def _log(self, worker: str, printed: bytes) -> None:
-        if printed:
-            with self.log_path(worker).open("ab") as log:
-                log.write(printed)
+    def _log(self, worker: str, rank: int, printed: bytes) -> None:
+        with self.log_of(worker, rank).open("ab") as log:
+            log.write(printed)
