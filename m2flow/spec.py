@@ -382,6 +382,8 @@ class RunSettings(_Strict):
     hung_after_s: float = 60.0
     """Seconds without one, or without a turn of its main loop and without using the processor, after which a worker counts as hung. It is
     killed, and started again. A user's function may take as long as it takes: its own time limit counts."""
+    stopped_after_s: float = Field(10.0, gt=0)
+    """The same without a sign of life, where a worker's host says that a signal (SIGSTOP) has stopped it: no load makes it look so."""
     turn_limit_s: float | None = Field(None, gt=0)
     """Seconds that an engine may be at one thing (a micro-batch, a decode step), even if it uses the processor. By default any time."""
     restarts: int = Field(5, ge=0)

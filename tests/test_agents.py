@@ -86,6 +86,17 @@ def test_an_agent_tells_what_each_rank_printed(tmp_path: Path, monkeypatch: pyte
     assert set(printed) == {0, 1}
 
 
+def test_an_agent_tells_whether_a_signal_has_stopped_the_worker(tmp_path: Path) -> None:
+    agent = Agent(lambda: "127.0.0.1")
+    worker = psutil.Process(agent.start(errand(settings(tmp_path))).pid)
+    worker.suspend()
+    was_stopped = agent.follow(0.01).stopped
+    worker.resume()
+    is_stopped = agent.follow(0.01).stopped
+    agent.kill()
+    assert (was_stopped, is_stopped) == ((0,), ())
+
+
 def test_an_agent_without_the_cluster_s_key_says_so_and_starts_nothing(tmp_path: Path) -> None:
     agent = Agent(lambda: "127.0.0.1")
     with pytest.raises(SpecError, match=r"can't read the key .*nowhere\.key"):

@@ -34,8 +34,14 @@ def test_a_rollout_worker_that_is_started_again_gets_the_current_weights_over_an
     assert same(said, undisturbed("fake"))
 
 
-@pytest.mark.parametrize("name", ["rollout-0", pytest.param("functions-0", marks=SLOW)])
-def test_a_worker_that_is_stopped_is_missed_killed_and_replaced(tmp_path, name):
-    said, lost = disturbed(tmp_path / "runs", ["fake", "hung_after_s=5.0"], name, 20_000, lambda process: process.suspend())
-    assert re.search(r"gave no sign of life for \d+ s", lost.what)
+@pytest.mark.parametrize(
+    ("name", "limit", "how"),
+    [
+        ("rollout-0", "stopped_after_s=2.0", "was stopped by a signal and gave no sign of life for"),
+        pytest.param("functions-0", "hung_after_s=5.0", "gave no sign of life for", marks=SLOW),
+    ],
+)
+def test_a_worker_that_is_stopped_is_missed_killed_and_replaced(tmp_path, name, limit, how):
+    said, lost = disturbed(tmp_path / "runs", ["fake", limit], name, 20_000, lambda process: process.suspend())
+    assert re.match(rf"{how} \d+ s", lost.what)
     assert same(said, undisturbed("fake"))

@@ -24,7 +24,7 @@ import msgspec
 from m2flow.channels.keys import read_keys
 from m2flow.channels.places import is_private
 from m2flow.micro.control.claims import Claim, remove_leftovers
-from m2flow.micro.control.processes import start
+from m2flow.micro.control.processes import Processes, start
 from m2flow.micro.control.spawning import kill_group
 from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Model
@@ -72,6 +72,8 @@ class Told(msgspec.Struct, frozen=True):
     """It ended, and how."""
     rank: int = 0
     """That it ended for."""
+    stopped: tuple[int, ...] = ()
+    """Ranks that a signal has stopped."""
 
 
 @final
@@ -85,7 +87,7 @@ class Agent:
         """
         self._address = find_address()
         self._claim: Claim | None = None
-        self._pids: list[int] = []
+        self._processes: Processes | None = None
         self._directory = ""
         self._how = ""
         self._rank = 0
@@ -111,7 +113,7 @@ class Agent:
         finally:
             for _, writing in pipes:
                 os.close(writing)
-        self._pids = processes.pids
+        self._processes = processes
         readers = [threading.Thread(target=self._read, args=(rank, reading), daemon=True) for rank, (reading, _) in enumerate(pipes)]
         for reader in readers:
             reader.start()
@@ -136,7 +138,9 @@ class Agent:
             missing = {
                 rank: b"[%d bytes are missing here: they came faster than they were fetched]\n" % n for rank, n in self._num_lost.items()
             }
-            told = Told({rank: missing.get(rank, b"") + bytes(block) for rank, block in self._printed.items()}, self._how, self._rank)
+            stopped = self._processes.stopped if self._processes is not None and not self._how else ()
+            printed = {rank: missing.get(rank, b"") + bytes(block) for rank, block in self._printed.items()}
+            told = Told(printed, self._how, self._rank, stopped)
             self._printed.clear()
             self._num_lost.clear()
             return told
@@ -144,8 +148,8 @@ class Agent:
     def kill(self, patience_s: float = 5.0) -> None:
         """End the worker and what it has started, and remove what it may have left on this host."""
         with self._news:
-            if self._pids and not self._how:
-                for pid in self._pids:
+            if self._processes is not None and not self._how:
+                for pid in self._processes.pids:
                     kill_group(pid)
                 self._news.wait_for(lambda: self._how, patience_s)
         if self._claim is not None:

@@ -236,6 +236,11 @@ class Crew:
             if how:
                 self._launcher.blame(worker, watch.silent_rank(now_s))
                 events += self._died(worker, how, is_hung=True)
+            elif stopped := self._stopped(worker, watch, now_s):
+                rank, silent_s = stopped
+                self._launcher.blame(worker, rank)
+                whose = f"has a rank {rank} that was stopped by a signal" if rank else "was stopped by a signal"
+                events += self._died(worker, f"{whose} and gave no sign of life for {silent_s:.0f} s", is_hung=True)
         for worker, since_s in list(self._starting_s.items()):
             if now_s - since_s > self._settings.start_timeout_s:
                 events += self._died(worker, f"did not come up in {self._settings.start_timeout_s:.0f} s", is_hung=True)
@@ -252,6 +257,13 @@ class Crew:
             self._starting_s[worker] = now_s
             self._launcher.restart(worker, self._num_started[worker])
         return events
+
+    def _stopped(self, worker: str, watch: Watch, now_s: float) -> tuple[int, float] | None:
+        """A rank of a worker that stands still, and for how long."""
+        limit_s = self._settings.stopped_after_s
+        silent = [rank for rank in range(self._num_ranks[worker]) if watch.silence_s(now_s, rank) > limit_s]
+        found = [rank for rank in self._launcher.stopped(worker) if rank in silent] if silent else []
+        return (found[0], watch.silence_s(now_s, found[0])) if found else None
 
     def said_goodbye(self, worker: str) -> list[Event]:
         """A worker leaves, and nobody has told it to: it failed, and could not say why."""

@@ -1,6 +1,7 @@
 """Does a worker hang? From its beats: what tells one that is stuck from one that has much to do.
 
     silent     no beat, which a thread of its own sends: the process is stopped, or something keeps the interpreter's lock
+    stopped    silent, and its host says that a signal stopped it: one that waits for a processor is not, so less patience is enough
     idle       beats, but its main loop makes no turn, and no thread uses the processor: it waits for what does not come
     endless    beats and uses the processor, but one turn lasts longer than the run settings allow
 
@@ -60,6 +61,10 @@ class Watch:
         """The rank after the first that is silent; 0: none is."""
         quietest = min(self._ranks_seen_s, key=self._ranks_seen_s.__getitem__, default=0)
         return quietest if quietest and now_s - self._ranks_seen_s[quietest] > self._hung_after_s else 0
+
+    def silence_s(self, now_s: float, rank: int) -> float:
+        """For how long nothing was heard of a rank."""
+        return now_s - (self._ranks_seen_s[rank] if rank else self._seen_s)
 
     def why_hung(self, now_s: float) -> str:
         """How it hangs; empty if it does not."""

@@ -95,6 +95,10 @@ class Launcher(ABC):
     def pid(self, worker: str) -> int:
         """On its host; 0: not known yet."""
 
+    def stopped(self, worker: str) -> tuple[int, ...]:  # Who can't look at processes says that none is.
+        """Ranks of a worker that stand still, because a signal has stopped them."""
+        return ()
+
     @abstractmethod
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         """Wait for these workers to end, then end all that do not, and remove what they may have left. May be called twice."""
@@ -227,6 +231,9 @@ class LocalLauncher(Launcher):
 
     def pid(self, worker: str) -> int:
         return self._processes[worker].pid
+
+    def stopped(self, worker: str) -> tuple[int, ...]:
+        return self._processes[worker].stopped
 
     def blame(self, worker: str, rank: int) -> None:
         self._processes[worker].rank = rank

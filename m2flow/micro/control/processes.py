@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, final
 
 import msgspec
+import psutil
 
 from m2flow.engines.gpus import gpus_from
 from m2flow.micro.control.spawning import how_ended, kill_group, spawn
@@ -87,6 +88,11 @@ class Processes:
         """Of the rank that is spoken of."""
         return self._ranks[self.rank].pid
 
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """Ranks that a signal has stopped, as SIGSTOP does. A debugger's are others, and who only waits for a processor is not stopped."""
+        return tuple(rank for rank, pid in enumerate(self.pids) if _is_stopped(pid))
+
     def how_ended(self) -> str:
         """In words; empty while it runs. Ranks after the first end in order when the first has let them go."""
         if self._how:
@@ -117,6 +123,13 @@ class Processes:
         while not (how := self.how_ended()):
             time.sleep(_LOOKS_S)
         return how
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:  # It has ended.
+        return False
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -54,6 +54,8 @@ class _Hosted:
     """It ended."""
     rank: int = 0
     """That it ended for, or that hangs."""
+    stopped: tuple[int, ...] = ()
+    """Ranks, when its agent last answered."""
     pending: Any = None
     closing: list[Any] = field(default_factory=list)
 
@@ -163,6 +165,9 @@ class RayLauncher(Launcher):
         hosted = self._hosted.get(worker)
         return hosted.started.pid if hosted is not None and hosted.started is not None else 0
 
+    def stopped(self, worker: str) -> tuple[int, ...]:
+        return self._hosted[worker].stopped
+
     def blame(self, worker: str, rank: int) -> None:
         self._hosted[worker].rank = rank
 
@@ -266,6 +271,7 @@ class RayLauncher(Launcher):
         else:
             for rank, printed in answer.printed.items():
                 self._log(hosted.worker, rank, printed)
+            hosted.stopped = answer.stopped
             if answer.how:
                 hosted.rank = hosted.rank or answer.rank
                 self._note_end(hosted, answer.how)
