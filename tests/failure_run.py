@@ -53,7 +53,7 @@ def main(runs_dir: str, *arguments: str) -> None:
         device="cpu",
         cores=4,
         rollout=RolloutSpec(engine=given.pop("engine", "embedded"), workers=2, threads=1),
-        train=TrainSpec(threads=1, token_budget=200),
+        train=TrainSpec(engine=given.pop("trainer", "embedded"), threads=1, token_budget=200),
         functions=FunctionSpec(workers=1, chunk=64),
         storage=StorageSpec.model_validate(given.pop("storage", {})),
     )

@@ -5,17 +5,24 @@ Ray's wheel has such a provider, and not the file that its own cluster of such n
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import ray_start
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
+
+_SLOWER = 3
+"""A node ends that has waited 15 seconds for its own agent, whatever is set, and who waits for the node does not see it. So it is given up
+after a while, and the autoscaler asks for another."""
+_ONE_AT_A_TIME = threading.Lock()
+"""The autoscaler has several threads, and patience is the process's."""
 
 
 class PatientNodes(FakeMultiNodeProvider):  # type: ignore[misc]
     """Processes of this machine, each a node of the cluster, that may take long to come up."""
 
     def create_node_with_resources_and_labels(self, *arguments: Any, **more: Any) -> None:
-        with ray_start.patient():
+        with _ONE_AT_A_TIME, ray_start.patient(_SLOWER):
             super().create_node_with_resources_and_labels(*arguments, **more)
 
 

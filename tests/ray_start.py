@@ -19,10 +19,10 @@ _SLOWER = 20
 
 
 @contextlib.contextmanager
-def patient() -> Iterator[None]:
-    """Nodes that are started inside may take that long."""
-    slow = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() / _SLOWER})
-    longer = {"RAY_raylet_start_wait_time_s": str(30 * _SLOWER)}
+def patient(slower: int = _SLOWER) -> Iterator[None]:
+    """Nodes that are started inside may take that many times as long."""
+    slow = types.SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() / slower})
+    longer = {"RAY_raylet_start_wait_time_s": str(30 * slower)}
     with mock.patch("ray._private.node.time", slow), mock.patch.dict(os.environ, longer):
         yield
 

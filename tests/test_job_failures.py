@@ -20,8 +20,11 @@ import psutil
 import pytest
 from cramped import registered
 from held_job import Job, check, end, ended, wait_until
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+LR = 2e-4
+"""Of the job's updates by rewards."""
 
 
 def process_of(process: subprocess.Popen[str], name: str) -> psutil.Process:
@@ -136,3 +139,15 @@ def test_rollout_engines_without_memory(tmp_path: Path) -> None:
     check(said)
     logs = "".join(log.read_text() for log in tmp_path.glob("runs/*/logs/rollout-*.log"))
     assert "samples wait again, and fewer decode together" in logs
+
+
+def test_a_trainer_without_memory(tmp_path: Path) -> None:
+    """The bits of a sum go by how it is cut, so these weights are the others within a part of one step of AdamW."""
+    whole = Job(tmp_path / "undisturbed").run()
+    said = Job(tmp_path / "cramped", 'trainer="cramped-train"', environment=registered(tmp_path, 3)).run()
+    assert (said.get("error"), said["count"], said["is_sound"]) == (None, whole["count"], True)
+    assert "micro_batches_halved" in Path(said["run_dir"], "metrics.jsonl").read_text()
+    assert "micro_batches_halved" not in Path(whole["run_dir"], "metrics.jsonl").read_text()
+    expected, weights = (load_file(Path(one["run_dir"], "checkpoints/final/policy/model.safetensors")) for one in (whole, said))
+    for name, tensor in expected.items():
+        assert float((tensor - weights[name]).abs().mean()) < 0.02 * LR, name
