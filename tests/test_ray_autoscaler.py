@@ -26,8 +26,8 @@ from disturbing import PATIENCE_S, same, started, undisturbed
 from m2flow.cli.main import cli
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1500),
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is missing; `make rest` installs it in .venv-full"),
 ]
 
