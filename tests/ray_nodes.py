@@ -6,14 +6,12 @@ Ray's wheel has such a provider, and not the file that its own cluster of such n
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import ray_start
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
-_SLOWER = 3
-"""A node ends that has waited 15 seconds for its own agent, whatever is set, and who waits for the node does not see it. So it is given up
-after a while, and the autoscaler asks for another."""
 _ONE_AT_A_TIME = threading.Lock()
 """The autoscaler has several threads, and patience is the process's."""
 
@@ -22,8 +20,8 @@ class PatientNodes(FakeMultiNodeProvider):  # type: ignore[misc]
     """Processes of this machine, each a node of the cluster, that may take long to come up."""
 
     def create_node_with_resources_and_labels(self, *arguments: Any, **more: Any) -> None:
-        with _ONE_AT_A_TIME, ray_start.patient(_SLOWER):
-            super().create_node_with_resources_and_labels(*arguments, **more)
+        with _ONE_AT_A_TIME:
+            ray_start.persistently(partial(super().create_node_with_resources_and_labels, *arguments, **more))
 
 
 def config(address: str, *, cpus: int, most: int, idle_s: float) -> dict[str, object]:

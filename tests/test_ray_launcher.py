@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,10 @@ def cluster() -> Iterator[Any]:
 
     cluster = Cluster()
     try:
-        with ray_start.patient():
-            cluster.add_node(wait=False, num_cpus=0, include_dashboard=False)
-            cluster.add_node(wait=False, num_cpus=4, resources={"trains": 1})
-            for _ in range(2):
-                cluster.add_node(wait=False, num_cpus=1, resources={"samples": 1})
+        ray_start.persistently(partial(cluster.add_node, wait=False, num_cpus=0, include_dashboard=False))
+        ray_start.persistently(partial(cluster.add_node, wait=False, num_cpus=4, resources={"trains": 1}))
+        for _ in range(2):
+            ray_start.persistently(partial(cluster.add_node, wait=False, num_cpus=1, resources={"samples": 1}))
         cluster.wait_for_nodes(PATIENCE_S)
         yield cluster
     finally:
