@@ -12,7 +12,7 @@ from typing import Literal, NoReturn, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from m2flow.errors import SpecError
 
@@ -397,8 +397,7 @@ class RunSettings(_Strict):
     record_every: int = Field(1, ge=1)
     """How much of what repeats itself is recorded. 1: everything. N: N decode steps as one span, and one group in N sample by sample."""
     otlp: str = ""
-    """The URL of an OpenTelemetry collector, `http://HOST:4318`, that spans and metrics also go to. Empty: the one that
-    OTEL_EXPORTER_OTLP_ENDPOINT names, if it is set."""
+    """URL of an OpenTelemetry collector, `http://HOST:4318`, for spans and metrics. Empty: OTEL_EXPORTER_OTLP_ENDPOINT's, if set."""
     metrics_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
     """Where metrics go beside the run's directory. By default to TensorBoard's files, and to Weights & Biases and MLflow if they are
     installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI)."""
@@ -435,16 +434,12 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         spec = ClusterSpec.model_validate(data)
         return spec.model_copy(update={"devices": str(file.parent / spec.devices)}) if spec.devices else spec
     except ValidationError as error:
-        wrong = [(_place_of(root, names), names, one) for one in error.errors() for names in [_names_of(one)]]
+        paths = ([str(part) for part in one.get("ctx", {}).get("at", one["loc"])] for one in error.errors())  # From the outermost field.
+        wrong = [(_place_of(root, names), names, one) for names, one in zip(paths, error.errors(), strict=True)]
         (line, column), names, first = min(wrong, key=lambda found: found[0])
         is_unknown = first["type"] == "extra_forbidden"
         what = f"{'.'.join(names)}: {'no such field' if is_unknown else first['msg']}"
         raise SpecError(what, where=f"{path}:{line}:{column}", now=_nearest(names) if is_unknown else "") from None
-
-
-def _names_of(error: ErrorDetails) -> list[str]:
-    """The field that it is about, from the outermost."""
-    return [str(part) for part in error.get("ctx", {}).get("at", error["loc"])]
 
 
 def _refuse_twins(root: yaml.Node | None, path: str) -> None:
@@ -462,10 +457,8 @@ def _refuse_twins(root: yaml.Node | None, path: str) -> None:
             for key, value in node.value:
                 name, line = str(key.value), key.start_mark.line + 1
                 if name in lines:
-                    where = f"{path}:{line}:{key.start_mark.column + 1}"
-                    raise SpecError(
-                        f"{name} is said twice, in line {lines[name]} too", where=where, now="The last would count: leave one out."
-                    )
+                    where, now = f"{path}:{line}:{key.start_mark.column + 1}", "The last would count: leave one out."
+                    raise SpecError(f"{name} is said twice, in line {lines[name]} too", where=where, now=now)
                 lines[name] = line
                 waiting.append(value)
 
