@@ -18,8 +18,8 @@ class _Meta(msgspec.Struct, frozen=True):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[Span] = []
     routed_experts: str | None = None
-    cached_tokens: int = 0
-    num_retractions: int = 0
+    cached_tokens: int | None = None
+    num_retractions: int | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class SglangDialect(Dialect):
         if meta.finish_reason is None:
             return Heard(rid, chunk.output_ids, logprobs)
         said = (chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions), meta.routed_experts or "")
-        return Heard(rid, *said, num_cached=meta.cached_tokens, num_put_back=meta.num_retractions)
+        return Heard(rid, *said, num_cached=meta.cached_tokens or 0, num_put_back=meta.num_retractions or 0)
 
     def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
         return [{"rid": rid} for rid in rids]
