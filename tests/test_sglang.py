@@ -131,3 +131,17 @@ def test_a_server_whose_client_was_killed_while_weights_changed_goes_on_for_othe
 @pytest.mark.timeout(900)
 def test_the_main_job_learns_with_sglang(tmp_path: Path) -> None:
     served_cases.assert_the_main_job_learns(ROOT / "clusters" / "sglang-cpu.yaml", {"python": PYTHON, "env": OPTIONS["env"]}, tmp_path)
+
+
+def test_what_a_server_has_of_its_device_is_known_and_leaves_it_only_with_a_memory_saver(model: Model, urls: list[str]) -> None:
+    """On a CPU it has none. What it has of weights this small is nothing, to the thousandth of a GiB."""
+    engine = SglangRollout(model, EngineSettings(options={"url": urls[0]}))
+    with started(lambda settings: engine):
+        kv = engine.memory().kv
+        assert kv > 0
+        engine.offload()
+        assert engine.memory().kv == kv
+        engine._frees = True
+        assert engine.memory().kv == 0
+        engine.onload()
+        assert engine.memory().kv == kv

@@ -25,13 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
+from m2flow.engines.accounting import Memory
 from m2flow.engines.contract import Capabilities, EngineSettings, Generated, ParallelLayouts
 from m2flow.engines.jobs import Job
 from m2flow.engines.served_requests import Running
 from m2flow.engines.served_rollout import ServedRollout
 from m2flow.engines.server_client import Heard
 from m2flow.engines.server_process import Launch
-from m2flow.engines.sglang_dialect import SglangDialect
+from m2flow.engines.sglang_dialect import SglangDialect, memory_said
 from m2flow.engines.sglang_installed import SGLANG
 from m2flow.engines.sglang_options import OWN_OPTIONS, server_arguments
 from m2flow.engines.sglang_requests import Routing, request_body
@@ -70,12 +71,19 @@ class SglangRollout(ServedRollout):
         super().__init__(model, settings)
         self._into: IntoServer | None = None
         self._routing: Routing | None = None
+        self._has = Memory()
+        self._frees = False
         if self._options.is_set("deterministic_inference"):
             self.capabilities = replace(SglangRollout.capabilities, keyed_seeds=True)
 
     def rest(self) -> None:
         """As `offload`, with the cache's memory alone."""
         self._make_room("kv_cache")
+
+    def memory(self) -> Memory:
+        """As the server has said when it came up, less what it has released."""
+        away = self._away if self._frees else ()
+        return Memory(weights=self._has.weights * ("weights" not in away), kv=self._has.kv * ("kv_cache" not in away))
 
     def _meet(self, config: Any) -> None:
         self._routing = Routing.of(config) if self._options.is_set("routed_experts") else None
@@ -88,6 +96,7 @@ class SglangRollout(ServedRollout):
         info = self._call("/server_info")
         if self._routing and not info.get("enable_return_routed_experts"):
             raise EngineError(f"the SGLang server at {self.url} does not return routed experts", now="Start it with that argument.")
+        self._has, self._frees = memory_said(info), bool(info.get("enable_memory_saver"))
         if self._server is None:
             with contextlib.suppress(EngineError):  # Refused, unless who had it before was killed within a change of weights.
                 self._call("/end_weight_update", {})

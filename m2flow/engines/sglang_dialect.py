@@ -6,10 +6,11 @@ Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, mana
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import msgspec
 
+from m2flow.engines.accounting import Memory
 from m2flow.engines.server_client import Dialect, FinishReason, Heard, Span, words_of
 
 
@@ -55,3 +56,17 @@ class SglangDialect(Dialect):
 
     def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
         return [{"rid": rid} for rid in rids]
+
+
+def memory_said(info: Mapping[str, Any]) -> Memory:
+    """What a server holds of its first device, by `/server_info`, which counts in GiB, to the thousandth. Nothing, if it does not say.
+
+    >>> memory_said({"internal_states": [{"memory_usage": {"weight": 2.5, "kvcache": 40.0}}]}).words()
+    'kv 40.00 GiB, weights 2.50 GiB'
+    >>> memory_said({}).words()
+    'nothing'
+    """
+    states = info.get("internal_states") or [{}]
+    usage = states[0].get("memory_usage") or {}
+    weights, kv = (round(max(float(usage.get(name) or 0.0), 0.0) * 2**30) for name in ("weight", "kvcache"))
+    return Memory(weights=weights, kv=kv)
