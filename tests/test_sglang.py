@@ -134,7 +134,7 @@ def test_the_main_job_learns_with_sglang(tmp_path: Path) -> None:
 
 
 def test_what_a_server_has_of_its_device_is_known_and_leaves_it_only_with_a_memory_saver(model: Model, urls: list[str]) -> None:
-    """On a CPU it has none. What it has of weights this small is nothing, to the thousandth of a GiB."""
+    """On a CPU it has none."""
     engine = SglangRollout(model, EngineSettings(options={"url": urls[0]}))
     with started(lambda settings: engine):
         kv = engine.memory().kv
