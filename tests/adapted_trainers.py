@@ -90,6 +90,23 @@ def check_references_compute_from_the_policys_weights(model: Model, policy: Trai
             assert said(other.logprobs(batch), then) < 1e-5
 
 
+def check_what_was_copied_of_a_policy_is_in_a_checkpoint(model: Model, make: Callable[[], TrainEngine], tmp_path: Path) -> None:
+    batch = samples(VOCABULARY)
+    with started(EmbeddedTrain(model, EngineSettings())) as policy:
+        step(policy, batch)
+        with started(make()) as reference:
+            before = reference.logprobs(batch)
+            reference.copy_from(policy)
+            then = policy.logprobs(batch)
+            assert said(reference.logprobs(batch), then) < 1e-5
+            reference.save(str(tmp_path / "reference"))
+    with started(make()) as resumed:
+        assert said(resumed.logprobs(batch), before) < 1e-5
+        resumed.load(str(tmp_path / "reference"))
+        assert said(resumed.logprobs(batch), then) < 1e-5
+    assert said(before, then) > 1e-4
+
+
 def said(one: Batch, other: Batch) -> float:
     """How far the log-probabilities are apart, norm-relative."""
     return distance(*({"": np.asarray(rows.ragged("reference_logprobs").values)} for rows in (one, other)))

@@ -17,6 +17,7 @@ from adapted_trainers import (
     adapted_model,
     check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer,
     check_references_compute_from_the_policys_weights,
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint,
 )
 from test_scalar_heads import random_model
 from test_train_engines import SMALL, VOCABULARY, write_model
@@ -76,6 +77,12 @@ def test_references_compute_from_an_adapted_policys_weights(
 ) -> None:
     model = adapted_model(tmp_path / "model")
     check_references_compute_from_the_policys_weights(model, deepspeed(model, num_ranks, followers, **options), tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+def test_a_reference_that_has_weights_of_its_own_saves_what_it_took_of_an_adapted_policy(followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint(model, lambda: deepspeed(model, 1, followers, zero=2), tmp_path)
 
 
 def test_the_weights_beside_adapters_are_not_rounded(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from adapted_trainers import (
     adapted_model,
     check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer,
     check_references_compute_from_the_policys_weights,
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,6 +126,12 @@ def test_references_compute_from_an_adapted_policys_weights(options: dict[str, o
     model = adapted_model(tmp_path / "model")
     policy = Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
     check_references_compute_from_the_policys_weights(model, policy, tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+def test_a_reference_that_has_weights_of_its_own_saves_what_it_took_of_an_adapted_policy(followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint(model, lambda: spread(model, 1, followers), tmp_path)
 
 
 def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:

@@ -198,7 +198,8 @@ class DeepSpeedTrain(RankedTrain):
             yield from checkpoint_tensors(self._model, name, tensor)
 
     def copy_from(self, source: TrainEngine) -> None:
-        """Take another trainer's weights, one after the other; what it lacks stays. Collective."""
+        if self._took_adapters(source):
+            return
         given, waiting = iter(source.weights()), dict[str, Tensor]()
         for name, tensor in self._tensors.items():
             if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.

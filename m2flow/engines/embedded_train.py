@@ -171,6 +171,15 @@ class EmbeddedTrain(TrainEngine):
         for name, tensor in lora.whole_state(self._model, self._whole, adds=False):
             yield from checkpoint_tensors(self._model, name, tensor.detach())
 
+    def _took_adapters(self, source: TrainEngine) -> bool:
+        """Take the other's adapters, if nothing else tells the two apart: what is beside them is in no checkpoint of an adapted model."""
+        if not isinstance(source, EmbeddedTrain) or source._source.lora is None or self._source.lora != source._source.lora:
+            return False
+        if (self._source.path, self._source.head) != (source._source.path, source._source.head):
+            return False
+        self.put_adapters(source.adapter_values())
+        return True
+
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         """All of one of the model's tensors; where ranks hold parts, this is collective."""
         return nullcontext(tensor)

@@ -101,6 +101,8 @@ class FsdpTrain(RankedTrain):
         return contextlib.nullcontext(whole(tensor).detach())
 
     def copy_from(self, source: TrainEngine) -> None:
+        if self._took_adapters(source):
+            return
         given, waiting = iter(source.weights()), dict[str, Tensor]()
         for name, tensor in _named_weights(self._model):
             if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.
