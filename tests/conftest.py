@@ -36,6 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("m2flow")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """What tests share, and scripts that they start, are no tests; some need an extra, or arguments."""
+    return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if config.getoption("--long"):
