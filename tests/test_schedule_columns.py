@@ -90,6 +90,7 @@ def test_rows_hold_every_interval_once_in_order_and_disjoint(pairs: list[tuple[i
 
 
 @example([(0, 4), (19, 60), (19, 60), (59, 0), (0, 1)], 1, 181, 1)
+@example([(0, 29), (0, 2)], 1, 28, 2)
 @given(_Pairs, st.integers(1, 40), st.integers(0, 400), st.integers(1, 400))
 def test_a_window_covers_what_is_in_it_with_few_bars(pairs: list[tuple[int, int]], width: int, begin: int, wide: int) -> None:
     gaps = np.array([a % 20 for a, _ in pairs], np.int64)

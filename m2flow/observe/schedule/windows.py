@@ -57,10 +57,10 @@ def bars_in(starts: IntArray, ends: IntArray, kinds: IntArray, window: Window) -
     last = max(first, last)
     s, e, k = starts[first:last], ends[first:last], kinds[first:last]
     index = np.arange(first, last)
-    if not window.width or len(s) <= window.width:
-        return Bars(s, e, k, np.ones(len(s), np.int64), np.ones(len(s)), index)
-    pixel = max((window.end - window.start) / window.width, 1.0)
+    pixel = max((window.end - window.start) / window.width, 1.0) if window.width else 0.0
     is_wide = e - s >= pixel
+    if not window.width or len(s) <= window.width or is_wide.all():
+        return Bars(s, e, k, np.ones(len(s), np.int64), np.ones(len(s)), index)
     wide = np.flatnonzero(is_wide)
     narrow = np.flatnonzero(~is_wide)
     bucket = np.clip((s[narrow] - window.start) / pixel, 0, window.width).astype(np.int64)
