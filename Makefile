@@ -35,7 +35,7 @@ sglang-cpu: $(SGLANG)/.installed ## An interpreter with SGLang on a CPU, for tes
 
 vllm-cpu: $(VLLM)/.installed ## An interpreter with vLLM on a CPU, likewise (2.5 GB). No other target builds it.
 
-test: lint types core ## The core checks: format, lint, types, tests, doctests. About twelve minutes on two cores.
+test: lint types core ## The core checks: format, lint, types, tests, doctests. About ten minutes on two cores.
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
