@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import ray_start
 from disturbing import PATIENCE_S
+from ports import free_ports
 
 HERE, THERE = (f"10.77.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
 _ALL_PROTOCOLS = 3
@@ -138,7 +139,7 @@ def ray_over(cable: Cable, *, cpus_here: int, cpus_there: int) -> Iterator[tuple
     """A Ray cluster of this network and that at the other end, with a token of its own; its address, and the environment of who uses it."""
     with tempfile.TemporaryDirectory(prefix="m2ray", dir="/tmp", ignore_cleanup_errors=True) as directory:
         ray = [sys.executable, str(ray_start.SCRIPT), "start", "--block", "--disable-usage-stats"]
-        port = _free_port()
+        (port,) = free_ports(1)
         token = Path(directory, "token")
         token.write_text(secrets.token_hex(32))
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -163,12 +164,6 @@ def ray_over(cable: Cable, *, cpus_here: int, cpus_there: int) -> Iterator[tuple
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return int(probe.getsockname()[1])
 
 
 def until_started(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import pytest
 import ray_start
 from click.testing import CliRunner
 from disturbing import PATIENCE_S, same, started, undisturbed
+from ports import free_ports
 
 from m2flow.cli.main import cli
 
@@ -57,9 +57,7 @@ class Growing(NamedTuple):
 def growing() -> Iterator[Growing]:
     import ray_nodes
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    (port,) = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="m2ray", dir="/tmp", ignore_cleanup_errors=True) as directory:
         token, config, said = (Path(directory, name) for name in ("token", "nodes.yaml", "said.log"))
         token.write_text(secrets.token_hex(32))

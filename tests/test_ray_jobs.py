@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import pytest
 import ray_start
 from disturbing import PATIENCE_S, SCRIPT, run, same, undisturbed
+from ports import free_ports
 
 SPEC = """
 name: submitted
@@ -47,14 +47,6 @@ class Head(NamedTuple):
     dashboard: str
     client: str
     environment: dict[str, str]
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @pytest.fixture(scope="module")
