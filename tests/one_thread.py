@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
-from m2flow.macro.flow import Flow, randomness_kept
+from m2flow.macro.flow import Flow
+from m2flow.macro.randomness import randomness_kept
 from m2flow.micro import messages as m
 from m2flow.micro.control.controller import Controller, Post
 from m2flow.micro.control.crew import Crew

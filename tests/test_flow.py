@@ -13,7 +13,7 @@ import pytest
 
 from m2flow import Dataset, Flow, Policy, Reference, Reward, Sample, flow, load_flow, op, ppo_clip, steps
 from m2flow.errors import FlowError, FlowLoadError, OptionError, TraceError
-from m2flow.macro.flow import randomness_kept, seed_everything
+from m2flow.macro.randomness import randomness_kept, seed_everything
 from m2flow.macro.tracing import trace
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import sys
 import types
@@ -109,6 +110,8 @@ def test_a_worker_says_the_most_that_its_process_has_taken_and_again_only_when_i
 
 def test_what_was_taken_can_be_said_while_another_thread_loads_torch(monkeypatch) -> None:
     half_loaded = types.ModuleType("torch")
+    half_loaded.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+    half_loaded.__spec__._initializing = True
     monkeypatch.setitem(sys.modules, "torch", half_loaded)
     peak, of = peak_bytes()
     assert peak > 0

@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from m2flow.errors import TraceError
-from m2flow.macro.flow import Flow, seed_everything
+from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph, Observation
+from m2flow.macro.randomness import seed_everything
 from m2flow.macro.session import Backend, Session, recording
 from m2flow.recipe import Model
 

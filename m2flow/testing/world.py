@@ -19,8 +19,9 @@ from m2flow.channels.contract import Parcel
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.errors import InternalError, M2FlowError, error_from_record
 from m2flow.macro.eager import EagerBackend, number_of
-from m2flow.macro.flow import Flow, randomness_kept
+from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph, Observation
+from m2flow.macro.randomness import randomness_kept
 from m2flow.macro.session import Backend
 from m2flow.macro.sites import user_site
 from m2flow.macro.tracing import trace

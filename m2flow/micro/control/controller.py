@@ -138,10 +138,10 @@ class Controller:
         self._rows = RowStore()
         self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, warn)
         self._staffing = Staffing(spec, plan, self._crew, self._scheduler, journal)
-        self._second_look = SecondLook(plan, spec, launcher.log_path("").parent.parent, journal, choose)
+        self._second_look = SecondLook(plan, spec, launcher.run_dir, journal, choose)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
-        self._custody = Custody(journal, launcher.log_path("").parent.parent, self._calls)
+        self._custody = Custody(journal, launcher.run_dir, self._calls)
         self._deadlines, self._waiting = Deadlines(), Waiting()
         self._consuming: dict[int, m.Accumulate] = {}
         self._wanted: set[int] = set()
@@ -226,7 +226,7 @@ class Controller:
 
     def _run(self) -> None:
         try:
-            with naming_a_full_disk(self._launcher.log_path("").parent.parent):
+            with naming_a_full_disk(self._launcher.run_dir):
                 self._launcher.start(self._address)  # Here, where no Ctrl-C can come between a process and the note of it.
                 while not self._is_stopping:
                     self._turn()

@@ -132,19 +132,25 @@ class Siblings(Predictor):
         if (~cut).sum() < _FEW:
             return
         self._is_fitted = True
-        for is_last in (False, True) if len(self._codes) > 1 else (True,):
-            logs = np.concatenate([step.beside(self._shifts) for step in steps])
-            self._mean, self._deviation = fit_cut_normal(logs[~cut], logs[cut])
-            if not is_last:
-                self._shift(logs, cut, np.concatenate([step.difficulties[step.prompts] for step in steps]))
+        self._fit_all(steps, cut)
+        if len(self._codes) > 1:
+            self._fit_shifts(steps, cut)
+            self._fit_all(steps, cut)
         likely = [
             sum(float(_log_sums(step.log_likelihood(self._mean, self._deviation, icc, self._shifts)).sum()) for step in steps)
             for icc in _ICCS
         ]
         self.icc = _ICCS[int(np.argmax(likely))]
 
-    def _shift(self, logs: FloatArray, cut: npt.NDArray[np.bool_], difficulties: npt.NDArray[np.int64]) -> None:
+    def _fit_all(self, steps: list[_Answers], cut: npt.NDArray[np.bool_]) -> None:
+        """The mean and deviation of all lengths, beside what is expected of their difficulty."""
+        logs = np.concatenate([step.beside(self._shifts) for step in steps])
+        self._mean, self._deviation = fit_cut_normal(logs[~cut], logs[cut])
+
+    def _fit_shifts(self, steps: list[_Answers], cut: npt.NDArray[np.bool_]) -> None:
         """How much longer answers to prompts of each difficulty were; a cut one stands for what is expected of those beyond."""
+        logs = np.concatenate([step.logs for step in steps])
+        difficulties = np.concatenate([step.difficulties[step.prompts] for step in steps])
         beyond = self._mean + self._deviation * hazard((logs - self._mean) / self._deviation)
         longer = np.where(cut, beyond, logs) - self._mean
         sums, counts = (np.bincount(difficulties, weights, len(self._codes)) for weights in (longer, None))

@@ -17,9 +17,9 @@ import numpy as np
 from m2flow.engines.contract import EngineSettings
 from m2flow.errors import InternalError
 from m2flow.macro.eager import Deferred
-from m2flow.macro.flow import randomness_kept
 from m2flow.macro.graph import Call
 from m2flow.macro.late import carries, is_cut, num_late
+from m2flow.macro.randomness import randomness_kept
 from m2flow.micro.lowering.packing import cut
 from m2flow.micro.lowering.placement import check_place, places
 from m2flow.micro.plan import Plan

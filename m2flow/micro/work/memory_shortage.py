@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import re
 import resource
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from m2flow.engines.accounting import Memory, size_of
 from m2flow.errors import M2FlowError, OutOfMemory, is_out_of_memory
+from m2flow.macro.randomness import loaded_torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,9 +65,9 @@ def accounted(kind: str) -> Callable[[Callable[Concatenate[H, P], R]], Callable[
 
 def peak_bytes() -> tuple[int, Literal["GPU", "host"]]:
     """The most that this process has taken so far, and of what: of its GPU if torch has used one, else of the host."""
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # While another thread loads torch, it has no such part yet.
-    if cuda is not None and cuda.is_initialized():
-        return int(cuda.max_memory_allocated()), "GPU"
+    torch = loaded_torch()
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated()), "GPU"
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"
 
 
