@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from seating import beside_the_trainer
 from simulated import Given, cluster, leased, ran
 from simulated import plain as simulated_flow
 from test_find_plan import grpo
@@ -33,37 +33,19 @@ from m2flow.micro.search.choice import Choice
 from m2flow.micro.search.explaining import explain
 from m2flow.micro.search.finding import find_plan
 from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
-from m2flow.testing import world
 from m2flow.testing.plain_costs import NOTHING, PlainCosts
 from m2flow.testing.random_programs import difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread for a dozen numbers; a deadlock is one after seconds."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(world, "MAX_TURNS", 50_000)
-    yield
-    torch.set_num_threads(num_threads)
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def ahead(share: float, *names: str) -> Callable[[Plan], Plan]:
-    """Of a split plan: these rollout workers are on the trainer's devices, and it comes at a share of their samples."""
-
-    def seated(plan: Plan) -> Plan:
-        workers = []
-        for worker in plan.workers:
-            if worker.name in (*names, "train-0"):
-                slots = [msgspec.structs.replace(s, comes_at=share if s.kind == "train" else 0.0) for s in worker.engines]
-                worker = msgspec.structs.replace(worker, lease="shared", engines=tuple(slots))
-            workers.append(worker)
-        return msgspec.structs.replace(plan, workers=tuple(workers)).verify()
-
-    return seated
+    """It comes at a share of their samples."""
+    return beside_the_trainer(*names, train={"comes_at": share})
 
 
 @pytest.fixture

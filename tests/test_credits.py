@@ -5,13 +5,8 @@ The real scheduler and workers in one thread, with channels so small that everyt
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgspec
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +22,6 @@ from m2flow.micro.rollouts.policies import POLICIES
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.waiting import Wait, ring_of_waits
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing import world
 from m2flow.testing.programs import Program
 from m2flow.testing.random_programs import clusters, difference, programs, timed_programs
 from m2flow.testing.world import run_eager, run_planned
@@ -36,16 +30,8 @@ NUM_CASES = 60
 TIMES_LONG = 40
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(world, "MAX_TURNS", 50_000)
-    if Path("/dev/shm").is_dir():
-        monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
-    yield
-    torch.set_num_threads(num_threads)
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def share_of_sevens(sample: Sample) -> float:

@@ -6,12 +6,9 @@ Real scheduler, real workers, fake engines in exact integers; programs, clusters
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from machine_lines import random_walk
@@ -29,7 +26,7 @@ from m2flow.micro.rollouts.predictors import EarlierSteps
 from m2flow.micro.rollouts.siblings import Siblings
 from m2flow.micro.scheduling.placing import Placing
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
-from m2flow.testing import adversary, world
+from m2flow.testing import adversary
 from m2flow.testing.random_programs import clusters, difference, policies, programs, scheduled, timed_programs
 from m2flow.testing.scheduler_model import Model
 from m2flow.testing.world import run_eager, run_planned
@@ -51,16 +48,8 @@ def many(config: pytest.Config) -> settings:
     return settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A deadlock is one after seconds, files of small runs need no disk, and a dozen numbers no threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(world, "MAX_TURNS", 50_000)
-    if Path("/dev/shm").is_dir():
-        monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
-    yield
-    torch.set_num_threads(num_threads)
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @flow

@@ -8,13 +8,10 @@ decided, and the program itself counts which versions each sample may have. `--l
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_coming_ahead import ahead
@@ -22,7 +19,6 @@ from test_lending import lent
 
 from m2flow.micro.plan import Plan
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
-from m2flow.testing import world
 from m2flow.testing.account import Account
 from m2flow.testing.programs import (
     Actor,
@@ -48,17 +44,8 @@ TIMES_LONG = 20
 
 orders = st.integers(0, 2**30)
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What makes a small run slow: torch's threads for a dozen numbers, files on a disk. And a deadlock is one after seconds."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(world, "MAX_TURNS", 50_000)
-    if Path("/dev/shm").is_dir():
-        monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
-    yield
-    torch.set_num_threads(num_threads)
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def seating(spec: ClusterSpec, how: str, share: float) -> Callable[[Plan], Plan]:

