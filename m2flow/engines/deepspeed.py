@@ -33,11 +33,10 @@ from torch import Tensor
 
 from m2flow.engines import allocator, autotp, checkpoint, compiling, deepspeed_options, lora, packing, scalar_head, ulysses
 from m2flow.engines.adamw import learning_rate
-from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
+from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
 from m2flow.engines.demonstrations import Demonstrations
 from m2flow.engines.drive import Drive
 from m2flow.engines.hf_model import load_model, load_tokenizer, use_threads
-from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.ranked_train import RankedTrain, Root
 from m2flow.engines.recipe_adamw import RecipeAdamW, packed_state, unpacked_state
 from m2flow.engines.recomputing import recompute_layers
@@ -192,29 +191,6 @@ class DeepSpeedTrain(RankedTrain):
         if self._num_pending:
             self._step()  # With nothing due, it only clears.
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole on every rank, one after the other; where ranks hold parts, all go through them together."""
-        for name, tensor in lora.whole_state(self._model, self._whole):
-            yield from checkpoint_tensors(self._model, name, tensor)
-
-    def copy_from(self, source: TrainEngine) -> None:
-        if self._took_adapters(source):
-            return
-        given, waiting = iter(source.weights()), dict[str, Tensor]()
-        for name, tensor in self._tensors.items():
-            if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.
-                continue
-            with self._whole(tensor) as held:
-                full = held.clone()
-            for part, view in checkpoint_tensors(self._model, name, full):
-                while part not in waiting and (found := next(given, None)) is not None:
-                    waiting[found[0]] = found[1].clone()
-                if part in waiting:
-                    view.copy_(waiting.pop(part))
-            self._set(tensor, full)
-        for _ in given:  # All ranks go to the end.
-            pass
-
     def save(self, path: str) -> None:
         """In the format of the embedded trainer, which can go on from it, as can any number of ranks in any stage."""
         is_first = self._ranks.rank == 0
@@ -319,8 +295,10 @@ class DeepSpeedTrain(RankedTrain):
             part = self._part(tensor, value).to(self._settings.device, torch.float32).contiguous()
             self._library.utils.safe_set_full_fp32_param(tensor, part)
 
+    def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return self._tensors.items()
+
     def _set(self, tensor: Tensor, value: Tensor) -> None:
-        """Give one of the model's tensors another value, which every rank has whole."""
         self._fill(tensor, value)
         if self._options.zero and tensor.requires_grad:
             self._set_master(tensor, value)

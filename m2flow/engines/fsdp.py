@@ -29,8 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from m2flow.engines import checkpoint, lora, scalar_head, spread_files, tensor_parallel
 from m2flow.engines.adamw import Optimizers
-from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts, TrainEngine
-from m2flow.engines.hf_names import checkpoint_tensors
+from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
 from m2flow.engines.ranked_train import RankedTrain, Root
 from m2flow.engines.spread import spread_like, whole
 from m2flow.errors import EngineError
@@ -92,30 +91,19 @@ class FsdpTrain(RankedTrain):
             tensor_parallel.add_up(self._summed, self._mesh)
         return self._together(lambda: super(FsdpTrain, self).apply(optimizer, denominator))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole on every rank, one after the other; all ranks go through them together."""
-        for name, tensor in lora.whole_state(self._model, self._whole):
-            yield from checkpoint_tensors(self._model, name, tensor)
-
     def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(whole(tensor).detach())
 
-    def copy_from(self, source: TrainEngine) -> None:
-        if self._took_adapters(source):
-            return
-        given, waiting = iter(source.weights()), dict[str, Tensor]()
-        for name, tensor in _named_weights(self._model):
-            if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.
-                continue
-            full = whole(tensor).detach().clone()
-            for part, view in checkpoint_tensors(self._model, name, full):
-                while part not in waiting and (found := next(given, None)) is not None:
-                    waiting[found[0]] = found[1]  # Whole ones are new each time, so they stay as they are.
-                if part in waiting:
-                    view.copy_(waiting.pop(part))
-            tensor.detach().copy_(spread_like(full, tensor))
-        for _ in given:  # All ranks go to the end.
-            pass
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """A tied one once. By object: parts of tensors may be empty, and share an address."""
+        seen: set[int] = set()
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        tensor.detach().copy_(spread_like(value, tensor))
 
     def save(self, path: str) -> None:
         """In the format of the embedded trainer, which can go on from it, as can any number of ranks. Rank 0 keeps what is gathered."""
@@ -132,7 +120,7 @@ class FsdpTrain(RankedTrain):
         """Each rank writes what it has."""
         is_first = self._ranks.rank == 0
         parts = path.with_name(f".{path.name}.parts")
-        tensors, state = checkpoint.marked(dict(_named_weights(self._model)), {"optimizers": self._optimizers.state()})
+        tensors, state = checkpoint.marked(dict(self._own_tensors()), {"optimizers": self._optimizers.state()})
         self._together(lambda: _emptied(parts) if is_first else None)
         self._together(lambda: spread_files.write_parts(parts, tensors, self._ranks.group))
         self._together(lambda: checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
@@ -172,15 +160,6 @@ def _layers(model: Any) -> list[torch.nn.Module]:
     if not found:
         raise EngineError(f"a {model.config.model_type!r} model does not say what its layers are", now="Use the train engine `embedded`.")
     return found
-
-
-def _named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """By Hugging Face name; a tied one comes once. By object: parts of tensors may be empty, and share an address."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
 
 
 def _whole_state(saved: Any, *, keeps: bool) -> Any:

@@ -10,7 +10,7 @@ one rank is an error of all, at the same place. How gradients add up over ranks,
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2flow.engines import packing, scalar_head
+from m2flow.engines import lora, packing, scalar_head
 from m2flow.engines.agreement import NO_AGREEMENT, Agreement
-from m2flow.engines.contract import EngineSettings, Objective, Sums
+from m2flow.engines.contract import EngineSettings, Objective, Sums, TrainEngine
 from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.ranks import Ranks, shares
 from m2flow.errors import EngineError, M2FlowError
 from m2flow.recipe import Model
@@ -50,6 +51,14 @@ class RankedTrain(EmbeddedTrain):
     def _backward(self, loss: Tensor) -> None:
         """Add this rank's gradients to those of the others, as a sum."""
 
+    @abstractmethod
+    def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The model's tensors, of which this rank may have parts, by name."""
+
+    @abstractmethod
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        """Give one of the model's tensors another value, which every rank has whole."""
+
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
         batch = self._demonstrations.tokenised(batch).in_order()
         num_masked = packing.num_masked(batch.ragged("loss_mask"))
@@ -68,6 +77,29 @@ class RankedTrain(EmbeddedTrain):
         """The agreement of all ranks' samples, in the order of ranks."""
         parts = self._ranks.gather(np.array([own.num_tokens, own.total, own.largest, own.total_k3], np.float64))
         return Agreement.of_all([Agreement(int(count), *map(float, numbers)) for count, *numbers in parts])
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole on every rank, one after the other; where ranks hold parts, all go through them together."""
+        for name, tensor in lora.whole_state(self._model, self._whole):
+            yield from checkpoint_tensors(self._model, name, tensor)
+
+    def copy_from(self, source: TrainEngine) -> None:
+        if self._took_adapters(source):
+            return
+        given, waiting = iter(source.weights()), dict[str, Tensor]()
+        for name, tensor in self._own_tensors():
+            if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.
+                continue
+            with self._whole(tensor) as held:
+                full = held.clone()
+            for part, view in checkpoint_tensors(self._model, name, full):
+                while part not in waiting and (found := next(given, None)) is not None:
+                    waiting[found[0]] = found[1].clone()  # It may be whole only until the next one.
+                if part in waiting:
+                    view.copy_(waiting.pop(part))
+            self._set(tensor, full)
+        for _ in given:  # All ranks go to the end.
+            pass
 
     def read_adapters(self, path: str) -> list[Tensor]:
         return self._together(lambda: super(RankedTrain, self).read_adapters(path))
