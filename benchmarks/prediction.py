@@ -31,6 +31,7 @@ import torch
 import transformers
 from sides.workload import FULL, SKEWED, Workload
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.flow import load_flow
 from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
@@ -44,7 +45,6 @@ from m2flow.micro.simulation.simulate import simulate
 from m2flow.observe.spans import Span
 from m2flow.observe.store import read_spans
 from m2flow.observe.summary import overlap_seconds
-from m2flow.spec import load_cluster
 
 _ROOT = Path(__file__).parent.parent
 _PLACEMENTS = {"time-shared": "placement: time-shared", "split": "placement: split\ntrain: {token_budget: 2048}"}

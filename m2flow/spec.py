@@ -1,20 +1,16 @@
 """The cluster spec and the run settings: what is there, and how a run is to be made. Never what it means (that is the flow's).
 
-clusters/laptop.yaml --load_cluster--> ClusterSpec --(m2flow.micro.lowering.lower)--> Plan
+clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.lowering.lower)--> Plan
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Literal, NoReturn
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
-
-from m2flow.errors import SpecError
 
 
 class _Strict(BaseModel):
@@ -290,8 +286,7 @@ class ClusterSpec(_Strict):
             known = ["rollout", "train", "functions", *self.pools]
             for name in self.ray.resources:
                 if name not in known:
-                    close = difflib.get_close_matches(name, known, 1)
-                    _contradiction(("ray", "resources", name), f"no kind of worker and no pool; {_guess(close, known)}")
+                    _contradiction(("ray", "resources", name), f"no kind of worker and no pool; {_guess(name, known)}")
         elif self.ray != RaySpec():
             _contradiction(("ray",), "the launcher is 'local'; say `launcher: ray`, or leave this out")
         elif self.transport == "ipc":
@@ -306,8 +301,7 @@ class ClusterSpec(_Strict):
             _contradiction(("rollout", "scale"), "nobody is spare, so nobody can join; say `spare: 2`, or leave it out")
         for name, pin in self.pin.items():
             if pin.pool is not None and pin.pool not in self.pools:
-                close = difflib.get_close_matches(pin.pool, self.pools, 1)
-                _contradiction(("pin", name, "pool"), f"there is no pool {pin.pool!r}; {_guess(close, list(self.pools))}")
+                _contradiction(("pin", name, "pool"), f"there is no pool {pin.pool!r}; {_guess(pin.pool, list(self.pools))}")
         return self
 
     @property
@@ -348,7 +342,8 @@ def _contradiction(field: tuple[str, ...], what: str) -> NoReturn:
     raise PydanticCustomError("contradiction", "{what}", {"what": what, "at": field})
 
 
-def _guess(close: list[str], known: list[str]) -> str:
+def _guess(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known) or 'none'}"
 
 
@@ -407,85 +402,3 @@ class RunSettings(_Strict):
 
 LAPTOP = ClusterSpec(name="laptop")
 """What runs when no spec is given: `clusters/laptop.yaml` says the same."""
-
-
-def load_cluster(path: str | Path) -> ClusterSpec:
-    """Read and check a YAML spec.
-
-    Raises:
-        SpecError: no such file, no YAML, or a field that does not exist or can't have its value, with its line.
-    """
-    file = Path(path)
-    try:
-        text = file.read_text()
-    except OSError as error:
-        raise SpecError(f"the cluster spec {path} can't be read: {error.strerror}", now="`ls clusters/` shows the examples.") from None
-    except UnicodeDecodeError as error:
-        raise SpecError(f"not YAML: {error}", where=str(path)) from None
-    try:
-        data = yaml.safe_load(text)
-        root = yaml.compose(text)
-    except yaml.YAMLError as error:
-        raise SpecError(f"not YAML: {error}", where=str(path)) from None
-    if not isinstance(data, dict):
-        raise SpecError("a cluster spec is a mapping, like `placement: split`", where=str(path))
-    _refuse_twins(root, str(path))
-    try:
-        spec = ClusterSpec.model_validate(data)
-        return spec.model_copy(update={"devices": str(file.parent / spec.devices)}) if spec.devices else spec
-    except ValidationError as error:
-        paths = ([str(part) for part in one.get("ctx", {}).get("at", one["loc"])] for one in error.errors())  # From the outermost field.
-        wrong = [(_place_of(root, names), names, one) for names, one in zip(paths, error.errors(), strict=True)]
-        (line, column), names, first = min(wrong, key=lambda found: found[0])
-        is_unknown = first["type"] == "extra_forbidden"
-        what = f"{'.'.join(names)}: {'no such field' if is_unknown else first['msg']}"
-        raise SpecError(what, where=f"{path}:{line}:{column}", now=_nearest(names) if is_unknown else "") from None
-
-
-def _refuse_twins(root: yaml.Node | None, path: str) -> None:
-    """YAML takes the last of two values of one field, and nobody would know."""
-    waiting, met = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if node in met:  # An alias.
-            continue
-        met.add(node)
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        if isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                name, line = str(key.value), key.start_mark.line + 1
-                if name in lines:
-                    where, now = f"{path}:{line}:{key.start_mark.column + 1}", "The last would count: leave one out."
-                    raise SpecError(f"{name} is said twice, in line {lines[name]} too", where=where, now=now)
-                lines[name] = line
-                waiting.append(value)
-
-
-def _place_of(node: yaml.Node | None, names: list[str]) -> tuple[int, int]:
-    """Line and column of a field, or of the innermost that it is in and that is there."""
-    line, column = 1, 1
-    for name in names:
-        if isinstance(node, yaml.SequenceNode) and name.isdecimal() and int(name) < len(node.value):
-            node = node.value[int(name)]
-            line, column = node.start_mark.line + 1, node.start_mark.column + 1
-        elif isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if key.value == name:
-                    line, column, node = key.start_mark.line + 1, key.start_mark.column + 1, value
-                    break
-            else:
-                break
-    return line, column
-
-
-def _nearest(names: list[str]) -> str:
-    model: type[BaseModel] = ClusterSpec
-    for name in names[:-1]:
-        inner = model.model_fields[name].annotation if name in model.model_fields else None  # Else it is a key of a mapping of models.
-        for part in (inner, *get_args(inner)):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                model = part
-    close = difflib.get_close_matches(names[-1], model.model_fields, 1)
-    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(model.model_fields)}."

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.cluster_schema import as_text, documentation
 from m2flow.cli.main import cli
-from m2flow.spec import ClusterSpec, load_cluster
+from m2flow.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,6 +9,7 @@ import yaml
 from click.testing import CliRunner
 
 from m2flow import load_flow
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.macro.tracing import trace
 from m2flow.micro.costs.extents import extents_of
@@ -16,7 +17,7 @@ from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
 from m2flow.micro.costs.pools import pools_of
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.search.workload import workload_of
-from m2flow.spec import ClusterSpec, WeightsSpec, load_cluster
+from m2flow.spec import ClusterSpec, WeightsSpec
 
 ROOT = Path(__file__).parents[1]
 SPECS = sorted((ROOT / "clusters").glob("*.yaml"))

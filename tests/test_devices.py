@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.errors import SpecError
 from m2flow.micro.costs.devices import device_list
 from m2flow.micro.costs.pools import GIB, pools_of
-from m2flow.spec import ClusterSpec, PoolSpec, load_cluster
+from m2flow.spec import ClusterSpec, PoolSpec
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from m2flow import Dataset, Flow, Policy, Reward, Sample, flow, load_flow, op, steps
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.errors import FlowError, OptionError
 from m2flow.macro.exploring import Exploration, explore
@@ -16,7 +17,7 @@ from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.recording import MemoryRecord, Recorder
 from m2flow.macro.unknown import Decider, ExploredFloat, Facts, Unknown
 from m2flow.micro.run import Run
-from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, load_cluster
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager
 
 ROWS = [{"prompt": f"{i}="} for i in range(6)]

@@ -12,6 +12,7 @@ from test_coming_ahead import ahead
 from test_lending import lent
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.tracing import trace
 from m2flow.micro.control import second_look
 from m2flow.micro.control.second_look import BETTER
@@ -21,7 +22,7 @@ from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run, Summary
 from m2flow.observe.spans import SpanName
 from m2flow.observe.store import read_spans
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec, load_cluster
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 
 pytestmark = pytest.mark.slow
 

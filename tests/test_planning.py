@@ -9,13 +9,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from m2flow import load_flow
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
 from m2flow.micro.plan_file import read_plan
 from m2flow.micro.planning import question_of, with_shapes
 from m2flow.micro.run import Run
-from m2flow.spec import ClusterSpec, PoolSpec, RunSettings, load_cluster
+from m2flow.spec import ClusterSpec, PoolSpec, RunSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 GRPO = str(ROOT / "flows" / "grpo.py")

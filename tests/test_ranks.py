@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from m2flow import load_flow
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.engines.contract import ParallelLayouts
 from m2flow.errors import EngineError, PlanError
 from m2flow.macro.tracing import trace
@@ -15,7 +16,7 @@ from m2flow.micro.control.processes import gpus_of_ranks
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.lowering.ranks import check_ranks, most_ranks
 from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
-from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec, load_cluster
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 
 ROOT = Path(__file__).parents[1]
 

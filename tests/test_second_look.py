@@ -12,12 +12,13 @@ from test_find_plan import choice_of, modelled
 from test_lending import lent, simple, split
 from test_same_answer import plain
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.tracing import trace
 from m2flow.micro.control.second_look import BETTER, Opinion, Patience, SecondLook, pinned_to
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.scheduling.events import Event, Relent
 from m2flow.micro.search.choice import Choice
-from m2flow.spec import ClusterSpec, RolloutSpec, load_cluster
+from m2flow.spec import ClusterSpec, RolloutSpec
 from m2flow.testing.world import run_eager, run_planned
 
 

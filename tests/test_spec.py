@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.errors import SpecError
-from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
+from m2flow.spec import LAPTOP, ClusterSpec
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "clusters"
 

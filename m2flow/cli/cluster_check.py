@@ -14,9 +14,10 @@ from pathlib import Path
 import click
 
 from m2flow import __version__
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.doctor import Finding, examine
 from m2flow.errors import M2FlowError, SpecError
-from m2flow.spec import ClusterSpec, load_cluster
+from m2flow.spec import ClusterSpec
 
 _HERE = "this machine"
 

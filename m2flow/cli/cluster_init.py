@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 import psutil
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.errors import SpecError
-from m2flow.spec import RaySpec, load_cluster
+from m2flow.spec import RaySpec
 
 _HEAD = """\
 # {what}. Written by `m2flow cluster init`; `m2flow cluster schema` has every field.

@@ -18,13 +18,14 @@ from typing import Literal
 import click
 import psutil
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.engines import other_interpreter
 from m2flow.cli.rundirs import find_run
 from m2flow.engines.compiling import missing_tools
 from m2flow.engines.registry import check_engine, engines
 from m2flow.errors import M2FlowError
 from m2flow.micro.work.gpu_use import LIBRARY, find_gpu
-from m2flow.spec import ClusterSpec, load_cluster
+from m2flow.spec import ClusterSpec
 
 State = Literal["ok", "missing", "optional"]
 _SHARED = Path("/dev/shm")

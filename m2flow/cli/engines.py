@@ -10,13 +10,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.engines.compiling import missing_tools
 from m2flow.engines.registry import EngineInfo, engines, find_engine, server_of
 from m2flow.engines.server_installed import installed, interpreter_of
 from m2flow.engines.table import capability_tables
 from m2flow.micro.costs.devices import BUILT_IN, device_list
 from m2flow.micro.costs.layouts import PLANNED
-from m2flow.spec import ClusterSpec, load_cluster
+from m2flow.spec import ClusterSpec
 
 
 @click.command("engines")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import click
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.flow_options import FlowCommand, find_target, option_type
 from m2flow.errors import OptionError
 from m2flow.macro.flow import Flow
-from m2flow.spec import LAPTOP, ClusterSpec, load_cluster
+from m2flow.spec import LAPTOP, ClusterSpec
 
 if TYPE_CHECKING:
     from m2flow.micro.plan_origin import Origin

@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 import msgspec
 
+from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.flow_options import flow_command
 from m2flow.macro.flow import Flow
-from m2flow.spec import LAPTOP, RunSettings, load_cluster
+from m2flow.spec import LAPTOP, RunSettings
 
 
 @flow_command("profile")

@@ -101,7 +101,7 @@ def resumed(ctx: click.Context) -> Before | None:
             raise _refused(f"--{name} {ctx.params[name]}", f"with {name} {before}")
     spec = config.cluster
     if _is_given(ctx, "cluster"):
-        from m2flow.spec import load_cluster
+        from m2flow.cli.cluster_file import load_cluster
 
         spec = load_cluster(ctx.params["cluster"])
     if config.repeats_decisions:
