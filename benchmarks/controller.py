@@ -23,12 +23,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
+from sides.unbroken import Unbroken
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.channels.beacon import Beacon
@@ -37,7 +38,6 @@ from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.micro import messages as m
 from m2flow.micro import run as runs
 from m2flow.micro.control.controller import Controller
-from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.record.audit import audit
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.scheduling.events import Event, FromWorker
@@ -95,19 +95,14 @@ def _pulse(worker: Worker) -> bytes:
     return m.encode(m.Pulse(worker.num_turns, time.process_time(), worker.is_in_users_code))
 
 
-class Hosts(Launcher):
+class Hosts(Unbroken):
     """Starts all workers, in a few processes."""
 
     num_processes = 8
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        more.pop("flow_file", None)
         super().__init__(*args, **more)
         self._processes: list[subprocess.Popen[bytes]] = []
-
-    @property
-    def place(self) -> str:
-        return "tcp:127.0.0.1"
 
     def start(self, controller: str) -> None:
         # Who trains, and who judges, gets a process of its own before those that generate share the others.
@@ -122,18 +117,6 @@ class Hosts(Launcher):
             process.stdin.write(msgspec.json.encode((share, self.token)))
             process.stdin.close()
             self._processes.append(process)
-
-    def restart(self, worker: str, incarnation: int) -> None:
-        raise SystemExit(f"{worker} died")
-
-    def kill(self, worker: str) -> None:
-        raise SystemExit(f"{worker} hangs")
-
-    def ended(self) -> Mapping[str, str]:
-        return {}
-
-    def pid(self, worker: str) -> int:
-        return 0
 
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         for process in self._processes:

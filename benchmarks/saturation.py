@@ -37,6 +37,7 @@ from typing import Any
 import msgspec
 import psutil
 import zmq
+from sides.unbroken import Unbroken
 
 from m2flow import Dataset, Policy, Reward, Sample, flow
 from m2flow.channels.weights import Manifest
@@ -45,7 +46,6 @@ from m2flow.channels.zeromq_parcels import ZmqInbox
 from m2flow.micro import messages as m
 from m2flow.micro import run as runs
 from m2flow.micro.control.controller import Controller
-from m2flow.micro.control.launcher import Launcher
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 
 GROUP = 8
@@ -199,19 +199,11 @@ def crowd() -> None:
     os._exit(0)
 
 
-class Hollow(Launcher):
+class Hollow(Unbroken):
     """Starts the process that speaks for all workers."""
 
     rate = 8.0
     said: Mapping[str, Any] = {}
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        more.pop("flow_file", None)
-        super().__init__(*args, **more)
-
-    @property
-    def place(self) -> str:
-        return "tcp:127.0.0.1"
 
     def start(self, controller: str) -> None:
         names = [worker.name for worker in self._plan.workers]
@@ -219,18 +211,6 @@ class Hollow(Launcher):
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode((names, controller, self.token, self.rate)))
         self._process.stdin.close()
-
-    def restart(self, worker: str, incarnation: int) -> None:
-        raise SystemExit(f"{worker} died")
-
-    def kill(self, worker: str) -> None:
-        raise SystemExit(f"{worker} hangs")
-
-    def ended(self) -> Mapping[str, str]:
-        return {}
-
-    def pid(self, worker: str) -> int:
-        return 0
 
     def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
         assert self._process.stdout is not None
