@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_coming_ahead import ahead
@@ -14,10 +15,13 @@ from test_lending import lent
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, ppo_clip, steps
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.tracing import trace
+from m2flow.micro import run as runs
 from m2flow.micro.control import second_look
 from m2flow.micro.control.second_look import BETTER
+from m2flow.micro.costs.profile import Profile
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.plan import Plan
+from m2flow.micro.planning import Question, question_of
 from m2flow.micro.record.ledger import read_incidents
 from m2flow.micro.run import Run, Summary
 from m2flow.observe.spans import SpanName
@@ -87,13 +91,22 @@ def test_a_run_whose_trainer_lends_its_devices_has_the_bits_of_one_that_does_not
 
 
 def test_a_run_looks_at_its_plan_again_and_the_cluster_that_it_writes_is_one_to_run_on(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Its answers come from the ledger while it goes on; that any plan is called better is what the test makes so."""
+    """Answers and times come from its ledger and spans while it goes on; that any plan is called better is what the test makes so."""
+    profiles: list[Profile | None] = []
+
+    def asked(*arguments: Any, **more: Any) -> Question:
+        profiles.append(more["profile"])
+        return question_of(*arguments, **more)
+
+    monkeypatch.setattr(runs, "question_of", asked)
     spec = ClusterSpec(placement="auto", device="cpu", cores=2, rollout=RolloutSpec(replan_s=0.02), train=TrainSpec(token_budget=60))
     settings = RunSettings(runs_dir=str(tmp_path), deterministic=True)
     monkeypatch.setattr(second_look, "_PAYS", -1.0)
     monkeypatch.setenv("HELD_UNTIL", str(tmp_path))
     run = Run(sorts, {}, spec, settings)
     summary = run.execute()
+    assert profiles[0] is None
+    assert {engine.name for engine in profiles[-1].engines} == {"policy.rollout", "policy.train"}
     (better,) = (one for one in read_incidents(run.run_dir) if one.kind == "better plan")
     assert f"m2flow run --resume {run.run_dir} --cluster {run.run_dir / BETTER}" in better.what
     monkeypatch.delenv("HELD_UNTIL")

@@ -13,7 +13,7 @@ from m2flow.errors import InternalError
 from m2flow.observe.metrics import MetricsWriter, read_metrics
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanBlock, spans_of
-from m2flow.observe.store import TraceStore, read_spans, read_trace, to_otel
+from m2flow.observe.store import TraceStore, read_spans, read_trace, spans_path, to_otel
 
 
 def _path(run_dir: Path) -> Path:
@@ -38,6 +38,14 @@ def test_what_is_stored_is_read_back_in_order_of_start(tmp_path: Path) -> None:
     assert read_spans(tmp_path) == sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
     assert len(read_trace(tmp_path).counts) == sum(len(block.counts) for block in blocks)
     assert read_trace(tmp_path).num_lost_bytes == 0
+
+
+def test_of_a_long_trace_the_last_records_can_be_read_alone(tmp_path: Path) -> None:
+    blocks = [_block(number) for number in range(9)]
+    store_run(tmp_path, blocks)
+    size = spans_path(tmp_path).stat().st_size
+    calls = [[span.attributes["call"] for span in read_spans(tmp_path, last_bytes=last)] for last in (0, size * 2 // 5, size - 1, size)]
+    assert calls == [[], [6, 7, 8], list(range(1, 9)), list(range(9))]
 
 
 def test_a_run_without_a_trace_has_no_spans(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from test_lending import simple
 
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
@@ -19,7 +20,7 @@ from m2flow.macro.graph import Call, Observation
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.costs.fitting import Quality, fit, robust_mean
-from m2flow.micro.costs.measuring import Measurement, profile_of
+from m2flow.micro.costs.measuring import Measurement, measured_so_far, profile_of
 from m2flow.micro.costs.observing import Observed
 from m2flow.micro.costs.probing import ROUNDS, ProbeBackend, setup_rows
 from m2flow.micro.costs.profile import (
@@ -217,6 +218,28 @@ def test_a_trace_gives_back_the_constants_that_made_it(tmp_path: Path) -> None:
     assert score is not None
     assert score.num == 45
     assert score.quantiles_s[0] >= 1e-4
+
+
+def test_a_run_that_goes_on_is_measured_in_the_pools_of_its_plan_once_its_engines_have_worked(tmp_path: Path) -> None:
+    choice = simple()
+    plan, pool = msgspec.structs.replace(PLAN, choice=choice), choice.seats[0].pool
+    (tmp_path / "begun").mkdir()
+    begun = Ledger(tmp_path / "begun" / "ledger.db")
+    begun.open()
+    begun.close()
+    assert measured_so_far("grpo", {}, plan, ClusterSpec(), tmp_path / "begun", gather_s=0.02) is None
+    write_run(tmp_path)
+    found = measured_so_far("grpo", {}, plan, ClusterSpec(), tmp_path, gather_s=0.02)
+    assert found is not None
+    assert found.engine("policy", "rollout", 2) is None
+    assert found.engine("policy", "rollout", 2, pool=pool) is not None
+    both = PROFILE.updated(found)
+    assert {(engine.name, engine.pool) for engine in both.engines} == {
+        (name, there) for name in ("policy.rollout", "policy.train") for there in ("", pool)
+    }
+    assert both.function("good.score") == found.function("good.score")
+    assert both.hop_s == found.hop_s
+    assert both.startup_s == PROFILE.startup_s
 
 
 def test_only_steps_of_the_flow_s_own_lengths_say_how_long_answers_are(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def looked(here: Choice, best: Choice, spec: ClusterSpec, run_dir: Path) -> tupl
     graph, models, _ = trace(plain, {}, steps=1)
     plan = msgspec.structs.replace(lent(0.9, "rollout-0")(lower(graph, models, split())), choice=here)
     noted, events = Noted(), []
-    look = SecondLook(plan, spec, run_dir, noted, lambda on: here if on.pin else best)  # type: ignore[arg-type]
+    look = SecondLook(plan, spec, run_dir, noted, lambda: lambda on: here if on.pin else best)  # type: ignore[arg-type]
     for now_s in range(0, 7 * 60, 60):
         events += look.look(float(now_s))
         for thread in threading.enumerate():

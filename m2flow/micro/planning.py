@@ -16,7 +16,7 @@ from m2flow.errors import SpecError
 from m2flow.macro.graph import MacroGraph
 from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
-from m2flow.micro.costs.profile import read_profile
+from m2flow.micro.costs.profile import Profile, read_profile
 from m2flow.micro.costs.profiled import ProfiledCosts
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
@@ -79,7 +79,7 @@ def question_of(
     spec: ClusterSpec,
     *,
     lengths: str = "",
-    profile: Path | None = None,
+    profile: Path | Profile | None = None,
 ) -> Question:
     """Set up planning for a traced flow.
 
@@ -87,12 +87,12 @@ def question_of(
         graph: some steps of it; with what comes before and after them.
         lengths: of answers, as `m2flow.micro.rollouts.lengths.parse_lengths` takes them; by default those that the profile observed, and
             without a profile an assumption from the limit of the generate calls.
-        profile: what `m2flow profile` wrote; without one all is modelled.
+        profile: what `m2flow profile` wrote, or what a run has measured so far; without one all is modelled.
     Raises:
         SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
     """
     workload = workload_of(graph, spec)
-    measured = read_profile(profile) if profile else None
+    measured = read_profile(profile) if isinstance(profile, Path) else profile
     if measured is not None:
         measured.check(models, spec)
     observed = measured.lengths() if measured and measured.responses else None

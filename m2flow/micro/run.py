@@ -29,10 +29,13 @@ from m2flow.micro.attempts import Attempts, in_smaller_parts, only_writer
 from m2flow.micro.control.controller import Controller
 from m2flow.micro.control.interrupting import Shielding, end_now
 from m2flow.micro.control.keeping import Keeper, Keeping, keep_eagerly
+from m2flow.micro.control.launcher import GATHER_S
 from m2flow.micro.control.launching import launcher_for
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.planned import PlannedBackend
 from m2flow.micro.control.run_ahead import RunAhead
+from m2flow.micro.costs.measuring import measured_so_far
+from m2flow.micro.costs.profile import read_profile
 from m2flow.micro.forecasting import Forecast, forecast, write_forecast
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import Lowering, lower
@@ -331,12 +334,15 @@ class Run:
             plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts, flow_file=self._flow_file
         )
         outcomes = Outcomes()
-        choose = None if self._graph is None else partial(self._choose_again, self._graph)
-        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn, choose)
+        search_anew = None if self._graph is None else partial(self._search_anew, self._graph, plan)
+        return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn, search_anew)
 
-    def _choose_again(self, graph: MacroGraph, spec: ClusterSpec) -> Choice:
-        """The best plan, with answers as long as those of the run so far."""
-        return question_of(graph, self._models, spec, lengths=str(self.run_dir), profile=self._profile).choose()
+    def _search_anew(self, graph: MacroGraph, plan: Plan) -> Callable[[ClusterSpec], Choice]:
+        """What searches for the best plan, with answers as long as those of the run so far, and with work that takes what it took."""
+        profile = read_profile(self._profile) if self._profile else None
+        newer = measured_so_far(self.flow.name, self._models, plan, self.spec, self.run_dir, gather_s=GATHER_S)
+        profile = profile.updated(newer) if profile and newer else newer or profile
+        return lambda spec: question_of(graph, self._models, spec, lengths=str(self.run_dir), profile=profile).choose()
 
     def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None

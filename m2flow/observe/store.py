@@ -93,12 +93,19 @@ class TraceStore:
         self.close()
 
 
-def read_trace(run_dir: str | Path) -> Trace:
-    """The spans and counts of a run, also of one that is still running. A run without a trace has an empty one."""
+def read_trace(run_dir: str | Path, *, last_bytes: int | None = None) -> Trace:
+    """The spans and counts of a run, also of one that is still running. A run without a trace has an empty one.
+
+    Args:
+        last_bytes: only what was recorded last, about so much of it.
+    """
     path = spans_path(run_dir)
     if not path.exists():
         return Trace()
-    content = path.read_bytes()
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            _skip(file, path.stat().st_size - last_bytes)
+        content = file.read()
     decoder = msgspec.msgpack.Decoder(SpanBlock)
     spans: list[Span] = []
     counts: list[Count] = []
@@ -113,9 +120,17 @@ def read_trace(run_dir: str | Path) -> Trace:
     return Trace(spans, counts, len(content) - num_read)
 
 
-def read_spans(run_dir: str | Path) -> list[Span]:
-    """The spans of a run, in order of start."""
-    return read_trace(run_dir).spans
+def read_spans(run_dir: str | Path, *, last_bytes: int | None = None) -> list[Span]:
+    """The spans of a run, in order of start; see `read_trace`."""
+    return read_trace(run_dir, last_bytes=last_bytes).spans
+
+
+def _skip(file: BinaryIO, num_bytes: int) -> None:
+    """Whole records of about so many bytes."""
+    at = 0
+    while at < num_bytes and len(header := file.read(_HEADER.size)) == _HEADER.size:
+        at += _HEADER.size + int(_HEADER.unpack(header)[0])
+        file.seek(at)
 
 
 def to_otel(run_dir: str | Path, *, max_spans: int = 50_000) -> OtelExport:

@@ -32,7 +32,7 @@ from m2flow.micro.control.launcher import Launcher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.replanning import Staffing
 from m2flow.micro.control.scaling import requests
-from m2flow.micro.control.second_look import Choose, SecondLook
+from m2flow.micro.control.second_look import SearchAnew, SecondLook
 from m2flow.micro.control.waiting_samples import Waiting
 from m2flow.micro.control.watchdog import Watchdog
 from m2flow.micro.plan import Plan, Stage
@@ -116,9 +116,9 @@ class Controller:
         keeper: Keeper,
         restored: Mapping[str, int],
         warn: Callable[[str], None],
-        choose: Choose | None = None,
+        search_anew: SearchAnew | None = None,
     ) -> None:
-        """`choose`: searches for a placement with the lengths of the run so far."""
+        """`search_anew`: for a placement, with what the run has seen so far."""
         self._plan = plan
         self._settings = settings
         self._launcher = launcher
@@ -138,7 +138,7 @@ class Controller:
         self._rows = RowStore()
         self._crew = Crew(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, warn)
         self._staffing = Staffing(spec, plan, self._crew, self._scheduler, journal)
-        self._second_look = SecondLook(plan, spec, launcher.run_dir, journal, choose)
+        self._second_look = SecondLook(plan, spec, launcher.run_dir, journal, search_anew)
         self._calls: dict[int, Call] = {}
         self._bodies: dict[int, bytes] = {}
         self._custody = Custody(journal, launcher.run_dir, self._calls)

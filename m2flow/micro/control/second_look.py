@@ -1,6 +1,6 @@
-"""Whether the plan of a run is still the one to have, by the lengths that its answers turn out to have.
+"""Whether the plan of a run is still the one to have, by how long its answers turn out to be, and its work to take.
 
-    ledger --(m2flow.micro.planning)--> what this plan takes, and the best one --SecondLook--> another share of what is lent, or advice
+    ledger, spans --(m2flow.micro.planning)--> what this plan takes, and the best one --SecondLook--> another share lent, or advice
 
 Every six `replan_s` a thread searches again, for the seats that the run has and without them. Twice the same answer is one:
 
@@ -8,7 +8,8 @@ Every six `replan_s` a thread searches again, for the seats that the run has and
 - other seats with which a step is predicted to take `_PAYS` less time: they need other processes. The cluster spec that pins them is
   written into the run's directory, and an incident says what it would save and how the run goes on with it.
 
-Only of placements that were searched for. Limit: what things take stays what the plan was made of; lengths alone are looked at.
+Only of placements that were searched for. What engines take is measured where they are; on other devices, or in other layouts, it is the
+model's, corrected by what that is off by where they are. Limits: memory is the model's, and so is what links take between hosts.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ BETTER = "better-plan.yaml"
 """In the run's directory."""
 
 Choose = Callable[[ClusterSpec], Choice]
-"""The best plan on this cluster, with the lengths of the run so far."""
+"""The best plan on a cluster."""
+SearchAnew = Callable[[], Choose]
+"""With the lengths of the run so far, and what it has measured."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,15 @@ class SecondLook:
     """Of one run. The controller's thread asks it about once a second.
 
     Args:
-        choose: searches again. None: the placement was not searched for, and there is nothing to look at.
+        search_anew: None: the placement was not searched for, and there is nothing to look at.
     """
 
-    def __init__(self, plan: Plan, spec: ClusterSpec, run_dir: Path, journal: Journal, choose: Choose | None) -> None:
+    def __init__(self, plan: Plan, spec: ClusterSpec, run_dir: Path, journal: Journal, search_anew: SearchAnew | None) -> None:
         lent = {(w.name, slot.role): slot.lent_until for w in plan.workers for slot in w.engines if slot.lent_until}
         self._lent = tuple(lent)
         self._patience = Patience({role: share for (_, role), share in lent.items()})
         self._choice, self._spec, self._run_dir, self._journal = plan.choice, spec, run_dir, journal
-        self._choose = choose if plan.choice is not None else None
+        self._search_anew = search_anew if plan.choice is not None else None
         self._every_s = _WINDOWS * spec.rollout.replan_s
         self._next_s: float | None = None
         self._opinions: queue.SimpleQueue[Opinion] = queue.SimpleQueue()
@@ -107,7 +110,7 @@ class SecondLook:
 
     def look(self, now_s: float) -> list[Event]:
         """What the scheduler should know; begins a search when it is time."""
-        if self._choose is None:
+        if self._search_anew is None:
             return []
         self._next_s = now_s + self._every_s if self._next_s is None else self._next_s
         if now_s >= self._next_s and (self._thread is None or not self._thread.is_alive()):
@@ -117,10 +120,11 @@ class SecondLook:
         return [event for _ in range(self._opinions.qsize()) for event in self._heed(self._opinions.get())]
 
     def _search(self) -> None:
-        assert self._choose is not None
+        assert self._search_anew is not None
         assert self._choice is not None
         try:
-            self._opinions.put(Opinion(self._choose(pinned_to(self._choice, self._spec)), self._choose(self._spec)))
+            choose = self._search_anew()
+            self._opinions.put(Opinion(choose(pinned_to(self._choice, self._spec)), choose(self._spec)))
         except (M2FlowError, OSError):
             return  # Nothing has been generated yet that says how long answers are, or nobody knows what things take.
 
@@ -131,7 +135,7 @@ class SecondLook:
             self._journal.incident(
                 "better plan",
                 "controller",
-                f"with answers as long as they are, a {opinion.best.mode} placement is predicted to take {opinion.gain:.0%} less time "
+                f"by what the run has measured, a {opinion.best.mode} placement is predicted to take {opinion.gain:.0%} less time "
                 f"a step than this one ({opinion.best.predicted_step_s:.3g} s, not {opinion.here.predicted_step_s:.3g} s); to have it, "
                 f"stop the run: m2flow run --resume {self._run_dir} --cluster {path}",
             )
@@ -142,7 +146,7 @@ class SecondLook:
         for role, share in shares.items():
             what = f"devices of its trainer are lent until {share:.1%} of {role}'s samples have ended, not {before[role]:.1%}"
             seconds = f"a step is predicted to take {opinion.here.predicted_step_s:.3g} s"
-            self._journal.incident("re-planned", "controller", f"with answers as long as they are, {what}: {seconds}")
+            self._journal.incident("re-planned", "controller", f"by what the run has measured, {what}: {seconds}")
         return [Relent({key: shares[key[1]] for key in self._lent if key[1] in shares})]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -39,6 +40,8 @@ _LEAST_BESIDE_S = 0.05
 _MOST_SLOWDOWN = 8.0
 _MOST_GROUPS = 2000
 _TURNS = 4
+_LAST_BYTES = 16 << 20
+"""Of a trace, some hundred thousand spans, which are read in a second."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,14 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
         gather_s: how long the plan's workers let finished samples wait for others.
         load: of the machine, when the first run began.
     """
-    engines: dict[tuple[str, str, int, int], MeasuredEngine] = {}
+    engines: dict[tuple[str, str, int, int, str], MeasuredEngine] = {}
     syncs: dict[tuple[str, str], MeasuredSync] = {}
     functions: dict[str, MeasuredFunction] = {}
     hop_s = _hop_s(runs)
     for run in runs:
         for worker in run.plan.workers:
             for found in _engines(run, worker, hop_s):
-                engines.setdefault((found.role, found.kind, found.num_devices, found.ranks), found)
+                engines.setdefault((found.role, found.kind, found.num_devices, found.ranks, found.pool), found)
         for sync in _syncs(run):
             syncs.setdefault((sync.role, sync.transport), sync)
         for call, units in run.observed.functions.items():
@@ -100,12 +103,23 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
     )
 
 
+def measured_so_far(
+    flow: str, models: Mapping[str, Model], plan: Plan, spec: ClusterSpec, run_dir: Path, *, gather_s: float
+) -> Profile | None:
+    """The profile of a run that goes on, by what it recorded last, in the pools that its engines are in. None: they have hardly begun."""
+    observed = Observed.of_run(run_dir, last_bytes=_LAST_BYTES)
+    if not observed.decode or not observed.update:
+        return None
+    return profile_of(flow, models, [Measurement(plan, spec, observed)], gather_s=gather_s, load=0.0)
+
+
 def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[MeasuredEngine]:
     seen, found = run.observed, []
-    num_devices = worker.threads if worker.device == "cpu" else 1
+    pools = {(seat.engine.role, seat.engine.kind): seat.pool for seat in run.plan.choice.seats} if run.plan.choice else {}
     for slot in worker.engines:
         if slot.kind == "function":
             continue
+        num_devices = worker.threads if worker.device == "cpu" else slot.tp * slot.pp
         key = (slot.role, worker.name)
         come_s = robust_mean(seen.switches.get((slot.takes_turn, worker.name), []))
         slowdown: dict[Beside, float] = {}
@@ -139,6 +153,7 @@ def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[Measure
                 come_s,
                 slowdown,
                 ranks,
+                pools.get((slot.role, slot.kind), ""),
             )
         )
     return found

@@ -116,15 +116,16 @@ class Observed:
     """Tokens of a prompt, and of the answers to it, of the steps whose lengths the flow decided."""
 
     @classmethod
-    def of_run(cls, run_dir: Path, *, natural_steps: Iterable[int] | None = None) -> Observed:
+    def of_run(cls, run_dir: Path, *, natural_steps: Iterable[int] | None = None, last_bytes: int | None = None) -> Observed:
         """Read a run's trace and ledger.
 
         Args:
             natural_steps: the steps whose lengths are the flow's own; by default all.
+            last_bytes: of the trace, only what was recorded last.
         Raises:
             SpecError: the directory has no ledger.
         """
-        spans = sorted(read_spans(run_dir), key=lambda span: (span.start_ns, span.end_ns))
+        spans = sorted(read_spans(run_dir, last_bytes=last_bytes), key=lambda span: (span.start_ns, span.end_ns))
         counts = read_token_counts(run_dir)
         steps = [int(str(span.attributes["step"])) for span in spans if "step" in span.attributes]
         first = min((step for step in steps if step >= 0), default=-1)

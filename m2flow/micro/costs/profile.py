@@ -87,6 +87,8 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
     """How many times as long it takes while an engine of that kind works on other devices of the host."""
     ranks: int = 1
     """Processes that hold one model together, each with its share of the devices."""
+    pool: str = ""
+    """Whose devices they are."""
 
     @property
     def name(self) -> str:
@@ -177,10 +179,26 @@ class Profile(msgspec.Struct, frozen=True):
     """Processes that the machine had to run besides, on average, when the measurement began."""
     version: int = VERSION
 
-    def engine(self, role: str, kind: EngineKind, num_devices: int, ranks: int = 1) -> MeasuredEngine | None:
+    def engine(self, role: str, kind: EngineKind, num_devices: int, ranks: int = 1, pool: str = "") -> MeasuredEngine | None:
         """What was measured of an engine on exactly so many devices, and in so many ranks."""
-        wanted = role, kind, num_devices, ranks
-        return next((e for e in self.engines if (e.role, e.kind, e.num_devices, e.ranks) == wanted), None)
+        wanted = role, kind, num_devices, ranks, pool
+        return next((e for e in self.engines if (e.role, e.kind, e.num_devices, e.ranks, e.pool) == wanted), None)
+
+    def updated(self, newer: Profile) -> Profile:
+        """With what a newer one says instead, wherever that says something."""
+        engines = {(e.role, e.kind, e.num_devices, e.ranks, e.pool): e for e in (*self.engines, *newer.engines)}
+        functions = {found.call: found for found in (*self.functions, *newer.functions)}
+        syncs = {(sync.role, sync.transport): sync for sync in (*self.syncs, *newer.syncs)}
+        return msgspec.structs.replace(
+            newer,
+            engines=tuple(engines.values()),
+            functions=tuple(functions.values()),
+            syncs=tuple(syncs.values()),
+            hop_s=newer.hop_s or self.hop_s,
+            byte_s=newer.byte_s or self.byte_s,
+            turn_s=newer.turn_s or self.turn_s,
+            startup_s=newer.startup_s or self.startup_s,
+        )
 
     def function(self, call: str) -> MeasuredFunction | None:
         return next((found for found in self.functions if found.call == call), None)

@@ -2,7 +2,8 @@
 
     Profile, ModelledCosts --ProfiledCosts--> search, simulator
 
-A profile speaks of this machine alone (the pool named ""). An engine on another number of its devices than was measured is modelled, and
+A profile of `m2flow profile` speaks of this machine alone (the pool named ""); what a run has measured of itself, of the pools that its
+engines are in. An engine on another number of its devices than was measured is modelled, and
 then corrected by how far the model is off where both are known; so is a trainer in another number of ranks. Pools elsewhere, memory and
 legality are the model's.
 """
@@ -32,7 +33,7 @@ from m2flow.micro.costs.terms import (
 from m2flow.spec import ClusterSpec
 
 HERE = ""
-"""The pool that a profile speaks of."""
+"""The pool that is this machine."""
 
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -122,7 +123,7 @@ class ProfiledCosts(Costs):
     def constants(self) -> dict[str, Constant]:
         """What was measured, and of the model what is still in use."""
         measured = self.profile.constants()
-        engines = {f"{one.name}.{HERE}." for one in self.profile.engines}
+        engines = {f"{one.name}.{one.pool}." for one in self.profile.engines}
         functions = {f"{one.call}." for one in self.profile.functions}
         rest = {
             name: constant
@@ -132,12 +133,13 @@ class ProfiledCosts(Costs):
         return measured | rest
 
     def _measured(self, engine: EngineId, pool: str, num_devices: int, ranks: int = 1) -> MeasuredEngine | None:
-        return self.profile.engine(engine.role, engine.kind, num_devices, ranks) if pool == HERE else None
+        return self.profile.engine(engine.role, engine.kind, num_devices, ranks, pool)
 
     def _other(self, engine: EngineId, pool: str, has: Callable[[MeasuredEngine], bool]) -> MeasuredEngine | None:
         """The largest layout of the engine that was measured in this respect."""
-        known = [one for one in self.profile.engines if (one.role, one.kind) == (engine.role, engine.kind) and has(one)]
-        return max(known, key=lambda one: one.num_devices, default=None) if pool == HERE else None
+        wanted = engine.role, engine.kind, pool
+        known = [one for one in self.profile.engines if (one.role, one.kind, one.pool) == wanted and has(one)]
+        return max(known, key=lambda one: one.num_devices, default=None)
 
     def _decode_cost(self, engine: EngineId, measured: MeasuredEngine, modelled: DecodeCost) -> DecodeCost:
         decode = measured.decode
