@@ -38,6 +38,7 @@ from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.micro import messages as m
 from m2flow.micro import run as runs
 from m2flow.micro.control.controller import Controller
+from m2flow.micro.control.launcher import Job
 from m2flow.micro.record.audit import audit
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.scheduling.events import Event, FromWorker
@@ -100,8 +101,8 @@ class Hosts(Unbroken):
 
     num_processes = 8
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, controller: str) -> None:

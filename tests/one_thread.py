@@ -21,7 +21,7 @@ from m2flow.micro import messages as m
 from m2flow.micro.control.controller import Controller, Post
 from m2flow.micro.control.crew import Crew
 from m2flow.micro.control.keeping import Keeper
-from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.launcher import Job, LocalLauncher
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.plan import Plan
 from m2flow.micro.record import ledger
@@ -140,7 +140,7 @@ class SteppedRun(Run):
     def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[Outcomes, Controller]:
         restored, parts, attempt = self._restored
         settings = self.settings.model_copy(update={"hung_after_s": 1e9})  # Nobody beats here.
-        launcher = LocalLauncher(plan, self.spec, settings, self._models, self.run_dir, attempt=attempt, restore=parts)
+        launcher = LocalLauncher(Job(plan, self.spec, settings, self._models, self.run_dir, attempt, parts))
         outcomes = _Moving()
         controller = OneThread(plan, self.spec, settings, launcher, journal, outcomes, keeper, restored, self._warn)
         controller.order, controller.hook = self._order, self._hook

@@ -17,7 +17,7 @@ from m2flow.channels.keys import Keys, write_keys
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.micro.control.agent import Agent, Errand, Told
-from m2flow.micro.control.launcher import LocalLauncher
+from m2flow.micro.control.launcher import Job, LocalLauncher
 from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.work.gang import GangSettings
 from m2flow.micro.work.settings import WorkerSettings
@@ -31,7 +31,7 @@ FUNCTIONS = WorkerPlan("functions-0", "cpu", 1, (EngineSlot("*", "function", "py
 def settings(tmp_path: Path, models: dict[str, Model] | None = None, **changes: object) -> WorkerSettings:
     plan = Plan("f", "c", "split", "", (FUNCTIONS,), (), (), (), (), ())
     (tmp_path / "logs").mkdir(exist_ok=True)
-    launcher = LocalLauncher(plan, ClusterSpec(), RunSettings(), models or {}, tmp_path)
+    launcher = LocalLauncher(Job(plan, ClusterSpec(), RunSettings(), models or {}, tmp_path))
     found = launcher.settings_for(FUNCTIONS, "tcp://127.0.0.1:1")
     launcher.stop(())
     return msgspec.structs.replace(found, **changes)

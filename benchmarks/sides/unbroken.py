@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from m2flow.micro.control.launcher import Launcher
 
 
 class Unbroken(Launcher):
     """Without a `start` and a `stop`; a worker that has to be helped ends the measurement."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        more.pop("flow_file", None)
-        super().__init__(*args, **more)
 
     @property
     def place(self) -> str:

@@ -29,7 +29,7 @@ from m2flow.micro.attempts import Attempts, in_smaller_parts, only_writer
 from m2flow.micro.control.controller import Controller
 from m2flow.micro.control.interrupting import Shielding, end_now
 from m2flow.micro.control.keeping import Keeper, Keeping, keep_eagerly
-from m2flow.micro.control.launcher import GATHER_S
+from m2flow.micro.control.launcher import GATHER_S, Job
 from m2flow.micro.control.launching import launcher_for
 from m2flow.micro.control.outcomes import Outcomes
 from m2flow.micro.control.planned import PlannedBackend
@@ -330,9 +330,7 @@ class Run:
 
     def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[Outcomes, Controller]:
         restored, parts, attempt = self._restored
-        launcher = launcher_for(
-            plan, self.spec, self.settings, self._models, self.run_dir, attempt=attempt, restore=parts, flow_file=self._flow_file
-        )
+        launcher = launcher_for(Job(plan, self.spec, self.settings, self._models, self.run_dir, attempt, parts, self._flow_file))
         outcomes = Outcomes()
         search_anew = None if self._graph is None else partial(self._search_anew, self._graph, plan)
         return outcomes, Controller(plan, self.spec, self.settings, launcher, journal, outcomes, keeper, restored, self._warn, search_anew)

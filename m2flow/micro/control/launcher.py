@@ -17,6 +17,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -41,29 +42,32 @@ GATHER_S = 0.02
 processes. Of a large model every step is longer than this, so nothing waits."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """One attempt at a run, as far as whoever starts its workers needs to know."""
+
+    plan: Plan
+    spec: ClusterSpec
+    settings: RunSettings
+    models: Mapping[str, Model]
+    run_dir: Path
+    attempt: int = 0
+    restore: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the checkpoint that its trainer begins with."""
+    flow_file: str = ""
+    """`flows/grpo.py`, or `flows/grpo.py:NAME`; empty: the flow is in no file that could be shipped."""
+
+
 class Launcher(ABC):
     """Starts the plan's workers, and cleans up after them. All but `connect` and `stop` are called by the controller's thread alone."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        spec: ClusterSpec,
-        settings: RunSettings,
-        models: Mapping[str, Model],
-        run_dir: Path,
-        *,
-        attempt: int = 0,
-        restore: Mapping[str, str] | None = None,
-    ) -> None:
-        self._plan = plan
-        self._spec = spec
-        self._settings = settings
-        self._models = models
-        self.run_dir = run_dir
-        self._attempt = attempt
-        self._restore = dict(restore or {})
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._plan = job.plan
+        self._spec = job.spec
+        self.run_dir = job.run_dir
         self.token = secrets.token_hex(16)
-        self.keys = keys_of(spec)
+        self.keys = keys_of(job.spec)
         self._prefix = f"m2flow-{secrets.token_hex(4)}"
         self._controller = ""
 
@@ -109,17 +113,18 @@ class Launcher(ABC):
 
     def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
         """All that a worker must know to start; on this host, if the launcher does not say otherwise."""
+        settings, restore = self._job.settings, self._job.restore
         return WorkerSettings(
             name=worker.name,
             controller=controller,
             inbox=self.place,
             keys=self.keys,
             engines=worker.engines,
-            models=dict(self._models),
+            models=dict(self._job.models),
             device=worker.device,
             threads=worker.threads,
-            deterministic=self._settings.deterministic,
-            run_seed=self._settings.seed,
+            deterministic=settings.deterministic,
+            run_seed=settings.seed,
             run_dir=str(shared_dir(self.run_dir)),
             shared_prefix=f"{self._prefix}-{worker.name}",
             rollout_options=self._spec.rollout.options,
@@ -129,10 +134,10 @@ class Launcher(ABC):
             max_running=self._spec.rollout.max_running,
             report_every=report_every(self._spec.rollout.policy, self._spec.rollout.predictor),
             gather_s=GATHER_S,
-            flush_tokens=self._settings.flush_tokens,
-            flush_s=self._settings.flush_s,
-            heartbeat_s=self._settings.heartbeat_s,
-            record_every=self._settings.record_every,
+            flush_tokens=settings.flush_tokens,
+            flush_s=settings.flush_s,
+            heartbeat_s=settings.heartbeat_s,
+            record_every=settings.record_every,
             parent=os.getpid(),
             incarnation=incarnation,
             takes_turns=bool(worker.lease),
@@ -140,8 +145,8 @@ class Launcher(ABC):
             transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
             takes_pairs=any(route.target == worker.name and route.transport in PAIRS for route in self._plan.routes),
             shared_bytes=self._spec.channels.shared_bytes,
-            attempt=self._attempt,
-            restore={slot.role: self._restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in self._restore},
+            attempt=self._job.attempt,
+            restore={slot.role: restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in restore},
             weights=weight_settings(worker.name, self._plan.syncs, self._spec.weights, self._weights_directory),
         )
 
@@ -170,22 +175,12 @@ class Launcher(ABC):
 class LocalLauncher(Launcher):
     """Starts the plan's workers on this machine."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        spec: ClusterSpec,
-        settings: RunSettings,
-        models: Mapping[str, Model],
-        run_dir: Path,
-        *,
-        attempt: int = 0,
-        restore: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(plan, spec, settings, models, run_dir, attempt=attempt, restore=restore)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
         self._claim = Claim(self._prefix, self._sockets.name, self._weights_directory)
         self._processes: dict[str, Processes] = {}
-        if self.keys is None and spec.transport == "tcp":
+        if self.keys is None and self._spec.transport == "tcp":
             from m2flow.channels.zeromq import new_secret
 
             self.keys = new_secret()

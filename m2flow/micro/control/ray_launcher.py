@@ -28,11 +28,9 @@ from m2flow.channels.places import is_private
 from m2flow.errors import M2FlowError, PlanError, WorkerError
 from m2flow.micro.control.agent import Errand, Started
 from m2flow.micro.control.bundles import Bundle, bundles, holders, num_gpus, part_of, place_of
-from m2flow.micro.control.launcher import Launcher
+from m2flow.micro.control.launcher import Job, Launcher
 from m2flow.micro.control.ray_cluster import RayCluster, lacking
-from m2flow.micro.plan import Plan, WorkerPlan
-from m2flow.recipe import Model
-from m2flow.spec import ClusterSpec, RunSettings
+from m2flow.micro.plan import WorkerPlan
 
 _ANSWERS_S = 1.0
 """An agent answers after so long even if there is nothing new."""
@@ -64,28 +62,18 @@ class _Hosted:
 class RayLauncher(Launcher):
     """Starts the plan's workers on a Ray cluster. `connect` comes before everything else."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        spec: ClusterSpec,
-        settings: RunSettings,
-        models: Mapping[str, Model],
-        run_dir: Path,
-        *,
-        attempt: int = 0,
-        restore: Mapping[str, str] | None = None,
-        flow_directory: str = "",
-    ) -> None:
-        super().__init__(plan, spec, settings, models, run_dir, attempt=attempt, restore=restore)
-        self._cluster = RayCluster(spec.ray, flow_directory=flow_directory)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        file = Path(job.flow_file.partition(":")[0])
+        self._flow_directory = str(file.resolve().parent) if job.flow_file and file.is_file() else ""
+        self._cluster = RayCluster(job.spec.ray, flow_directory=self._flow_directory)
         self._bundles: tuple[Bundle, ...] = ()
         self._holders: dict[str, str] = {}
-        self._begins = tuple(worker for worker in plan.workers if not worker.is_spare)
+        self._begins = tuple(worker for worker in job.plan.workers if not worker.is_spare)
         self._room: dict[str, tuple[Any, int]] = {}
         """Worker -> a placement group, and which of its bundles."""
         self._given_back: set[str] = set()
         """Who has left what was reserved for it alone, as soon as its agent has cleaned up."""
-        self._flow_directory = flow_directory
         self._host = ""
         self._lock = threading.Lock()
         self._hosted: dict[str, _Hosted] = {}
