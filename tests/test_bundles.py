@@ -6,6 +6,7 @@ import pytest
 
 from m2flow.errors import PlanError
 from m2flow.micro.control.bundles import Bundle, bundles, holders
+from m2flow.micro.control.ray_cluster import Node, lacking, too_much
 from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.spec import ClusterSpec, PoolSpec, RaySpec
 
@@ -68,3 +69,11 @@ def test_kinds_and_pools_ask_for_the_resource_that_their_nodes_have() -> None:
     spec = ClusterSpec(launcher="ray", ray=ray, pools=TWO_NODES)
     workers = WorkerPlan("train-0", "main[0]", 1, (TRAIN,)), WorkerPlan("functions-0", "cpu", 1, (FUNCTIONS,))
     assert [bundle.resource for bundle in bundles(plan(*workers), spec)] == ["accelerator_type:H100", "cheap"]
+
+
+def test_bundles_that_each_fit_a_node_and_together_do_not_fit_the_cluster_are_told_from_those_that_somebody_is_in_the_way_of() -> None:
+    nodes = [Node(name, "10.0.0.1", {"CPU": 2.0}) for name in "ab"]
+    wanted = [Bundle(("train-0",), 2, 0), Bundle(("rollout-0",), 2, 0)]
+    assert (lacking(wanted, nodes), too_much(wanted, nodes)) == ("", "")
+    wanted.append(Bundle(("functions-0",), 1, 0))
+    assert (lacking(wanted, nodes), too_much(wanted, nodes)) == ("", "5 CPU of its 4")

@@ -20,6 +20,9 @@ from m2flow.errors import M2FlowError, SpecError
 from m2flow.spec import ClusterSpec
 
 _HERE = "this machine"
+_NO_ANSWER = (
+    "It hangs, it is going, or it still prepares itself (ray: {patience_s: ...} waits for longer): see `ray status` and its Ray logs."
+)
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,7 @@ def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, lis
     for number, (node, findings) in enumerate(answers):
         has = ", ".join(f"{amount:g} {name}" for name, amount in node.resources.items() if name in ("CPU", "GPU") or not _is_rays_own(name))
         name = f"node {number + 1} ({node.address}, {has or 'nothing for workers'})"
-        nothing = Finding("answer", "missing", f"none in {spec.ray.patience_s:.0f} s: {findings}")
-        found[name] = findings if isinstance(findings, list) else [nothing]
+        found[name] = findings if isinstance(findings, list) else [Finding("answer", "missing", findings, _NO_ANSWER)]
     return found
 
 

@@ -48,7 +48,7 @@ ray:
 # The cluster has now:
 {nodes}
 placement: split
-cores: {cores:<16} # of the cluster's {all_cores}, to share out among workers; each takes its threads from one node
+cores: {cores:<16} # of the cluster's {all_cores}, to share out among engines, each's from one node; function workers take one more each
 device: {device}
 
 rollout:
@@ -127,4 +127,4 @@ def _of_ray(address: str) -> tuple[str, str]:
         device="cuda:0                # in each worker: Ray gives it a GPU of its own" if all_gpus else "cpu",
         workers=max(1, (all_gpus or sum(kinds.values())) - 1),
     )
-    return f"Ray cluster of {len(nodes)} nodes: {all_cores} cores, {all_gpus} GPUs", body
+    return f"Ray cluster of {len(nodes)} node{'s' * (len(nodes) != 1)}: {all_cores} cores, {all_gpus} GPUs", body

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -186,7 +187,7 @@ class RayCluster:
             self._ray.kill(agent, no_restart=True)
 
     def on_each_node(self, function: Callable[[], Any], *, timeout_s: float) -> list[tuple[Node, Any]]:
-        """What a function gives on every node, or the error that came of it."""
+        """What a function gives on every node, or why there is nothing, in words."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         def ask() -> Any:  # Ray takes functions, and not what can be called like one.
@@ -202,8 +203,10 @@ class RayCluster:
         for node, reference in asked.values():
             try:
                 found.append((node, self._ray.get(reference, timeout=0.0)))
+            except self._ray.exceptions.GetTimeoutError:
+                found.append((node, f"none in {timeout_s:.0f} s"))
             except self._ray.exceptions.RayError as error:
-                found.append((node, error))
+                found.append((node, f"none: {_first_line(error)}"))
         return found
 
     def close(self) -> None:
@@ -236,6 +239,15 @@ def lacking(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
             amounts = ", ".join(f"{amount:g} {name}" if amount >= 1 else name for name, amount in needs.items())
             return f"no node has {amounts}, which {', '.join(bundle.workers)} need" + ("" if len(bundle.workers) > 1 else "s")
     return ""
+
+
+def too_much(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
+    """What all bundles together need more of than the nodes have, in words, whoever else is there; empty if it may be somebody else's."""
+    together: Counter[str] = Counter()
+    for bundle in wanted:
+        together.update(_resources(bundle))
+    there = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in together}
+    return ", ".join(f"{amount:g} {name} of its {there[name]:g}" for name, amount in together.items() if amount > there[name])
 
 
 def _sigterm() -> Callable[[], object]:

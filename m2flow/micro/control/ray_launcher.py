@@ -29,7 +29,7 @@ from m2flow.errors import M2FlowError, PlanError, WorkerError
 from m2flow.micro.control.agent import Errand, Started
 from m2flow.micro.control.bundles import Bundle, bundles, holders, num_gpus, part_of, place_of
 from m2flow.micro.control.launcher import Job, Launcher
-from m2flow.micro.control.ray_cluster import RayCluster, lacking
+from m2flow.micro.control.ray_cluster import RayCluster, lacking, too_much
 from m2flow.micro.plan import WorkerPlan
 
 _ANSWERS_S = 1.0
@@ -294,9 +294,13 @@ class RayLauncher(Launcher):
         patience_s = self._spec.ray.patience_s
         has_begun = any(hosted.started is not None for hosted in self._hosted.values())
         if not has_begun and now_s - self._began_s > patience_s and not self._cluster.has_room():
+            over = too_much(self._bundles, self._cluster.nodes())
+            now = (
+                "Others use it, or each node has too little: `ray status` shows who has what. Wait for longer with ray: {patience_s: ...}."
+            )
             raise PlanError(
-                f"the Ray cluster has had no room for the plan's workers for {patience_s:.0f} s",
-                now="Others use it: `ray status` shows who has what. Wait for longer with ray: {patience_s: ...}.",
+                f"the Ray cluster has had no room for the plan's workers for {patience_s:.0f} s" + (f": they need {over}" if over else ""),
+                now="Start more nodes, or let the spec ask for less: fewer `cores`, fewer workers." if over else now,
             )
 
     def _note_end(self, hosted: _Hosted, how: str) -> None:
