@@ -1,4 +1,4 @@
-"""A mixture in a real SGLang server: after a sync it computes what transformers does, and sends tokens to the same experts."""
+"""Each architecture in a real SGLang server: weights that come by a sync make it compute what transformers does with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,40 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900), NEEDS_SGLANG]
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "max_position_embeddings": 256, "initializer_range": 0.1}
 MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-KINDS: dict[str, dict[str, Any]] = {"Qwen3Moe": MIXTURE}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK: dict[str, Any] = {  # Without YaRN a server on a CPU refuses it.
+    "rope_parameters": YARN,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 16},
+    "Qwen3Moe": MIXTURE,
+    "Llama": {},
+    "Mistral": {},
+    "Gemma": {"head_dim": 16, "hidden_act": "gelu_python"},  # Exact, as the server has it; published ones have its tanh approximation.
+    "DeepseekV2": {**DEEPSEEK, "topk_method": "greedy", "scoring_func": "softmax"},
+    "DeepseekV3": {**DEEPSEEK, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
 GIVEN = [list(range(2, 13)), [12, 5, 5, 5, 9, 2, 7], [3, 4]]
 REQUESTS = [make_request(prompt, 0, Sampling(24, temperature=0.0, min_new_tokens=24)) for prompt in range(3)]
 
@@ -32,7 +65,7 @@ REQUESTS = [make_request(prompt, 0, Sampling(24, temperature=0.0, min_new_tokens
 def test_after_a_sync_the_server_computes_what_transformers_does(kind: str, tmp_path: Path) -> None:
     """Given tokens and greedy samples, by weights that came as files, then by others that came as tensors."""
     path = save_config(kind, tmp_path / "model", **SIZES, **KINDS[kind])
-    options = {**OPTIONS, "start_timeout_s": 600, "routed_experts": KINDS[kind] is MIXTURE}
+    options = {**OPTIONS, "start_timeout_s": 600, "routed_experts": "num_experts_per_tok" in KINDS[kind]}
     with started(lambda _: SglangRollout(Model(path, "random", seed=0), EngineSettings(options=options))) as first:
         check_weights(first, path, seed=1)
         assert isinstance(first, SglangRollout)
