@@ -120,7 +120,7 @@ _BUILT_IN = (
         "A vLLM server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),
         server="m2flow.engines.vllm_installed:VLLM",
-        untested="cuda; tp",
+        untested="cuda",
     ),
     EngineInfo(
         "fsdp",
