@@ -144,7 +144,7 @@ _BUILT_IN = (
         ("torch", "transformers", "deepspeed", "ninja"),
         extra="deepspeed",
         compiles=True,
-        untested="cuda; weights on a drive",
+        untested="cuda",
     ),
     EngineInfo("python", "m2flow.engines.functions:PythonFunctions", Capabilities("function"), "Rewards and ops: plain or async Python."),
     EngineInfo(
