@@ -12,6 +12,7 @@ import copy
 import multiprocessing
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -106,6 +107,7 @@ class Mirrored(TrainEngine):
 
     def __init__(self, factory: Factory, model: Model, settings: EngineSettings, followers: Followers) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="m2flow-ranks-"))
+        weakref.finalize(self, shutil.rmtree, self._place, ignore_errors=True)  # Of one that can't start, or is never stopped.
         where = f"file://{self._place / 'meet'}"
         settings = replace(settings, num_ranks=followers.count + 1, rendezvous=where)
         self._followers = followers
@@ -177,7 +179,7 @@ class Mirrored(TrainEngine):
 
     def beside(self, role: str, model: Model) -> TrainEngine:
         other = copy.copy(self)
-        other._place = Path(tempfile.mkdtemp(prefix="m2flow-ranks-"))
+        other._place = self._place / "beside"
         other._number = id(other)
         self._followers.tell(self._number, "beside", role, model, other._number)
         other._own = _found(self._own.beside(role, model))
