@@ -146,6 +146,8 @@ def test_busy_time_counts_nested_and_doubled_work_once_and_waiting_never() -> No
     recorder.add("sample", 0, 9 * S)
     spans = spans_of(recorder.drain())
     assert busy_seconds(spans) == {"w": 6.0}
+    start = min(span.start_ns for span in spans)
+    assert busy_seconds(spans, (start + 4 * S, start + 20 * S)) == {"w": 2.0}
 
 
 def test_a_track_that_only_waits_has_no_busy_time() -> None:

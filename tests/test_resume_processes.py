@@ -80,6 +80,8 @@ def test_a_run_whose_trainer_dies_goes_on_from_its_last_checkpoint_by_itself(tmp
     summary = json.loads(went_on.stdout.splitlines()[-1])
     same = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sha256", "weights_sha256")
     assert {name: summary[name] for name in same} == {name: whole[name] for name in same}
+    assert max(summary["busy_s"].values()) <= summary["wall_s"] + 0.01
+    assert summary["tokens_per_s"] * summary["wall_s"] < 0.95 * summary["tokens"], "what was there before counts as made since"
 
 
 @pytest.mark.slow

@@ -81,13 +81,14 @@ class Summary:
     """Mean reward of the first update that had rewards."""
     reward_last: float | None
     wall_s: float
-    """From the first call to the last, without the workers' start."""
+    """From the first call to the last, without the workers' start; of a run that was resumed, since then."""
     tokens_per_s: float
+    """In that time, as are `samples_per_s` and `busy_s`."""
     samples_per_s: float
     busy_s: dict[str, float]
+    """Seconds that each worker was at work."""
     channels: dict[str, dict[str, float]]
     """Of each way from a worker to another: parcels, samples and bytes, how many of these in shared memory, seconds blocked."""
-    """Seconds that each worker was at work."""
     calls_lowered: int
     """Calls that were new to the lowering, or newly wired."""
     calls_reused: int
@@ -142,6 +143,8 @@ class Run:
         self._forecast: Forecast | None = None
         self._warn = warn
         self._past: Past | None = None
+        self._at_start = (0, 0, 0)
+        """When its first call was next: Unix ns, and the samples and tokens that were there."""
         self._has_broken = False
         """An attempt of this process was up, and lost what only a checkpoint has."""
         self._replay: ReplayBackend | None = None
@@ -304,7 +307,7 @@ class Run:
         backend = PlannedBackend(self.flow.name, self._lowering, self._controller, outcomes, self._journal, ahead)
         try:
             self._start(self._controller)
-            start = time.monotonic()
+            start = self._begin()
             begin = backend.begin_checkpoint
             keeping = Keeping(self._replayed(backend), keeper, begin=begin, end=lambda step: None, num_over=lambda: outcomes.num_well)
             self._run_flow(keeping)
@@ -318,6 +321,11 @@ class Run:
             raise
         finally:
             self._controller.close()
+
+    def _begin(self) -> float:
+        """The time, monotonic, from which on the run is measured."""
+        self._at_start = time.time_ns(), self.tally.num_samples, self.tally.num_tokens
+        return time.monotonic()
 
     def _start(self, controller: Controller) -> None:
         """Have the workers come up. The first time one that dies ends the run; after that it is one more loss."""
@@ -353,7 +361,7 @@ class Run:
 
         try:
             performer.open()
-            start = time.monotonic()
+            start = self._begin()
             backend = self._shield = Shielding(EagerBackend(performer, journal))
             keeping = Keeping(self._replayed(backend), keeper, begin=lambda due: None, end=save, num_over=journal.num_well)
             self._run_flow(keeping)
@@ -424,6 +432,8 @@ class Run:
 
     def _sum_up(self, wall_s: float, digests: Mapping[str, str]) -> Summary:
         tally, recorded = self.tally, read_trace(self.run_dir)
+        start_ns, samples, tokens = self._at_start
+        during = start_ns, start_ns + round(wall_s * 1e9)
         one = next(iter(digests.values())) if len(digests) == 1 else ""
         weights = one or hashlib.sha256("\n".join(f"{role} {d}" for role, d in sorted(digests.items())).encode()).hexdigest()
         return Summary(
@@ -435,9 +445,9 @@ class Run:
             reward_first=tally.rewards[0] if tally.rewards else None,
             reward_last=tally.rewards[-1] if tally.rewards else None,
             wall_s=round(wall_s, 3),
-            tokens_per_s=round(tally.num_tokens / max(wall_s, 1e-9), 1),
-            samples_per_s=round(tally.num_samples / max(wall_s, 1e-9), 2),
-            busy_s={track: round(busy, 3) for track, busy in busy_seconds(recorded.spans).items()},
+            tokens_per_s=round((tally.num_tokens - tokens) / max(wall_s, 1e-9), 1),
+            samples_per_s=round((tally.num_samples - samples) / max(wall_s, 1e-9), 2),
+            busy_s={track: round(busy, 3) for track, busy in busy_seconds(recorded.spans, during).items()},
             channels=channels_of(recorded.counts),
             calls_lowered=self._lowering.num_lowered if self._lowering else 0,
             calls_reused=self._lowering.num_reused if self._lowering else 0,

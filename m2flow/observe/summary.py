@@ -17,9 +17,11 @@ Interval = tuple[int, int]
 """[start, end) in ns."""
 
 
-def busy_seconds(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds in which each track worked. Waiting, sending and samples' lives are not work; a track without work has 0."""
-    return {track: _length(found) / 1e9 for track, found in _work_by(spans, lambda span: span.track).items()}
+def busy_seconds(spans: Iterable[Span], during: Interval | None = None) -> dict[str, float]:
+    """Seconds in which each track worked, of that interval if one is given. Waiting, sending and samples' lives are not work; a track
+    without work has 0."""
+    work = _work_by(spans, lambda span: span.track)
+    return {track: _length(found if during is None else _intersection(found, [during])) / 1e9 for track, found in work.items()}
 
 
 def overlap_seconds(spans: Iterable[Span], a: Predicate, b: Predicate) -> float:
