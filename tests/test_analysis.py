@@ -16,6 +16,7 @@ from m2flow.micro.analysis.critical_path import CriticalPath
 from m2flow.micro.analysis.idle import CAUSES, devices_of, idle_of
 from m2flow.micro.analysis.report import OVERHEAD, analysis_of
 from m2flow.micro.analysis.run_trace import RunTrace
+from m2flow.micro.record.ledger import Ledger
 from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import SpanBlock
 from m2flow.samples import SampleId
@@ -85,6 +86,29 @@ def test_while_others_generate_an_instance_without_samples_is_in_the_tail_and_tr
     assert found["rollout-1"] == pytest.approx({"tail": 0.006, "staleness": 0.002})
     assert found["rollout-0"] == pytest.approx({"staleness": 0.002})
     assert found["train-0"] == pytest.approx({"rollout": 0.004, "tail": 0.006})
+
+
+def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_path: Path) -> None:
+    hour = 3600 * 1000 * MS
+    rollout, trainer = Recorder("rollout-0"), Recorder("train-0")
+    about = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1"}
+    for begin, end in ((0, 4 * MS), (hour + 1 * MS, hour + 5 * MS)):
+        rollout.add("rollout.step", begin, end, **about, num_samples=1)
+    trainer.add("train.accumulate", hour + 5 * MS, hour + 6 * MS, call=1, step=0, label="policy.update", flow_line="f.py:2")
+    run_dir = store_run(tmp_path, [drained(recorder) for recorder in (rollout, trainer)])
+    ledger = Ledger(run_dir / "ledger.db")
+    ledger.open()
+    for number, began_s in enumerate((0.0, 3600.0)):
+        ledger.attempt_began(number, "", 0)
+        ledger.change("UPDATE attempts SET began=? WHERE number=?", (began_s, number))
+    ledger.close()
+    trace = traced(run_dir)
+    assert [(ends.tolist(), begins.tolist()) for ends, begins in [trace.stops]] == [([4 * MS], [hour])]
+    (step,) = analysis_of(trace, idle_of(trace)).steps
+    assert step.makespan_s == pytest.approx(0.010)
+    for idle in idle_of(trace):
+        whole = idle.busy_seconds(trace.start, trace.end) + sum(idle.seconds(trace.start, trace.end).values())
+        assert whole == pytest.approx(0.010)
 
 
 def test_a_slow_reward_is_the_cause_and_leads_the_critical_path(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from m2flow.cli.failures import failure_of
 from m2flow.cli.flow_options import find_target, option_type
 from m2flow.cli.main import cli
 from m2flow.errors import InternalError, RewardError, RunInterrupted
+from m2flow.micro.record.tally import Tally
 
 ROOT = Path(__file__).parents[1]
 GRPO = str(ROOT / "flows" / "grpo.py")
@@ -367,9 +368,9 @@ def test_a_sparkline_has_bounded_width_and_ignores_what_is_not_finite() -> None:
 
 def test_rates_are_over_the_last_moments_only() -> None:
     rates = Rates()
-    rates.add(0.0, 0, 0)
-    assert rates.add(10.0, 100, 10) == (10.0, 1.0)
-    assert rates.add(20.0, 400, 10) == (30.0, 0.0)
+    rates.add(0.0, Tally())  # Before it has read what was there when the run was taken up again.
+    assert rates.add(10.0, Tally(num_tokens=9100, num_samples=910, tokens_before=9000, samples_before=900)) == (10.0, 1.0)
+    assert rates.add(20.0, Tally(num_tokens=9400, num_samples=910, tokens_before=9000, samples_before=900)) == (30.0, 0.0)
 
 
 def test_durations_are_written_for_people() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ def check_killed_and_resumed(tmp_path: Path, killed_in: str, *more: str) -> None
     same = ("steps", "samples", "tokens", "reward_first", "reward_last", "samples_sha256", "weights_sha256")
     assert {name: (summary[name], whole[name]) for name in same if summary[name] != whole[name]} == {}
     assert not has_checkpoint or "step 0\n" not in resumed.stderr
+    assert not has_checkpoint or re.search(r"done +dies: \d+ steps, the last \d+ in ", resumed.stderr)
     again = m2flow(tmp_path, "--resume", str(run_dir))
     assert again.returncode == 2
     assert "has come to its end: there is nothing to resume" in again.stderr

@@ -73,8 +73,9 @@ def show_plan(console: Console, plan: Plan, *, is_eager: bool) -> None:
 
 def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) -> None:
     """What the run came to, where it lies, and what to type next."""
+    last = f", the last {tally.num_steps - tally.steps_before}" if tally.steps_before else ""
     rows = [
-        ("done", f"{flow}: {_count(summary.steps, 'step')} in {duration(summary.wall_s)}, {_count(summary.samples, 'sample')}, "
+        ("done", f"{flow}: {_count(summary.steps, 'step')}{last} in {duration(summary.wall_s)}, {_count(summary.samples, 'sample')}, "
          f"{_count(summary.tokens, 'token')} ({summary.tokens_per_s:,.0f} tokens/s, {summary.samples_per_s:,.1f} samples/s)"),
     ]  # fmt: skip
     if summary.left_out:
@@ -168,7 +169,7 @@ class Progress:
             table.add_row("reward", Text(f"{tally.rewards[-1]:.3f}  {_sparkline(self._console, list(tally.rewards))}"))
         for name, value in list(tally.logs.items()):
             table.add_row(Text(name), Text(f"{value:.4g}"))
-        tokens_per_s, samples_per_s = self._rates.add(time.monotonic(), tally.num_tokens, tally.num_samples)
+        tokens_per_s, samples_per_s = self._rates.add(time.monotonic(), tally)
         table.add_row(
             "speed", f"{tokens_per_s:,.0f} tokens/s  {samples_per_s:,.1f} samples/s  {_count(tally.num_samples, 'sample')} so far"
         )
@@ -205,7 +206,7 @@ class Progress:
         last_steps, last_s, example_s = 0, self._started_s, 0.0
         while not self._ended.wait(0.25):
             tally, now_s = self._run.tally, time.monotonic()
-            rates = self._rates.add(now_s, tally.num_tokens, tally.num_samples)
+            rates = self._rates.add(now_s, tally)
             self._left_s(tally)
             is_due = now_s - last_s > (_LINE_S if tally.num_steps > last_steps else _QUIET_LINE_S)
             if self._is_stopping or not (is_due or (tally.num_steps and not last_steps)):
@@ -253,7 +254,8 @@ class Rates:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
 
-    def add(self, now_s: float, num_tokens: int, num_samples: int) -> tuple[float, float]:
+    def add(self, now_s: float, tally: Tally) -> tuple[float, float]:
+        num_tokens, num_samples = tally.num_tokens - tally.tokens_before, tally.num_samples - tally.samples_before
         self._seen.append((now_s, num_tokens, num_samples))
         while now_s - self._seen[0][0] > _WINDOW_S:
             self._seen.popleft()

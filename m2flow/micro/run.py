@@ -143,8 +143,8 @@ class Run:
         self._forecast: Forecast | None = None
         self._warn = warn
         self._past: Past | None = None
-        self._at_start = (0, 0, 0)
-        """When its first call was next: Unix ns, and the samples and tokens that were there."""
+        self._start_ns = 0
+        """When its first call was next, Unix time."""
         self._has_broken = False
         """An attempt of this process was up, and lost what only a checkpoint has."""
         self._replay: ReplayBackend | None = None
@@ -324,7 +324,7 @@ class Run:
 
     def _begin(self) -> float:
         """The time, monotonic, from which on the run is measured."""
-        self._at_start = time.time_ns(), self.tally.num_samples, self.tally.num_tokens
+        self._start_ns = time.time_ns()
         return time.monotonic()
 
     def _start(self, controller: Controller) -> None:
@@ -432,8 +432,7 @@ class Run:
 
     def _sum_up(self, wall_s: float, digests: Mapping[str, str]) -> Summary:
         tally, recorded = self.tally, read_trace(self.run_dir)
-        start_ns, samples, tokens = self._at_start
-        during = start_ns, start_ns + round(wall_s * 1e9)
+        during = self._start_ns, self._start_ns + round(wall_s * 1e9)
         one = next(iter(digests.values())) if len(digests) == 1 else ""
         weights = one or hashlib.sha256("\n".join(f"{role} {d}" for role, d in sorted(digests.items())).encode()).hexdigest()
         return Summary(
@@ -445,8 +444,8 @@ class Run:
             reward_first=tally.rewards[0] if tally.rewards else None,
             reward_last=tally.rewards[-1] if tally.rewards else None,
             wall_s=round(wall_s, 3),
-            tokens_per_s=round((tally.num_tokens - tokens) / max(wall_s, 1e-9), 1),
-            samples_per_s=round((tally.num_samples - samples) / max(wall_s, 1e-9), 2),
+            tokens_per_s=round((tally.num_tokens - tally.tokens_before) / max(wall_s, 1e-9), 1),
+            samples_per_s=round((tally.num_samples - tally.samples_before) / max(wall_s, 1e-9), 2),
             busy_s={track: round(busy, 3) for track, busy in busy_seconds(recorded.spans, during).items()},
             channels=channels_of(recorded.counts),
             calls_lowered=self._lowering.num_lowered if self._lowering else 0,

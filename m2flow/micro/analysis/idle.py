@@ -96,7 +96,7 @@ def _num_devices(place: str) -> int:
 
 
 def idle_of(trace: RunTrace) -> list[IdleTime]:
-    """Of every device that rollout or training has, from the first span of the run to the last."""
+    """Of every device that rollout or training has, from the first span of the run to the last; not where the run had stopped."""
     if not trace.columns.num_spans:
         return []
     start, end, worker = trace.columns["start"], trace.columns["end"], trace.columns["worker"]
@@ -118,7 +118,7 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
         owner = _owner(trace, mine, device)
         switches, syncs = (union(start[mine & (trace.group == group)], end[mine & (trace.group == group)]) for group in (SWITCH, SYNC))
         # A gap is cut wherever its cause may change.
-        cuts = np.unique(np.concatenate([moments, *own, *switches, *syncs, owner[0]]))
+        cuts = np.unique(np.concatenate([moments, *own, *switches, *syncs, *trace.stops, owner[0]]))
         at = np.searchsorted(gaps[1], cuts, side="right")
         inside = cuts[(at < len(gaps[0])) & (cuts > gaps[0][np.minimum(at, len(gaps[0]) - 1)])]
         begins = np.sort(np.concatenate([gaps[0][gaps[1] > gaps[0]], inside]))
@@ -128,7 +128,8 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
         cause = np.where(_covered(begins, own) & (kind == 0), _HOST, cause)
         cause = np.where(_covered(begins, syncs), CAUSES.index("sync"), cause)
         cause = np.where(_covered(begins, switches), CAUSES.index("switch"), cause)
-        found.append(IdleTime(device, *_joined(begins, stops, cause), *busy))
+        there = ~_covered(begins, trace.stops)
+        found.append(IdleTime(device, *_joined(begins[there], stops[there], cause[there]), *busy))
     return found
 
 

@@ -180,7 +180,7 @@ def _step(
     paths: CriticalPath | None,
     staleness: dict[int, int],
 ) -> StepAnalysis:
-    makespan_s = (step.end - step.start) / 1e9
+    makespan_s = trace.seconds(step.start, step.end)
     idle: dict[str, float] = {}
     for one in devices:
         for cause, seconds in one.seconds(step.start, step.end).items():

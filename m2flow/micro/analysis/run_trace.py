@@ -19,6 +19,7 @@ import numpy.typing as npt
 from m2flow.micro.analysis.known_calls import KnownCalls
 from m2flow.micro.forecasting import read_prediction
 from m2flow.micro.plan import Plan
+from m2flow.micro.record.ledger import read_beginnings
 from m2flow.micro.search.choice import Choice
 from m2flow.observe.schedule.columns import TraceColumns
 from m2flow.observe.spans import SpanName
@@ -96,6 +97,8 @@ class RunTrace:
         """[S]; -1: of no call, or not known."""
         self.steps: list[Step] = []
         self.versions: list[Version] = []
+        self.stops: tuple[IntArray, IntArray] = (none, none)
+        """Where the run had stopped and where it was resumed, in order; between the two it took no time."""
 
     def refresh(self, most_bytes: int = 1 << 62) -> bool:
         """Take in what is new. Answers whether there was any."""
@@ -134,6 +137,7 @@ class RunTrace:
         self._derive_kinds(most)
         self.steps = self._find_steps()
         self.versions = self._find_versions()
+        self.stops = self._find_stops()
 
     def _calls(self) -> IntArray:
         """The call of each span; of decode steps, by the lives beside them."""
@@ -201,6 +205,19 @@ class RunTrace:
         ends = np.maximum.accumulate(end)
         begins = np.concatenate([start[:1], ends[:-1]])
         return [Step(*row) for row in zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True)]
+
+    def seconds(self, start: int, end: int) -> float:
+        """Between two moments, as far as the run went on."""
+        stops, resumes = self.stops
+        inside = np.maximum(np.minimum(resumes, end) - np.maximum(stops, start), 0)
+        return float(end - start - inside.sum()) / 1e9
+
+    def _find_stops(self) -> tuple[IntArray, IntArray]:
+        ends = np.sort(self.columns["end"])
+        resumes = (np.array(read_beginnings(self.run_dir)[1:], np.float64) * 1e9).astype(np.int64)
+        before = np.searchsorted(ends, resumes) - 1
+        resumes = resumes[(before >= 0) & (before < len(ends) - 1)]
+        return ends[np.searchsorted(ends, resumes) - 1], resumes
 
     def _find_versions(self) -> list[Version]:
         columns, found = self.columns, dict[tuple[str, int], int]()

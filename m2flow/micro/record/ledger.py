@@ -7,6 +7,7 @@ events: what an event led to is there whole, or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sqlite3
@@ -389,6 +390,13 @@ def read_incidents(run_dir: Path) -> list[Incident]:
         return [Incident(*row) for row in db.execute("SELECT at_s, kind, worker, what FROM incidents ORDER BY at_s")]
     finally:
         db.close()
+
+
+def read_beginnings(run_dir: Path) -> list[float]:
+    """When each attempt at a run began, Unix seconds; none of a run without a ledger."""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        return [began for (began,) in db.execute("SELECT began FROM attempts ORDER BY number")]
+    return []
 
 
 def read_endings(run_dir: Path) -> dict[str, int]:

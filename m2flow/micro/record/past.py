@@ -154,4 +154,5 @@ def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int]) -> Tally:
     last = max((recorded.step for recorded in record.calls), default=-1)
     tally.num_steps = min(open_steps, default=last + 1)
     tally.logs = dict(db.execute("SELECT name, value FROM logs ORDER BY rowid"))
+    tally.steps_before, tally.samples_before, tally.tokens_before = tally.num_steps, tally.num_samples, tally.num_tokens
     return tally

@@ -24,6 +24,10 @@ class Tally:
     num_samples: int = 0
     num_tokens: int = 0
     """Generated tokens."""
+    steps_before: int = 0
+    """Of these, those that were there when the run was taken up again, as are `samples_before` and `tokens_before`."""
+    samples_before: int = 0
+    tokens_before: int = 0
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each update, in order."""
     logs: dict[str, float] = field(default_factory=dict)

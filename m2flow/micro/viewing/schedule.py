@@ -112,7 +112,7 @@ class Schedule:
         """In the order in which they are shown."""
         found = []
         names = self.trace.columns.workers.texts
-        whole_s = (self.trace.end - self.trace.start) / 1e9
+        whole_s = self.trace.seconds(self.trace.start, self.trace.end)
         for lane in self._order:
             idle = self.idle.get(names[lane])
             busy_s = idle.busy_seconds(self.trace.start, self.trace.end) if idle else self._busy_s(lane)
