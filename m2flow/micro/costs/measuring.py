@@ -40,8 +40,8 @@ _LEAST_BESIDE_S = 0.05
 _MOST_SLOWDOWN = 8.0
 _MOST_GROUPS = 2000
 _TURNS = 4
-_LAST_BYTES = 16 << 20
-"""Of a trace, some hundred thousand spans, which are read in a second."""
+_LAST_BYTES = 4 << 20
+"""Of a trace: some ten thousand spans, which are read in about a second."""
 
 
 @dataclass(frozen=True)
