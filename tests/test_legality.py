@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from test_random_programs import _quick  # noqa: F401  # a fixture
 from test_seeded_bugs import minibatches_by_arrival
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, op, steps
@@ -27,6 +26,9 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer
 from m2flow.testing.random_programs import difference_of
 from m2flow.testing.world import run_eager, run_planned
+
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
 
 Patch = pytest.MonkeyPatch
 ROWS = [{"prompt": f"{i * 7919 % 1000}=", "target": str(i)} for i in range(6)]

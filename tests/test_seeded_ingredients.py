@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from test_random_programs import _quick  # noqa: F401  # a fixture
 
 from m2flow.macro.graph import Call, Effect
 from m2flow.macro.session import Session
@@ -32,7 +31,8 @@ from m2flow.testing.fake_train import FakeTrain
 from m2flow.testing.random_programs import clusters, difference_of, eager_of, programs, timed_programs
 from m2flow.testing.world import run_planned
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("quick")]
 
 Patch = pytest.MonkeyPatch
 Case = tuple[p.Program, ClusterSpec, int]

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from test_random_programs import _quick  # noqa: F401  # a fixture
 from test_seeded_bugs import BUGS as KNOWN_BUGS
 
 from m2flow.engines.contract import Request
@@ -32,7 +31,8 @@ from m2flow.testing.programs import Program
 from m2flow.testing.random_programs import clusters, difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("quick")]
 
 Patch = pytest.MonkeyPatch
 many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)

@@ -10,7 +10,6 @@ from collections import deque
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_random_programs import _quick  # noqa: F401  # a fixture
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, op, steps
 from m2flow.errors import InternalError
@@ -22,6 +21,9 @@ from m2flow.testing import world
 from m2flow.testing.programs import Program
 from m2flow.testing.random_programs import clusters, programs
 from m2flow.testing.world import run_planned
+
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
 
 ROWS = [{"prompt": f"{i * 7919 % 1000}=", "target": str(i)} for i in range(9)]
 
