@@ -34,8 +34,9 @@ def _why_not() -> str:
         return "the extra ray is missing; `make rest` installs it in .venv-full"
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need root and `ip`"
-    made = subprocess.run(["ip", "netns", "add", "m2flow-try"], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", "m2flow-try"], capture_output=True, check=False)
+    tried = f"m2flow-try-{os.getpid()}"  # Others may be trying at the same time.
+    made = subprocess.run(["ip", "netns", "add", tried], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", tried], capture_output=True, check=False)
     return "" if made.returncode == 0 else "this machine makes no network namespaces"
 
 
@@ -43,9 +44,10 @@ def _why_not_slowed() -> str:
     """`netem`, which could hold packets back by the clock too, is a module that many kernels do not have; a token bucket they do."""
     if WHY_NOT or shutil.which("tc") is None:
         return WHY_NOT or "slowing a link needs `tc`"
-    ip("link", "add", "m2try", "type", "veth", "peer", "name", "m2yrt")
-    made = subprocess.run(["tc", "qdisc", "add", "dev", "m2try", "root", *_bucket("1mbit")], capture_output=True, check=False)
-    ip("link", "del", "m2try")
+    tried, other = f"m2t{os.getpid()}", f"m2y{os.getpid()}"
+    ip("link", "add", tried, "type", "veth", "peer", "name", other)
+    made = subprocess.run(["tc", "qdisc", "add", "dev", tried, "root", *_bucket("1mbit")], capture_output=True, check=False)
+    ip("link", "del", tried)
     return "" if made.returncode == 0 else "this kernel has no token bucket (sch_tbf)"
 
 

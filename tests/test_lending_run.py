@@ -47,7 +47,7 @@ PATIENCE_S = 300.0
 def digits_seen(sample: Sample) -> float:
     """With HELD_UNTIL, answers of later steps wait until there is such a file."""
     deadline = time.monotonic() + PATIENCE_S
-    while (pattern := os.environ.get("HELD_UNTIL")) and sample.id.call > 1 and not list(Path(pattern).glob(f"*/{BETTER}")):
+    while (path := os.environ.get("HELD_UNTIL")) and sample.id.call > 1 and not Path(path).exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return len(set(str(sample.text))) / 8
@@ -93,19 +93,23 @@ def test_a_run_whose_trainer_lends_its_devices_has_the_bits_of_one_that_does_not
 def test_a_run_looks_at_its_plan_again_and_the_cluster_that_it_writes_is_one_to_run_on(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Answers and times come from its ledger and spans while it goes on; that any plan is called better is what the test makes so."""
     profiles: list[Profile | None] = []
+    enough = tmp_path / "enough"
 
     def asked(*arguments: Any, **more: Any) -> Question:
         profiles.append(more["profile"])
+        if more["profile"] is not None and list(tmp_path.glob(f"*/{BETTER}")):
+            enough.touch()
         return question_of(*arguments, **more)
 
     monkeypatch.setattr(runs, "question_of", asked)
     spec = ClusterSpec(placement="auto", device="cpu", cores=2, rollout=RolloutSpec(replan_s=0.02), train=TrainSpec(token_budget=60))
     settings = RunSettings(runs_dir=str(tmp_path), deterministic=True)
     monkeypatch.setattr(second_look, "_PAYS", -1.0)
-    monkeypatch.setenv("HELD_UNTIL", str(tmp_path))
+    monkeypatch.setenv("HELD_UNTIL", str(enough))
     run = Run(sorts, {}, spec, settings)
     summary = run.execute()
     assert profiles[0] is None
+    assert profiles[-1] is not None
     assert {engine.name for engine in profiles[-1].engines} == {"policy.rollout", "policy.train"}
     (better,) = (one for one in read_incidents(run.run_dir) if one.kind == "better plan")
     assert f"m2flow run --resume {run.run_dir} --cluster {run.run_dir / BETTER}" in better.what
