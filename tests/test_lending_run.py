@@ -109,8 +109,8 @@ def test_a_run_looks_at_its_plan_again_and_the_cluster_that_it_writes_is_one_to_
     run = Run(sorts, {}, spec, settings)
     summary = run.execute()
     assert profiles[0] is None
-    assert profiles[-1] is not None
-    assert {engine.name for engine in profiles[-1].engines} == {"policy.rollout", "policy.train"}
+    measured = [profile for profile in profiles if profile is not None]  # The first step warms up, as soon as there is another.
+    assert {engine.name for engine in measured[-1].engines} == {"policy.rollout", "policy.train"}
     (better,) = (one for one in read_incidents(run.run_dir) if one.kind == "better plan")
     assert f"m2flow run --resume {run.run_dir} --cluster {run.run_dir / BETTER}" in better.what
     monkeypatch.delenv("HELD_UNTIL")

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from m2flow.channels.codec import DTYPES
+from m2flow.channels.groups import open_store, split_address
 from m2flow.channels.keys import Keys
 from m2flow.channels.weights import Manifest, Publisher, RawBits, Subscriber, Tied, Weight, WeightOptions
 from m2flow.channels.weights import shared as shared_memory
@@ -37,6 +39,8 @@ from m2flow.channels.weights.torch_tensors import given as as_engines_take
 from m2flow.channels.weights.torch_tensors import travelling
 from m2flow.channels.zeromq import new_keys
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError, SpecError
+
+PATIENCE_S = 60.0
 
 TRANSPORTS = ("shared memory", "file", "broadcast", "tcp")
 BF16 = np.dtype(np.uint16)
@@ -254,6 +258,40 @@ def test_who_loses_a_broadcast_because_another_receiver_was_killed_gets_it_all_t
         assert [name for name, _ in got] == [name for name, _ in arrays]
         assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(got, arrays, strict=True))
         assert server.num_rounds == 2, "the first broke, and the second came to its end"
+
+
+class Late:
+    """A store in which whoever asks is held up between drawing his number and asking."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.has_drawn, self.may_ask = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: bytes) -> None:
+        self.has_drawn.set()
+        assert self.may_ask.wait(PATIENCE_S)
+        self._store.set(key, value)
+
+
+def test_who_asks_late_is_heard_and_holds_nobody_up() -> None:
+    content, nothing = Content(5, -1, 0, ()), np.zeros(0, np.uint8)
+    server = BroadcastServer(gather_s=0.01, timeout_s=PATIENCE_S)
+    address = server.open()
+    server.offer(Offer((content, nothing), None))
+    host, port = split_address(address)
+    late, quick = (BroadcastReceiver(name, timeout_s=PATIENCE_S) for name in ("late", "quick"))
+    store = late._stores[address] = Late(open_store(host, port, is_server=False, timeout_s=PATIENCE_S))
+    with contextlib.closing(server), ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(late.receive, address, 4, -1)
+        assert store.has_drawn.wait(PATIENCE_S)
+        with pytest.raises(ChannelError, match="version 3 of the weights is not offered"):
+            quick.receive(address, 3, -1)
+        store.may_ask.set()
+        with pytest.raises(ChannelError, match="version 4 of the weights is not offered"):
+            refused.result(PATIENCE_S)
 
 
 def test_a_broadcast_of_a_version_that_is_gone_is_refused(pairs: Callable[..., Pair]) -> None:

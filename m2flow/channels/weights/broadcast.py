@@ -35,6 +35,8 @@ Bytes = npt.NDArray[np.uint8]
 _ATTEMPTS = 3
 _POLL_S = 0.005
 """A look at the store takes some 30 microseconds."""
+_MOST_DRAWN = 4096
+"""Numbers that are waited for at once: more than there are receivers."""
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +92,9 @@ class BroadcastServer:
         self._lock = threading.Lock()
         """Held while bytes are sent, and while others take their place."""
         self._groups: dict[tuple[str, ...], tuple[str, Group]] = {}
+        self._num_drawn = 0
+        self._drawn: dict[int, float] = {}
+        """Numbers of questions that have not come yet, and when it was seen that they were drawn."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
         self.num_rounds = 0
@@ -122,34 +127,43 @@ class BroadcastServer:
         self._store = None
 
     def _serve(self) -> None:
-        number = 0
         while not self._is_closing.is_set():
-            asks, number = self._asked(number)
-            if asks:
+            if asks := self._asked():
                 with self._lock:
                     self._answer(asks)
 
-    def _asked(self, number: int) -> tuple[dict[int, _Ask], int]:
-        """Those who ask now, by the number of their question; and the number of the next."""
+    def _asked(self) -> dict[int, _Ask]:
+        """Those who ask now, by the number of their question."""
         found: dict[int, _Ask] = {}
         silent_s = 0.0
-        while not self._is_closing.is_set() and len(found) < self._num_expected:
+        while not self._is_closing.is_set() and len(found) < self._num_expected and not (found and silent_s > self._gather_s):
+            if heard := self._heard():
+                found |= heard
+                silent_s = 0.0
+                continue
+            # Not the store's `wait`, which would print a warning at each time-out.
+            self._is_closing.wait(_POLL_S)
+            silent_s += _POLL_S
+        return found
+
+    def _heard(self) -> dict[int, _Ask]:
+        """Questions that have come since. Who has drawn a number asks a moment later, on a busy machine a long one, or never if he died:
+        nobody waits for him, and he is heard when he does."""
+        now_s = time.monotonic()
+        num_drawn = int(self._store.add("num_asks", 0))
+        self._drawn |= dict.fromkeys(range(max(self._num_drawn, num_drawn - _MOST_DRAWN), num_drawn), now_s)
+        self._num_drawn = num_drawn
+        found = {}
+        for number, drawn_s in list(self._drawn.items()):
             key = f"ask/{number}"
             if self._store.check([key]):
                 with contextlib.suppress(msgspec.MsgspecError):
                     found[number] = msgspec.msgpack.decode(self._store.get(key), type=_Ask)
                 self._store.delete_key(key)
-                number, silent_s = number + 1, 0.0
-                continue
-            # Not `wait`, which would print a warning at each time-out.
-            self._is_closing.wait(_POLL_S)
-            silent_s += _POLL_S
-            if silent_s > self._gather_s:
-                if found:
-                    break
-                # Who drew a number and died before it asked must not keep the next from being heard.
-                number, silent_s = number + (int(self._store.add("num_asks", 0)) > number + 1), 0.0
-        return found, number
+                del self._drawn[number]
+            elif now_s - drawn_s > self._timeout_s:
+                del self._drawn[number]
+        return found
 
     def _answer(self, asks: dict[int, _Ask]) -> None:
         offer = self._offer
