@@ -11,14 +11,12 @@ from m2flow.observe.store import read_spans
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec, WeightsSpec
 
 DIGITS = Path(__file__).parents[1] / "flows" / "models" / "digits"
-
-
 CALLS_A_STEP = 4
 PATIENCE_S = 200.0
 
 
 def digits_seen(sample: Sample) -> float:
-    """With HELD_IN, a directory of one run, a step's answers wait until both rollout workers have its weights: one alone could make them."""
+    """With HELD_IN, a directory of one run, a step waits until both rollout workers have its weights: one alone could make its answers."""
     version, deadline = sample.id.call // CALLS_A_STEP, time.monotonic() + PATIENCE_S
     both = {("rollout-0", version), ("rollout-1", version)}
     while (runs := os.environ.get("HELD_IN")) and version and not both <= loaded(Path(runs)):
