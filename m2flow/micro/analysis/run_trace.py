@@ -213,11 +213,13 @@ class RunTrace:
         return float(end - start - inside.sum()) / 1e9
 
     def _find_stops(self) -> tuple[IntArray, IntArray]:
-        ends = np.sort(self.columns["end"])
         resumes = (np.array(read_beginnings(self.run_dir)[1:], np.float64) * 1e9).astype(np.int64)
+        if not len(resumes):  # Nearly every run, and each look at one that goes on.
+            return resumes, resumes
+        ends = np.sort(self.columns["end"])
         before = np.searchsorted(ends, resumes) - 1
-        resumes = resumes[(before >= 0) & (before < len(ends) - 1)]
-        return ends[np.searchsorted(ends, resumes) - 1], resumes
+        is_between = (before >= 0) & (before < len(ends) - 1)
+        return ends[before[is_between]], resumes[is_between]
 
     def _find_versions(self) -> list[Version]:
         columns, found = self.columns, dict[tuple[str, int], int]()

@@ -61,14 +61,14 @@ def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measuremen
         gather_s: how long the plan's workers let finished samples wait for others.
         load: of the machine, when the first run began.
     """
-    engines: dict[tuple[str, str, int, int, str], MeasuredEngine] = {}
+    engines: dict[tuple[object, ...], MeasuredEngine] = {}
     syncs: dict[tuple[str, str], MeasuredSync] = {}
     functions: dict[str, MeasuredFunction] = {}
     hop_s = _hop_s(runs)
     for run in runs:
         for worker in run.plan.workers:
             for found in _engines(run, worker, hop_s):
-                engines.setdefault((found.role, found.kind, found.num_devices, found.ranks, found.pool), found)
+                engines.setdefault(found.place, found)
         for sync in _syncs(run):
             syncs.setdefault((sync.role, sync.transport), sync)
         for call, units in run.observed.functions.items():

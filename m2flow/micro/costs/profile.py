@@ -95,6 +95,11 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
         return f"{self.role}.{self.kind}"
 
     @property
+    def place(self) -> tuple[str, EngineKind, int, int, str]:
+        """What tells it from others of a profile."""
+        return self.role, self.kind, self.num_devices, self.ranks, self.pool
+
+    @property
     def layout(self) -> Layout:
         return Layout(tp=self.num_devices // self.ranks, dp=self.ranks)
 
@@ -182,11 +187,11 @@ class Profile(msgspec.Struct, frozen=True):
     def engine(self, role: str, kind: EngineKind, num_devices: int, ranks: int = 1, pool: str = "") -> MeasuredEngine | None:
         """What was measured of an engine on exactly so many devices, and in so many ranks."""
         wanted = role, kind, num_devices, ranks, pool
-        return next((e for e in self.engines if (e.role, e.kind, e.num_devices, e.ranks, e.pool) == wanted), None)
+        return next((found for found in self.engines if found.place == wanted), None)
 
     def updated(self, newer: Profile) -> Profile:
         """With what a newer one says instead, wherever that says something."""
-        engines = {(e.role, e.kind, e.num_devices, e.ranks, e.pool): e for e in (*self.engines, *newer.engines)}
+        engines = {found.place: found for found in (*self.engines, *newer.engines)}
         functions = {found.call: found for found in (*self.functions, *newer.functions)}
         syncs = {(sync.role, sync.transport): sync for sync in (*self.syncs, *newer.syncs)}
         return msgspec.structs.replace(

@@ -3,9 +3,8 @@
     Profile, ModelledCosts --ProfiledCosts--> search, simulator
 
 A profile of `m2flow profile` speaks of this machine alone (the pool named ""); what a run has measured of itself, of the pools that its
-engines are in. An engine on another number of its devices than was measured is modelled, and
-then corrected by how far the model is off where both are known; so is a trainer in another number of ranks. Pools elsewhere, memory and
-legality are the model's.
+engines are in. An engine on another number of its devices than was measured is modelled, and then corrected by how far the model is off
+where both are known; so is a trainer in another number of ranks. Pools elsewhere, memory and legality are the model's.
 """
 
 from __future__ import annotations
