@@ -65,7 +65,8 @@ def assert_rollout_and_trainer_agree(run_dir: Path, number: int) -> None:
     assert max(differences) < 1e-3
 
 
-def test_two_instances_of_a_role_share_its_samples_and_each_takes_every_version(tmp_path: Path) -> None:
+def test_two_instances_of_a_role_share_its_samples_and_each_takes_every_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELD_IN", str(tmp_path))  # One alone could make the answers of a step.
     run = Run(synced, {"model": str(DIGITS)}, served(2), RunSettings(runs_dir=str(tmp_path)))
     run.execute()
     lives, loads = by_worker(run.run_dir, "sample"), by_worker(run.run_dir, "weights.load")
