@@ -172,6 +172,12 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
         ZmqInbox(f"ipc:{shared}").open()
 
 
+def test_a_directory_that_is_missing_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"can't listen in .*/gone: No such file"):
+        ZmqInbox(f"ipc:{tmp_path}/gone").open()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_socket_path_that_the_system_cannot_bind_is_refused_before_it_is_tried(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="longer than 106 bytes"):
         ZmqInbox(f"ipc:{tmp_path}/{'d' * 100}").open()

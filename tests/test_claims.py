@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.micro.control import claims
-from m2flow.micro.control.claims import Claim, remove, remove_leftovers
+from m2flow.micro.control.claims import Claim, read, remove, remove_leftovers
 
 OWNER = """
 import sys, tempfile
@@ -93,4 +93,19 @@ def test_an_owner_that_is_killed_frees_its_claim(shared):
     owner.kill()
     owner.communicate()
     assert prefix in remove_leftovers()
+    assert not sockets.exists()
+
+
+def test_what_was_made_after_a_claim_went_is_removed_by_who_has_read_it(shared):
+    sockets = shared / "m2flow-late"
+    sockets.mkdir()
+    claim = Claim("m2flow-00000005", str(sockets), "")
+    claim.open()
+    belongings = read(claim.path)
+    assert belongings is not None
+    claim.close()
+    assert read(claim.path) is None
+    sockets.mkdir()
+    (sockets / "socket").touch()
+    belongings.remove()
     assert not sockets.exists()

@@ -1,5 +1,6 @@
 """Real processes with fake engines, and what goes wrong with them: rewards that misbehave, a full disk, a killed controller."""
 
+import os
 import re
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from m2flow.samples import Batch
 SCRIPT = Path(__file__).with_name("fault_run.py")
 
 
-def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, *arguments: str, temporary: str | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "runs"), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    variables = os.environ if temporary is None else os.environ | {"TMPDIR": temporary}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
 
 
 def output(tmp_path: Path, *arguments: str) -> str:
@@ -123,6 +125,26 @@ def test_a_worker_that_is_stopped_when_its_controller_is_killed_ends_when_it_is_
     _, alive = psutil.wait_procs(workers[:1], timeout=240)
     assert not alive
     assert not [path for path in left if path.exists()]
+
+
+def test_a_worker_that_was_stopped_before_it_had_a_socket_leaves_none_behind(tmp_path):
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:
+        process = start(tmp_path, "forever", temporary=temporary)
+        parent = psutil.Process(process.pid)
+        try:
+            while len(workers := parent.children()) < 3:
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.01)
+            workers[-1].suspend()
+        finally:
+            process.kill()
+            process.communicate()
+        _, alive = psutil.wait_procs(workers[:-1], timeout=240)
+        assert not alive
+        workers[-1].resume()
+        _, alive = psutil.wait_procs(workers[-1:], timeout=240)
+        assert not alive
+        assert os.listdir(temporary) == []
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Where a socket may listen: in a private directory, on the loopback interface, or on an interface that is named.
 
-A place is written `ipc:DIRECTORY` (one that only we can enter; it is made if it is missing), `ipc:` (a new one), `tcp` (a port of
+A place is written `ipc:DIRECTORY` (one that only we can enter), `ipc:` (a new one), `tcp` (a port of
 loopback that is free), `tcp:PORT`, `tcp:ADDRESS` or `tcp:ADDRESS:PORT`, the address an IPv4 one of this host.
 """
 
@@ -66,8 +66,11 @@ def private_directory() -> str:
 
 
 def _require_private(directory: str) -> None:
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    status = os.lstat(directory)
+    try:
+        status = os.lstat(directory)
+    except OSError as error:
+        # It is not made here: a directory of a run that is over would come back, and nobody would remove it.
+        raise SpecError(f"can't listen in {directory}: {error.strerror}", now="Make it with `mkdir -m 700`, or name another.") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise SpecError(
             f"{directory} is not a directory that only you can enter, so others could reach the sockets in it",

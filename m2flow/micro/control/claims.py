@@ -2,10 +2,10 @@
 
     /dev/shm/m2flow-<8 digits>.owner    a file with a lock that its owner's end frees; it says where the run's sockets and segments are
 
-An owner that ends in order removes all of it (`Claim.close`). If it is killed its workers do (`m2flow.micro.work.process`); if they are
-killed with it, the next run of the same user does (`remove_leftovers`): only files of this user's, only under names that m2flow gives,
-and only where the lock is free. The kernel keeps the lock, so neither a process id that was given anew nor a container that shares the
-directory misleads it.
+An owner that ends in order removes all of it (`Claim.close`). If it is killed its workers do, each as it ends: one may have made more after
+another removed what there was (`m2flow.micro.work.process`). If they are killed with it, the next run of the same user does
+(`remove_leftovers`): only files of this user's, only under names that m2flow gives, and only where the lock is free. The kernel keeps the
+lock, so neither a process id that was given anew nor a container that shares the directory misleads it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,23 @@ _SUFFIX = ".owner"
 _NAME = re.compile(r"m2flow-[0-9a-f]{8}")
 
 
-class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a claim's file says."""
+class Belongings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run has on this host outside its directory: what a claim's file says."""
 
     prefix: str
     """Of segments in shared memory."""
     sockets: str
     weights: str
-    """The directory of weights that travel as files."""
+    """The directory of weights that travel as files, or empty."""
+
+    def remove(self) -> None:
+        """May be called again, and by several. Whoever calls this knows that the owner is gone, or is the owner."""
+        remove_segments(self.prefix)
+        remove_arenas(self.prefix)
+        if self.weights:
+            remove_files(self.weights, self.prefix)
+        if _is_ours(self.sockets) and os.path.basename(self.sockets).startswith("m2flow-"):
+            shutil.rmtree(self.sockets, ignore_errors=True)
 
 
 @final
@@ -45,14 +54,14 @@ class Claim:
     """Of one run, from `open` to `close`."""
 
     def __init__(self, prefix: str, sockets: str, weights: str) -> None:
-        self._said = _Said(prefix, sockets, weights)
+        self._belongings = Belongings(prefix, sockets, weights)
         self.path = os.path.join(_directory(), prefix + _SUFFIX)
         self._file: int | None = None
 
     def open(self) -> None:
         # Locked before it has its name: nobody may find it without.
         number, made = tempfile.mkstemp(prefix=".m2flow-", dir=_directory())
-        os.write(number, msgspec.json.encode(self._said))
+        os.write(number, msgspec.json.encode(self._belongings))
         fcntl.flock(number, fcntl.LOCK_EX)
         os.rename(made, self.path)
         self._file = number
@@ -67,13 +76,9 @@ class Claim:
 
 def remove(path: str) -> None:
     """What a claim's file names, and then the file. Whoever calls this knows that its owner is gone, or is its owner."""
-    said = _read(path)
-    if said is not None:
-        remove_segments(said.prefix)
-        remove_arenas(said.prefix)
-        remove_files(said.weights, said.prefix)
-        if _is_ours(said.sockets) and os.path.basename(said.sockets).startswith("m2flow-"):
-            shutil.rmtree(said.sockets, ignore_errors=True)
+    belongings = read(path)
+    if belongings is not None:
+        belongings.remove()
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -95,10 +100,10 @@ def remove_leftovers() -> list[str]:
     return found
 
 
-def _read(path: str) -> _Said | None:
-    """None: no such file, or one that is not ours."""
+def read(path: str) -> Belongings | None:
+    """What a claim's file says. None: no such file, or one that is not ours."""
     try:
-        said = msgspec.json.decode(Path(path).read_bytes(), type=_Said)
+        said = msgspec.json.decode(Path(path).read_bytes(), type=Belongings)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     is_named_so = os.path.basename(path) == said.prefix + _SUFFIX and _NAME.fullmatch(said.prefix) is not None

@@ -18,16 +18,15 @@ import traceback
 
 import msgspec
 
-from m2flow.channels.arena import Arena, remove_arenas
+from m2flow.channels.arena import Arena
 from m2flow.channels.beacon import Beacon
 from m2flow.channels.kept_memory import keep_freed_memory
 from m2flow.channels.pairs import PAIRS, PairReceiver, PairSender
-from m2flow.channels.weights import remove_segments
 from m2flow.channels.zeromq import LinkDialer, wait
 from m2flow.channels.zeromq_parcels import SHARED_MEMORY, ZmqInbox, ZmqOutbox
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.micro import messages as m
-from m2flow.micro.control.claims import remove
+from m2flow.micro.control.claims import Belongings, read, remove
 from m2flow.micro.work.gang import Gang
 from m2flow.micro.work.gpu_use import find_gpu
 from m2flow.micro.work.settings import WorkerSettings
@@ -46,11 +45,13 @@ _ASKS_AFTER_S = 0.5
 def watch_parent(settings: WorkerSettings) -> None:
     """End this process when the one that started it is gone, whatever the main thread is doing."""
 
+    # Read here, since another worker may have removed the claim's file before this one made more. On Ray there is none.
+    belongings = read(settings.claim) or Belongings(settings.shared_prefix, sockets="", weights="")
+
     def watch() -> None:
         while os.getppid() == settings.parent:
             time.sleep(0.5)
-        remove_segments(settings.shared_prefix)  # The others may have removed what the run has left before this one made more.
-        remove_arenas(settings.shared_prefix)
+        belongings.remove()
         remove(settings.claim)
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)  # With what a user's function has started: the launcher gives each worker a group of its own.
