@@ -193,7 +193,7 @@ class LinkListener(Endpoint):
         socket = self._opened()
         deadline = time.monotonic() + timeout_s
         messages: list[tuple[str, bytes]] = []
-        while not messages and _is_readable(socket, max(deadline - time.monotonic(), 0.0)):
+        while True:
             for _ in range(MAX_MESSAGES_AT_ONCE):
                 if not has_come(socket):
                     break
@@ -205,7 +205,9 @@ class LinkListener(Endpoint):
                     messages.append((self._names[route], frames[0]))
                 elif not self._takes_in(route, frames):
                     self.num_dropped += 1
-        return messages
+            left_s = deadline - time.monotonic()
+            if messages or left_s <= 0 or not _is_readable(socket, left_s):
+                return messages
 
     def send(self, peer: str, *messages: bytes) -> None:
         """Messages that go together. Raises `BrokenChannel`: no such peer, it is gone, or it took nothing for `timeout_s`."""

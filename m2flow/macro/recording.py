@@ -11,13 +11,13 @@ A call is remembered as the program wrote it (`CallRecord`), with the cursor and
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from m2flow.errors import M2FlowError
 from m2flow.macro.fingerprint import told
-from m2flow.macro.graph import Call, Observation
+from m2flow.macro.graph import Call, CallKind, Observation
 from m2flow.macro.remembering import Remembered
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch
@@ -269,24 +269,16 @@ _Told = tuple[tuple[str, str], ...]
 
 
 def _told_options(call: Call) -> tuple[_Told, _Told]:
-    if "rows" in call.options:  # They are new each time, and would be held.
-        return _told_items(call.shown.items(), call.options.items())
-    try:
-        return _told_hashable_options(tuple(call.shown.items()), tuple(call.options.items()))
-    except TypeError:
-        return _told_items(call.shown.items(), call.options.items())
+    common = _told_of_kind(call.kind) if call.kind is not None else {}
+    as_written = tuple([(name, told(value)) for name, value in call.shown.items()])
+    hidden = [(name, common[name] if name in common else told(value)) for name, value in call.options.items() if name not in call.shown]
+    return as_written, tuple(hidden)
 
 
 @functools.lru_cache(maxsize=256)
-def _told_hashable_options(shown: tuple[tuple[str, object], ...], options: tuple[tuple[str, object], ...]) -> tuple[_Told, _Told]:
-    """Calls of a line mostly have the options that they had before."""
-    return _told_items(shown, options)
-
-
-def _told_items(shown: Iterable[tuple[str, object]], options: Iterable[tuple[str, object]]) -> tuple[_Told, _Told]:
-    as_written = tuple((name, told(value)) for name, value in shown)
-    names = dict(as_written)
-    return as_written, tuple((name, told(value)) for name, value in options if name not in names)
+def _told_of_kind(kind: CallKind) -> Mapping[str, str]:
+    """Calls of a place mostly have the options that they had before."""
+    return {name: told(value) for name, value in kind.options.items()}
 
 
 def _step(call: CallRecord) -> str:

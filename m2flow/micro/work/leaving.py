@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-import numpy as np
-
 from m2flow.observe.recorder import now_ns
 from m2flow.samples import Batch
 
@@ -36,12 +34,12 @@ class Leaving:
         self._leave = leave
         self._since_ns = now_ns()
         self._waiting: dict[int, object] = {}
-        self._has_left = np.zeros(len(samples), bool)
+        self._left: set[int] = set()
 
     @property
     def has_left(self) -> bool:
         """Whether some did."""
-        return bool(self._has_left.any())
+        return bool(self._left)
 
     def done(self, position: int, result: object) -> None:
         """A sample has its result."""
@@ -50,11 +48,11 @@ class Leaving:
             self._since_ns = now_ns()
             positions = sorted(self._waiting)
             part = self._samples.take(positions)
-            self._has_left[positions] = True
+            self._left.update(positions)
             self._leave(part.ids.tolist(), self._rows_of(part, [self._waiting[p] for p in positions]))
             self._waiting = {}
 
     def rest(self, results: Sequence[object]) -> Batch:
         """The rows of those that have not left."""
-        positions = np.flatnonzero(~self._has_left).tolist()
+        positions = [position for position in range(len(self._samples)) if position not in self._left]
         return self._rows_of(self._samples.take(positions), [results[p] for p in positions])
