@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import secrets
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_nothing_but_adapters_crosses_and_each_end_says_what_it_has(model: Model
     giving, taking = ends(True, "x", transport, str(tmp_path))
     recorder = Recorder("test")
     with (
-        closing(WeightSyncing("train-0", f"m2flow-test-{tmp_path.name}", {"policy": model}, giving, recorder)) as source,
+        closing(WeightSyncing("train-0", f"m2flow-test-{secrets.token_hex(4)}", {"policy": model}, giving, recorder)) as source,
         closing(WeightSyncing("rollout-0", "", {"policy": model}, taking, recorder)) as target,
     ):
         for version in (1, 2, 3):
@@ -117,7 +118,7 @@ def test_another_base_than_the_trainers_is_found_before_anything_is_added(model:
     before = held(engine)
     giving, taking = ends(True, "x")
     with (
-        closing(WeightSyncing("train-0", "m2flow-test-base", {"policy": model}, giving, Recorder("test"))) as source,
+        closing(WeightSyncing("train-0", f"m2flow-test-{secrets.token_hex(4)}", {"policy": model}, giving, Recorder("test"))) as source,
         closing(WeightSyncing("rollout-0", "", {"policy": model}, taking, Recorder("test"))) as target,
     ):
         manifest = source.publish("policy", 1, trainer)

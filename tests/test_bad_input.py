@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,10 @@ def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "fakes.yaml").write_text(FAKES)
     (tmp_path / "split.yaml").write_text(FAKES + "placement: split\n")
     yield tmp_path
-    assert psutil.wait_procs(workers(tmp_path), timeout=240)[1] == []
+    deadline = time.monotonic() + 240
+    while workers(tmp_path):  # They end by themselves, a moment after a run that was killed.
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def workers(place: Path) -> list[psutil.Process]:
@@ -125,10 +129,15 @@ def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
+TRAINED = r"step [1-9].* samples/s"
+"""A line of a run that has done a step: all of its workers are up. Before that, one that takes long to come up tells so."""
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """The lines up to what matches it, which may be on several of them."""
     assert process.stdout is not None
     seen = ""
-    while text not in seen:
+    while not re.search(pattern, " ".join(seen.split())):
         line = process.stdout.readline()
         assert line, seen
         seen += line
@@ -164,7 +173,8 @@ def test_a_run_that_goes_well_ends_with_json_alone_on_stdout(place: Path) -> Non
 )
 def test_a_reward_that_gives_no_number_is_named_with_its_sample_and_line(place: Path, reward: str, message: str, mode: str) -> None:
     options = ["--eager"] if mode == "eager" else []
-    said = run(place, "--reward", reward, "--timeout-s", "1", "--cluster", "fakes.yaml", "--quiet", *options, status=1)
+    options += ["--timeout-s", "1"] if reward == "hangs" else []
+    said = run(place, "--reward", reward, "--cluster", "fakes.yaml", "--quiet", *options, status=1)
     assert re.search(rf"(?m)^RewardError: bad\.py:\d+  {re.escape(SCORE_LINE)}\n", said), said
     assert message in said
     assert ("Raise timeout_s" if reward == "hangs" else "eturn 0.0 for what can't be judged") in said
@@ -222,21 +232,18 @@ def test_a_port_in_use_is_named_with_how_to_find_who_has_it(place: Path) -> None
 @pytest.mark.parametrize("victim", ["rollout", "train"])
 def test_a_run_goes_on_when_a_worker_is_killed_and_says_so(place: Path, victim: str) -> None:
     with start(place, "--cluster", "split.yaml") as process:
-        read_until(process, "samples/s")
+        read_until(process, TRAINED)
         alive = workers(place)
         shared = segments(alive)
         log = run_dir(place) / "logs" / f"{victim}-0.log"
         target = next(w for w in alive if Path(f"/proc/{w.pid}/fd/1").resolve() == log)
         target.kill()
-        said = read_until(process, "warning: ")
+        goes_on = "it is started again" if victim == "rollout" else "the run goes on from"
+        said = read_until(process, rf"warning: the worker {victim}-0 .*was killed by signal 9 \(pid {target.pid}\).*; {goes_on}")
         said += read_until(process, "samples/s")
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=240)[0]
     assert process.returncode == 130, rest
-    goes_on = "it is started again" if victim == "rollout" else "the run goes on from"
-    assert re.search(
-        rf"warning: the worker {victim}-0 .*was killed by signal 9 \(pid {target.pid}\).*; {goes_on}", " ".join(said.split())
-    ), said
     assert "Traceback" not in said + rest
     assert sum(1 for _ in read_samples(run_dir(place))) >= 8
     assert shared
@@ -246,7 +253,7 @@ def test_a_run_goes_on_when_a_worker_is_killed_and_says_so(place: Path, victim: 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")])
 def test_an_interrupted_run_stops_in_order_and_says_what_is_on_disk(place: Path, number: signal.Signals, name: str) -> None:
     with start(place, "--cluster", "split.yaml") as process:
-        read_until(process, "samples/s")
+        read_until(process, TRAINED)
         shared = segments(workers(place))
         process.send_signal(number)
         said = process.communicate(timeout=240)[0]
@@ -284,7 +291,6 @@ def test_a_second_interrupt_ends_at_once_and_the_workers_end_themselves(place: P
         said = process.communicate(timeout=240)[0]
     assert process.returncode == 130
     assert "ended at once; the ledger is written" in said
-    assert workers(place) == []
     assert "RunInterrupted" not in said
     assert "Traceback" not in said
 

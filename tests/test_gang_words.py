@@ -25,6 +25,7 @@ from m2flow.testing.train_suite import samples
 
 LOSS = Loss("mine", lambda logprobs: -logprobs, ("logprobs",))
 MODEL = Model("fake")
+PATIENCE_S = 240.0
 
 
 class Watched(FakeTrain):
@@ -70,6 +71,13 @@ class Ranks:
         self.unheard: list[M2FlowError] = []
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is slow to answer is not taken for one that does not come."""
+    for module in ("gang", "rank"):
+        monkeypatch.setattr(f"m2flow.micro.work.{module}.GRACE_S", PATIENCE_S)
+
+
 @contextmanager
 def two_ranks(folder: Path, own: TrainEngine, other: TrainEngine) -> Iterator[Ranks]:
     gang = Gang(GangSettings(0, 2, str(folder / "meeting")), "secret")
@@ -92,7 +100,7 @@ def two_ranks(folder: Path, own: TrainEngine, other: TrainEngine) -> Iterator[Ra
         yield found
     finally:
         gang.close()
-        thread.join(10.0)
+        thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -197,7 +205,7 @@ def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
             refused += 1
     link = Client(str(tmp_path / "another"), "AF_UNIX", authkey=b"secret")
     say(link, Here(1))
-    thread.join(10.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     gang.close()
     assert isinstance(gangs.heard(link), gangs.End)

@@ -4,7 +4,8 @@
 
 ZeroMQ names a connection by its file descriptor, both with a message and when it ends. A descriptor is used again: whoever is turned away
 leaves one behind that the next friend may get, and word of its end may come after the friend's first message. So each is remembered
-with its inode, which no other has as long as it is open, and a connection has ended when its socket is not there any more.
+with its inode, which no other has as long as it is open, and a connection has ended when its socket is not there any more. One that is
+there still is looked at again: ZeroMQ's thread may not have come to close it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Connections:
         """File descriptor -> who was heard on it last, and the inode of its socket."""
         self._ended: deque[int] = deque()
         """Descriptors of connections that are said to have ended, and of which nothing was made yet."""
+        self._doubted: set[int] = set()
+        """Those whose socket was there all the same: ZeroMQ is slow to close it, or it is another's by now."""
 
     def sender_on(self, connection: int) -> str | None:
         """Who was heard there last."""
@@ -38,16 +41,27 @@ class Connections:
     def heard(self, connection: int, sender: str) -> None:
         self._heard[connection] = (sender, inode_of(connection))
 
+    @property
+    def are_doubted(self) -> bool:
+        """Whether one may end of which nothing more will be said."""
+        return bool(self._doubted)
+
     def ended(self, descriptors: Iterable[int]) -> None:
-        """ZeroMQ says so."""
+        """ZeroMQ says so; and those that it has closed since it said so."""
         self._ended.extend(descriptors)
+        closed = [connection for connection in self._doubted if inode_of(connection) != self._heard[connection][1]]
+        self._doubted.difference_update(closed)
+        self._ended.extend(closed)
 
     def next_gone(self) -> str | None:
         """A sender whose connection has ended; each once. When there is nothing more to read: what came before an end counts."""
         while self._ended:
             connection = self._ended.popleft()
             found = self._heard.get(connection)
-            if found is not None and not _is_open(connection, found[1], _CLOSES_S):
+            if found is not None and _is_open(connection, found[1], _CLOSES_S):
+                self._doubted.add(connection)
+            elif found is not None:
+                self._doubted.discard(connection)
                 del self._heard[connection]
                 return found[0]
         return None

@@ -43,6 +43,8 @@ _SRCFD = int(zmq.SRCFD)
 """As a number: a member of an enumeration takes a microsecond each time."""
 _LOOK_S = 0.002
 """Between two looks at what others have taken, which nobody rings a bell for."""
+_LOOKS_AGAIN_S = 0.05
+"""At connections that were said to have ended, and were there."""
 _DIES_S = 5.0
 """A process that dies loses its sockets all at once, but not in one moment."""
 _MAX_NAME_BYTES = 1024
@@ -100,7 +102,7 @@ class ZmqInbox(Endpoint, Inbox):
             start = time.monotonic()
             if start >= deadline:
                 return parcels
-            wait([self], deadline - start)
+            wait([self], min(deadline - start, _LOOKS_AGAIN_S) if self._connections.are_doubted else deadline - start)
             self.waited_s += time.monotonic() - start
 
     def _take(self, socket: Socket, parcels: list[Parcel]) -> None:

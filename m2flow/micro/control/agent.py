@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import select
 import tempfile
 import threading
 from collections import Counter
@@ -33,6 +34,8 @@ _MOST_BYTES = 4 << 20
 """Of what a rank printed and was not fetched: the newest."""
 _GATHER_S = 0.1
 """Lines come together."""
+_HELD_S = 1.0
+"""When nothing has come from a pipe of a worker that has ended, who holds it open is a process that the worker has let go of."""
 
 
 class Errand(msgspec.Struct, frozen=True):
@@ -120,8 +123,9 @@ class Agent:
 
         def wait() -> None:
             how = processes.wait()
-            for reader in readers:
-                reader.join(1.0)
+            for reader, (pipe, _) in zip(readers, pipes, strict=True):
+                while reader.is_alive() and _has_more(pipe):
+                    reader.join(_HELD_S)
             with self._news:
                 self._how, self._rank = how, processes.rank
                 self._news.notify_all()
@@ -190,6 +194,13 @@ class Agent:
                         del printed[:too_many]
                         self._num_lost[rank] += too_many
                     self._news.notify_all()
+
+
+def _has_more(pipe: int) -> bool:
+    """Whether what it holds, or its end, is to be read, or was just now; False: nothing came for a while."""
+    poller = select.poll()
+    poller.register(pipe, select.POLLIN)
+    return bool(poller.poll(_HELD_S * 1000))
 
 
 def _found(model: Model, flow_directory: str) -> Model:
