@@ -187,8 +187,10 @@ class PoolSpec(_Strict):
     """Of each device; by default what the device list says."""
     host_memory_gib: float | None = Field(None, gt=0)
     """Of each node, for what engines offload; by default what the device list says."""
+    host_link_gb_s: float | None = Field(None, gt=0)
+    """Between each device and its node's memory (PCIe), in each direction, 10^9 bytes a second; by default what the device list says."""
     link_gb_s: float | None = Field(None, gt=0)
-    """Between the devices of a node, in each direction, 10^9 bytes a second; by default what the device list says."""
+    """Between the devices of a node (NVLink, or PCIe without it), in each direction, 10^9 bytes a second; by default the device list's."""
     network_gb_s: float | None = Field(None, gt=0)
     """Of a node to the others, in each direction, 10^9 bytes a second; by default what the device list says."""
 

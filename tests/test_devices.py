@@ -89,12 +89,12 @@ def test_a_pool_of_an_unknown_device_is_told_the_nearest() -> None:
 
 
 def test_a_pool_says_what_its_spec_says_and_else_what_the_list_says() -> None:
-    spec = ClusterSpec(
-        pools={"a": PoolSpec(device="h100", nodes=2), "b": PoolSpec(device="h100", memory_gib=10, link_gb_s=1, network_gb_s=8)}
-    )
+    b_spec = PoolSpec(device="h100", memory_gib=10, host_link_gb_s=2, link_gb_s=1, network_gb_s=8)
+    spec = ClusterSpec(pools={"a": PoolSpec(device="h100", nodes=2), "b": b_spec})
     a, b = pools_of(spec).values()
     assert (a.num_devices, a.per_node, a.memory_bytes) == (16, 8, int(80 * GIB * 0.92))
     assert (b.memory_bytes, b.link_bytes_s, b.network_bytes_s) == (int(10 * GIB * 0.92), 0.8e9, 0.8e9)
+    assert (a.pinned_bytes_s, b.pinned_bytes_s) == (0.8 * 64e9, 0.8 * 2e9)
 
 
 def test_without_pools_the_cores_of_this_machine_are_the_devices() -> None:

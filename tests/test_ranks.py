@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -19,6 +22,29 @@ from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 
 ROOT = Path(__file__).parents[1]
+
+NAMED_AS_ANOTHER = ["unshare", "--uts", "sh", "-c", 'hostname 127.0.0.2 && exec "$@"', "sh"]
+"""Runs a command where the host's name stands for an address that is not 127.0.0.1, as one of a network stands for the network's."""
+
+WHERE_A_RANK_LISTENS = """
+import sys
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.ranks import Ranks
+
+ranks = Ranks(EngineSettings(rendezvous=f"file://{sys.argv[1]}"))
+ranks.open()
+LISTENS = "0A"
+sockets = [line.split() for line in open("/proc/net/tcp").read().splitlines()[1:]]
+print([at for _, at, _, state, *_ in sockets if state == LISTENS and at.startswith(sys.argv[2])])
+ranks.close()
+"""
+
+
+def can_be_named_otherwise() -> bool:
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run([*NAMED_AS_ANOTHER, "true"], capture_output=True, check=False).returncode == 0
+    )
 
 
 def plan_of(spec: ClusterSpec) -> Plan:
@@ -84,3 +110,10 @@ def test_a_rank_sees_its_own_gpu_and_no_other() -> None:
     assert gpus_of_ranks("train-0", "cpu", 2, "4") == ("cpu", ["", ""])
     with pytest.raises(EngineError, match="has 2 ranks from cuda:1 on, and of GPUs there are 2"):
         gpus_of_ranks("train-0", "cuda:1", 2, "4,5")
+
+
+@pytest.mark.skipif(not can_be_named_otherwise(), reason="another host name for one process needs root and `unshare`")
+def test_ranks_listen_to_nobody_beyond_their_host(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", WHERE_A_RANK_LISTENS, str(tmp_path / "meeting"), "0200007F"]
+    done = subprocess.run([*NAMED_AS_ANOTHER, *script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[]\n", done.stderr

@@ -117,10 +117,22 @@ def test_the_error_of_one_that_is_not_started_again_has_its_last_words(tmp_path:
         engine.stop()
 
 
-def dying(place: Path, wait_s: float, *, restarts: int) -> ServedRollout:
-    """An engine whose server dies so many seconds after it broke a connection."""
-    command = f'exec {sys.executable} {Path(__file__).parent / "dying_server.py"} {wait_s} {place / "died"} "$@"'
-    return engine_with(SglangRollout, NEEDED, place, command, EngineSettings(options={"restarts": restarts, "weights_dir": str(place)}))
+@pytest.mark.parametrize(("given", "found"), [("", "lo0" if sys.platform == "darwin" else "lo"), ("GLOO_SOCKET_IFNAME=eth7", "eth7")])
+def test_the_processes_of_a_server_talk_among_themselves_on_loopback_unless_told_otherwise(tmp_path: Path, given: str, found: str) -> None:
+    engine = dying(tmp_path, 1.0, restarts=0, env=given)
+    try:
+        engine.start()
+        assert (tmp_path / "interface").read_text() == f"{found}\n"
+    finally:
+        engine.stop()
+
+
+def dying(place: Path, wait_s: float, *, restarts: int, env: str = "") -> ServedRollout:
+    """An engine whose server says where Gloo would listen, and dies so many seconds after it broke a connection."""
+    server = f'{sys.executable} {Path(__file__).parent / "dying_server.py"} {wait_s} {place / "died"} "$@"'
+    command = f"echo $GLOO_SOCKET_IFNAME > {place / 'interface'}; exec {server}"
+    settings = EngineSettings(options={"restarts": restarts, "weights_dir": str(place), "env": env})
+    return engine_with(SglangRollout, NEEDED, place, command, settings)
 
 
 def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ place, before any of them waits in a collective for one that will not come.
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from m2flow.engines.contract import EngineSettings
+from m2flow.engines.loopback import keep_gloo_here
 from m2flow.errors import EngineError, M2FlowError
 
 _WAIT = datetime.timedelta(minutes=10)
@@ -61,6 +63,8 @@ class Ranks:
         if backend == "nccl":
             torch.cuda.set_device(self._device)
         self._hooks.append(sys.excepthook)
+        if not self._rendezvous.startswith("tcp:"):  # All are on this host.
+            keep_gloo_here(os.environ)
         where: dict[str, Any] = {"init_method": self._rendezvous}
         if self.count == 1 and not self._rendezvous:
             where = {"store": dist.HashStore()}

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx2
 
+from m2flow.engines.loopback import keep_gloo_here
 from m2flow.engines.server_installed import Product, check_version
 from m2flow.errors import EngineError
 
@@ -130,6 +131,7 @@ class ServerProcess:
         # What this process runs with is not for another interpreter.
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **self._what.env}
+        keep_gloo_here(environment)
         for assignment in shlex.split(self._options.env):
             name, equals, value = assignment.partition("=")
             if not equals:

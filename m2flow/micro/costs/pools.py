@@ -115,7 +115,7 @@ def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
         host_bytes=0 if device.shares_host_memory else int(host * device.usable_host_memory / spec.devices_per_node),
         link_bytes_s=(spec.link_gb_s or device.link_gb_s) * 1e9 * device.attained_link,
         network_bytes_s=(spec.network_gb_s or device.network_gb_s) * 1e9 * device.attained_link / spec.devices_per_node,
-        pinned_bytes_s=device.host_link_gb_s * 1e9 * device.attained_link,
+        pinned_bytes_s=(spec.host_link_gb_s or device.host_link_gb_s) * 1e9 * device.attained_link,
     )
 
 
