@@ -88,6 +88,23 @@ def test_while_others_generate_an_instance_without_samples_is_in_the_tail_and_tr
     assert found["train-0"] == pytest.approx({"rollout": 0.004, "tail": 0.006})
 
 
+def test_while_a_last_checkpoint_is_written_nobody_is_idle_for_a_cause(tmp_path: Path) -> None:
+    rollout, trainer = Recorder("rollout-0"), Recorder("train-0")
+    about = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1"}
+    rollout.add("rollout.step", 0, 4 * MS, **about, num_samples=1)
+    update = {"call": 1, "step": 0, "label": "policy.update", "flow_line": "f.py:2"}
+    trainer.add("train.save", 1 * MS, 3 * MS, step=0)  # One that something comes after is as it was.
+    trainer.add("train.apply", 4 * MS, 6 * MS, **update)
+    trainer.add("train.save", 6 * MS, 90 * MS)
+    rollout.add("wait", 4 * MS, 90 * MS)
+    trace = traced(store_run(tmp_path, [drained(rollout), drained(trainer)]))
+    assert (trace.worked_until, trace.end) == (6 * MS, 90 * MS)
+    found = {device.name: (device.busy_s, device.idle_s) for device in analysis_of(trace, idle_of(trace)).devices}
+    assert found["rollout-0"] == (pytest.approx(0.004), pytest.approx({"staleness": 0.002}))
+    assert found["train-0"] == (pytest.approx(0.004), pytest.approx({"rollout": 0.002}))
+    assert [kind.group for kind in trace.kinds if kind.label == "train.save"] == ["machinery"]
+
+
 def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_path: Path) -> None:
     hour = 3600 * 1000 * MS
     rollout, trainer = Recorder("rollout-0"), Recorder("train-0")

@@ -96,10 +96,10 @@ def _num_devices(place: str) -> int:
 
 
 def idle_of(trace: RunTrace) -> list[IdleTime]:
-    """Of every device that rollout or training has, from the first span of the run to the last; not where the run had stopped."""
+    """Of every device that rollout or training has, from the run's first span until `worked_until`; not where the run had stopped."""
     if not trace.columns.num_spans:
         return []
-    start, end, worker = trace.columns["start"], trace.columns["end"], trace.columns["worker"]
+    start, end, worker, until = trace.columns["start"], trace.columns["end"], trace.columns["worker"], trace.worked_until
     names = trace.columns.workers.texts
     works = np.isin(trace.group, (ROLLOUT, TRAIN, FUNCTION, OTHER))
     generates = np.isin(trace.group, (LIFE, ROLLOUT))
@@ -123,6 +123,7 @@ def idle_of(trace: RunTrace) -> list[IdleTime]:
         inside = cuts[(at < len(gaps[0])) & (cuts > gaps[0][np.minimum(at, len(gaps[0]) - 1)])]
         begins = np.sort(np.concatenate([gaps[0][gaps[1] > gaps[0]], inside]))
         stops = np.minimum(gaps[1][np.searchsorted(gaps[1], begins, side="right")], np.append(begins[1:], trace.end))
+        begins, stops = begins[begins < until], np.minimum(stops[begins < until], until)
         kind = owner[1][np.searchsorted(owner[0], begins, side="right") - 1]
         cause = causes[kind, np.maximum(np.searchsorted(moments, begins, side="right") - 1, 0)]
         cause = np.where(_covered(begins, own) & (kind == 0), _HOST, cause)

@@ -63,7 +63,7 @@ class StepAnalysis(msgspec.Struct):
 
 @final
 class DeviceAnalysis(msgspec.Struct):
-    """One device over the whole run."""
+    """One device over the whole run, but for what only writes its last checkpoint."""
 
     name: str
     kinds: str
@@ -153,8 +153,8 @@ def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
                 one.device.name,
                 " and ".join(one.device.kinds),
                 one.device.num_devices,
-                one.busy_seconds(trace.start, trace.end),
-                one.seconds(trace.start, trace.end),
+                one.busy_seconds(trace.start, trace.worked_until),
+                one.seconds(trace.start, trace.worked_until),
             )
             for one in devices
         ],

@@ -40,6 +40,8 @@ _BY_NAME = {
     SpanName.WAIT: WAIT,
     SpanName.SAMPLE: LIFE,
 }
+_UPKEEP = (SpanName.TRAIN_SAVE, SpanName.TRAIN_PROBE, SpanName.ROLLOUT_PROBE)
+"""Work that no line of the flow asks for."""
 _BY_ENGINE = {"rollout": ROLLOUT, "train": TRAIN, "function": FUNCTION}
 
 
@@ -99,6 +101,8 @@ class RunTrace:
         self.versions: list[Version] = []
         self.stops: tuple[IntArray, IntArray] = (none, none)
         """Where the run had stopped and where it was resumed, in order; between the two it took no time."""
+        self.worked_until = 0
+        """ns: where the accounts of devices end. While a last checkpoint is written nothing is left to do, nobody is idle for a cause."""
 
     def refresh(self, most_bytes: int = 1 << 62) -> bool:
         """Take in what is new. Answers whether there was any."""
@@ -138,6 +142,7 @@ class RunTrace:
         self.steps = self._find_steps()
         self.versions = self._find_versions()
         self.stops = self._find_stops()
+        self.worked_until = self._find_last_work()
 
     def _calls(self) -> IntArray:
         """The call of each span; of decode steps, by the lives beside them."""
@@ -190,7 +195,7 @@ class RunTrace:
             else:
                 line = columns.sites.texts[site] if site >= 0 else ""
                 text = columns.labels.texts[label] if label >= 0 and line else columns.names.texts[int(columns["name"][span])]
-                kinds[at] = kind_at(Kind(text, line, "call"))
+                kinds[at] = kind_at(Kind(text, line, "call" if line or text not in _UPKEEP else "machinery"))
         self.kind[rest] = kinds[inverse.reshape(-1)]
 
     def _find_steps(self) -> list[Step]:
@@ -220,6 +225,12 @@ class RunTrace:
         before = np.searchsorted(ends, resumes) - 1
         is_between = (before >= 0) & (before < len(ends) - 1)
         return ends[before[is_between]], resumes[is_between]
+
+    def _find_last_work(self) -> int:
+        names, ends = self.columns.names.texts, self.columns["end"]
+        saves = self.columns["name"] == (names.index(SpanName.TRAIN_SAVE) if SpanName.TRAIN_SAVE in names else -1)
+        last = int(ends[~saves & (self.group != WAIT)].max(initial=0))
+        return last if int(ends[saves].max(initial=0)) > last > 0 else self.end
 
     def _find_versions(self) -> list[Version]:
         columns, found = self.columns, dict[tuple[str, int], int]()

@@ -39,7 +39,7 @@ class Node(msgspec.Struct):
     """That it was done on."""
     busy_s: float
     per_s: float
-    """Samples a second: in the last ten seconds of the trace."""
+    """Samples a second: in the last ten seconds of the work."""
     kind: int
     """Position among the schedule's kinds; -1: it has no span."""
 
@@ -126,8 +126,8 @@ def _count(trace: RunTrace, node: Node, ordinals: list[int]) -> None:
     done = mine & (trace.group == LIFE) if node.engine == "rollout" else work & np.isin(trace.group, (FUNCTION, TRAIN))
     amount = np.ones(int(done.sum()), np.int64) if node.engine == "rollout" else np.maximum(columns["num_samples"][done], 0)
     node.num_samples = int(amount.sum())
-    recent = columns["end"][done] > trace.end - _RECENT_NS
-    node.per_s = float(amount[recent].sum()) / max(min(trace.end - trace.start, _RECENT_NS) / 1e9, 1e-9)
+    recent = columns["end"][done] > trace.worked_until - _RECENT_NS
+    node.per_s = float(amount[recent].sum()) / max(min(trace.worked_until - trace.start, _RECENT_NS) / 1e9, 1e-9)
 
 
 def _edges(trace: RunTrace, sites: dict[tuple[str, str], int], members: list[list[KnownCall]]) -> list[Edge]:

@@ -159,8 +159,8 @@ class RunView:
                     (
                         idle.device.name,
                         " and ".join(idle.device.kinds),
-                        idle.busy_seconds(trace.start, trace.end),
-                        idle.seconds(trace.start, trace.end),
+                        idle.busy_seconds(trace.start, trace.worked_until),
+                        idle.seconds(trace.start, trace.worked_until),
                     )
                     for idle in self._schedule.devices
                 ],

@@ -112,10 +112,11 @@ class Schedule:
         """In the order in which they are shown."""
         found = []
         names = self.trace.columns.workers.texts
-        whole_s = self.trace.seconds(self.trace.start, self.trace.end)
+        begin, until = self.trace.start, self.trace.worked_until
+        whole_s = self.trace.seconds(begin, until)
         for lane in self._order:
             idle = self.idle.get(names[lane])
-            busy_s = idle.busy_seconds(self.trace.start, self.trace.end) if idle else self._busy_s(lane)
+            busy_s = idle.busy_seconds(begin, until) if idle else self._busy_s(lane)
             num_rows = {part: len(self._rows[lane, at]) if (lane, at) in self._rows else 0 for at, part in enumerate(PARTS)}
             share = busy_s / whole_s if whole_s else 0.0
             found.append(Lane(names[lane], self._engines(lane), num_rows, idle.device.name if idle else "", share))

@@ -33,7 +33,9 @@ export function replace(parent, ...children) {
 
 /** A page's state when there is nothing to show: a headline and what to do about it. */
 export const emptyState = (title, text) => el("div", { class: "state" }, el("h2", {}, title), el("p", {}, text));
-export const errorState = (title, error) => el("div", { class: "state", role: "alert" }, el("h2", {}, title), el("pre", {}, error.message ?? error));
+/** What went wrong and, where there is one, a way on: `[text, address]`. */
+export const errorState = (title, error, onward) =>
+  el("div", { class: "state", role: "alert" }, el("h2", {}, title), el("pre", {}, error.message ?? error), onward ? el("a", { class: "button", href: onward[1] }, onward[0]) : null);
 export const loadingState = (text, share) =>
   el("div", { class: "state", role: "status" }, share === undefined ? el("div", { class: "spinner" }) : el("div", { class: "progress" }, el("i", { style: { width: `${Math.round(share * 100)}%` } })), el("p", {}, text));
 

@@ -69,15 +69,16 @@ export class GraphView {
   node({ node, x, y }) {
     const fill = node.kind >= 0 ? ofKind(this.summary.kinds, node.kind).fill : "var(--wait)";
     const steps = node.steps[0] === node.steps[1] ? (node.steps[0] < 0 ? "outside the loop" : `step ${node.steps[0]}`) : `${count(node.num_calls)} calls`;
-    const told = node.num_samples ? `${compact(node.num_samples)} samples, ${compact(node.per_s)}/s` : steps;
+    const told = node.num_samples ? `${compact(node.num_samples)} samples${node.per_s ? `, ${compact(Number(node.per_s.toPrecision(3)))}/s` : ""}` : steps;
     const open = () => this.open(node);
     const about = (event) => showTip(event, el("b", {}, node.name), facts([["line", node.line], ["source", node.text], ["unit", node.unit], ["waits for all its input", node.is_barrier ? "yes" : ""], ["calls", count(node.num_calls)], ["samples", count(node.num_samples)], ["lately", node.per_s ? `${number(node.per_s, 3)} samples/s` : ""], ["worked", node.busy_s ? seconds(node.busy_s) : ""]]));
     const clip = (text, room) => (text.length > room ? `${text.slice(0, room - 1)}…` : text);
+    const end = (text, room) => (text.length > room ? `…${text.slice(1 - room)}` : text);
     return svg("g", { class: "node", transform: `translate(${x} ${y})`, tabindex: 0, role: "button", "aria-label": `${node.name}, ${node.line}, ${node.workers.join(" ")}`, onclick: open, onkeydown: (event) => event.key === "Enter" && open(), onpointermove: about, onpointerleave: hideTip },
       svg("rect", { class: "box", width: WIDE, height: TALL, rx: 7 }),
       svg("rect", { width: 5, height: TALL - 16, x: 7, y: 8, rx: 2.5, style: { fill } }),
       svg("text", { x: 22, y: 22, style: { fontWeight: 600 } }, clip(node.name, 26)),
-      svg("text", { x: 22, y: 39, class: "small mono" }, clip(node.line, 30)),
+      svg("text", { x: 22, y: 39, class: "small mono" }, end(node.line, 28)),
       svg("text", { x: 22, y: 55, class: "small" }, clip(told, 36)),
       chips(node.workers.length ? node.workers : ["controller"]),
       node.unit ? svg("text", { x: WIDE - 10, y: 22, class: "small", "text-anchor": "end" }, `@${node.unit}`) : null);
@@ -142,7 +143,7 @@ function chips(workers) {
   let x = 22;
   return [...shown, ...(rest > 0 ? [`+${rest}`] : [])].map((name) => {
     const wide = Math.min(name.length * 6.1 + 12, 150);
-    const made = svg("g", {}, svg("rect", { class: "chip", x, y: TALL - 24, width: wide, height: 16, rx: 8 }), svg("text", { class: "small", x: x + 6, y: TALL - 12.5, style: { fontSize: "10.5px" } }, name));
+    const made = svg("g", {}, svg("rect", { class: "chip", x, y: TALL - 24, width: wide, height: 16, rx: 8 }), svg("text", { class: "small", x: x + wide / 2, y: TALL - 12.5, "text-anchor": "middle", style: { fontSize: "10.5px" } }, name));
     x += wide + 4;
     return made;
   });

@@ -17,7 +17,7 @@ export function colour(name) {
 export function ofKind(kinds, at) {
   const kind = kinds[at];
   if (!kind || kind.group === "wait") return { fill: colour("wait"), ink: colour("ink") };
-  if (kind.group === "machinery") return { fill: colour(kind.label === "switch" ? "machinery" : "version"), ink: colour("page") };
+  if (kind.group === "machinery") return { fill: colour(/^weights|probe$/.test(kind.label) ? "version" : "machinery"), ink: colour("page") };
   const place = kinds.slice(0, at).filter((other) => other.group === "call").length % number;
   return { fill: colour(`c${place}`), ink: colour(`on${place}`) };
 }

@@ -22,7 +22,7 @@ export class SchedulePair {
     try {
       theirs = await this.summaryOfOther();
     } catch (error) {
-      replace(this.place, errorState(`${this.other} can't be shown beside it`, error));
+      replace(this.place, errorState(`${this.other} can't be shown beside it`, error, ["The schedule alone", this.viewer.link("schedule")]));
       return;
     }
     if (this.isClosed) return;

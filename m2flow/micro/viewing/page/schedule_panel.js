@@ -50,7 +50,7 @@ export class SchedulePanel {
     const { kinds } = this.view.summary;
     const at = kinds.findIndex((kind) => kind.label === label && kind.line === line);
     return el("tr", {},
-      el("td", { class: "left" }, at >= 0 ? kindSwatch(kinds, at) : null, " ", label, line ? [" ", el("code", { class: "quiet" }, line)] : null),
+      el("td", { class: "left" }, at >= 0 ? kindSwatch(kinds, at) : null, " ", label, line ? [" ", lineShown(line)] : null),
       el("td", {}, percent(share)), el("td", { class: "quiet" }, seconds(took)));
   }
 
@@ -76,7 +76,7 @@ export class SchedulePanel {
       shown.length ? el("table", { class: "rows" },
         el("thead", {}, el("tr", {}, ["call", word, "measured"].map((name) => el("th", { scope: "col" }, name)))),
         el("tbody", {}, shown.map((stage) => el("tr", {},
-          el("td", {}, stage.label, " ", el("code", { class: "quiet" }, stage.line)),
+          el("td", {}, stage.label, " ", stage.line ? lineShown(stage.line) : null),
           el("td", {}, seconds(stage.predicted_s)),
           el("td", {}, stage.seconds ? seconds(stage.seconds) : el("span", { class: "quiet", title: "No step waited for it" }, "none")))))) : null,
       analysis.prediction_note ? el("p", { class: "quiet" }, shown.length ? `Predicted ${analysis.prediction_note}.` : `Nothing was predicted: ${analysis.prediction_note}.`) : null);
@@ -145,3 +145,6 @@ export class SchedulePanel {
 }
 
 const figure = (value, name, title) => el("div", { title }, el("dt", {}, name), el("dd", {}, value));
+
+/** Lines of the flow without their folders, as the legend has them; the title has all of it. */
+const lineShown = (line) => el("code", { class: "quiet", title: line }, line.split(", ").map((one) => one.split("/").at(-1)).join(", "));

@@ -139,9 +139,9 @@ export class TrainingView {
       width: place.clientWidth, height: HEIGHT,
       scales: { x: { time: false, range: (_, low, high) => ranged(low, high, [low, high]) }, y: { range: (_, low, high) => ranged(low, high, uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) } },
       cursor: { points: { size: 6 }, sync: { key: "steps" } },
-      hooks: { setCursor: [(chart) => { const told = place.parentElement.querySelector("h2 span"); told.dataset.whole ??= told.textContent; const at = chart.cursor.idx; told.textContent = at === null || at === undefined || runs.length > 1 ? told.dataset.whole : `step ${steps[at]}: ${number(lines[0][at], 4)}`; }] },
+      hooks: { setCursor: [(chart) => { const told = place.parentElement.querySelector("h2 span"); told.dataset.whole ??= told.textContent; const at = chart.cursor.idx; told.textContent = at === null || at === undefined ? told.dataset.whole : `step ${steps[at]}${runs.length > 1 ? "" : `: ${number(lines[0][at], 4)}`}`; }] },
       legend: { show: runs.length > 1, live: true },
-      axes: [{ ...axis, values: (_, at) => at.map((step) => (Number.isInteger(step) ? step : "")) }, { ...axis, size: 54, values: (_, at) => at.map((value) => compact(value)) }],
+      axes: [{ ...axis, size: 28, values: (_, at) => at.map((step) => (Number.isInteger(step) ? step : "")) }, { ...axis, size: (_, shown) => Math.max(54, 20 + 6.2 * Math.max(0, ...(shown ?? []).map((value) => String(value).length))), values: (_, at) => at.map((value) => compact(value)) }],
       series: [{ label: "step" }, ...runs.map((run) => { const stroke = colour(`c${this.found.indexOf(run) % 8}`); return { label: run.name, stroke, width: 1.6, spanGaps: true, points: { show: steps.length < 60, size: 4, stroke, fill: stroke }, value: (_, value) => number(value, 4) || "" }; })],
     }, [steps, ...lines], place);
   }
