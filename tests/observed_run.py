@@ -56,7 +56,10 @@ def record_run(
         for recorder in rollouts:
             recorder.add("weights.load", trained + 6 * MS, trained + 8 * MS, version=step + 1, step=step, label="policy")
         now = trained + 8 * MS
-    return [recorder.drain() for recorder in (*rollouts, reward, trainer)]
+    recorders = (*rollouts, reward, trainer)
+    for recorder in recorders:
+        recorder.anchor_ns = reward.anchor_ns  # As if nothing had come between two looks at the clock.
+    return [recorder.drain() for recorder in recorders]
 
 
 def store_run(run_dir: Path, blocks: list[SpanBlock]) -> Path:

@@ -82,7 +82,7 @@ def receiving() -> Iterator[Receiver]:
             status = receiver.status
             receiver.came.set()
             if receiver.holds.is_set():
-                receiver.free.wait(60)
+                receiver.free.wait()
             if status == 200:
                 receiver.take(self.path, body)
             self.send_response(status)

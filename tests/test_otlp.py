@@ -19,11 +19,14 @@ from m2flow.observe.recorder import Recorder
 from m2flow.observe.spans import spans_of
 from m2flow.samples import SampleId
 
+DRAIN_S = 240.0
+
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "240")  # What is not answered by then is sent again, and comes twice.
 
 
 def _ended() -> threading.Event:
@@ -33,7 +36,7 @@ def _ended() -> threading.Event:
 
 
 def _send(run_dir: Path, receiver: Receiver) -> None:
-    (report,) = carry([OtlpSink(run_dir, receiver.url)], _ended(), 60.0)
+    (report,) = carry([OtlpSink(run_dir, receiver.url)], _ended(), DRAIN_S)
     assert (report.error, report.num_left_bytes) == ("", 0)
 
 
@@ -113,7 +116,7 @@ def test_what_a_collector_refused_arrives_when_it_is_well_again_and_nothing_twic
     store_run(tmp_path / "run", record_run(num_steps=1))
     with receiving() as receiver:
         receiver.status = 400
-        (report,) = carry([OtlpSink(tmp_path / "run", receiver.url)], _ended(), 60.0)
+        (report,) = carry([OtlpSink(tmp_path / "run", receiver.url)], _ended(), DRAIN_S)
         assert "400" in report.error
         assert report.num_left_bytes > 0
         assert report.num_spans == 0
@@ -130,7 +133,7 @@ def test_spans_are_sent_while_the_run_goes_on(tmp_path: Path) -> None:
     with receiving() as receiver:
         ends = threading.Event()
         reports: list[object] = []
-        thread = threading.Thread(target=lambda: reports.extend(carry([OtlpSink(tmp_path / "run", receiver.url)], ends, 60.0)))
+        thread = threading.Thread(target=lambda: reports.extend(carry([OtlpSink(tmp_path / "run", receiver.url)], ends, DRAIN_S)))
         thread.start()
         assert receiver.came.wait(240)
         store_run(tmp_path / "run", record_run(num_steps=1, start_ns=10**13))
@@ -147,7 +150,7 @@ def test_headers_and_a_share_of_the_samples_are_taken_from_the_environment(tmp_p
         monkeypatch.setenv("OTEL_SERVICE_NAME", "nightly")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
-        (report,) = carry([OtlpSink(tmp_path / "run")], _ended(), 60.0)
+        (report,) = carry([OtlpSink(tmp_path / "run")], _ended(), DRAIN_S)
         assert report.where == receiver.url
         assert {headers["api-key"] for headers in receiver.headers} == {"secret"}
         assert {resource["service.name"] for resource, _ in receiver.spans} == {"nightly"}
@@ -160,7 +163,7 @@ def test_the_process_beside_a_run_delivers_and_reports(tmp_path: Path) -> None:
     store_run(tmp_path / "run", record_run(num_steps=1))
     said: list[str] = []
     with receiving() as receiver:
-        forwarding = Forwarding(Destinations(str(tmp_path / "run"), "grpo", True, receiver.url, drain_s=60.0), said.append)
+        forwarding = Forwarding(Destinations(str(tmp_path / "run"), "grpo", True, receiver.url, drain_s=DRAIN_S), said.append)
         forwarding.open()
         forwarding.close()
         assert said == []

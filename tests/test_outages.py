@@ -61,7 +61,6 @@ def served(num_answers: int) -> Iterator[tuple[Service, dict[str, str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_whose_reward_service_is_down_ends_with_the_reason_and_is_resumed_to_the_same_weights(tmp_path: Path) -> None:
     with served(50) as (service, environment):
         failed = run(tmp_path / "runs", "fake", environment=environment)

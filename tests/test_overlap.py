@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from tiny_models import save_config
 
 from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, steps
@@ -50,7 +49,6 @@ def beside_generation(spans: list[Span], name: str) -> float:
     return overlap_seconds(spans, lambda span: span.name == name, lambda span: span.name == "rollout.step")
 
 
-@pytest.mark.timeout(120)
 def test_rewards_and_micro_batches_run_while_the_same_step_generates(tmp_path: Path) -> None:
     # The same step, since the next one's generation can't begin before the update.
     spans = trace_of(tmp_path, call_by_call=False)
@@ -59,7 +57,6 @@ def test_rewards_and_micro_batches_run_while_the_same_step_generates(tmp_path: P
     assert beside_generation(spans, "function.call") > 0
 
 
-@pytest.mark.timeout(120)
 def test_a_flow_that_looks_at_each_result_overlaps_nothing(tmp_path: Path) -> None:
     spans = trace_of(tmp_path, call_by_call=True)
 

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -23,6 +24,7 @@ from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 from m2flow.testing.channel_suite import assert_same_parcel, parcel_of, receive_all
 
 _PEER = str(Path(__file__).with_name("channel_peer.py"))
+PATIENCE_S = 240.0
 
 
 @pytest.mark.slow
@@ -46,7 +48,7 @@ def test_a_sender_that_dies_after_a_head_breaks_its_channel_alone(num_whole: int
             assert_same_parcel(parcel, parcel_of(i, num_bytes=1 << 20))
         if num_whole:
             with pytest.raises(BrokenChannel, match="rollout-0 is gone"):
-                inbox.receive(30.0)
+                inbox.receive(PATIENCE_S)
         killer.join()
         sender.wait()
         assert inbox.take() == []
@@ -86,7 +88,7 @@ def test_an_inbox_that_takes_no_columns_so_says_so_and_goes_on() -> None:
     outbox.prefer(address, "torch gloo")
     outbox.send(address, parcel_of(0, num_bytes=1 << 20))
     with pytest.raises(DecodeError, match="which this inbox does not take"):
-        inbox.receive(30.0)
+        inbox.receive(PATIENCE_S)
     outbox.prefer(address, "zmq ipc")
     outbox.send(address, parcel_of(1, num_bytes=1 << 20))
     assert [parcel.call for parcel in receive_all(inbox, 1)] == [1]
@@ -111,30 +113,29 @@ def test_a_forged_passage_is_refused_before_anybody_is_asked(passage: Passage, m
         stranger.connect(inbox.open())
         stranger.send_multipart([b"m2p" + msgspec.msgpack.encode(passage), encode(parcel_of(0))[0]])
         with pytest.raises(DecodeError, match=match):
-            inbox.receive(30.0)
+            inbox.receive(PATIENCE_S)
     inbox.close()
 
 
 def test_a_sender_that_lives_and_can_t_be_met_is_an_error_not_a_parcel_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m2flow.channels.pairs._MEETS_S", 0.2)
     monkeypatch.setattr("m2flow.channels.zeromq_parcels._DIES_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     inbox = ZmqInbox("ipc:", pairs=PairReceiver())
-    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+    with socket.socket() as silent, zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        silent.bind(("127.0.0.1", 0))  # Nobody else can listen there meanwhile.
         stranger.connect(inbox.open())
-        passage = Passage(f"127.0.0.1:{port}", "pair-1", "gloo", (9,))
+        passage = Passage(f"127.0.0.1:{silent.getsockname()[1]}", "pair-1", "gloo", (9,))
         stranger.send_multipart([b"m2p" + msgspec.msgpack.encode(passage), encode(parcel_of(0))[0]])
         with pytest.raises(ChannelError, match="their sender lives"):
-            inbox.receive(30.0)
+            inbox.receive(PATIENCE_S)
     inbox.close()
 
 
 def test_a_store_listens_where_it_is_told_to_and_nowhere_else() -> None:
     store = open_store("127.0.0.1", 0, is_server=True, timeout_s=5.0)
-    local = f"0100007F:{store.port:04X}"
-    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    assert [parts[1] for parts in sockets if parts[1].endswith(f":{store.port:04X}") and parts[3] == "0A"] == [local]
+    own = psutil.Process().net_connections("tcp")  # Another process may have the same port at another address.
+    listening = [found.laddr for found in own if found.status == psutil.CONN_LISTEN]
+    assert [tuple(place) for place in listening if place.port == store.port] == [("127.0.0.1", store.port)]
 
 
 @pytest.mark.gpu

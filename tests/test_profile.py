@@ -124,6 +124,7 @@ def write_run(folder: Path, *, num_steps: int = 6, seed: int = 0) -> None:
     """A time-shared run that took exactly as long as DECODE and UPDATE say. Its step 0 was ten times as slow."""
     rng = random.Random(seed)
     worker, functions = Recorder("device-0"), Recorder("functions-0")
+    functions.anchor_ns = worker.anchor_ns
     (folder / "trace").mkdir(parents=True)
     ledger = Ledger(folder / "ledger.db")
     ledger.open()
@@ -251,6 +252,7 @@ def test_only_steps_of_the_flow_s_own_lengths_say_how_long_answers_are(tmp_path:
 
 def test_work_beside_another_engine_is_told_from_work_alone(tmp_path: Path) -> None:
     rollout, train = Recorder("rollout-0"), Recorder("train-0")
+    rollout.anchor_ns = train.anchor_ns
     (tmp_path / "trace").mkdir()
     Ledger(tmp_path / "ledger.db").open()
     rng, now = random.Random(1), 10**9

@@ -101,7 +101,6 @@ def samples_of(summary: Summary) -> dict[SampleId, tuple[list[int], list[float]]
     return {SampleId.unpack(int(row.ids[0])): (row.ragged("tokens").row(0).tolist(), rewards) for row, rewards in rows}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("program", "until_step", "reperform"), [(loop, 2, trains), (frozen, 2, nothing)], ids=["trained", "frozen"])
 def test_a_run_of_processes_goes_on_from_the_middle_of_its_record(tmp_path, capsys, program, until_step, reperform):
     summary, seen = whole(program, tmp_path)
@@ -123,7 +122,6 @@ def test_a_run_of_processes_goes_on_from_the_middle_of_its_record(tmp_path, caps
         assert capsys.readouterr().out.splitlines() == [f"step {step}" for step in range(until_step, 4)]
 
 
-@pytest.mark.timeout(60)
 def test_a_flow_that_was_changed_before_the_point_stops_before_a_worker_has_work(tmp_path):
     summary, _ = whole(frozen, tmp_path)
     resumed = Resumed(loop, [], tmp_path / "resumed", read_record(Path(summary.run_dir)), 2, nothing)

@@ -142,7 +142,6 @@ def settings_of(how: str, where: Path) -> RunSettings:
     return RunSettings(runs_dir=str(where / "runs"), eager=how == "eager", checkpoint_steps=1, flush_tokens=2)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("program", "how"),
     [(loop, "eager"), (loop, "time-shared"), (ppo, "split"), (dynamic, "split")],
@@ -153,7 +152,6 @@ def test_a_run_that_is_killed_after_some_event_ends_as_one_that_was_not(tmp_path
     check_images(program, {}, spec_of("split" if how == "eager" else how), settings_of(how, tmp_path), tmp_path)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["eager", "split"])
 @pytest.mark.parametrize("program", [carrying, ahead], ids=lambda program: program.name)
 def test_where_time_decides_a_resumed_run_keeps_every_rule_and_trains_on_each_sample_once(tmp_path, monkeypatch, program, how):

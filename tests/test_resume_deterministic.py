@@ -12,7 +12,6 @@ from test_resume import check_images
 from m2flow.spec import RunSettings
 
 
-@pytest.mark.timeout(200)
 def test_a_killed_run_of_the_embedded_engines_ends_with_the_same_bits(tmp_path, monkeypatch):
     commit_every(monkeypatch, 0.0)
     settings = RunSettings(runs_dir=str(tmp_path / "runs"), deterministic=True, checkpoint_steps=1)

@@ -65,12 +65,10 @@ def check_killed_and_resumed(tmp_path: Path, killed_in: str, *more: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_run_killed_between_a_gradient_and_its_step_is_resumed_from_the_command_line(tmp_path):
     check_killed_and_resumed(tmp_path, "apply")
 
 
-@pytest.mark.timeout(240)
 def test_a_run_whose_trainer_dies_goes_on_from_its_last_checkpoint_by_itself(tmp_path):
     whole = whole_run()
     (tmp_path / "kills").write_text("")
@@ -87,7 +85,6 @@ def test_a_run_whose_trainer_dies_goes_on_from_its_last_checkpoint_by_itself(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_trainer_that_dies_of_the_same_task_again_and_again_ends_the_run_with_the_reason(tmp_path):
     ended = begun(tmp_path, "trainers")
     assert ended.returncode == 1
@@ -96,7 +93,6 @@ def test_a_trainer_that_dies_of_the_same_task_again_and_again_ends_the_run_with_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("killed_in", ["generation", "after", "checkpoint", "final"])
 def test_a_run_killed_at_other_moments_is_resumed_too(tmp_path, killed_in):
     # A checkpoint of the fake engines is written in a moment: some of so many will be hit.

@@ -54,7 +54,6 @@ def test_a_budget_of_memory_holds_python_back_and_never_below_one_step_at_a_time
     assert due(3, 1) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.timeout(120)
 def test_a_run_of_processes_records_what_time_decided_and_an_eager_run_repeats_it(tmp_path: Path) -> None:
     rollout, train = RolloutSpec(engine="fake", max_running=8), TrainSpec(engine="fake", token_budget=128)
     spec = ClusterSpec(device="cpu", cores=2, placement="split", rollout=rollout, train=train)

@@ -50,7 +50,6 @@ def undisturbed() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_outlives_the_disk_of_its_controller(tmp_path: Path) -> None:
     (tmp_path / "kills").write_text("")
     killed = begun(tmp_path, "apply", f"storage: {{directory: {tmp_path / 'storage'}, every_s: 0.2}}")

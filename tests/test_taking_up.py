@@ -62,7 +62,6 @@ def check_lives(run_dir: Path) -> int:
     return num_went_on
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(1e9, marks=pytest.mark.slow)], ids=["commits at once", "commits at checkpoints"])
 def test_what_was_written_down_is_not_generated_again(tmp_path, monkeypatch, seconds):
     commit_every(monkeypatch, seconds)
@@ -135,7 +134,6 @@ def test_a_prefix_is_read_back_from_its_own_record_though_an_older_one_lies_besi
 OTHERS = [spec_of("time-shared"), spec_of("split", workers=3).model_copy(update={"train": TrainSpec(engine="fake", token_budget=25)})]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("other", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)], ids=["time-shared", "three workers"])
 def test_a_run_goes_on_to_the_same_end_on_another_cluster(tmp_path, monkeypatch, other):
     commit_every(monkeypatch, 0.0)

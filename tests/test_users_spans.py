@@ -137,6 +137,7 @@ def test_a_collector_shows_a_rewards_own_spans_and_requests_below_its_sample(tmp
 
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "240")  # What is not answered by then is sent again, and comes twice.
 
     @flow
     def judged(collector: str = "", service: str = "") -> None:

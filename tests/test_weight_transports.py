@@ -210,7 +210,7 @@ def test_several_receivers_share_a_broadcast_and_their_group(pairs: Callable[...
         names = ["rollout-0", "rollout-1", "rollout-2"]
         server = pair.publisher._server
         assert server is not None
-        server._gather_s = 60.0  # However late a thread is, it is waited for.
+        server._gather_s = PATIENCE_S  # However late a thread is, it is waited for.
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(functools.partial(pair.received, manifest), names)) == [plain(model)] * 3
         assert server.num_rounds == version
@@ -233,7 +233,7 @@ def test_who_loses_a_broadcast_because_another_receiver_was_killed_gets_it_all_t
         body[entry.offset : entry.offset + 8000] = array.view(np.uint8)
         tensors.append(msgspec.structs.replace(entry, checksum=checksum(array.view(np.uint8))))
     whole = Content(5, -1, len(body), tuple(tensors))
-    server = BroadcastServer(num_expected=2, gather_s=240.0, bucket_bytes=1000, timeout_s=30.0)
+    server = BroadcastServer(num_expected=2, gather_s=PATIENCE_S, bucket_bytes=1000, timeout_s=30.0)
     address = server.open()
     server.offer(Offer((whole, body), None))
     command = [sys.executable, str(Path(__file__).with_name("weights_peer.py")), "ask", address, "5"]
@@ -427,7 +427,7 @@ def test_a_new_version_is_not_written_over_one_that_is_being_sent(pairs: Callabl
         with pytest.raises(TimeoutError):
             publishing.result(0.3)
         assert all((bucket.view(np.float64) == 1.0).all() for bucket in buckets)
-        assert publishing.result(30).version == 2
+        assert publishing.result(PATIENCE_S).version == 2
     receiver.close()
     assert pair.received(publishing.result()) == plain(second)  # type: ignore[arg-type]
 
