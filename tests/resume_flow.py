@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -38,15 +39,28 @@ def disarmed() -> bool:
     return True
 
 
-def watch(now: str, *patterns: str) -> None:
-    """Kill as soon as the run's directory has a file of each pattern."""
+def watch(now: str, *patterns: str, last: tuple[str, str]) -> None:
+    """Kill as soon as the run's directory has a file of each pattern.
+
+    Args:
+        last: what this process does at the latest while they are all there, an event of `sys.audit`, and a part of the path that it is
+            about: the thread that looks for the files may be late.
+    """
+
+    def are_there() -> bool:
+        return all(any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob(pattern)) for pattern in patterns)
 
     def look() -> None:
         while Path(os.environ["M2FLOW_TEST_KILLS"]).exists():
-            if all(any(Path(os.environ["M2FLOW_TEST_RUNS"]).glob(pattern)) for pattern in patterns):
+            if are_there():
                 kill_run(now, now)
 
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if event == last[0] and last[1] in str(arguments[0]) and are_there():
+            kill_run(now, now)
+
     threading.Thread(target=look, daemon=True).start()
+    sys.addaudithook(hear)
 
 
 @flow
@@ -70,9 +84,10 @@ def dies(killed_in: str = "", num_steps: int = 4) -> None:
     policy, judge = Policy("fake"), Reward(judged)
     prompts = Dataset([{"prompt": f"{i * i}="} for i in range(12)])
     if killed_in == "checkpoint":
-        watch("checkpoint", "*/checkpoints/step-*", "*/checkpoints/.step-*")  # one is whole, the next is being written
+        # One is whole, the next is being written.
+        watch("checkpoint", "*/checkpoints/step-*", "*/checkpoints/.step-*", last=("os.rename", "/.step-"))
     if killed_in == "final":
-        watch("final", "*/checkpoints/final*")
+        watch("final", "*/checkpoints/final*", last=("os.remove", ".owner"))
     for step in steps(num_steps):
         if step == 0:
             arm()

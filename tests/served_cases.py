@@ -168,7 +168,12 @@ def assert_a_lost_server_comes_back_once(make: Callable[[EngineSettings], Served
     """
 
     def servers() -> set[psutil.Process]:
-        return {child for child in psutil.Process().children() if words in " ".join(child.cmdline())}
+        found = set()
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # It may have ended meanwhile.
+                if words in " ".join(child.cmdline()):
+                    found.add(child)
+        return found
 
     others, requests = servers(), [make_request(prompt, 0, LONG) for prompt in range(2)]
     with started(make) as engine:

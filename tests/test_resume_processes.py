@@ -30,23 +30,23 @@ def m2flow(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def begun(tmp_path: Path, killed_in: str, *more: str) -> subprocess.CompletedProcess[str]:
+def begun(tmp_path: Path, killed_in: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "cluster.yaml").write_text(SPEC)
     options = ["--cluster", str(tmp_path / "cluster.yaml"), "--checkpoint-every", "1", "--runs-dir", str(tmp_path / "runs")]
-    return m2flow(tmp_path, "tests/resume_flow.py", "--killed-in", killed_in, *options, *more)
+    return m2flow(tmp_path, "tests/resume_flow.py", "--killed-in", killed_in, *options)
 
 
 @functools.cache
-def whole_run(*more: str) -> dict[str, object]:
+def whole_run() -> dict[str, object]:
     """The summary of a run that nothing befalls."""
     with tempfile.TemporaryDirectory() as folder:
-        return dict(json.loads(begun(Path(folder), "", *more).stdout.splitlines()[-1]))
+        return dict(json.loads(begun(Path(folder), "").stdout.splitlines()[-1]))
 
 
-def check_killed_and_resumed(tmp_path: Path, killed_in: str, *more: str) -> None:
-    whole = whole_run(*more)
+def check_killed_and_resumed(tmp_path: Path, killed_in: str) -> None:
+    whole = whole_run()
     (tmp_path / "kills").write_text("")
-    killed = begun(tmp_path, killed_in, *more)
+    killed = begun(tmp_path, killed_in)
     assert killed.returncode == -9, killed.stderr
     assert not (tmp_path / "kills").exists()
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -95,5 +95,4 @@ def test_a_trainer_that_dies_of_the_same_task_again_and_again_ends_the_run_with_
 @pytest.mark.slow
 @pytest.mark.parametrize("killed_in", ["generation", "after", "checkpoint", "final"])
 def test_a_run_killed_at_other_moments_is_resumed_too(tmp_path, killed_in):
-    # A checkpoint of the fake engines is written in a moment: some of so many will be hit.
-    check_killed_and_resumed(tmp_path, killed_in, *(["--num-steps", "20"] if killed_in == "checkpoint" else []))
+    check_killed_and_resumed(tmp_path, killed_in)
