@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.table import Table
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.engines.compiling import missing_tools
 from m2flow.engines.registry import EngineInfo, engines, find_engine, server_of
-from m2flow.engines.server_installed import installed, interpreter_of
+from m2flow.engines.server_installed import installed, interpreter_of, stand_ins
 from m2flow.engines.table import capability_tables
 from m2flow.micro.costs.devices import BUILT_IN, device_list
 from m2flow.micro.costs.layouts import PLANNED
@@ -64,11 +65,17 @@ def command(as_json: bool, markdown: bool, cluster: Path | None) -> None:
 
 
 def usable(info: EngineInfo) -> str:
-    """`yes`, or what is missing and how to get it."""
+    """`yes`, or what is missing and how to get it; of an inference server, whether this interpreter has it, for others may."""
     if not info.missing:
+        untested = f"; untested on {info.untested}" * bool(info.untested)
+        product = server_of(info)
+        if product is not None:
+            has = next((version for name in product.distributions or (product.engine,) if (version := _version(name))), "")
+            return (
+                f"yes ({product.engine} {has})" if has else f"where an interpreter has {product.name}: --cluster looks there"
+            ) + untested
         tools = missing_tools() if info.compiles else {}
         lacking = f"; not on a CPU: {', '.join(tools)} missing; {'; '.join(tools.values())}" if tools else ""
-        untested = f"; untested on {info.untested}" * bool(info.untested)
         return "yes" + f" ({info.version})" * bool(info.version) + lacking + untested
     how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
     return f"no: {', '.join(info.missing)} missing; {how}"
@@ -85,7 +92,15 @@ def other_interpreter(spec: ClusterSpec) -> str:
     if not has.version:
         return f"{python or sys.executable} has no {product.engine}"
     lacking = f"; it lacks {', '.join(has.lacking)}, which {product.oldest} has" if has.lacking else ""
-    return f"{python or sys.executable} has {product.engine} {has.version}: {', '.join(has.abilities)}{lacking}"
+    laid_over = "".join(f"; its PYTHONPATH has {one}" for one in stand_ins(given))
+    return f"{python or sys.executable} has {product.engine} {has.version}: {', '.join(has.abilities)}{lacking}{laid_over}"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _abilities(info: EngineInfo) -> list[str]:

@@ -7,6 +7,9 @@ Importing such a package takes half a minute and a device; its endpoints are dec
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -142,3 +145,15 @@ def check_options(product: Product, options: Mapping[str, object]) -> None:
 def interpreter_of(options: Mapping[str, object]) -> str:
     """The interpreter that a rollout engine's options name; empty: this one."""
     return str(Path(str(options["python"])).expanduser()) if options.get("python") else ""
+
+
+def stand_ins(options: Mapping[str, object]) -> list[str]:
+    """What an engine's options lay over the packages of its interpreter (`PYTHONPATH` in `env`): each package in its own words.
+
+    >>> stand_ins({"env": "OMP_NUM_THREADS=1"})
+    []
+    """
+    given = dict(assignment.partition("=")[::2] for assignment in shlex.split(str(options.get("env", ""))))
+    places = [place for place in given.get("PYTHONPATH", "").split(os.pathsep) if place]
+    found = sorted(importlib.metadata.distributions(path=places), key=lambda one: one.name) if places else []
+    return [f"{one.name} {one.version}: {one.metadata.json.get('summary', 'it does not say what it does')}" for one in found]
