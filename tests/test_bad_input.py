@@ -312,7 +312,7 @@ def test_deterministic_eager_runs_set_the_environment_before_torch_is_loaded(pla
     (place / "torch.py").write_text(stand_in + "def manual_seed(seed): ...\ndef get_rng_state(): ...\ndef set_rng_state(state): ...\n")
     (place / "bad.py").write_text("import torch\n" + FLOW.replace('print("the flow speaks")', 'print("FOUND", *torch.FOUND)'))
     done = subprocess.run(
-        command("--cluster", "fakes.yaml", "--eager", "--deterministic", "--quiet"), cwd=place, capture_output=True, text=True, timeout=120
+        command("--cluster", "fakes.yaml", "--eager", "--deterministic", "--quiet"), cwd=place, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"FOUND \w+ 1$", done.stdout, re.MULTILINE), done.stdout

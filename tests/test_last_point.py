@@ -45,7 +45,6 @@ def table(run_dir: Path, query: str) -> list[tuple[int, ...]]:
         return db.execute(query).fetchall()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "program",
     [

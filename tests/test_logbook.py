@@ -67,7 +67,6 @@ def logs_of(run_dir: str | Path) -> list[tuple[int, str]]:
     return [(line["step"], name) for line in lines for name in line if name in logged]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("how", "error"), [("reward", RewardError), ("looks", TraceError)])
 def test_so_do_runs_of_processes_though_python_is_steps_ahead(tmp_path, how, error):
     found = []

@@ -63,7 +63,6 @@ def long(num_steps: int, found: list[tuple[int, int]]) -> None:
             found.append((count(Call), count(Known)))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "planned"])
 def test_a_run_of_twice_the_steps_holds_no_more_calls(tmp_path: Path, is_eager: bool):
     found: list[tuple[int, int]] = []

@@ -7,11 +7,19 @@ much of what it had said arrives.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sqlite3
+from types import SimpleNamespace
+from typing import Any
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow.channels.memory import MemoryOutbox
+from m2flow.errors import BrokenChannel
+from m2flow.micro import messages as m
+from m2flow.micro.control.crew import Crew
+from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.micro.record.account import read_token_account
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}=", "target": str(i)} for i in range(12)]
@@ -57,3 +65,22 @@ def test_every_token_is_trained_wasted_or_lost_and_prefixes_go_on(tmp_path):
         assert all(had > 0 for _, had in went_on)
     assert num_went_on > 10
     assert num_lost > 0
+
+
+def test_what_is_said_to_a_worker_whose_link_is_gone_is_void_however_late_it_is_found_to_have_ended():
+    looks = itertools.count()
+
+    def send(peer: str, *messages: bytes) -> None:
+        raise BrokenChannel(f"{peer} is gone from the control link")
+
+    def ended() -> dict[str, str]:
+        return {worker.name: "was killed by signal 9"} if next(looks) > 150 else {}
+
+    worker = WorkerPlan("functions-0", "cpu", 1, (EngineSlot("*", "function", "python"),))
+    plan = Plan("f", "c", "split", "", (worker,), (), (), (), (), ())
+    launcher: Any = SimpleNamespace(ended=ended)
+    others: Any = SimpleNamespace(send=send, spans=None)
+    crew = Crew(plan, RunSettings(), launcher, others, MemoryOutbox(), others, others, lambda tag, sent: {}, print)
+    crew._knows[worker.name] = set()
+    crew.tell(worker.name, m.Forget(0))
+    assert next(looks) > 150

@@ -30,7 +30,8 @@ from m2flow.recipe import AdamW, Model
 from m2flow.samples import Batch
 
 Factory = Callable[[Model, EngineSettings], TrainEngine]
-_PATIENCE_S = 120.0
+_PATIENCE_S = 400.0
+"""A rank loads PyTorch first, on a machine that others may use."""
 
 
 class Followers:

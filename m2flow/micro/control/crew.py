@@ -34,8 +34,9 @@ from m2flow.micro.work.peers import Peers
 from m2flow.spec import RunSettings
 
 BEAT = ".beat"
-_SETTLES_S = 1.0
-"""A worker that dies is missed on its link first, and found to have ended a moment later."""
+_SETTLES_S = 30.0
+"""A worker that dies is missed on its link first, and found to have ended a moment later, which is a long one on a busy machine; on another
+host when its agent says so, or has said nothing for long."""
 _LONGEST_WAIT_S = 30.0
 _IS_WELL_S = 60.0
 """A process that has been up for so long does not count with the next one that dies."""
