@@ -37,10 +37,13 @@ class Arguments:
         self._function = function
         self._values = values
         self._run_seed = run_seed
-        base = next(iter(inputs.values()), Batch(np.zeros(0, np.int64))).in_order().frozen()
+        first = next(iter(inputs.values()), Batch(np.zeros(0, np.int64)))
+        base = first.in_order().frozen()
         self.rows = base
         """Of the input that says which samples the call works on, in the order of identity."""
-        self._inputs = {name: other.select(base.ids).frozen() if len(base) else base for name, other in inputs.items()}
+        self._inputs = {
+            name: other.select(base.ids).frozen() if len(base) and other is not first else base for name, other in inputs.items()
+        }
         self._place = {packed: row for row, packed in enumerate(base.ids.tolist())}
         found = call.options["arguments"]
         assert isinstance(found, tuple)
