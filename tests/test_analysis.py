@@ -66,6 +66,13 @@ def test_the_trace_of_a_simulated_run_gives_the_simulators_own_account_of_idle_t
     assert step.staleness == told[1]["staleness"]
 
 
+def test_of_a_simulated_run_it_is_said_what_simulates_it_otherwise(simulated: Path) -> None:
+    done = CliRunner().invoke(cli, ["analyze", str(simulated)])
+    assert done.exit_code == 0, done.output
+    assert "nothing is suggested: it is a simulation" in done.stderr
+    assert "--compare" in done.stderr
+
+
 def test_busy_and_idle_fill_the_run_and_idle_stretches_do_not_overlap(tmp_path: Path) -> None:
     trace = traced(store_run(tmp_path, aligned()))
     for idle in idle_of(trace):

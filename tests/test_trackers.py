@@ -13,7 +13,7 @@ import pytest
 from m2flow.errors import MissingExtra, SpecError
 from m2flow.observe.forwarding import carry, destinations
 from m2flow.observe.metrics import MetricsWriter, read_metrics
-from m2flow.observe.sinks import Sink
+from m2flow.observe.sinks import Sink, Undelivered
 from m2flow.observe.trackers import MlflowSink, WandbSink, is_installed
 from m2flow.spec import RunSettings
 
@@ -107,6 +107,16 @@ def test_mlflow_gets_every_value_and_goes_on_with_the_run_that_it_has(tmp_path: 
     latest = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "reward")}
     assert latest == {0: 0.25, 1: 0.5, 2: 0.75}
     assert run.data.metrics["reward"] == read_metrics(run_dir)["reward"][-1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("mlflow") or is_installed("sqlalchemy"), reason="needs the extra mlflow, and nothing but that")
+def test_mlflow_without_a_place_says_what_names_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sink = MlflowSink(_run(tmp_path / "grpo-1"), "grpo")
+    sink.open()
+    with pytest.raises(Undelivered, match=r"^MLFLOW_TRACKING_URI is not set"):
+        sink.pump()
 
 
 @pytest.mark.skipif(is_installed("wandb"), reason="wandb is installed")

@@ -65,6 +65,8 @@ def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, s
     from m2flow.micro.analysis.suggestions import suggestions_of
     from m2flow.micro.record.rundir import read_config
 
+    if (run_dir / "report.json").is_file():
+        return None, "it is a simulation, which measured nothing; `m2flow simulate FLOW --compare` simulates it placed otherwise"
     try:
         config = read_config(run_dir)
         if not Path(config.flow.partition(":")[0]).is_file():

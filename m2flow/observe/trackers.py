@@ -76,6 +76,8 @@ class _TrackerSink(Sink):
                 self._lines.took(line.end)
                 self.sent.metrics_end = line.end
                 self.sent.num_points += len(line.values)
+        except Undelivered:
+            raise
         except Exception as error:  # Whatever a vendor's library raises is no reason to end anything.
             raise Undelivered(f"{type(error).__name__}: {error}") from error
         self._keep()
@@ -150,7 +152,14 @@ class MlflowSink(_TrackerSink):
     def _begin(self) -> None:
         from mlflow.tracking import MlflowClient
 
-        self._client: Any = MlflowClient()
+        try:
+            self._client: Any = MlflowClient()
+        except Exception as error:
+            if os.environ.get("MLFLOW_TRACKING_URI"):
+                raise
+            raise Undelivered(
+                "MLFLOW_TRACKING_URI is not set, and this MLflow can't write where it would then: set it to the address of a server"
+            ) from error
         self.where = f"MLflow at {self._client.tracking_uri}"
         name = self.run_dir.resolve().name
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", self._flow)

@@ -217,7 +217,10 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise SpecError(f"can't listen on {host}, port {port}: {error.strerror or error}", now="Give another --port, or 0.") from None
+        raise SpecError(
+            f"can't listen on {host}, port {port}: {error.strerror or error}",
+            now="Give another --port (0: any that is free), or another --host.",
+        ) from None
 
 
 def configured(app: Starlette) -> uvicorn.Config:
