@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 import ray_start
 from disturbing import PATIENCE_S
-from ports import free_ports
+
+from m2flow.engines.ports import free_ports
 
 HERE, THERE = (f"10.77.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
 _ALL_PROTOCOLS = 3
@@ -141,11 +142,12 @@ def ray_over(cable: Cable, *, cpus_here: int, cpus_there: int) -> Iterator[tuple
     """A Ray cluster of this network and that at the other end, with a token of its own; its address, and the environment of who uses it."""
     with tempfile.TemporaryDirectory(prefix="m2ray", dir="/tmp", ignore_cleanup_errors=True) as directory:
         ray = [sys.executable, str(ray_start.SCRIPT), "start", "--block", "--disable-usage-stats"]
-        (port,) = free_ports(1)
+        port, agent = free_ports(2)
         token = Path(directory, "token")
         token.write_text(secrets.token_hex(32))
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         head = [*ray, "--head", f"--port={port}", f"--node-ip-address={HERE}", "--include-dashboard=false", f"--temp-dir={directory}"]
+        head += [f"--dashboard-agent-listen-port={agent}"]
         head += ["--resources", json.dumps({"near": 1})]
         node = ["ip", "netns", "exec", cable.host, *ray, f"--address={HERE}:{port}", f"--node-ip-address={THERE}"]
         processes = []

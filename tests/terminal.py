@@ -9,13 +9,24 @@ import re
 import struct
 import subprocess
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def shown_by(command: Sequence[str], *, env: Mapping[str, str], columns: int = 100, rows: int = 40) -> tuple[int, str]:
-    """The exit status and all that was written to the terminal, without control sequences."""
+def shown_by(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    columns: int = 100,
+    rows: int = 40,
+    look: Callable[[str], object] = lambda text: None,
+) -> tuple[int, str]:
+    """The exit status and all that was written to the terminal, without control sequences.
+
+    Args:
+        look: is shown all that was written so far, each time that something was.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(env), start_new_session=True)
@@ -30,8 +41,13 @@ def shown_by(command: Sequence[str], *, env: Mapping[str, str], columns: int = 1
             if not part:
                 break
             written += part
+            look(_text(written))
     finally:
         os.close(ours)
         if process.poll() is None:
             process.wait()
-    return process.returncode, _CONTROL.sub("", written.decode("utf-8", "replace")).replace("\r", "\n")
+    return process.returncode, _text(written)
+
+
+def _text(written: bytearray) -> str:
+    return _CONTROL.sub("", written.decode("utf-8", "replace")).replace("\r", "\n")

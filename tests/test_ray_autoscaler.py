@@ -21,9 +21,9 @@ import pytest
 import ray_start
 from click.testing import CliRunner
 from disturbing import PATIENCE_S, same, started, undisturbed
-from ports import free_ports
 
 from m2flow.cli.main import cli
+from m2flow.engines.ports import free_ports
 
 pytestmark = [
     pytest.mark.long,
@@ -57,7 +57,7 @@ class Growing(NamedTuple):
 def growing() -> Iterator[Growing]:
     import ray_nodes
 
-    (port,) = free_ports(1)
+    port, agent = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="m2ray", dir="/tmp", ignore_cleanup_errors=True) as directory:
         token, config, said = (Path(directory, name) for name in ("token", "nodes.yaml", "said.log"))
         token.write_text(secrets.token_hex(32))
@@ -68,7 +68,7 @@ def growing() -> Iterator[Growing]:
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
         command = [sys.executable, str(ray_start.SCRIPT), "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=0"]
         command += [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={directory}"]
-        command += [f"--autoscaling-config={config}"]
+        command += [f"--autoscaling-config={config}", f"--dashboard-agent-listen-port={agent}"]
         with said.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         cluster = Growing(address, directory, environment)

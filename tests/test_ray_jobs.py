@@ -20,7 +20,8 @@ from typing import NamedTuple
 import pytest
 import ray_start
 from disturbing import PATIENCE_S, SCRIPT, run, same, undisturbed
-from ports import free_ports
+
+from m2flow.engines.ports import free_ports
 
 SPEC = """
 name: submitted

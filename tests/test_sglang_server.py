@@ -97,7 +97,7 @@ def test_what_a_server_found_in_its_cache_and_put_back_is_said_at_the_end() -> N
 
 
 def test_a_server_that_breaks_its_connections_before_it_dies_is_started_again(tmp_path: Path) -> None:
-    engine = dying(tmp_path, 4.0, restarts=1)
+    engine = dying(tmp_path, 1.0, restarts=1)
     try:
         engine.start()
         found = generate(engine, [make_request(0, 0, Sampling(4, temperature=0.0))])

@@ -57,9 +57,9 @@ def hurried_and_cut(num_steps: int = 3) -> None:
 
 @flow
 def hopeless() -> None:
-    """Nobody generates so much in so little time; the second generation shows that the run goes on."""
+    """Nobody generates a whole group of so much before it is heard that it is late; the second generation shows that the run goes on."""
     policy, reward, prompts = Policy("fake"), Reward(length), Dataset(ROWS)
-    late = policy.generate(prompts.take(9), n=8, max_new_tokens=4000, min_new_tokens=4000, late="drop", timeout_s=1e-6)
+    late = policy.generate(prompts.take(2), n=2048, max_new_tokens=4000, min_new_tokens=4000, late="drop", timeout_s=1e-6)
     log(late=float(len(late)))
     policy.update(late, reward.score(late))
     policy.update(policy.generate(prompts.take(2), n=1, max_new_tokens=5), loss=nll())
@@ -217,7 +217,7 @@ def test_worker_processes_stop_what_is_late_and_the_run_goes_on(tmp_path):
     decisions = read_decisions(Path(planned.run_dir))
     assert len(decisions) == 0
     assert planned.samples == 2
-    assert planned.left_out == read_endings(Path(planned.run_dir)) == {"late": 72}
+    assert planned.left_out == read_endings(Path(planned.run_dir)) == {"late": 4096}
     assert [check for check in audit(Path(planned.run_dir)).checks if not check.holds] == []
     eager = Run(hopeless, {}, spec(1, 128), runs.model_copy(update={"eager": True}), decisions=decisions).execute()
     assert (eager.samples_sha256, eager.weights_sha256) == (planned.samples_sha256, planned.weights_sha256)

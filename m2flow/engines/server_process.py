@@ -11,7 +11,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import httpx2
 
 from m2flow.engines.loopback import keep_gloo_here
+from m2flow.engines.ports import free_ports
 from m2flow.engines.server_installed import Product, check_version
 from m2flow.errors import EngineError
 
@@ -74,7 +74,7 @@ class ServerProcess:
         """
         check_version(self._what.product, self._options.python)
         for attempt in range(1, _PORTS_TRIED + 1):
-            port = _free_port()
+            (port,) = free_ports(1)
             self._launch(port)
             try:
                 self._wait(f"http://127.0.0.1:{port}")
@@ -168,9 +168,3 @@ class ServerProcess:
             return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
         except OSError:
             return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
