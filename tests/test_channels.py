@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from ports import free_ports
 
 from m2flow.channels import places
 from m2flow.channels.arena import Arena
@@ -25,6 +24,7 @@ from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.channels.pairs import PairReceiver, PairSender
 from m2flow.channels.zeromq import wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
+from m2flow.engines.ports import free_ports
 from m2flow.errors import BrokenChannel, ChannelClosed, DecodeError, PortInUse, SpecError
 from m2flow.testing.channel_suite import CHANNEL_CHECKS, Maker, assert_same_parcel, parcel_of, receive_all
 
