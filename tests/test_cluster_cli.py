@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def missing(tmp_path: Path, text: str, *arguments: object) -> dict[str, str]:
     ("text", "name", "value"),
     [
         ("rollout: {engine: embeded}\n", "rollout engine", "embeded"),
+        ("rollout: {engine: sglang, options: {python: nowhere/python}}\n", "rollout engine", "the interpreter nowhere/python can't be run"),
         ("channels: {transport: tcp, keys: nowhere.key}\n", "key", "can't read the key nowhere.key"),
         ("device: cuda:0\n", "gpu devices", "none, and the spec says device: cuda:0"),
         ("pools: {main: {device: h100x}}\n", "devices", "pools.main.device: there is no device 'h100x'"),
@@ -103,5 +105,16 @@ def test_what_is_only_thought_of_is_to_be_planned_and_what_is_here_to_be_run(tmp
         monkeypatch.setattr(doctor, least, 0)  # Of which others may have taken most at this moment.
     (tmp_path / "here.yaml").write_text("name: here\n")
     (tmp_path / "there.yaml").write_text("name: there\npools: {main: {device: h100}}\n")
+    (tmp_path / "served.yaml").write_text(
+        f"name: served\npools: {{main: {{device: h100}}}}\nrollout: {{engine: sglang, options: {{python: {sys.executable}}}}}\n"
+    )
     assert "Nothing is missing: m2flow run" in m2flow("cluster", "check", tmp_path / "here.yaml").output
     assert "Nothing is missing: m2flow plan" in m2flow("cluster", "check", tmp_path / "there.yaml").output
+    served = m2flow("cluster", "check", tmp_path / "served.yaml").output
+    assert "optional  rollout engine     the rollout engine sglang needs sglang" in served
+    assert "Nothing is missing: m2flow plan" in served
+
+
+def test_check_looks_at_the_disk_where_runs_go(tmp_path: Path) -> None:
+    (tmp_path / "here.yaml").write_text("name: here\n")
+    assert f"free in {tmp_path}\n" in m2flow("cluster", "check", tmp_path / "here.yaml", "--runs-dir", tmp_path / "not" / "yet").output

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -16,8 +16,9 @@ import click
 from m2flow import __version__
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.doctor import Finding, examine
-from m2flow.errors import M2FlowError, SpecError
-from m2flow.spec import ClusterSpec
+from m2flow.engines.contract import EngineKind
+from m2flow.errors import M2FlowError, MissingExtra, SpecError
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 
 _HERE = "this machine"
 _NO_ANSWER = (
@@ -34,8 +35,10 @@ class Question:
     """It is asked where `m2flow run` would be."""
     python: str
     version: str
+    runs: str
+    """The directory for runs, or the storage that every node must see."""
     mark: str
-    """A file in the directory for runs that every node must see; empty if only one must."""
+    """A file there that every node must see; empty if only one must."""
     models: tuple[str, ...]
     """Files or directories that must be there."""
 
@@ -92,7 +95,7 @@ def models_of(flow: str) -> tuple[str, ...]:
 
 def check(spec: ClusterSpec, *, runs_dir: Path, models: tuple[str, ...] = ()) -> dict[str, list[Finding]]:
     """Node -> what was found there."""
-    asked = Question(spec, True, platform.python_version(), __version__, "", models)
+    asked = Question(spec, True, platform.python_version(), __version__, str(runs_dir.expanduser().resolve()), "", models)
     here = [*answer(asked), *_devices(spec)]
     if _is_a_thought(spec):
         here.append(Finding("pools", "optional", "to plan and simulate with: the local launcher runs on this machine alone"))
@@ -113,7 +116,7 @@ def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, lis
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-        question = Question(spec, False, asked.python, asked.version, str(mark), asked.models)
+        question = replace(asked, is_driver=False, runs=str(mark.parent), mark=str(mark))
         answers = cluster.on_each_node(_Asking(question), timeout_s=spec.ray.patience_s)
     finally:
         mark.unlink(missing_ok=True)
@@ -151,7 +154,7 @@ def answer(asked: Question) -> Iterator[Finding]:
     if __version__ != asked.version:
         yield Finding("same m2flow", "missing", f"{__version__}; {asked.version} where the run is started", "Install the same.")
     wanted = "extra ray" if spec.launcher == "ray" else ""
-    for finding in examine():
+    for finding in examine(Path(asked.runs)):
         if finding.name.startswith("extra "):
             if finding.name == wanted:
                 yield finding if finding.state == "ok" else Finding(finding.name, "missing", finding.value, finding.now)
@@ -159,7 +162,7 @@ def answer(asked: Question) -> Iterator[Finding]:
             yield Finding(finding.name, "missing", f"none, and the spec says device: {spec.device}", "Say device: auto.")
         else:
             yield finding
-    yield from _engines(spec)
+    yield from _engines(spec, run_here=spec.launcher == "local" or not asked.is_driver)
     yield from _keys(spec)
     if asked.is_driver and spec.channels.port is not None:
         yield _port(spec.channels.host, spec.channels.port)
@@ -175,20 +178,20 @@ def answer(asked: Question) -> Iterator[Finding]:
         yield Finding("runs directory", "ok" if is_seen else "missing", directory if is_seen else f"{directory} is not seen here", now)
 
 
-def _engines(spec: ClusterSpec) -> Iterator[Finding]:
-    from m2flow.engines.registry import find_engine
+def _engines(spec: ClusterSpec, *, run_here: bool) -> Iterator[Finding]:
+    """What engines need, with the interpreter that a server of theirs is to have. `run_here`: this is a machine that they would run on."""
+    from m2flow.engines.registry import check_engine
 
-    for kind, name in (("rollout", spec.rollout.engine), ("train", spec.train.engine)):
+    device = "cpu" if spec.device == "auto" and not Path("/dev/nvidia0").exists() else spec.device
+    kinds: tuple[tuple[EngineKind, RolloutSpec | TrainSpec], ...] = (("rollout", spec.rollout), ("train", spec.train))
+    for kind, wanted in kinds:
         try:
-            info = find_engine(name, kind)  # type: ignore[arg-type]  # a literal of the loop
+            check_engine(wanted.engine, kind, device, wanted.options if run_here else None)
         except M2FlowError as error:
-            yield Finding(f"{kind} engine", "missing", error.what, error.now)
-            continue
-        how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
-        if info.missing:
-            yield Finding(f"{kind} engine", "missing", f"{name} lacks {', '.join(info.missing)}", how)
+            is_needed = not (_is_a_thought(spec) and isinstance(error, MissingExtra))  # A plan is made without it.
+            yield Finding(f"{kind} engine", "missing" if is_needed else "optional", error.what, error.now)
         else:
-            yield Finding(f"{kind} engine", "ok", name)
+            yield Finding(f"{kind} engine", "ok", wanted.engine)
 
 
 def _devices(spec: ClusterSpec) -> Iterator[Finding]:

@@ -93,8 +93,8 @@ def _examine_run(run_dir: Path, *, as_json: bool) -> None:
         sys.exit(1)
 
 
-def examine() -> Iterator[Finding]:
-    """Every finding, what a run needs first."""
+def examine(runs: Path | None = None) -> Iterator[Finding]:
+    """Every finding, what a run needs first. `runs`: where runs go, which need not be there; by default here."""
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "missing", platform.python_version(), _python_hint())
     yield Finding("m2flow", "ok", _version("m2flow") or "not installed, used from its folder")
     for requirement in _requirements(""):
@@ -103,7 +103,9 @@ def examine() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     yield _amount("memory", memory.available, _LEAST_MEMORY_BYTES, f"free of {_size(memory.total)}", "Close something.")
     yield _shared_memory()
-    yield _amount("disk", shutil.disk_usage(Path.cwd()).free, _LEAST_DISK_BYTES, f"free in {Path.cwd()}", "Use --runs-dir elsewhere.")
+    wanted = runs or Path.cwd()
+    place = next(place for place in (wanted, *wanted.parents) if place.exists())
+    yield _amount("disk", shutil.disk_usage(place).free, _LEAST_DISK_BYTES, f"free in {place}", "Use --runs-dir elsewhere.")
     sockets = Path(tempfile.gettempdir())
     yield Finding(
         "sockets",
