@@ -168,6 +168,22 @@ def test_the_plan_says_which_policies_a_rollout_goes_by():
     assert "rollout policy: group-completing, longest-first; lengths by siblings" in str(lower(graph, models, spec))
 
 
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"policy": ("longest-first",), "difficulty": "lvel"}, "no prompts have such a column; there are prompt"),
+        ({"difficulty": "prompt"}, "there is no policy"),
+        ({"policy": ("longest-first",), "predictor": "earlier-steps", "difficulty": "prompt"}, "'earlier-steps' does not go by it"),
+        ({"policy": ("longest-first",), "difficulty": "prompt"}, ""),
+    ],
+)
+def test_the_plan_says_if_the_column_for_difficulty_changes_nothing(said, why):
+    graph, models, _ = trace(several_epochs, {}, seed=0, assume=0.0)
+    spec = ClusterSpec(rollout=RolloutSpec(engine="fake", **said), train=TrainSpec(engine="fake"))
+    noted = [note for note in lower(graph, models, spec).notes if "rollout.difficulty" in note]
+    assert [why in note for note in noted] == [True] * bool(why)
+
+
 def test_the_policies_of_the_document_run_in_the_study_and_live(tmp_path):
     text = Path("docs/rollout-scheduling.md").read_text()
     blocks = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "(Policy)" in block]

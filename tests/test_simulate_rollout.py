@@ -86,6 +86,7 @@ def test_all_policies_stand_in_one_table_beside_the_known_lengths() -> None:
         (["--lengths", "dapo-qwen2.5-32b", "--known-lengths", "--policy", "all"], "either --known-lengths or --policy"),
         (["--lengths", "dapo-qwen2.5-32b", "--policy", "nope"], "there is no policy 'nope'"),
         (["--lengths", "dapo-qwen2.5-32b", "--policy", "split", "--predictor", "nope"], "there is no predictor 'nope'"),
+        (["--lengths", "dapo-qwen2.5-32b", "--policy", "split", "--predictor", "sibling"], "Did you mean 'siblings'?"),
         (["--lengths", "dapo-qwen2.5-32b", "--policy", "split", "--earlier", "8"], "does not say which prompts"),
     ],
 )

@@ -12,6 +12,8 @@ from m2flow.macro.graph import Call, MacroGraph
 from m2flow.macro.late import carries, keeps_cache
 from m2flow.micro.plan import WorkerPlan
 from m2flow.recipe import Model
+from m2flow.samples import Batch
+from m2flow.spec import RolloutSpec
 
 
 @functools.cache
@@ -127,3 +129,19 @@ def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tupl
                 "`lend: never` in the cluster spec keeps each where it began"
             )
     return tuple(notes)
+
+
+def notes_on_difficulty(graph: MacroGraph, rollout: RolloutSpec) -> tuple[str, ...]:
+    """Why the column that the spec names for how hard prompts are makes no difference, if it makes none."""
+    if not rollout.difficulty:
+        return ()
+    columns = {name: 0 for call in graph.calls if isinstance(rows := call.options.get("rows"), Batch) for name in rows.columns}
+    if not rollout.policy:
+        why = "there is no policy"
+    elif rollout.predictor != "siblings":
+        why = f"the predictor {rollout.predictor!r} does not go by it"
+    elif rollout.difficulty not in columns:
+        why = f"no prompts have such a column; there are {', '.join(columns) or 'none'}"
+    else:
+        return ()
+    return (f"rollout.difficulty, {rollout.difficulty!r}, changes nothing here: {why}",)

@@ -15,7 +15,7 @@ from m2flow.errors import InternalError
 from m2flow.macro.graph import Call, CallKind, MacroGraph
 from m2flow.macro.soundness import asynchrony
 from m2flow.macro.structure import STRUCTURAL, Shape, shape_of, wiring_of
-from m2flow.micro.lowering.abilities import adapters_alone, check_abilities, check_lora, notes_on_abilities
+from m2flow.micro.lowering.abilities import adapters_alone, check_abilities, check_lora, notes_on_abilities, notes_on_difficulty
 from m2flow.micro.lowering.arithmetic import arithmetic
 from m2flow.micro.lowering.chunking import Sizes, chunk, resize, sizes_of
 from m2flow.micro.lowering.deadlock import check_room
@@ -107,7 +107,7 @@ def lower(
             token_budget=spec.train.token_budget,
             num_ranks=max((worker.ranks for worker in workers), default=1),
         ),
-        notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers),
+        notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers) + notes_on_difficulty(graph, spec.rollout),
         choice=choice,
         policies=spec.rollout.policy,
         predictor=spec.rollout.predictor,

@@ -79,7 +79,9 @@ def make_predictor(name: str) -> Predictor:
         SpecError: there is none.
     """
     if name not in PREDICTORS:
-        raise SpecError(f"there is no predictor {name!r}", now=f"There are {', '.join(PREDICTORS)}.")
+        close = difflib.get_close_matches(name, PREDICTORS, 1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(PREDICTORS)}."
+        raise SpecError(f"there is no predictor {name!r}", now=hint)
     return PREDICTORS[name]()
 
 
