@@ -370,13 +370,13 @@ class RunSettings(_Strict):
     """Times that a run whose trainer died is taken up again without getting any further, before it ends."""
     retry_wait_s: float = Field(1.0, ge=0)
     """Seconds before the first of these; twice as many before each further one."""
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = Field(0.5, gt=0)
     """Seconds between a worker's signs of life."""
     flush_tokens: int = Field(512, ge=1)
     """Tokens that a running sample gets at most before it is written down again: a worker's death loses no more of it."""
     flush_s: float = Field(10.0, gt=0)
     """Seconds after which it is written down, if it has not got so many."""
-    hung_after_s: float = 60.0
+    hung_after_s: float = Field(60.0, gt=0)
     """Seconds without one, or without a turn of its main loop and without using the processor, after which a worker counts as hung. It is
     killed, and started again. A user's function may take as long as it takes: its own time limit counts."""
     stopped_after_s: float = Field(10.0, gt=0)
@@ -389,7 +389,7 @@ class RunSettings(_Strict):
     """Seconds before the first of these; twice as many before each further one, up to 30."""
     sample_attempts: int = Field(3, ge=1)
     """Workers that may die while they have a sample, before that is taken for its fault, and the run ends."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that a worker may take to come up, a server of its own and a library that compiles itself included."""
     record_every: int = Field(1, ge=1)
     """How much of what repeats itself is recorded. 1: everything. N: N decode steps as one span, and one group in N sample by sample."""
@@ -400,6 +400,14 @@ class RunSettings(_Strict):
     installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI)."""
     drain_s: float = Field(5.0, ge=0)
     """Seconds at the end of a run for what collectors and trackers have not taken yet."""
+
+    @model_validator(mode="after")
+    def _waits_for_beats(self) -> RunSettings:
+        """No worker counts as hung between two of its beats."""
+        for name in ("hung_after_s", "stopped_after_s"):
+            if getattr(self, name) < 2 * self.heartbeat_s:
+                _contradiction((name,), f"{getattr(self, name):g} is less than two beats of heartbeat_s, {self.heartbeat_s:g}")
+        return self
 
 
 LAPTOP = ClusterSpec(name="laptop")

@@ -26,6 +26,7 @@ from m2flow.cli.flow_options import flow_command
 from m2flow.cli.planned import asked
 from m2flow.cli.record_options import record_options, recording
 from m2flow.cli.resume import RunCommand, resumed
+from m2flow.cli.run_settings import settings_option, with_given
 from m2flow.errors import OptionError, RunInterrupted
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
@@ -72,6 +73,7 @@ _RESTARTED = "M2FLOW_RESTARTED"
 )
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), metavar="N", help="The newest ones stay.  [default: 2]")
 @record_options
+@settings_option
 @click.option("--json", "as_json", is_flag=True, help="The last line of stdout is the summary as JSON; all else goes to stderr.")
 @click.option("--quiet", is_flag=True, help="Show no plan and no progress, only the summary.")
 @click.pass_context
@@ -97,6 +99,7 @@ def command(
     otlp: str | None,
     metrics_to: tuple[str, ...] | None,
     record_every: int | None,
+    given_settings: tuple[str, ...],
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -127,7 +130,7 @@ def command(
         settings = settings.model_copy(update={"checkpoint_steps": checkpoint_every.steps, "checkpoint_s": checkpoint_every.seconds})
     if keep_checkpoints is not None:
         settings = settings.model_copy(update={"checkpoints_kept": keep_checkpoints})
-    settings = recording(settings, otlp, metrics_to, record_every)
+    settings = with_given(recording(settings, otlp, metrics_to, record_every), given_settings)
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
     from m2flow.micro.plan_file import read_plan
