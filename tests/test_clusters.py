@@ -28,6 +28,13 @@ def test_there_are_examples_from_one_device_to_a_thousand() -> None:
     assert set(SIZES) <= {path.stem for path in SPECS}
 
 
+@pytest.mark.parametrize("path", [*SPECS, ROOT / "clusters" / "kuberay" / "spec.yaml"], ids=lambda path: path.stem)
+def test_an_example_tells_editors_its_schema(path: Path) -> None:
+    line, _, schema = path.read_text().partition("\n")[0].partition("=")
+    assert line == "# yaml-language-server: $schema"
+    assert (path.parent / schema).resolve() == ROOT / "clusters" / "schema.json"
+
+
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_an_example_has_a_name_a_comment_and_known_devices(path: Path) -> None:
     spec = load_cluster(path)
