@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,17 @@ import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner
+from ports import free_ports
 
 from m2flow.channels.keys import Keys, write_keys
+from m2flow.channels.zeromq import LinkListener
 from m2flow.cli.main import cli
 from m2flow.errors import SpecError
+from m2flow.micro import messages as m
 from m2flow.micro.control.agent import Agent, Errand, Told
 from m2flow.micro.control.launcher import Job, LocalLauncher
 from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
+from m2flow.micro.work import process
 from m2flow.micro.work.gang import GangSettings
 from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Model
@@ -107,6 +112,22 @@ def test_an_agent_tells_what_each_rank_printed(tmp_path: Path, monkeypatch: pyte
     agent.kill()
     assert all(said.startswith("import time:") for said in printed.values())
     assert set(printed) == {0, 1}
+
+
+def test_why_a_worker_can_not_start_reaches_a_controller_that_is_slow_to_hear_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_DRAIN_S", 0.1)
+    (port,) = free_ports(1)
+    sent = settings(tmp_path, controller=f"tcp://127.0.0.1:{port}")  # The directory of its inbox is not there any more.
+    worker = threading.Thread(target=process.serve, args=(sent, "secret"))
+    worker.start()
+    worker.join(2.0)
+    listener = LinkListener("secret", f"tcp:{port}")
+    listener.open()
+    heard: list[m.ToController] = []
+    while worker.is_alive() or not heard:
+        heard += [m.decode_to_controller(body) for peer, body in listener.receive(0.1) if peer == "functions-0"]
+    listener.close()
+    assert any(isinstance(message, m.Fatal) and "can't listen in" in message.error.what for message in heard)
 
 
 def test_an_agent_tells_whether_a_signal_has_stopped_the_worker(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ class Endpoint:
         self._guard: ThreadAuthenticator | None = None
         self._monitor: Socket | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None and not self._is_closed
+
     def _create(self, kind: int, max_messages: int, *, listens: bool = False, most_bytes: int = MAX_MESSAGE_BYTES) -> Socket:
         if self._is_closed or self._socket is not None:
             raise ChannelClosed(f"{self._what} is opened once")

@@ -36,6 +36,8 @@ from m2flow.micro.work.worker import Worker
 TOKEN_VARIABLE = "M2FLOW_TOKEN"
 """Environment variable with the run's secret."""
 _DRAIN_S = 3.0
+LAST_WORDS_S = 60.0
+"""For what is said last, such as why this process ends: a controller on a busy machine may be slow to take it."""
 _IDLE_S = 0.25
 """Between two turns of a worker that has nothing to do: in the next one it sends what it recorded."""
 _ASKS_AFTER_S = 0.5
@@ -98,16 +100,17 @@ def serve(settings: WorkerSettings, token: str) -> None:
         beacon.close()
         outbox.close(drain_s=1.0)
         inbox.close()
-        link.close(drain_s=1.0)
+        link.close(drain_s=LAST_WORDS_S)
 
 
 def _drain(link: LinkDialer, inbox: ZmqInbox) -> None:
     """Take what others still send until a second Stop says that all have finished: a full inbox that is gone would hold them up."""
     deadline = time.monotonic() + _DRAIN_S
     while time.monotonic() < deadline:
-        wait([link, inbox], 0.1)
+        wait([link, inbox] if inbox.is_open else [link], 0.1)
         with contextlib.suppress(M2FlowError):
-            inbox.receive(0.0)
+            if inbox.is_open:  # It may be why this worker can't go on.
+                inbox.take()
             if any(isinstance(m.decode_to_worker(message), m.Stop) for message in link.receive(0.0)):
                 return
 

@@ -44,7 +44,7 @@ from m2flow.micro.work.gang import (
     heard,
     say,
 )
-from m2flow.micro.work.process import TOKEN_VARIABLE, watch_parent
+from m2flow.micro.work.process import LAST_WORDS_S, TOKEN_VARIABLE, watch_parent
 from m2flow.micro.work.settings import WorkerSettings
 from m2flow.micro.work.twins import lender_of
 from m2flow.recipe import Loss, Model
@@ -143,7 +143,7 @@ def main() -> None:
         dialer = LinkDialer(keys=settings.keys)
         dialer.open(settings.controller, tag, secret)
         dialer.send(m.encode(m.Fatal(named.to_record())))
-        dialer.close(drain_s=1.0)
+        dialer.close(drain_s=LAST_WORDS_S)
 
     def pulse() -> bytes:
         return m.encode(m.Pulse(0, time.process_time(), True))
