@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -171,6 +172,25 @@ def test_the_graph_training_and_health_show_what_the_run_did(page: Page, runs: P
         page.get_by_role("link", name="Health").click()
         page.get_by_role("heading", name="What happened").wait_for()
         assert "attempt 1" in page.locator(".page").inner_text()
+
+
+def test_a_run_that_failed_after_its_first_step_says_why_in_the_room_that_there_is(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", num_steps=1)
+    why = "RewardError: the reward function judge raised ZeroDivisionError on sample p2/2: float division by zero"
+    with contextlib.closing(sqlite3.connect(run / "ledger.db")) as db:
+        db.execute("UPDATE attempts SET reason=?", (why,))
+        db.execute("UPDATE calls SET error=?", (f"{why}\n  the worker's traceback:\n    File",))
+        db.commit()
+    with served(tmp_path / "runs") as address:
+        page.goto(f"{address}#{run.name}/health")
+        page.get_by_role("heading", name="Calls that failed").wait_for()
+        assert why in page.locator(".badge.stopped").first.inner_text()
+        assert page.evaluate("document.querySelector('#bar').scrollWidth <= innerWidth")
+        assert page.locator("table.grid pre").count() == 1
+        assert page.get_by_role("cell", name="the same").count() >= 2
+        page.get_by_role("link", name="Training").click()
+        page.locator(".card canvas").first.wait_for()
+        page.get_by_role("button", name="Light or dark").click()
 
 
 def test_two_schedules_are_laid_beneath_each_other_and_move_together(page: Page, runs: Path) -> None:

@@ -134,7 +134,7 @@ class Viewer {
       this.run && this.runs.length > 1 && this.runs.some((run) => run.name === this.run)
         ? [el("h1", { class: "unseen" }, this.run), el("select", { "aria-label": "Run", onchange: (event) => { location.hash = `${encodeURIComponent(event.target.value)}/${this.name}`; } }, this.runs.map((run) => el("option", { value: run.name, selected: run.name === this.run }, run.name)))]
         : el("h1", {}, this.run || "Runs"),
-      summary && el("span", { class: `badge ${summary.state.name}`, title: summary.state.reason || moment(summary.state.began_s) }, summary.state.name === "stopped" ? `stopped${summary.state.reason ? `: ${summary.state.reason.slice(0, 40)}` : ""}` : summary.state.name),
+      summary && el("span", { class: `badge ${summary.state.name}`, title: summary.state.reason || moment(summary.state.began_s) }, el("span", {}, summary.state.name === "stopped" && summary.state.reason ? `stopped: ${summary.state.reason}` : summary.state.name)),
       this.run && el("nav", { class: "tabs", "aria-label": "Views" }, Object.entries(VIEWS).map(([name, [label]]) => el("a", { href: this.link(name), "aria-current": name === this.name ? "page" : null }, label))),
       summary?.num_spans > 0 && el("dl", { class: "figures" }, figures(summary).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
       el("button", { class: `icon${summary ? "" : " right"}`, type: "button", "aria-label": "Light or dark", title: "Light or dark", onclick: () => { keepTheme(isDark() ? "light" : "dark"); this.themed(); } }, themeIcon()),

@@ -137,7 +137,7 @@ export class TrainingView {
     const axis = { stroke: colour("quiet"), grid: { stroke: colour("grid"), width: 1 }, ticks: { stroke: colour("line"), width: 1, size: 4 }, font: '11px system-ui, "Liberation Sans", sans-serif' };
     return new uPlot({
       width: place.clientWidth, height: HEIGHT,
-      scales: { x: { time: false, range: (_, low, high) => ranged(low, high, [low, high]) }, y: { range: (_, low, high) => ranged(low, high, uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) } },
+      scales: { x: { time: false, range: (_, low, high) => (steps.length > 1 ? ranged(low, high, [low, high]) : [steps[0] - 0.5, steps[0] + 0.5]) }, y: { range: (_, low, high) => ranged(low, high, uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) } },
       cursor: { points: { size: 6 }, sync: { key: "steps" } },
       hooks: { setCursor: [(chart) => { const told = place.parentElement.querySelector("h2 span"); told.dataset.whole ??= told.textContent; const at = chart.cursor.idx; told.textContent = at === null || at === undefined ? told.dataset.whole : `step ${steps[at]}${runs.length > 1 ? "" : `: ${number(lines[0][at], 4)}`}`; }] },
       legend: { show: runs.length > 1, live: true },
