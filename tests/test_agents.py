@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner
-from ports import free_ports
 
 from m2flow.channels.keys import Keys, write_keys
 from m2flow.channels.zeromq import LinkListener
 from m2flow.cli.main import cli
+from m2flow.engines.ports import free_ports
 from m2flow.errors import SpecError
 from m2flow.micro import messages as m
 from m2flow.micro.control.agent import Agent, Errand, Told
