@@ -21,6 +21,8 @@ import ray_start
 import yaml
 from disturbing import PATIENCE_S, run, same, started, undisturbed
 
+from m2flow.engines.ports import free_ports
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
@@ -29,13 +31,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def nodes() -> Iterator[Any]:
     """A head without room for workers, and three nodes. All of them say that they are this machine, by its address on the network."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
+    cluster, (agent,) = Cluster(), free_ports(1)
     try:
-        ray_start.persistently(partial(cluster.add_node, wait=False, num_cpus=0, include_dashboard=False))
+        start = partial(cluster.add_node, wait=False, num_cpus=0, include_dashboard=False, dashboard_agent_listen_port=agent)
+        ray_start.persistently(start)
         ray_start.persistently(partial(cluster.add_node, wait=False, num_cpus=4, resources={"trains": 1}))
         for _ in range(2):
             ray_start.persistently(partial(cluster.add_node, wait=False, num_cpus=1, resources={"samples": 1}))
@@ -43,6 +46,13 @@ def cluster() -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes: Any) -> Any:
+    """Without a worker of the run before."""
+    until_gone(nodes)
+    return nodes
 
 
 def on_ray(cluster: Any, **more: object) -> str:
@@ -107,29 +117,6 @@ def test_workers_end_when_their_driver_is_killed(cluster: Any, tmp_path: Path) -
     until_gone(cluster)
 
 
-def test_a_node_that_hangs_is_lost_before_ray_says_so_and_the_run_goes_on_without_it(cluster: Any, tmp_path: Path) -> None:
-    stopped: list[psutil.Process] = []
-    with started(tmp_path / "runs", "fake", on_ray(cluster, silent_after_s=12.0), held_at=3) as running:
-        running.until_generated()
-        agent = workers(cluster)["rollout-1"].parent()
-        assert agent is not None
-        raylet = agent.parent()
-        assert raylet is not None
-        stopped = [raylet, *raylet.children(recursive=True)]
-        try:
-            for one in stopped:
-                one.suspend()
-            lost = running.until_happened("lost", "rollout-1")
-            said = running.ended()
-        finally:
-            for one in stopped:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.resume()
-    assert same(said, undisturbed("fake")), said
-    assert "gave no answer for" in lost.what
-    until_gone(cluster)
-
-
 def test_a_plan_that_no_node_can_hold_is_refused_with_what_is_short(cluster: Any, tmp_path: Path) -> None:
     resources = {"train": "trains", "rollout": "nowhere"}
     said = run(tmp_path, "fake", f"ray={json.dumps({'address': cluster.address, 'resources': resources})}")
@@ -160,3 +147,27 @@ def test_the_ranks_of_a_trainer_are_on_one_node_and_give_what_one_process_gives(
     said = run(tmp_path, "fake", on_ray(cluster), "ranks=2")
     assert same(said, undisturbed("fake")), said
     assert {"train-0.log", "train-0.1.log"} <= {path.name for path in (tmp_path / Path(said["run_dir"]).name / "logs").iterdir()}
+
+
+def test_a_node_that_hangs_is_lost_before_ray_says_so_and_the_run_goes_on_without_it(cluster: Any, tmp_path: Path) -> None:
+    """The last of these tests: Ray may say so after a while, and then the node is gone."""
+    stopped: list[psutil.Process] = []
+    with started(tmp_path / "runs", "fake", on_ray(cluster, silent_after_s=12.0), held_at=3) as running:
+        running.until_generated()
+        agent = workers(cluster)["rollout-1"].parent()
+        assert agent is not None
+        raylet = agent.parent()
+        assert raylet is not None
+        stopped = [raylet, *raylet.children(recursive=True)]
+        try:
+            for one in stopped:
+                one.suspend()
+            lost = running.until_happened("lost", "rollout-1")
+            said = running.ended()
+        finally:
+            for one in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.resume()
+    assert same(said, undisturbed("fake")), said
+    assert "gave no answer for" in lost.what
+    until_gone(cluster)

@@ -75,6 +75,8 @@ from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, RunSettings
 
 _FLOW = "flow"
+_LEAVES_S, _LEAVES_IDLE_S = 3.0, 30.0
+"""For who is to leave to say what it has recorded: in the middle of something; with nothing to do, when only a busy machine delays it."""
 _ASKS_AFTER_S = 0.5
 """While a worker takes no rows for so long, it is looked whether it is dead."""
 
@@ -469,7 +471,7 @@ class Controller:
     def _stop_workers(self) -> None:
         """Ask all to finish; take what they still say for a moment, so that their spans are kept. Then let them go."""
         self._crew.tell_all_to_stop()
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + (_LEAVES_S if self._scheduler.running() else _LEAVES_IDLE_S)
         try:
             while self._crew.are_leaving and time.monotonic() < deadline:
                 wait([self._listener], 0.1)
