@@ -15,6 +15,7 @@ import secrets
 import select
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ _MOST_BYTES = 4 << 20
 """Of what a rank printed and was not fetched: the newest."""
 _GATHER_S = 0.1
 """Lines come together."""
+_TAIL_S = 30.0
+"""For what a worker that has ended had printed, and for no more of what it has let go of."""
 _HELD_S = 1.0
 """When nothing has come from a pipe of a worker that has ended, who holds it open is a process that the worker has let go of."""
 
@@ -123,8 +126,9 @@ class Agent:
 
         def wait() -> None:
             how = processes.wait()
+            deadline = time.monotonic() + _TAIL_S
             for reader, (pipe, _) in zip(readers, pipes, strict=True):
-                while reader.is_alive() and _has_more(pipe):
+                while reader.is_alive() and _has_more(pipe) and time.monotonic() < deadline:
                     reader.join(_HELD_S)
             with self._news:
                 self._how, self._rank = how, processes.rank
