@@ -139,7 +139,7 @@ class SteppedRun(Run):
 
     def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[Outcomes, Controller]:
         restored, parts, attempt = self._restored
-        settings = self.settings.model_copy(update={"hung_after_s": 1e9})  # Nobody beats here.
+        settings = self.settings.model_copy(update={"hung_after_s": 1e9, "stopped_after_s": 1e9})  # Nobody beats here.
         launcher = LocalLauncher(Job(plan, self.spec, settings, self._models, self.run_dir, attempt, parts))
         outcomes = _Moving()
         controller = OneThread(plan, self.spec, settings, launcher, journal, outcomes, keeper, restored, self._warn)
