@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 SIZE = {"width": 1280, "height": 800}
+LARGE = {"width": 2560, "height": 1440}
 WAIT_MS = 240_000
 EXPECTED = re.compile("404|net::ERR_CONNECTION")
 """Said of what a test asks for that is not there, and of a page that asks once more when its server has ended already."""
@@ -340,7 +341,7 @@ def test_a_million_spans_and_a_hundred_thousand_samples_leave_the_page_at_ease(p
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_view_can_be_used_by_everyone(browser: Browser, runs: Path, theme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    context = browser.new_context(viewport=SIZE, color_scheme=theme)
+    context = browser.new_context(viewport=SIZE if theme == "light" else LARGE, color_scheme=theme)
     page = context.new_page()
     page.set_default_timeout(WAIT_MS)
     found: list[str] = []
@@ -362,6 +363,8 @@ def test_every_view_can_be_used_by_everyone(browser: Browser, runs: Path, theme:
                 page.locator(".row").first.click()
                 page.get_by_role("heading", name="Life").wait_for()
             assert page.evaluate("[...document.querySelectorAll('aside')].every((one) => one.scrollWidth <= one.clientWidth)"), view
+            whole = "(bar) => Math.abs([...bar.children].reduce((sum, part) => sum + part.offsetWidth, 0) - bar.offsetWidth)"
+            assert page.evaluate(f"Math.max(0, ...[...document.querySelectorAll('.stack')].map({whole}))") < 12, view
             for violation in axe.run(page, context="html").response["violations"]:
                 found += [f"{view} {theme}: {violation['id']}: {node['html'][:160]}" for node in violation["nodes"][:3]]
     context.close()

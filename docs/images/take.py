@@ -55,7 +55,9 @@ def main(runs_dir: str, run: str, other: str) -> None:
                     for view in ("runs", "schedule", "beside", "samples", "graph", "training", "compared", "health"):
                         shown(page, address, view, run, other)
                         picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-                        picture = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+                        picture = picture.quantize(
+                            COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE
+                        )  # Large areas keep theirs.
                         picture.save(PLACE / f"{view}-{size}-{theme}.png", optimize=True)
                     page.close()
             browser.close()

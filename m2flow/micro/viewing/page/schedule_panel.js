@@ -37,7 +37,8 @@ export class SchedulePanel {
   device(name, kinds, busy, idle) {
     const rest = Object.entries(idle).sort((a, b) => b[1] - a[1]);
     const whole = busy + rest.reduce((sum, [, value]) => sum + value, 0) || 1;
-    const wide = 306;
+    const style = getComputedStyle(this.place);
+    const wide = this.place.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
     return el("div", {},
       el("h3", {}, `${name} · ${kinds} · ${percent(busy / whole)} busy`),
       el("div", { class: "stack", role: "img", "aria-label": `${name}: busy ${percent(busy / whole)}, ${rest.map(([cause, value]) => `${cause} ${percent(value / whole)}`).join(", ")}` },
