@@ -25,7 +25,7 @@ from disturbing import PATIENCE_S
 
 from m2flow.engines.ports import free_ports
 
-HERE, THERE = (f"10.77.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
+HERE, THERE = (f"10.{100 + os.getpid() // 250 % 100}.{os.getpid() % 250 + 1}.{end}" for end in (1, 2))
 _ALL_PROTOCOLS = 3
 """ETH_P_ALL: a packet socket gets what goes in either direction."""
 
