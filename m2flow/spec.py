@@ -128,7 +128,7 @@ class WeightsSpec(_Strict):
     """Of a policy with `lora=`: send the adapters alone, to rollout engines of other processes that can add them (not by `cuda ipc`); or
     whole weights, with them added. `added` saves those engines the host's memory for a copy of the layers that are adapted."""
     bucket_mib: int = Field(16, ge=1, le=1024)
-    """Of `broadcast` and `file`: each side has two buffers of this size."""
+    """Of `broadcast`, `tcp` and `file`: each side has two buffers of this size."""
     into_server: Literal["auto", "files", "tensors", "group"] = "auto"
     """From a worker into the server that it samples with (SGLang): `files` in memory, which the server reads; `tensors` in shared memory or
     on the GPU, which it maps; a `group` of processes, by Gloo or NCCL. `auto`: files on this host, a group elsewhere."""

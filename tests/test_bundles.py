@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from m2flow.errors import PlanError
+from m2flow.errors import PlanError, SpecError
 from m2flow.micro.control.bundles import Bundle, bundles, holders
-from m2flow.micro.control.ray_cluster import Node, lacking, too_much
+from m2flow.micro.control.ray_cluster import Node, check_answer, lacking, too_much
 from m2flow.micro.plan import EngineSlot, Plan, WorkerPlan
 from m2flow.spec import ClusterSpec, PoolSpec, RaySpec
 
@@ -77,3 +79,19 @@ def test_bundles_that_each_fit_a_node_and_together_do_not_fit_the_cluster_are_to
     assert (lacking(wanted, nodes), too_much(wanted, nodes)) == ("", "")
     wanted.append(Bundle(("functions-0",), 1, 0))
     assert (lacking(wanted, nodes), too_much(wanted, nodes)) == ("", "5 CPU of its 4")
+
+
+def test_the_address_of_a_head_is_tried_before_ray_tries_it_for_minutes() -> None:
+    with socket.socket() as head:
+        head.bind(("127.0.0.2", 0))  # Ray takes 127.0.0.1 for the node's address, and this as it is.
+        address = f"127.0.0.2:{head.getsockname()[1]}"
+        with pytest.raises(SpecError, match=f"there is no Ray cluster at '{address}'") as caught:
+            check_answer(address, 0.0)
+        assert "`ray start --head` starts one" in caught.value.now
+        head.listen()
+        check_answer(address)
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.2:1", "127.0.0.1:1", "[::1]:1"])
+def test_what_ray_makes_an_address_of_its_own_of_is_left_to_ray(address: str) -> None:
+    check_answer(address, 0.0)

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from m2flow.spec import RaySpec
 _NOT_SHIPPED = ["runs", ".git", ".venv*", "__pycache__", "*.safetensors", "*.bin", "*.gguf", "*.pt"]
 _OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Where Ray says to the entry point of a submitted job what it was submitted with."""
+_RAYS_OWN_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Ray takes the node's address for these."""
 _CALLS_AT_ONCE = 4
 _A_LITTLE = 0.001
 """Of a resource that only says which nodes have it."""
@@ -59,6 +62,37 @@ def require_ray() -> Any:
     return ray
 
 
+def check_answer(address: str, wait_s: float = 10.0) -> None:
+    """See whether somebody listens at the `HOST:PORT` of a head: Ray itself asks for minutes before it says that nobody does.
+
+    Of `auto`, `ray://` and loopback, for which Ray takes an address of its own, nothing is looked at.
+
+    Raises:
+        SpecError: nobody does, for so long.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or "/" in host or not port.isdecimal() or host in _RAYS_OWN_LOOPBACK:
+        return
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=wait_s).close()
+        except (OSError, OverflowError) as error:
+            if time.monotonic() < end_s:
+                time.sleep(min(0.2, wait_s))
+                continue
+            raise _no_cluster(address, str(error)) from None
+        return
+
+
+def _no_cluster(address: str, why: str) -> SpecError:
+    return SpecError(
+        f"there is no Ray cluster at {address!r}: {why}",
+        now="`ray start --head` starts one; ray: {address: ...} names another. For one with a token, set RAY_AUTH_MODE=token.",
+    )
+
+
 @final
 class RayCluster:
     """A connection to it. `open`, then the rest from any thread, then `close`."""
@@ -87,6 +121,7 @@ class RayCluster:
         if self._ray.is_initialized():
             self._was_open = True
             return
+        check_answer(self._spec.address)
         handler = _sigterm()
         try:
             self._ray.init(
@@ -96,10 +131,7 @@ class RayCluster:
                 logging_level=logging.ERROR,
             )
         except (OSError, RuntimeError, ValueError, self._ray.exceptions.RayError) as error:
-            raise SpecError(
-                f"there is no Ray cluster at {self._spec.address!r}: {_first_line(error)}",
-                now="`ray start --head` starts one; ray: {address: ...} names another. For one with a token, set RAY_AUTH_MODE=token.",
-            ) from None
+            raise _no_cluster(self._spec.address, _first_line(error)) from None
         finally:
             handler()
 
