@@ -196,6 +196,12 @@ def test_wildcards_and_names_are_no_places(place):
         address_of(place)
 
 
+def test_an_address_of_another_host_is_refused_with_where_to_say_it():
+    with pytest.raises(SpecError, match=r"can't listen at tcp://192\.0\.2\.77") as caught:
+        ZmqInbox("tcp:192.0.2.77", keys=KEYS).open()
+    assert "channels: {host: ...}" in caught.value.now
+
+
 def test_a_key_is_written_for_its_owner_alone_and_reads_back(tmp_path):
     path = tmp_path / "new" / "cluster.key"
     assert CliRunner().invoke(cli, ["keys", str(path)]).exit_code == 0

@@ -287,6 +287,12 @@ def test_options_that_contradict_the_run_are_refused_by_name(ended, arguments, e
     assert expected in refused.output
 
 
+def test_a_run_that_is_not_resumed_is_not_said_to_have_no_samples(ended):
+    refused = said("--resume", str(ended)).output
+    assert "No sample was generated" not in refused
+    assert f"What it had before is in {ended}." in refused
+
+
 def test_what_is_no_run_is_not_resumed(ended, place):
     assert "there is no run nowhere" in said("--resume", "nowhere").output
     (place / "other.py").write_text(PROGRAM)

@@ -372,8 +372,9 @@ def test_what_a_killed_owner_left_is_removed_by_its_prefix(tmp_path: Path) -> No
 def test_a_directory_that_can_not_be_written_is_an_error(pairs: Callable[..., Pair], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     publisher = Publisher(f"m2flow-test-{secrets.token_hex(4)}", WeightOptions(transports=("file",), directory=str(tmp_path / "file")))
-    with contextlib.closing(publisher), pytest.raises(ChannelError, match="weights can't be written to"):
+    with contextlib.closing(publisher), pytest.raises(ChannelError, match="weights can't be written to") as caught:
         publisher.publish(some_model(), 1)
+    assert "weights: {directory: ...}" in caught.value.now
 
 
 def test_tied_weights_are_sent_once_and_named_twice(pairs: Callable[..., Pair]) -> None:

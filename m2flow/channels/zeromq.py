@@ -136,7 +136,11 @@ class Endpoint:
                     f"port {port} of {host} is taken by another program",
                     now=f"Find it with `ss -ltnp 'sport = :{port}'` and stop it, or give no port to get one that is free.",
                 ) from None
-            raise SpecError(f"can't listen at {address}: {error}") from None
+            is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+            raise SpecError(
+                f"can't listen at {address}: {zmq.strerror(error.errno or 0)}",
+                now="It must be an address of this host (`ip addr` lists them): channels: {host: ...}." if is_elsewhere else "",
+            ) from None
         # Still with the NUL of the C string.
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)

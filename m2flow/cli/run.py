@@ -174,9 +174,11 @@ def command(
         except KeyboardInterrupt as stop:
             error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
             step = f" in step {run.tally.num_steps + 1}" if run.tally.num_samples else ""
-            raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _left_behind(run)) from None
+            raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _left_behind(run, was_there=before is not None)) from None
         except Exception as error:
-            raise failure_of(error, run.run_dir if _has_directory(run) else None, _left_behind(run)) from error
+            raise failure_of(
+                error, run.run_dir if _has_directory(run) else None, _left_behind(run, was_there=before is not None)
+            ) from error
         display.show_summary(console, flow.name, summary, run.tally)
     if as_json:
         click.echo(json.dumps(summary.as_dict()))
@@ -228,11 +230,13 @@ def _has_directory(run: display.Watched) -> bool:
     return run.run_dir != Path()
 
 
-def _left_behind(run: display.Watched) -> str:
-    """Lines about what an unfinished run has left on disk."""
+def _left_behind(run: display.Watched, *, was_there: bool) -> str:
+    """Lines about what an unfinished run has left on disk. `was_there`: it has gone on, so what it has is not what is counted here."""
     if not _has_directory(run):
         return ""
     tally = run.tally
+    if not tally.num_samples and was_there:
+        return f"  What it had before is in {run.run_dir}."
     if not tally.num_samples:
         return f"  No sample was generated yet; the run's logs are in {run.run_dir / 'logs'}."
     done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"

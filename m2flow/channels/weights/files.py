@@ -74,7 +74,10 @@ class WeightFiles:
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink()
-            raise ChannelError(f"weights can't be written to {self._directory}: {error.strerror or error}") from None
+            raise ChannelError(
+                f"weights can't be written to {self._directory}: {error.strerror or error}",
+                now="Name one that the trainer can write to and all workers reach: weights: {directory: ...} in the cluster spec.",
+            ) from None
         if content.base < 0:
             self._remove(self.chain)
             self._chain = []
