@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
 from m2flow.errors import M2FlowError
+from m2flow.macro.session import Backend
+from m2flow.micro.record.ledger import read_samples
 from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
@@ -43,11 +45,25 @@ def leaves(sample: Sample) -> float:
 REWARDS: dict[str, Callable[[Sample], float]] = {f.__name__: f for f in (one, dies, speaks_no_utf8, prints_a_lot, forks, leaves)}
 
 
+running: list[Run] = []
+"""The one whose workers are up."""
+
+
+def wait_until_recorded() -> None:
+    """The ledger is committed every second; a fast machine would fill the disk before."""
+    deadline = time.monotonic() + 240
+    while running and not any(read_samples(running[0].run_dir)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @flow
 def faulty(reward: str = "one", num_steps: int = 2) -> None:
     policy, judge = Policy("fake"), Reward(REWARDS[reward])
     prompts = Dataset([{"prompt": f"{i}="} for i in range(12)])
-    for _ in steps(num_steps):
+    for step in steps(num_steps):
+        if step == 2:
+            wait_until_recorded()
         responses = policy.generate(prompts.take(4), n=2, max_new_tokens=6)
         policy.update(responses, judge.score(responses))
 
@@ -62,7 +78,12 @@ def main(runs_dir: str, reward: str, file_bytes: str = "0") -> None:
     spec = ClusterSpec(
         placement="split", device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake", token_budget=100)
     )
-    run = Run(faulty, options, spec, RunSettings(runs_dir=runs_dir))
+
+    def up(backend: Backend) -> Backend:
+        running.append(run)
+        return backend
+
+    run = Run(faulty, options, spec, RunSettings(runs_dir=runs_dir), around=up)
     start = time.monotonic()
     try:
         summary = run.execute()

@@ -33,7 +33,7 @@ def loaded(runs: Path) -> set[tuple[str, object]]:
 
 @flow
 def synced(model: str = "fake") -> None:
-    policy, verifier = Policy(model, init="random"), Reward(digits_seen)
+    policy, verifier = Policy(model, init="random"), Reward(digits_seen, timeout_s=PATIENCE_S)
     prompts = Dataset([{"prompt": f"{i * 7919 % 10000}="} for i in range(8)], shuffle=False)
     for _ in steps(3):
         responses = policy.generate(prompts.take(4), n=2, max_new_tokens=6)
