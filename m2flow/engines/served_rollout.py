@@ -303,7 +303,9 @@ class ServedRollout(RolloutEngine):
 
     def _make_room(self, *tags: str) -> None:
         """Have the server give back these parts of the device's memory; what runs goes back to the queue with its tokens."""
-        self._queue.extendleft(reversed(self._surviving(lambda: self._take(list(self._running)))))
+        goes_on, whole = parted(self._surviving(lambda: self._take(list(self._running))))
+        self._queue.extendleft(reversed(goes_on))
+        self._ended += whole  # Their last token came before the word that ends them.
         self._surviving(lambda: self._release([tag for tag in tags if tag not in self._away]))
         self._is_onloaded = False
 

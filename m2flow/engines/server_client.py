@@ -23,6 +23,8 @@ from m2flow.errors import EngineError
 
 _T = TypeVar("_T")
 _MAX_CONNECTIONS = 4096
+_KEPT_S = 1.0
+"""For an idle connection. Servers on uvicorn close one after 5 s: on one that was kept as long a request could meet its end."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -95,7 +97,7 @@ class ServerClient:
 
     def open(self) -> None:
         self._thread.start()
-        limits = httpx2.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS)
+        limits = httpx2.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS, keepalive_expiry=_KEPT_S)
         self._http = self._wait(self._made(limits))
 
     def close(self) -> None:

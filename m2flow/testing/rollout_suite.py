@@ -11,6 +11,7 @@ characters `0123456789=`, and not yet be sure of anything (random weights do). C
 # ruff: noqa: PT018
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -119,20 +120,26 @@ def check_offload_keeps_what_was_asked(factory: Factory) -> None:
     _check_that_what_was_asked_is_kept(factory, lambda engine: engine.offload())
 
 
+def check_a_sample_that_is_whole_when_its_engine_makes_room_is_not_gone_on_with(factory: Factory) -> None:
+    """A server goes on by itself, and says so at the next step."""
+    _check_that_what_was_asked_is_kept(factory, lambda engine: engine.offload(), after_s=1.0)
+
+
 def check_an_engine_that_rests_keeps_what_was_asked(factory: Factory) -> None:
     _check_that_what_was_asked_is_kept(factory, lambda engine: engine.rest())
 
 
-def _check_that_what_was_asked_is_kept(factory: Factory, make_room: Callable[[RolloutEngine], None]) -> None:
+def _check_that_what_was_asked_is_kept(factory: Factory, make_room: Callable[[RolloutEngine], None], *, after_s: float = 0.0) -> None:
     requests = group_requests(GREEDY, num_per_prompt=2)
     with started(factory) as engine:
         whole = generate(engine, requests)
         engine.add(requests)
-        engine.step()
+        done = {sample.id: sample for sample in engine.step()}
+        time.sleep(after_s)
         make_room(engine)
-        assert engine.num_unfinished == len(requests)
+        assert engine.num_unfinished == len(requests) - len(done)
         engine.onload()
-        assert_same_samples(whole, drain(engine))
+        assert_same_samples(whole, done | drain(engine))
 
 
 def check_what_runs_goes_on_when_the_cache_is_condensed(factory: Factory) -> None:
