@@ -8,7 +8,8 @@ process speaks for all of them and does nothing else. It takes samples, says tha
 workers would do, and the controller sees what it would see from them: a message for each sample.
 
 A step generates all samples of a measurement. `offered` is what the workers would do by themselves, samples a second; `done` what was
-finished in the middle half of them; `core` the share of a core that the controller's thread took then; `lag_ms` how old what a worker
+finished in the middle half of them; `core` the share of a core that the controller's thread took then; `events_a_core_second` the reports
+that it acted on, a sample generated or judged being one, by the processor time that it took; `lag_ms` how old what a worker
 says is when the controller acts on it, the median and 99 of 100, so how long the queue is. Where `done` is less than `offered` by a
 twentieth, the controller is `full` if it had nine tenths of a core, and else `starved`: somebody else had it, and the row says only
 what a sample costs. Nothing that a worker writes is there, so the run's own digests are not made.
@@ -230,15 +231,18 @@ class Core:
     def __init__(self) -> None:
         self.seen: list[tuple[float, float]] = []
         self.lags: list[tuple[float, float]] = []
+        self.reports: list[tuple[float, int]] = []
         self.most_bytes = 0
 
     def heard(self, received: Any) -> Any:
         """Around what is done about a message."""
 
         def receiving(controller: Controller, worker: str, message: m.ToController) -> None:
-            if isinstance(message, m.Finished) and message.texts:
-                said_s = float(message.texts[1])
-                self.lags.append((said_s, time.monotonic() - said_s))
+            if isinstance(message, m.Finished):
+                self.reports.append((time.monotonic(), len(message.ids)))
+                if message.texts:
+                    said_s = float(message.texts[1])
+                    self.lags.append((said_s, time.monotonic() - said_s))
             received(controller, worker, message)
 
         return receiving
@@ -291,12 +295,14 @@ def measure(num_workers: int, rate: float, seconds: float) -> dict[str, object]:
     lags = sorted(lag_s for at_s, lag_s in core.lags if start_s <= at_s <= stop_s)
     done = sum(start_s <= at_s < stop_s for at_s in finished) / (stop_s - start_s)
     share = core.share(start_s, stop_s)
+    events = sum(count for at_s, count in core.reports if start_s <= at_s < stop_s) / (stop_s - start_s)
     return {
         "workers": num_workers,
         "samples": len(finished),
         "offered": round(offered),
         "done": round(done),
         "core": round(share, 2),
+        "events_a_core_second": round(events / share),
         "us_a_sample": round(share / done * 1e6),
         "lag_ms": [round(lags[int(part * (len(lags) - 1))] * 1e3, 1) for part in (0.5, 0.99)],
         "crowd_core": round(Hollow.said["cpu_s"] / (finished[-1] - finished[0]), 2),
