@@ -73,13 +73,18 @@ def test_an_agent_starts_a_worker_and_ends_it_with_what_it_leaves(tmp_path: Path
     assert not claim.exists()
 
 
-def test_an_agent_tells_what_a_worker_printed_that_failed(tmp_path: Path) -> None:
+def assert_told_of_one_that_failed(tmp_path: Path) -> None:
+    """How a worker ended whose directory can't be, and its traceback."""
     agent = Agent(lambda: "127.0.0.1")
     agent.start(errand(settings(tmp_path, run_dir=str(tmp_path / "logs" / "\0"))))
     printed, how = end(agent)
     agent.kill()
     assert how == "ended with status 1"
     assert "Traceback" in printed[0]
+
+
+def test_an_agent_tells_what_a_worker_printed_that_failed(tmp_path: Path) -> None:
+    assert_told_of_one_that_failed(tmp_path)
 
 
 def test_an_agent_that_is_slow_to_read_tells_all_that_a_worker_printed_before_it_says_how_it_ended(
@@ -96,12 +101,7 @@ def test_an_agent_that_is_slow_to_read_tells_all_that_a_worker_printed_before_it
 
     monkeypatch.setattr(Agent, "_read", late)
     monkeypatch.setattr("m2flow.micro.control.agent._HELD_S", 0.02)
-    agent = Agent(lambda: "127.0.0.1")
-    agent.start(errand(settings(tmp_path, run_dir=str(tmp_path / "logs" / "\0"))))
-    printed, how = end(agent)
-    agent.kill()
-    assert how == "ended with status 1"
-    assert "Traceback" in printed[0]
+    assert_told_of_one_that_failed(tmp_path)
 
 
 def test_an_agent_tells_what_each_rank_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

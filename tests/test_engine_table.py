@@ -42,9 +42,9 @@ def test_a_spec_without_an_interpreter_of_its_own_is_said_to_have_none(tmp_path:
 
 def test_of_an_inference_server_it_is_said_whether_this_interpreter_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     info = find_engine("sglang", "rollout")
-    monkeypatch.setattr("m2flow.cli.engines._version", lambda name: "")
+    monkeypatch.setattr("m2flow.cli.engines.version_of", lambda name: "")
     assert usable(info).startswith("where an interpreter has SGLang: --cluster looks there; untested on cuda")
-    monkeypatch.setattr("m2flow.cli.engines._version", lambda name: "0.5.99" if name == "sglang" else "")
+    monkeypatch.setattr("m2flow.cli.engines.version_of", lambda name: "0.5.99" if name == "sglang" else "")
     assert usable(info).startswith("yes (sglang 0.5.99); untested on cuda")
 
 

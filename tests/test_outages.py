@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from answering import Answering
 from disturbing import PATIENCE_S, run, undisturbed
 
 
@@ -32,19 +33,10 @@ class Service(ThreadingHTTPServer):
             return self.num_answers >= 0
 
 
-class Judge(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
+class Judge(Answering):
+    def answer(self) -> str | None:
         assert isinstance(self.server, Service)
-        if not self.server.answers():
-            return  # The connection ends.
-        body = str(int(self.path.strip("/")) % 3).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        return str(int(self.path.strip("/")) % 3) if self.server.answers() else None
 
 
 @contextlib.contextmanager

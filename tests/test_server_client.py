@@ -5,28 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
+from answering import Answering
 
 from m2flow.engines.server_client import ServerClient
 from m2flow.engines.sglang_dialect import SglangDialect
 
 
-class SaysWhoAsks(BaseHTTPRequestHandler):
+class SaysWhoAsks(Answering):
     """Answers with the port that a request comes from: each connection has its own."""
 
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        body = str(self.client_address[1]).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def answer(self) -> str:
+        return str(self.client_address[1])
 
 
 @pytest.fixture

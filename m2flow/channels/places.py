@@ -1,7 +1,7 @@
 """Where a socket may listen: in a private directory, on the loopback interface, or on an interface that is named.
 
-A place is written `ipc:DIRECTORY` (one that only we can enter), `ipc:` (a new one), `tcp` (a port of
-loopback that is free), `tcp:PORT`, `tcp:ADDRESS` or `tcp:ADDRESS:PORT`, the address an IPv4 one of this host.
+A place is written `ipc:DIRECTORY` (one that only we can enter), `ipc:` (a new one), `tcp` (a port of loopback that is free), `tcp:PORT`,
+`tcp:ADDRESS` or `tcp:ADDRESS:PORT`, the address an IPv4 one of this host.
 """
 
 from __future__ import annotations

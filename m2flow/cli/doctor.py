@@ -22,7 +22,7 @@ from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.engines import other_interpreter
 from m2flow.cli.rundirs import find_run
 from m2flow.engines.compiling import missing_tools
-from m2flow.engines.registry import check_engine, engines
+from m2flow.engines.registry import check_engine, engines, version_of
 from m2flow.errors import M2FlowError
 from m2flow.micro.work.gpu_use import LIBRARY, find_gpu
 from m2flow.spec import ClusterSpec
@@ -96,7 +96,7 @@ def _examine_run(run_dir: Path, *, as_json: bool) -> None:
 def examine(runs: Path | None = None) -> Iterator[Finding]:
     """Every finding, what a run needs first. `runs`: where runs go, which need not be there; by default here."""
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "missing", platform.python_version(), _python_hint())
-    yield Finding("m2flow", "ok", _version("m2flow") or "not installed, used from its folder")
+    yield Finding("m2flow", "ok", version_of("m2flow") or "not installed, used from its folder")
     for requirement in _requirements(""):
         yield _package(requirement, "missing", f"pip install '{requirement}'")
     yield Finding("cpu cores", "ok", f"{_num_cores()} of {os.cpu_count()} for this process")
@@ -121,8 +121,8 @@ def examine(runs: Path | None = None) -> Iterator[Finding]:
 
 def _package(requirement: str, if_missing: State, how: str) -> Finding:
     name, least = _parts(requirement)
-    version = _version(name)
-    if version is None:
+    version = version_of(name)
+    if not version:
         return Finding(name, if_missing, "not installed", how)
     if _numbers(version) < _numbers(least):
         return Finding(name, if_missing, f"{version}, too old: {requirement}", how)
@@ -212,13 +212,6 @@ def _parts(requirement: str) -> tuple[str, str]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _num_cores() -> int:

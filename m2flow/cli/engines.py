@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.engines.compiling import missing_tools
-from m2flow.engines.registry import EngineInfo, engines, find_engine, server_of
+from m2flow.engines.registry import EngineInfo, engines, find_engine, server_of, version_of
 from m2flow.engines.server_installed import installed, interpreter_of, stand_ins
 from m2flow.engines.table import capability_tables
 from m2flow.micro.costs.devices import BUILT_IN, device_list
@@ -70,7 +69,7 @@ def usable(info: EngineInfo) -> str:
         untested = f"; untested on {info.untested}" * bool(info.untested)
         product = server_of(info)
         if product is not None:
-            has = next((version for name in product.distributions or (product.engine,) if (version := _version(name))), "")
+            has = next((version for name in product.distributions or (product.engine,) if (version := version_of(name))), "")
             return (
                 f"yes ({product.engine} {has})" if has else f"where an interpreter has {product.name}: --cluster looks there"
             ) + untested
@@ -94,13 +93,6 @@ def other_interpreter(spec: ClusterSpec) -> str:
     lacking = f"; it lacks {', '.join(has.lacking)}, which {product.oldest} has" if has.lacking else ""
     laid_over = "".join(f"; its PYTHONPATH has {one}" for one in stand_ins(given))
     return f"{python or sys.executable} has {product.engine} {has.version}: {', '.join(has.abilities)}{lacking}{laid_over}"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _abilities(info: EngineInfo) -> list[str]:

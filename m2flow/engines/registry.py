@@ -57,10 +57,16 @@ class EngineInfo:
         """Of what its extra brings: `deepspeed 0.19.8`; empty for one that needs none, or whose is not installed here."""
         if not self.extra or self.missing:
             return ""
-        try:
-            return f"{self.extra} {importlib.metadata.version(self.extra)}"
-        except importlib.metadata.PackageNotFoundError:
-            return ""
+        version = version_of(self.extra)
+        return f"{self.extra} {version}" if version else ""
+
+
+def version_of(distribution: str) -> str:
+    """Of what is installed in this interpreter; empty if it is not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 _DEVICES = ("cpu", "cuda")

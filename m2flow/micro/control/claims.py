@@ -74,9 +74,9 @@ class Claim:
             self._file = None
 
 
-def remove(path: str) -> None:
-    """What a claim's file names, and then the file. Whoever calls this knows that its owner is gone, or is its owner."""
-    belongings = read(path)
+def remove(path: str, belongings: Belongings | None = None) -> None:
+    """What a claim's file names, or was read in it before, and then the file. Whoever calls this knows that its owner is gone, or is it."""
+    belongings = belongings or read(path)
     if belongings is not None:
         belongings.remove()
     with contextlib.suppress(OSError):

@@ -53,8 +53,7 @@ def watch_parent(settings: WorkerSettings) -> None:
     def watch() -> None:
         while os.getppid() == settings.parent:
             time.sleep(0.5)
-        belongings.remove()
-        remove(settings.claim)
+        remove(settings.claim, belongings)
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)  # With what a user's function has started: the launcher gives each worker a group of its own.
         os._exit(1)
