@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from terminal import shown_by
 
-from m2flow.cli.display import Pace
+from m2flow.micro.record.tally import Tally
 
 FLOW = """
 import os
@@ -67,12 +68,13 @@ def is_alive(text: str) -> bool:
     return all(any(re.search(words, frame) for frame in frames) for words in (r"^\s*[123] / 4", r"functions-0 +slowly\.score", " left"))
 
 
-def test_the_pace_goes_by_the_last_steps_and_a_step_that_takes_long_counts_already() -> None:
-    pace = Pace()
-    assert pace.add(0.0, 0) is None
-    assert pace.add(10.0, 1) is None
-    assert pace.add(11.0, 1) is None
-    assert pace.add(12.0, 2) == 2.0
-    assert pace.add(16.0, 4) == 2.0
-    assert pace.add(17.0, 4) == 2.0
-    assert pace.add(36.0, 4) == 10.0
+def test_the_pace_goes_by_the_last_steps_and_a_step_that_takes_long_counts_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally, now_s = Tally(), 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    paces = []
+    for now_s, num_steps in ((10.0, 1), (11.0, 1), (12.0, 2), (16.0, 4), (17.0, 3)):
+        tally.steps_done(num_steps)
+        paces.append(tally.step_s(now_s))
+    assert paces == [None, None, 2.0, 2.0, 2.0]
+    assert tally.num_steps == 4
+    assert tally.step_s(36.0) == 10.0

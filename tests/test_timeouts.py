@@ -18,7 +18,7 @@ from m2flow.macro.tracing import trace
 from m2flow.micro import messages as m
 from m2flow.micro.costs.terms import DecodeCost, PassCost, TrainCost
 from m2flow.micro.record.audit import audit
-from m2flow.micro.record.ledger import read_decisions, read_endings
+from m2flow.micro.record.ledger import read_decisions, read_endings, read_samples
 from m2flow.micro.run import Run
 from m2flow.micro.scheduling.deadlines import Deadlines
 from m2flow.micro.scheduling.events import TimedOut
@@ -57,7 +57,7 @@ def hurried_and_cut(num_steps: int = 3) -> None:
 
 @flow
 def hopeless() -> None:
-    """Nobody generates a whole group of so much before it is heard that it is late; the second generation shows that the run goes on."""
+    """Fewer run at once than a group has, so it is heard that it is late before it is whole. The rest shows that the run goes on."""
     policy, reward, prompts = Policy("fake"), Reward(length), Dataset(ROWS)
     late = policy.generate(prompts.take(2), n=2048, max_new_tokens=4000, min_new_tokens=4000, late="drop", timeout_s=1e-6)
     log(late=float(len(late)))
@@ -216,7 +216,7 @@ def test_worker_processes_stop_what_is_late_and_the_run_goes_on(tmp_path):
     planned = Run(hopeless, {}, spec(1, 128), runs).execute()
     decisions = read_decisions(Path(planned.run_dir))
     assert len(decisions) == 0
-    assert planned.samples == 2
+    assert len(list(read_samples(Path(planned.run_dir)))) == 2
     assert planned.left_out == read_endings(Path(planned.run_dir)) == {"late": 4096}
     assert [check for check in audit(Path(planned.run_dir)).checks if not check.holds] == []
     eager = Run(hopeless, {}, spec(1, 128), runs.model_copy(update={"eager": True}), decisions=decisions).execute()

@@ -68,6 +68,11 @@ def painted(page: Page) -> None:
     until(page, "Number(document.querySelector('.scroll canvas')?.dataset.painted) > 0")
 
 
+def settled(page: Page) -> None:
+    """The view is there, and looks for nothing any more."""
+    until(page, "document.querySelector('main').children.length > 0 && !document.querySelector('main .state[role=status]')")
+
+
 def shown_s(page: Page) -> str:
     return page.locator("#range").inner_text()
 
@@ -250,7 +255,7 @@ def test_no_name_line_log_or_metric_of_a_run_is_taken_for_markup(page: Page, tmp
         for view in ("schedule", "samples", "graph", "training", "health", "schedule/beside/other"):
             page.goto("about:blank")
             page.goto(f"{address}#{first}/{view}")
-            until(page, "!document.querySelector('main .spinner') && document.querySelector('main').children.length > 0")
+            settled(page)
             if view == "schedule":
                 box = page.locator(".scroll canvas").bounding_box()
                 assert box is not None
@@ -306,7 +311,7 @@ def test_the_exported_file_opens_from_the_disk_and_asks_no_network(page: Page, r
     assert HOSTILE[:30] in page.locator("aside").inner_text()
     for view in ("Graph", "Training", "Health", "Schedule"):
         page.get_by_role("link", name=view).click()
-        until(page, "!document.querySelector('main .spinner')")
+        settled(page)
     assert asked == []
     assert "taken" not in page.title()
 
@@ -360,10 +365,14 @@ def test_every_view_can_be_used_by_everyone(browser: Browser, runs: Path, theme:
         ):
             page.goto("about:blank")
             page.goto(f"{address}#{view}")
-            until(page, "!document.querySelector('main .spinner') && document.querySelector('main').children.length > 0")
+            settled(page)
             if view.endswith("samples"):
                 page.locator(".row").first.click()
                 page.get_by_role("heading", name="Life").wait_for()
+            if view.endswith("training"):
+                page.get_by_label("Compare with a run").select_option("traced")
+            if view.endswith("training") or "beside" in view:
+                page.get_by_role("heading", name="What differs").wait_for()
             assert page.evaluate("[...document.querySelectorAll('aside')].every((one) => one.scrollWidth <= one.clientWidth)"), view
             whole = "(bar) => Math.abs([...bar.children].reduce((sum, part) => sum + part.offsetWidth, 0) - bar.offsetWidth)"
             assert page.evaluate(f"Math.max(0, ...[...document.querySelectorAll('.stack')].map({whole}))") < 12, view

@@ -18,7 +18,7 @@ PLACE = Path(__file__).parent / "viewer"
 SIZES = {"1280x800": (1280, 800), "1920x1080": (1920, 1080)}
 COLOURS = 256
 SETTLE_MS = 900
-BUSY = "!!document.querySelector('main .spinner, main .progress') || !document.querySelector('main').children.length"
+BUSY = "!!document.querySelector('main .state[role=status]') || !document.querySelector('main').children.length"
 WAITS = "[...document.querySelectorAll('aside > p.quiet')].some((one) => one.textContent.startsWith('Looking'))"
 
 

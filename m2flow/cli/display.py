@@ -40,8 +40,6 @@ _EXAMPLE_S = 5.0
 """A sample's text stays this long, so that it can be read."""
 _BARS = "▁▂▃▄▅▆▇█"
 _TEXT_WIDTH = 72
-_PACE_STEPS = 6
-"""The time that is left goes by so many."""
 _STOPPING = "stopping the workers; Ctrl-C once more ends at once"
 
 
@@ -110,7 +108,6 @@ class Progress:
         self._console = console
         self._run = run
         self._rates = Rates()
-        self._pace = Pace()
         self._efficiency = LiveEfficiency()
         self._num_steps = 0
         self._started_s = 0.0
@@ -187,7 +184,7 @@ class Progress:
 
     def _left_s(self, tally: Tally) -> float | None:
         """Until the last step is done, as fast as the last ones were; None: not known."""
-        step_s = self._pace.add(time.monotonic(), tally.num_steps)
+        step_s = tally.step_s(time.monotonic())
         left = self._num_steps - tally.num_steps
         return step_s * left if step_s is not None and left > 0 else None
 
@@ -207,7 +204,6 @@ class Progress:
         while not self._ended.wait(0.25):
             tally, now_s = self._run.tally, time.monotonic()
             rates = self._rates.add(now_s, tally)
-            self._left_s(tally)
             is_due = now_s - last_s > (_LINE_S if tally.num_steps > last_steps else _QUIET_LINE_S)
             if self._is_stopping or not (is_due or (tally.num_steps and not last_steps)):
                 continue
@@ -228,24 +224,6 @@ class Progress:
         parts += [f"{duration(left_s)} left"] if left_s is not None else []
         parts += [f"{worker}: {doing}" for worker, doing in sorted(self._run.running.items())]
         return "  ".join(parts)
-
-
-class Pace:
-    """Seconds a step, over the last ones."""
-
-    def __init__(self) -> None:
-        self._ends: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS)
-        """When it was first seen that so many steps were done."""
-
-    def add(self, now_s: float, num_steps: int) -> float | None:
-        """None: not two ends of steps were seen yet."""
-        if num_steps and (not self._ends or num_steps > self._ends[-1][1]):
-            self._ends.append((now_s, num_steps))
-        if len(self._ends) < 2:
-            return None
-        (first_s, first), (last_s, last) = self._ends[0], self._ends[-1]
-        # A step that takes longer than those before it does so already.
-        return max((last_s - first_s) / (last - first), (now_s - last_s) / 2 if now_s - last_s > last_s - first_s else 0.0)
 
 
 class Rates:

@@ -95,7 +95,7 @@ class PlannedBackend(Backend):
         due = self._ahead.due(step)
         self._outcomes.wait_step(due)
         self._num_steps = step + 1
-        self._journal.tally.num_steps = max(self._journal.tally.num_steps, due + 1)
+        self._journal.tally.steps_done(due + 1)
         self._ends = [(ended, num_calls) for ended, num_calls in self._ends if ended > due]
 
     def raise_due(self) -> None:
@@ -104,13 +104,13 @@ class PlannedBackend(Backend):
         self._outcomes.wait_ended(self._logged)  # Sequential execution has written them by now.
         for step, num_calls in self._ends:
             if self._outcomes.are_well(num_calls):
-                self._journal.tally.num_steps = step + 1
+                self._journal.tally.steps_done(step + 1)
         self._outcomes.wait_due()
 
     def finish(self) -> None:
         self._flush()
         self._outcomes.wait_all()
-        self._journal.tally.num_steps = max(self._journal.tally.num_steps, self._num_steps)
+        self._journal.tally.steps_done(self._num_steps)
 
     def save(self, path: Path) -> Mapping[str, str]:
         """Write every role's model; the digest of its weights by role."""

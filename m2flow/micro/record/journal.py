@@ -274,7 +274,7 @@ class Journal:
         self.tally.logs[name] = value
 
     def step_done(self, step: int) -> None:
-        self.tally.num_steps = max(self.tally.num_steps, step + 1)
+        self.tally.steps_done(step + 1)
         self._ledger.commit()
 
     def make_certain(self) -> None:

@@ -25,7 +25,7 @@ export function comparisonSections(found, kinds = [], causes = []) {
       el("h2", {}, "What differs"),
       el("p", { class: "lead" }, headline),
       el("ul", { class: "plain" }, parts.map((part) => el("li", {}, part))),
-      found.steps.length ? table(["", "A", "B", "B - A"], [
+      found.steps.length ? table(["on average", "A", "B", "B - A"], [
         ["seconds a step", seconds(one.step_s), seconds(other.step_s), signed(other.step_s - one.step_s, "s")],
         one.efficiency !== null && other.efficiency !== null ? ["of the bound", percent(one.efficiency), percent(other.efficiency), signed(round((other.efficiency - one.efficiency) * 100), "%")] : null,
         ["tokens a second", compact(one.tokens_per_s), compact(other.tokens_per_s), signed(other.tokens_per_s - one.tokens_per_s)],
@@ -34,9 +34,9 @@ export function comparisonSections(found, kinds = [], causes = []) {
       ]) : null),
     pairs("Critical path", "call, s a step", found.path, one.step_s, (pair) => [swatchOf(kinds, pair), pair.what, pair.line ? [" ", el("code", { class: "quiet", title: pair.line }, pair.line.split("/").at(-1))] : null]),
     pairs("Devices", "device s a step", found.idle, one.step_s, (pair) => [causes.includes(pair.what) ? causeSwatch(pair.what) : null, ` ${pair.what}`]),
-    found.lengths.length ? el("section", {}, el("h2", {}, "Tokens of a response"), table(["", "A", "B", "B - A"], found.lengths.map((pair) => [pair.what, compact(round(pair.one)), compact(round(pair.other)), signed(round(pair.other) - round(pair.one))]))) : null,
-    found.staleness.length ? el("section", {}, el("h2", {}, "Versions behind"), table(["", "A", "B", "B - A"], found.staleness.map((pair) => [pair.what, percent(pair.one), percent(pair.other), signed(round((pair.other - pair.one) * 100), "%")]))) : null,
-    found.metrics.length ? el("section", {}, el("h2", {}, "Metrics, mean"), table(["", "A", "B", "B - A"], found.metrics.filter((metric) => !metric.name.startsWith("setup/")).slice(0, MOST_ROWS + 4).map((metric) => [metric.name, number(metric.one, 3), number(metric.other, 3), signed(metric.other - metric.one)]))) : null,
+    found.lengths.length ? el("section", {}, el("h2", {}, "Tokens of a response"), table(["tokens", "A", "B", "B - A"], found.lengths.map((pair) => [pair.what, compact(round(pair.one)), compact(round(pair.other)), signed(round(pair.other) - round(pair.one))]))) : null,
+    found.staleness.length ? el("section", {}, el("h2", {}, "Versions behind"), table(["versions", "A", "B", "B - A"], found.staleness.map((pair) => [pair.what, percent(pair.one), percent(pair.other), signed(round((pair.other - pair.one) * 100), "%")]))) : null,
+    found.metrics.length ? el("section", {}, el("h2", {}, "Metrics, mean"), table(["metric", "A", "B", "B - A"], found.metrics.filter((metric) => !metric.name.startsWith("setup/")).slice(0, MOST_ROWS + 4).map((metric) => [metric.name, number(metric.one, 3), number(metric.other, 3), signed(metric.other - metric.one)]))) : null,
     found.settings.length ? el("section", {}, el("h2", {}, "Asked for differently"), el("ul", { class: "plain mono" }, found.settings.slice(0, 24).map((line) => el("li", {}, line)))) : null,
     found.plans.length ? el("section", {}, el("h2", {}, "Planned differently"), el("details", {}, el("summary", {}, `${count(found.plans.length)} ${found.plans.length === 1 ? "line" : "lines"} of the plan`), el("ul", { class: "plain mono" }, found.plans.slice(0, 60).map((line) => el("li", {}, line))))) : null,
   ].filter(Boolean);

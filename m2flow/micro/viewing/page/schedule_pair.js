@@ -80,7 +80,7 @@ export class SchedulePair {
   /** Beside both, while nothing is chosen. */
   overview() {
     if (this.error) return errorState("The runs can't be compared", this.error);
-    if (!this.comparison) return el("p", { class: "quiet" }, "Looking for what differs");
+    if (!this.comparison) return loadingState("Looking for what differs");
     return [el("section", {}, comparedRuns(this.comparison)), ...comparisonSections(this.comparison, this.summaries[0].kinds, this.summaries[0].causes)];
   }
 

@@ -1,6 +1,6 @@
 // Beside the schedule: where the time went, or what was chosen.
 
-import { el, errorState, facts, replace } from "m2flow/dom.js";
+import { el, errorState, facts, loadingState, replace } from "m2flow/dom.js";
 import { compact, count, micros, number, percent, seconds } from "m2flow/format.js";
 import { causeSwatch, kindSwatch, meaning } from "m2flow/palette.js";
 
@@ -17,7 +17,7 @@ export class SchedulePanel {
     const { analysis, analysisError, summary, pair } = this.view;
     if (pair) return replace(this.place, pair.overview());
     if (analysisError) return replace(this.place, errorState("The run can't be analysed", analysisError));
-    if (!analysis) return replace(this.place, el("p", { class: "quiet" }, "Looking for where the time went"));
+    if (!analysis) return replace(this.place, loadingState("Looking for where the time went"));
     const last = analysis.steps;
     return replace(this.place,
       el("section", {},
