@@ -18,6 +18,8 @@ from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
 
 FAKES = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script></script><!-- ' \" & \u2028 \x1b[2J"
+_ENDS_IN_S = 240
+"""What a page asked for as its test ended is answered, not cut off, which a page would say it has failed by."""
 
 
 PART = "<img src=x onerror=\"document.title='taken'\">"
@@ -52,7 +54,9 @@ def make_traced(run_dir: Path, **options: int) -> Path:
 def served(path: Path, *, token: str = "", host: str = "127.0.0.1") -> Iterator[str]:
     """The address of a viewer for a run or a folder of runs."""
     with open_socket(host, 0) as listener:
-        server = uvicorn.Server(configured(application(Folder(path), token=token)))
+        config = configured(application(Folder(path), token=token))
+        config.timeout_graceful_shutdown = _ENDS_IN_S
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

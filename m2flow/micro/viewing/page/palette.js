@@ -13,10 +13,15 @@ export function colour(name) {
   return read.get(name);
 }
 
+const UNKNOWN = { label: "work", line: "", text: "", group: "wait" };
+
+/** A kind of work. Spans of a run that goes on may be of one that its summary does not have yet. */
+export const kindOf = (kinds, at) => kinds[at] ?? UNKNOWN;
+
 /** The fill of a kind of work, and the ink that can be read on it. */
 export function ofKind(kinds, at) {
-  const kind = kinds[at];
-  if (!kind || kind.group === "wait") return { fill: colour("wait"), ink: colour("ink") };
+  const kind = kindOf(kinds, at);
+  if (kind.group === "wait") return { fill: colour("wait"), ink: colour("ink") };
   if (kind.group === "machinery") return { fill: colour(/^weights|probe$/.test(kind.label) ? "version" : "machinery"), ink: colour("page") };
   const place = kinds.slice(0, at).filter((other) => other.group === "call").length % number;
   return { fill: colour(`c${place}`), ink: colour(`on${place}`) };

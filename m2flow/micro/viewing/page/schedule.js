@@ -2,7 +2,7 @@
 
 import { el, emptyState, facts, fit, hideTip, replace, showTip } from "m2flow/dom.js";
 import { compact, count, micros } from "m2flow/format.js";
-import { causeSwatch, colour, kindSwatch, meaning, ofKind } from "m2flow/palette.js";
+import { causeSwatch, colour, kindOf, kindSwatch, meaning, ofKind } from "m2flow/palette.js";
 import { draw } from "m2flow/schedule_draw.js";
 import { listen } from "m2flow/schedule_input.js";
 import { AXIS, GUTTER, HEAD, layout } from "m2flow/schedule_layout.js";
@@ -176,10 +176,15 @@ export class ScheduleView {
 
   soon() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.fetch(), PATIENCE_MS);
+    this.timer = setTimeout(() => this.fetch().then(() => this.viewer.lost(null), (error) => this.viewer.lost(error)), PATIENCE_MS);
   }
 
-  async fetch() {
+  fetch() {
+    this.reading = this.fetchWindow();
+    return this.reading;
+  }
+
+  async fetchWindow() {
     if (!this.width || this.isClosed) return;
     const wide = this.to - this.from;
     const from = Math.max(this.from - wide * MARGIN, 0), to = Math.min(this.to + wide * MARGIN, this.summary.total + 1);
@@ -356,7 +361,7 @@ export class ScheduleView {
     if (found.part === "running") return showTip(event, el("b", {}, lanes[found.lane].name), `${count(found.value)} samples running at ${micros(found.at)}`);
     const { bar } = found;
     if (found.part === "idle") return showTip(event, el("b", {}, causeSwatch(causes[bar.k]), `idle: ${causes[bar.k]}`), facts([["for", micros(bar.d)], ["because", meaning(causes[bar.k])], ["stretches", bar.n > 1 ? count(bar.n) : ""]]));
-    const kind = kinds[bar.k];
+    const kind = kindOf(kinds, bar.k);
     showTip(event, el("b", {}, kindSwatch(kinds, bar.k), found.part === "life" ? `sample ${bar.call}/${bar.prompt}/${bar.member}` : kind.label),
       bar.n > 1
         ? facts([["spans", `${count(bar.n)}, mostly of this kind`], ["over", micros(bar.d)], ["filled", `${Math.round(bar.f * 100)}%`], ["line", kind.line]])
@@ -385,8 +390,9 @@ export class ScheduleView {
     if (start < this.from || start + row.d[i] > this.to) this.move(start - (this.to - this.from) / 2, start + (this.to - this.from) / 2);
   }
 
-  /** Choose the first (or last) bar of a kind that is held, and go to it. */
-  seek(kind, direction) {
+  /** Choose the first (or last) bar of a kind that is held, and go to it; as soon as anything is held. */
+  async seek(kind, direction) {
+    for (let asked = null; !this.held.size && asked !== this.reading;) await (asked = this.reading).catch(() => null);
     let best = null;
     for (const [lane, data] of this.held) {
       for (const part of ["work", "wait", "life"]) {

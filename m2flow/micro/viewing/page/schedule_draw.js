@@ -1,7 +1,7 @@
 // The schedule on a canvas: bars, idle time, lives, marks. Reads what it is given and draws it; keeps nothing.
 
 import { clock, compact, marks, percent } from "m2flow/format.js";
-import { colour, ofCause, ofKind } from "m2flow/palette.js";
+import { colour, kindOf, ofCause, ofKind } from "m2flow/palette.js";
 import { AXIS, GUTTER, HEAD, STEPS, VERSIONS } from "m2flow/schedule_layout.js";
 
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", sans-serif';
@@ -92,8 +92,9 @@ function bars(context, scene, row, styles, x, top, tall, hasText) {
     right = Math.max(Math.min(right, width), left + 1);
     if (right - left > 2.5 && !n) right -= 0.6; // A seam between neighbours.
     const isOff = only !== null && only.kind !== k[i];
+    const style = styles[k[i]] ?? ofKind(summary.kinds, k[i]);
     if (k[i] !== last) {
-      context.fillStyle = styles[k[i]].fill;
+      context.fillStyle = style.fill;
       last = k[i];
     }
     context.globalAlpha = isOff ? DIM : f ? 0.4 + 0.6 * f[i] : 1;
@@ -101,7 +102,7 @@ function bars(context, scene, row, styles, x, top, tall, hasText) {
     if (hasText && tall > 16 && right - left > 34 && !isOff) {
       const text = barText(summary, row, i);
       context.font = SMALL;
-      context.fillStyle = styles[k[i]].ink;
+      context.fillStyle = style.ink;
       last = -1;
       const room = right - left - 8;
       if (context.measureText(text).width <= room) context.fillText(text, left + 4, top + tall / 2 + 3.7);
@@ -112,8 +113,8 @@ function bars(context, scene, row, styles, x, top, tall, hasText) {
 }
 
 function barText(summary, row, i) {
-  const kind = summary.kinds[row.k[i]];
-  const name = summary.names[row.name[i]];
+  const kind = kindOf(summary.kinds, row.k[i]);
+  const name = summary.names[row.name[i]] ?? "";
   if (name === "rollout.step" && row.num_samples?.[i] > 0) return row.num_samples[i] === 1 ? "1 sample" : `${row.num_samples[i]} samples`;
   if (name.startsWith("train.") && name !== "train.accumulate") return name.slice(6);
   return kind.label;

@@ -141,5 +141,5 @@ export class SchedulePair {
 /** The viewer as one of the two schedules sees it. */
 function facade(viewer, run) {
   const link = (view, ...rest) => `#${[run, view, ...rest].map(encodeURIComponent).join("/")}`;
-  return { run, rest: [], source: viewer.source, runs: [], link, go: (view, ...rest) => { location.hash = link(view, ...rest).slice(1); } };
+  return { run, rest: [], source: viewer.source, runs: [], link, lost: (error) => viewer.lost(error), go: (view, ...rest) => { location.hash = link(view, ...rest).slice(1); } };
 }

@@ -2,7 +2,7 @@
 
 import { el, errorState, facts, loadingState, replace } from "m2flow/dom.js";
 import { compact, count, micros, number, percent, seconds } from "m2flow/format.js";
-import { causeSwatch, kindSwatch, meaning } from "m2flow/palette.js";
+import { causeSwatch, kindOf, kindSwatch, meaning } from "m2flow/palette.js";
 
 const MOST_STEPS = 40;
 
@@ -113,7 +113,7 @@ export class SchedulePanel {
       const cause = summary.causes[bar.k];
       return replace(this.place, el("section", {}, this.head([causeSwatch(cause), `Idle: ${cause}`]), el("p", { class: "quiet" }, `${summary.lanes[found.lane].name} ${meaning(cause)}.`), facts([["for", micros(bar.d)], ["from", micros(bar.s)], ["to", micros(bar.s + bar.d)]]), this.actions(found)));
     }
-    const kind = summary.kinds[bar.k];
+    const kind = kindOf(summary.kinds, bar.k);
     const isLife = found.part === "life";
     const about = el("div");
     replace(this.place, el("section", {},
