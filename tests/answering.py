@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -11,6 +13,13 @@ class Answering(BaseHTTPRequestHandler):
     def answer(self) -> str | None:
         """To a GET; None: the connection ends without one."""
         raise NotImplementedError
+
+    def posted(self, body: dict[str, Any]) -> None:
+        """To a POST of this."""
+        raise NotImplementedError
+
+    def do_POST(self) -> None:
+        self.posted(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def do_GET(self) -> None:
         text = self.answer()

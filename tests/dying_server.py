@@ -1,4 +1,4 @@
-"""An HTTP server that speaks as SGLang does. The first one breaks the connection of its first request, and dies a while later.
+"""An HTTP server that speaks as SGLang does. The first one breaks the connections of its requests, and dies a while later.
 
 python dying_server.py SECONDS FILE --port PORT: SECONDS until it dies; FILE says whether one has died already
 """
@@ -16,6 +16,8 @@ from typing import Any
 
 WAIT_S, DIED, PORT = float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[sys.argv.index("--port") + 1])
 
+dies = not DIED.exists()
+
 
 def die() -> None:
     time.sleep(WAIT_S)
@@ -31,9 +33,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/generate":
             return self.say({})
-        if not DIED.exists():
-            DIED.touch()
-            threading.Thread(target=die).start()
+        if dies:
+            if not DIED.exists():
+                DIED.touch()
+                threading.Thread(target=die).start()
             return None
         count = body["sampling_params"]["max_new_tokens"]
         meta = {

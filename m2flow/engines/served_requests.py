@@ -25,6 +25,8 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     is_mixed: bool = False
     """Weights have changed under it: which made which token is said at its end."""
+    num_broken: int = 0
+    """Connections that broke under it before this one."""
 
 
 def grown(one: Running, spans: Sequence[Span], *, keeps: bool = False) -> Job:

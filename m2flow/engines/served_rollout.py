@@ -4,7 +4,7 @@
     load_weights -> files in memory -> the server pauses, reads them, goes on
 
     a server that was started here dies, or answers nothing for `hung_after_s` --restart--> the weights that it held, under their version;
-    what ran goes on from its tokens
+    what ran goes on from its tokens, as does a request whose connection alone broke
 
 A kind of server adds its `Launch`, its `Dialect` and what is abstract here.
 
@@ -46,6 +46,9 @@ _T = TypeVar("_T")
 _NEWS_WAIT_S = 0.02
 _ABORT_WAIT_S = 30.0
 _ABORT_AGAIN_S = 1.0
+_HEALTH_WAIT_S = 5.0
+_MAX_BROKEN = 3
+"""Connections of one request, in a row."""
 _DEATH_WAIT_S = 15.0
 """A server that dies breaks its connections first, and on a busy machine takes its time."""
 
@@ -348,8 +351,7 @@ class ServedRollout(RolloutEngine):
         if self._client is not None:
             self._let_go()
             self._client.close()
-        # Of one under which weights have changed it was not said yet which made which token: it begins anew.
-        jobs = [one.job if one.is_mixed else self._so_far(one) for one in self._running.values()]
+        jobs = [self._kept(one) for one in self._running.values()]
         self._running.clear()
         self._aborting.clear()
         goes_on, whole = parted(jobs)
@@ -366,6 +368,11 @@ class ServedRollout(RolloutEngine):
     def _so_far(self, one: Running) -> Job:
         """A job with the tokens that have come, all of them by the weights that are held."""
         return grown(one, [Span(str(self._version), 0, len(one.tokens))] if one.tokens else [])
+
+    def _kept(self, one: Running) -> Job:
+        """What stays of a request that its server will not end. It begins anew if weights have changed under it: which of them made which
+        token was not said yet."""
+        return one.job if one.is_mixed else self._so_far(one)
 
     def _change_weights(self, fresh: Path, version: int) -> None:
         """Have the server read weights; what runs waits meanwhile."""
@@ -400,14 +407,15 @@ class ServedRollout(RolloutEngine):
             self._hear(0.0 if self._ended else _NEWS_WAIT_S)
 
     def _send_queued(self) -> None:
-        client = self._started()
         while self._queue:
-            job = self._queue.popleft()
-            # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
-            rid = f"{self._prefix}-{next(self._names)}"
-            self._running[rid] = Running(job)
-            client.generate(rid, self._body(job))
-            self._heard_s = time.monotonic()
+            self._send(self._queue.popleft())
+
+    def _send(self, job: Job, *, num_broken: int = 0) -> None:
+        # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
+        rid = f"{self._prefix}-{next(self._names)}"
+        self._running[rid] = Running(job, num_broken=num_broken)
+        self._started().generate(rid, self._body(job))
+        self._heard_s = time.monotonic()
 
     def _hear(self, timeout_s: float) -> None:
         """Take what the server has said."""
@@ -433,6 +441,8 @@ class ServedRollout(RolloutEngine):
         if one is None:
             return
         if heard.error:
+            if heard.is_broken and one.num_broken + 1 < _MAX_BROKEN and self._is_there():
+                return self._send_again(heard.rid, heard.error)
             if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
                 self._server.check()
             raise self._gave_up(one.job, heard.error)
@@ -448,6 +458,30 @@ class ServedRollout(RolloutEngine):
             raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
         self._aborting.discard(heard.rid)
         self._ended.append((self._grown(one, heard), finish))
+
+    def _is_there(self) -> bool:
+        try:
+            self._call("/health", timeout_s=_HEALTH_WAIT_S)
+        except EngineError:
+            return False
+        return True
+
+    def _send_again(self, rid: str, why: str) -> None:
+        """A request whose connection broke, while its server lives, goes on from its tokens; or it is back, if it was to end."""
+        one = self._running[rid]
+        who = SampleId.unpack(one.job.id)
+        _LOG.warning("the connection of sample %s to the %s server broke, and it is sent again: %s", who, self.product, why)
+        self._started().abort([rid])  # The server may not have noticed.
+        del self._running[rid]
+        job = self._kept(one)
+        if rid in self._aborting:
+            self._aborting.discard(rid)
+            self._ended.append((job, Finish.ABORT))
+            return
+        goes_on, whole = parted([job])
+        self._ended += whole
+        for left in goes_on:
+            self._send(left, num_broken=0 if one.tokens else one.num_broken + 1)
 
     def _gave_up(self, job: Job, why: str) -> EngineError:
         said = self._server.last_words() if self._server is not None else ""

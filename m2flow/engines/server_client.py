@@ -56,6 +56,8 @@ class Heard:
     """With `finish`, where asked for: int32 [tokens - 1, layers, experts of a token], prompt included, in base64."""
     error: str = ""
     """The connection broke, or the server refused the request."""
+    is_broken: bool = False
+    """With `error`: it was the connection."""
     num_cached: int = 0
     """With `finish`, where the server says it: tokens of the prompt that it found in its cache."""
     num_put_back: int = 0
@@ -169,10 +171,11 @@ class ServerClient:
                         is_over = heard.finish is not None or bool(heard.error)
                         self._heard.put(heard)
             if not is_over:
-                raise EngineError("the server closed the connection")
+                raise httpx2.RemoteProtocolError("the server closed the connection")
         except (httpx2.HTTPError, EngineError, msgspec.DecodeError) as error:
             if not is_over:
-                self._heard.put(Heard(rid, [], [], error=f"{error}" or type(error).__name__))
+                broken = isinstance(error, httpx2.TransportError)
+                self._heard.put(Heard(rid, [], [], error=f"{error}" or type(error).__name__, is_broken=broken))
 
     async def _called(self, path: str, body: Mapping[str, object] | None, timeout_s: float) -> Any:
         try:
