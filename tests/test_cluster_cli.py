@@ -79,17 +79,23 @@ def missing(tmp_path: Path, text: str, *arguments: object) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
-        ("rollout: {engine: embeded}\n", "rollout engine", "embeded"),
         ("rollout: {engine: sglang, options: {python: nowhere/python}}\n", "rollout engine", "the interpreter nowhere/python can't be run"),
         ("channels: {transport: tcp, keys: nowhere.key}\n", "key", "can't read the key nowhere.key"),
         ("device: cuda:0\n", "gpu devices", "none, and the spec says device: cuda:0"),
-        ("pools: {main: {device: h100x}}\n", "devices", "pools.main.device: there is no device 'h100x'"),
     ],
 )
 def test_check_says_what_is_missing(tmp_path: Path, text: str, name: str, value: str) -> None:
     if name == "gpu devices" and Path("/dev/nvidia0").exists():
         pytest.skip("there is a GPU")
     assert value in missing(tmp_path, text)[name]
+
+
+def test_check_refuses_a_spec_with_a_name_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("rollout:\n  engine: embeded\n")
+    checked = m2flow("cluster", "check", tmp_path / "mine.yaml")
+    assert checked.exit_code == 2
+    assert "mine.yaml:2:3" in checked.output
+    assert "Did you mean 'embedded'?" in checked.output
 
 
 def test_check_finds_a_port_that_is_taken(tmp_path: Path) -> None:

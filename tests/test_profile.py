@@ -398,11 +398,11 @@ def test_profile_says_what_is_wrong_with_a_run_that_it_can_t_use(tmp_path: Path)
 def test_profile_says_that_an_engine_can_t_start(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(FLOW)
     spec = tmp_path / "spec.yaml"
-    spec.write_text("device: cpu\nrollout: {engine: nosuch}\ntrain: {engine: fake}\n")
+    spec.write_text("device: cpu\nrollout: {engine: sglang, options: {python: nowhere/python}}\ntrain: {engine: fake}\n")
     arguments = ["profile", str(tmp_path / "tiny.py"), "--cluster", str(spec), "--runs-dir", str(tmp_path / "runs")]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code != 0
-    assert "there is no rollout engine 'nosuch'" in done.output
+    assert "nowhere/python can't be run" in done.output
 
 
 class Taking(Backend):

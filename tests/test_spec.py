@@ -85,6 +85,31 @@ def test_a_word_that_is_no_choice_is_answered_with_the_choices(tmp_path: Path) -
     assert "split" in error.what
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "what", "near"),
+    [
+        ("name: mine\nlauncher: loca\n", 2, "launcher: Input should be 'local' or 'ray'", "local"),
+        ("train:\n  engine: deepsped\n", 2, "train.engine: there is no train engine 'deepsped'", "deepspeed"),
+        ("rollout:\n  workers: 1\n  engine: sglng\n", 3, "rollout.engine: there is no rollout engine 'sglng'", "sglang"),
+        ("rollout:\n  policy: [longst-first]\n", 2, "rollout.policy: there is no policy 'longst-first'", "longest-first"),
+        ("rollout: {predictor: sibling}\n", 1, "rollout.predictor: there is no predictor 'sibling'", "siblings"),
+        ("pools:\n  main:\n    device: h10\n", 3, "pools.main.device: there is no device 'h10'", "h100"),
+        ("shapes:\n  policy: Qwen2.5-7\n", 2, "shapes.policy: there is no model shape named 'Qwen2.5-7', nor", "Qwen2.5-7B"),
+    ],
+)
+def test_a_name_of_nothing_is_refused_with_its_line_and_the_nearest(tmp_path: Path, text: str, line: int, what: str, near: str) -> None:
+    error = _refused(tmp_path, text)
+    assert f"cluster.yaml:{line}:" in error.where
+    assert error.what.startswith(what)
+    assert near in error.now
+
+
+def test_a_policy_of_the_users_own_is_looked_at_where_it_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("rollout: {policy: mine.py:Mine}\n")
+    assert load_cluster(file).rollout.policy == ("mine.py:Mine",)
+
+
 def test_a_mapping_where_a_section_is_expected_is_refused_with_its_line(tmp_path: Path) -> None:
     error = _refused(tmp_path, "name: mine\ntrain: fast\n")
     assert error.where.endswith(":2:1")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from m2flow.errors import SpecError
+from m2flow.engines.registry import engine_named
+from m2flow.errors import M2FlowError, SpecError
+from m2flow.micro.costs.devices import device_list
+from m2flow.micro.costs.shapes import shape_named
+from m2flow.micro.rollouts.policies import make_policy, make_predictor
 from m2flow.spec import ClusterSpec
 
 
@@ -17,7 +25,7 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     """Read and check a YAML spec.
 
     Raises:
-        SpecError: no such file, no YAML, or a field that does not exist or can't have its value, with its line.
+        SpecError: no such file, no YAML, or a field that does not exist, can't have its value, or names what is not there, with its line.
     """
     file = Path(path)
     try:
@@ -36,14 +44,38 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     _refuse_twins(root, str(path))
     try:
         spec = ClusterSpec.model_validate(data)
-        return spec.model_copy(update={"devices": str(file.parent / spec.devices)}) if spec.devices else spec
     except ValidationError as error:
         paths = ([str(part) for part in one.get("ctx", {}).get("at", one["loc"])] for one in error.errors())  # From the outermost field.
         wrong = [(_place_of(root, names), names, one) for names, one in zip(paths, error.errors(), strict=True)]
         (line, column), names, first = min(wrong, key=lambda found: found[0])
         is_unknown = first["type"] == "extra_forbidden"
         what = f"{'.'.join(names)}: {'no such field' if is_unknown else first['msg']}"
-        raise SpecError(what, where=f"{path}:{line}:{column}", now=_nearest(names) if is_unknown else "") from None
+        raise SpecError(what, where=f"{path}:{line}:{column}", now=_nearest(names) if is_unknown else _nearest_choice(first)) from None
+    if spec.devices:
+        spec = spec.model_copy(update={"devices": str(file.parent / spec.devices)})
+    for names, look_up in _named(spec):
+        try:
+            look_up()
+        except M2FlowError as error:
+            line, column = _place_of(root, names)
+            raise SpecError(f"{'.'.join(names)}: {error.what}", where=f"{path}:{line}:{column}", now=error.now) from None
+    return spec
+
+
+def _named(spec: ClusterSpec) -> Iterator[tuple[list[str], Callable[[], object]]]:
+    """Fields whose value is a name of something beyond the spec, and how that is looked up."""
+    yield ["rollout", "engine"], partial(engine_named, spec.rollout.engine, "rollout")
+    yield ["train", "engine"], partial(engine_named, spec.train.engine, "train")
+    yield ["rollout", "predictor"], partial(make_predictor, spec.rollout.predictor)
+    for policy in spec.rollout.policy:
+        if ".py:" not in policy:  # A user's own is imported where it is used.
+            yield ["rollout", "policy"], partial(make_policy, policy, make_predictor(spec.rollout.predictor))
+    if spec.pools:
+        devices = device_list(spec.devices)
+        for name, pool in spec.pools.items():
+            yield ["pools", name, "device"], partial(devices.find, pool.device)
+    for role, shape in spec.shapes.items():
+        yield ["shapes", role], partial(shape_named, shape)
 
 
 def _refuse_twins(root: yaml.Node | None, path: str) -> None:
@@ -93,3 +125,10 @@ def _nearest(names: list[str]) -> str:
                 model = part
     close = difflib.get_close_matches(names[-1], model.model_fields, 1)
     return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(model.model_fields)}."
+
+
+def _nearest_choice(wrong: ErrorDetails) -> str:
+    """Of a field with few values; pydantic names them in quotes."""
+    choices = re.findall(r"'([^']+)'", wrong.get("ctx", {}).get("expected", "")) if wrong["type"] == "literal_error" else []
+    close = difflib.get_close_matches(str(wrong["input"]), choices, 1)
+    return f"Did you mean {close[0]!r}?" if close else ""

@@ -8,6 +8,7 @@ The built-in ones are listed here; others register an `EngineInfo` under the ent
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -191,16 +192,23 @@ def _registered() -> tuple[EngineInfo, ...]:
     return tuple(found)
 
 
+def engine_named(name: str, kind: EngineKind) -> EngineInfo:
+    """The engine of that name and kind, whether or not it is installed. Raises `EngineError` if there is none."""
+    known = {info.name: info for info in engines() if info.kind == kind}
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        near = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}; see `m2flow engines`."
+        raise EngineError(f"there is no {kind} engine {name!r}", now=near)
+    return known[name]
+
+
 def find_engine(name: str, kind: EngineKind) -> EngineInfo:
     """The engine of that name and kind.
 
     Raises:
         EngineError: there is none. MissingExtra: it needs what is not installed.
     """
-    known = [info for info in engines() if info.kind == kind]
-    info = next((info for info in known if info.name == name), None)
-    if info is None:
-        raise EngineError(f"there is no {kind} engine {name!r}", now=f"There are {', '.join(i.name for i in known)}; see `m2flow engines`.")
+    info = engine_named(name, kind)
     if info.missing:
         how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
         raise MissingExtra(f"the {kind} engine {name!r} needs {', '.join(info.missing)}", now=how)
