@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import click
 import pytest
 from click.testing import CliRunner, Result
+from observed_run import record_run, store_run
 
 from m2flow.cli.display import Rates, duration, sparkline
 from m2flow.cli.failures import failure_of
@@ -302,6 +303,11 @@ def test_view_and_trace_find_the_newest_run(tmp_path: Path) -> None:
     newest = m2flow("view", "--runs-dir", str(tmp_path), "--html", str(page))
     assert newest.stdout.strip() == str(page)
     assert page.read_text().startswith("<!doctype html>")
+    empty = m2flow("trace", "grpo-1", "--runs-dir", str(tmp_path), "-o", str(tmp_path / "t.json.gz"))
+    assert empty.exit_code == 2
+    assert "has recorded nothing" in empty.stderr
+    assert not (tmp_path / "t.json.gz").exists()
+    store_run(tmp_path / "grpo-1", record_run())
     named = m2flow("trace", "grpo-1", "--runs-dir", str(tmp_path), "-o", str(tmp_path / "t.json.gz"))
     assert named.exit_code == 0, named.output
     assert (tmp_path / "t.json.gz").is_file()

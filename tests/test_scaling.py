@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -36,16 +38,37 @@ def test_workers_join_and_leave_and_the_samples_and_weights_stay_the_same(tmp_pa
         running.until(lambda: happened("lost") == ["rollout-2"], "one left")
         assert "1 rollout workers can leave this run, not 2" in scale(run_dir, "-2", "--patience", "300").output
         ended = running.ended()
+    over = scale(run_dir, "+1")
+    assert over.exit_code == 2
+    assert "is over" in over.output
     assert same(ended, undisturbed("fake", "rollouts=1"))
     assert (run_dir / "segments" / "rollout-1.seg").stat().st_size > 0
 
 
-def test_a_run_that_is_over_says_so(tmp_path: Path) -> None:
+def test_a_run_that_does_not_answer_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     said = scale(tmp_path, "+1", "--patience", "0.2")
     assert said.exit_code == 2
     assert "has not answered" in said.output
     assert list((tmp_path / "control").iterdir()) == []
+
+
+@pytest.mark.parametrize(("reason", "said"), [("done", "is over"), ("Ctrl-C", "has stopped: Ctrl-C"), (None, "has not answered")])
+def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path, reason: str | None, said: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as db:
+        db.execute("CREATE TABLE attempts (number INTEGER, began REAL, ended REAL, reason TEXT)")
+        db.execute("INSERT INTO attempts VALUES (0, 1.0, ?, ?)", (reason and 2.0, reason))
+        db.commit()
+    answer = scale(tmp_path, "+1", "--patience", "0.2")
+    assert (answer.exit_code, said in answer.output) == (2, True), answer.output
+    assert ("--resume" in answer.output) == (reason == "Ctrl-C")
+
+
+def test_a_simulated_run_has_no_workers(tmp_path: Path) -> None:
+    for name in ("config.json", "report.json"):
+        (tmp_path / name).write_text("{}")
+    assert "is simulated" in scale(tmp_path, "+1").output
 
 
 def test_what_is_no_change_of_rollout_workers_is_refused(tmp_path: Path) -> None:

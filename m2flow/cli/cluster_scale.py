@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from m2flow.cli.rundirs import find_run
-from m2flow.errors import OptionError
+from m2flow.errors import OptionError, SpecError
 
 
 @click.command("scale")
@@ -27,8 +27,19 @@ def command(run: str, change: str, runs_dir: Path, patience_s: float) -> None:
       m2flow cluster scale grpo-20260102-030405 rollout=+2
     """
     from m2flow.micro.control.scaling import ask
+    from m2flow.micro.viewing.health import state_of
 
     found = re.fullmatch(r"rollout=([+-]\d+)", change)
     if found is None:
         raise OptionError(f"{change}: only rollout workers join and leave, by a number with its sign", now="Example: rollout=+2")
-    click.echo(ask(find_run(run, runs_dir), int(found[1]), patience_s=patience_s))
+    run_dir = find_run(run, runs_dir)
+    state = state_of(run_dir)
+    if state.ended_s is not None:
+        is_done = state.name == "done"
+        now = "" if is_done else f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
+        raise SpecError(f"the run in {run_dir} {'is over' if is_done else f'has stopped: {state.reason}'}", now=now)
+    if state.name == "simulated":
+        raise SpecError(
+            f"the run in {run_dir} is simulated: it has no workers", now="Change `rollout: {workers: ...}` and simulate it anew."
+        )
+    click.echo(ask(run_dir, int(found[1]), patience_s=patience_s))

@@ -28,8 +28,11 @@ def command(run: str | None, out: Path | None, runs_dir: Path) -> None:
     """
     from m2flow.micro.analysis.run_trace import read_plan_of
     from m2flow.observe.perfetto import write_trace
+    from m2flow.observe.store import spans_path
 
     run_dir = find_run(run, runs_dir)
+    if not spans_path(run_dir).is_file() or not spans_path(run_dir).stat().st_size:
+        raise SpecError(f"the run in {run_dir} has recorded nothing", now="Wait for its first call to begin, or name another run.")
     file = out or run_dir / "trace.json.gz"
     try:
         plan = read_plan_of(run_dir)
