@@ -38,7 +38,9 @@ An error says what happened, where, and what to do now. It survives pickling and
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Iterable
 
 import msgspec
 
@@ -242,3 +244,19 @@ def _rebuild(kind: str, what: str, where: str, now: str, remote: str) -> M2FlowE
     if not (isinstance(found, type) and issubclass(found, M2FlowError)):
         found, what = InternalError, f"{kind}: {what}"
     return found(what, where=where, now=now, remote=remote)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:
+    """What to do now about a name that is none of these: take the nearest, if it is as near as `cutoff` of 1; if none is, `otherwise`, by
+    default a list of all.
+
+    >>> did_you_mean("plicy", ["policy", "reward"])
+    "Did you mean 'policy'?"
+    >>> did_you_mean("xyz", ["policy", "reward"])
+    'There are policy, reward.'
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, 1, cutoff)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"There are {', '.join(names)}." if otherwise is None else otherwise

@@ -5,12 +5,13 @@ clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.
 
 from __future__ import annotations
 
-import difflib
 import os
 from typing import Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from m2flow.errors import did_you_mean
 
 
 class _Strict(BaseModel):
@@ -345,8 +346,8 @@ def _contradiction(field: tuple[str, ...], what: str) -> NoReturn:
 
 
 def _guess(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known) or 'none'}"
+    said = did_you_mean(name, known, f"There are {', '.join(known) or 'none'}")
+    return said[0].lower() + said[1:]
 
 
 class RunSettings(_Strict):

@@ -192,10 +192,10 @@ def test_options_may_come_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-step", "3"], "OptionError: --num-step is no option of m2flow plan and of the flow tiny\n  Did you mean --num-steps?"),
+        (["--num-step", "3"], "OptionError: --num-step is no option of m2flow plan and of the flow tiny\n  Did you mean '--num-steps'?"),
         (["--num-steps", "x"], "OptionError: --num-steps: 'x' is not a valid integer"),
         (["--kind", "shrt"], "OptionError: --kind: 'shrt' is not one of short, very_long. Did you mean 'short'?"),
-        (["--set", "num_step=3"], "OptionError: --set num_step=3: the flow tiny has no parameter 'num_step'\n  Did you mean num_steps?"),
+        (["--set", "num_step=3"], "OptionError: --set num_step=3: the flow tiny has no parameter 'num_step'\n  Did you mean 'num_steps'?"),
         (["--set", "num_steps=x"], "OptionError: --set num_steps=x: 'x' is not a valid integer"),
         (["--set", "num_steps"], "OptionError: --set num_steps: there is no value"),
         (["--num-steps", "1", "--set", "num_steps=2"], "OptionError: num_steps is given twice"),

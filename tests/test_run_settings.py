@@ -27,7 +27,7 @@ def test_settings_are_taken_as_text_and_the_others_stay() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("stopped_after=4", "there is no run setting 'stopped_after'\n  Did you mean stopped_after_s=...?"),
+        ("stopped_after=4", "there is no run setting 'stopped_after'\n  Did you mean 'stopped_after_s'?"),
         ("stopped_after_s", "no value"),
         ("seed=3", "seed has an option of its own\n  Give --seed."),
         ("flush_tokens=0", "flush_tokens: Input should be greater than or equal to 1"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from m2flow.engines.registry import engine_named
-from m2flow.errors import M2FlowError, SpecError
+from m2flow.errors import M2FlowError, SpecError, did_you_mean
 from m2flow.micro.costs.devices import device_list
 from m2flow.micro.costs.shapes import shape_named
 from m2flow.micro.rollouts.policies import make_policy, make_predictor
@@ -123,12 +122,10 @@ def _nearest(names: list[str]) -> str:
         for part in (inner, *get_args(inner)):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 model = part
-    close = difflib.get_close_matches(names[-1], model.model_fields, 1)
-    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(model.model_fields)}."
+    return did_you_mean(names[-1], model.model_fields)
 
 
 def _nearest_choice(wrong: ErrorDetails) -> str:
     """Of a field with few values; pydantic names them in quotes."""
     choices = re.findall(r"'([^']+)'", wrong.get("ctx", {}).get("expected", "")) if wrong["type"] == "literal_error" else []
-    close = difflib.get_close_matches(str(wrong["input"]), choices, 1)
-    return f"Did you mean {close[0]!r}?" if close else ""
+    return did_you_mean(str(wrong["input"]), choices, "")

@@ -8,7 +8,6 @@ the command's own options has is reached by `--set name=value`, and the help say
 
 from __future__ import annotations
 
-import difflib
 import enum
 import re
 import textwrap
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from m2flow.errors import OptionError
+from m2flow.errors import OptionError, did_you_mean
 from m2flow.macro.flow import Flow, Parameter, load_flow
 
 if TYPE_CHECKING:
@@ -100,10 +99,10 @@ class FlowCommand(click.Command):
 
     def _unknown(self, ctx: click.Context, name: str, target: str | None) -> OptionError:
         known = [option for param in self.get_params(ctx) for option in (*param.opts, *param.secondary_opts) if option.startswith("--")]
-        close = difflib.get_close_matches(name.replace("_", "-"), [*known, "--help"], 1, 0.5)
+        hint = did_you_mean(name.replace("_", "-"), [*known, "--help"], "", cutoff=0.5)
         of = f"m2flow {ctx.info_name} and of the flow {ctx.meta[_FLOW].name}" if _FLOW in ctx.meta else f"m2flow {ctx.info_name}"
-        hint = f"Did you mean {close[0]}? " if close else ""
-        return OptionError(f"{name} is no option of {of}", now=f"{hint}`{ctx.command_path} {target or 'FLOW'} --help` lists the options.")
+        lists = f"`{ctx.command_path} {target or 'FLOW'} --help` lists the options."
+        return OptionError(f"{name} is no option of {of}", now=f"{hint} {lists}".lstrip())
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         flow = ctx.meta.get(_FLOW)
@@ -187,9 +186,8 @@ class _OneOf(ParamType):
         text = str(value)
         if text in self.by_text:
             return self.by_text[text]
-        close = difflib.get_close_matches(text, self.by_text, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        self.fail(f"{text!r} is not one of {', '.join(self.by_text)}.{hint}", param, ctx)
+        hint = did_you_mean(text, self.by_text, "")
+        self.fail(f"{text!r} is not one of {', '.join(self.by_text)}. {hint}".rstrip(), param, ctx)
 
 
 class _Either(ParamType):
@@ -271,8 +269,7 @@ def _assigned(flow: Flow, text: str) -> tuple[str, object]:
     parameter = next((parameter for parameter in flow.parameters if parameter.name == name), None)
     if parameter is None:
         names = [parameter.name for parameter in flow.parameters]
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"Did you mean {close[0]}?" if close else f"It has {', '.join(names) or 'none'}."
+        hint = did_you_mean(name, names, f"It has {', '.join(names) or 'none'}.")
         raise OptionError(f"--set {text}: the flow {flow.name} has no parameter {name!r}", now=hint)
     kind = option_type(parameter.type)
     if kind is None:

@@ -8,7 +8,6 @@ A command's file is imported when it is called, not before, so `m2flow --help` a
 
 from __future__ import annotations
 
-import difflib
 import io
 import sys
 
@@ -17,7 +16,7 @@ import click
 from m2flow import __version__
 from m2flow.cli.failures import Failure, failure_of
 from m2flow.cli.lazy import LazyGroup
-from m2flow.errors import M2FlowError, RunInterrupted
+from m2flow.errors import M2FlowError, RunInterrupted, did_you_mean
 
 _COMMANDS = {
     "run": "Run a flow: train, and leave a run directory.",
@@ -48,10 +47,8 @@ class Commands(LazyGroup):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in _COMMANDS and not name.startswith("-"):
-            close = difflib.get_close_matches(name, _COMMANDS, 1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(_COMMANDS)}."
-            if name.partition(":")[0].endswith(".py"):
-                hint = f"To run that flow: m2flow run {name}"
+            is_flow = name.partition(":")[0].endswith(".py")
+            hint = f"To run that flow: m2flow run {name}" if is_flow else did_you_mean(name, _COMMANDS)
             raise click.UsageError(f"There is no command {name!r}. {hint}", ctx)
         return super().resolve_command(ctx, args)
 

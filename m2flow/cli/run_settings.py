@@ -7,12 +7,10 @@ They change neither the mathematics nor the placement, so a run that goes on may
 
 from __future__ import annotations
 
-import difflib
-
 import click
 from pydantic import ValidationError
 
-from m2flow.errors import OptionError
+from m2flow.errors import OptionError, did_you_mean
 from m2flow.spec import RunSettings
 
 _OWN = {
@@ -51,8 +49,7 @@ def with_given(settings: RunSettings, given: tuple[str, ...]) -> RunSettings:
         if name in _OWN:
             raise OptionError(f"--setting {text}: {name} has an option of its own", now=f"Give {_OWN[name]}.")
         if name not in SETTINGS or not equals:
-            close = difflib.get_close_matches(name, SETTINGS, 1)
-            hint = f"Did you mean {close[0]}=...?" if close else f"There are {', '.join(SETTINGS)}."
+            hint = f"Give {name}=VALUE." if name in SETTINGS else did_you_mean(name, SETTINGS)
             raise OptionError(f"--setting {text}: {'no value' if name in SETTINGS else f'there is no run setting {name!r}'}", now=hint)
         found[name] = None if value == "none" else value
     try:

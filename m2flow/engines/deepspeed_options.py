@@ -10,12 +10,11 @@ Source: DeepSpeed's configuration reference, release 0.19.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, did_you_mean
 from m2flow.recipe import Model
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -76,9 +75,7 @@ def read(given: Mapping[str, object], model_dtype: str) -> Options:
         if (refused := _REFUSED.get(name)) is not None:
             raise EngineError(f"the train engine 'deepspeed' has {refused[0]}", now=refused[1])
         if name not in kinds:
-            near = difflib.get_close_matches(name, kinds, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(kinds)}."
-            raise EngineError(f"the train engine 'deepspeed' has no option {name!r}", now=hint)
+            raise EngineError(f"the train engine 'deepspeed' has no option {name!r}", now=did_you_mean(name, kinds))
         fits = isinstance(value, (int, float)) if kinds[name] is float else type(value) is kinds[name]
         if not fits and not (name in _OFFLOADS and value == NVME):
             raise EngineError(f"the option {name} of the train engine 'deepspeed' is {value!r}, not a {kinds[name].__name__}")

@@ -8,7 +8,6 @@ The built-in ones are listed here; others register an `EngineInfo` under the ent
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -20,7 +19,7 @@ from typing import cast
 from m2flow.engines.compiling import check_compiler
 from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
 from m2flow.engines.server_installed import Product, check_options
-from m2flow.errors import EngineError, MissingExtra
+from m2flow.errors import EngineError, MissingExtra, did_you_mean
 from m2flow.recipe import Model
 
 
@@ -196,9 +195,8 @@ def engine_named(name: str, kind: EngineKind) -> EngineInfo:
     """The engine of that name and kind, whether or not it is installed. Raises `EngineError` if there is none."""
     known = {info.name: info for info in engines() if info.kind == kind}
     if name not in known:
-        close = difflib.get_close_matches(name, known, 1)
-        near = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}; see `m2flow engines`."
-        raise EngineError(f"there is no {kind} engine {name!r}", now=near)
+        now = did_you_mean(name, known, f"There are {', '.join(known)}; see `m2flow engines`.")
+        raise EngineError(f"there is no {kind} engine {name!r}", now=now)
     return known[name]
 
 

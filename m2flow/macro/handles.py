@@ -7,13 +7,12 @@ index) makes Python wait for it, and for nothing else. Calculating with it does 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from typing import overload
 
 import numpy as np
 
-from m2flow.errors import FieldError, RowError, TraceError
+from m2flow.errors import FieldError, RowError, TraceError, did_you_mean
 from m2flow.macro.algebra import Inputs, as_operand
 from m2flow.macro.columns import Elementwise, Given, Operand, Rowwise
 from m2flow.macro.graph import Call, Granularity
@@ -137,9 +136,8 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         return Rows(self._session, self._call, name, owner=self, tokens_of=self if name in TOKENS else None)
 
     def _unknown(self, name: str, fields: frozenset[str]) -> FieldError:
-        near = difflib.get_close_matches(name, [*fields, "length"], 1)
         known = ", ".join(sorted(fields))
-        return FieldError(f"{describe(self)} have no {name!r}; they have {known}", now=f"Did you mean {near[0]!r}?" if near else "")
+        return FieldError(f"{describe(self)} have no {name!r}; they have {known}", now=did_you_mean(name, [*fields, "length"], ""))
 
     # Calculating
 

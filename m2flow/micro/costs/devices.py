@@ -9,7 +9,6 @@ Attainable fractions are no data sheet's: they are what makes the model wrong, a
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from m2flow.errors import SpecError
+from m2flow.errors import SpecError, did_you_mean
 from m2flow.micro.costs.terms import Constant
 
 BUILT_IN = Path(__file__).with_name("devices.yaml")
@@ -123,9 +122,8 @@ class DeviceList:
         """Raises `SpecError` if there is none, with the nearest name."""
         found = self._devices.get(name.lower())
         if found is None:
-            close = difflib.get_close_matches(name.lower(), self._devices, 1, 0.5)
-            now = f"Did you mean {close[0]!r}? " if close else f"There are {', '.join(self._devices)}. "
-            raise SpecError(f"there is no device {name!r}", where=where, now=now + "A file of yours adds one: `devices: mine.yaml`.")
+            near = did_you_mean(name.lower(), self._devices, cutoff=0.5)
+            raise SpecError(f"there is no device {name!r}", where=where, now=f"{near} A file of yours adds one: `devices: mine.yaml`.")
         return found
 
 
@@ -173,8 +171,7 @@ def _device(name: str, entries: dict[str, dict[str, _Value]], defaults: dict[str
         like = values.pop("like")
         base = str(like.value)
         if base not in entries or base in chain:
-            close = difflib.get_close_matches(base, entries, 1)
-            now = "It is like itself." if base in chain else f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(entries)}."
+            now = "It is like itself." if base in chain else did_you_mean(base, entries)
             raise SpecError(f"{name}: like {base!r}, which is no other device", where=like.where, now=now)
         chain.append(base)
         values = entries[base] | values
@@ -252,7 +249,4 @@ def _plain(node: yaml.Node) -> object:
 
 def _known(name: str, names: set[str], where: str) -> None:
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        raise SpecError(
-            f"{name}: no such field", where=where, now=f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(names))}."
-        )
+        raise SpecError(f"{name}: no such field", where=where, now=did_you_mean(name, sorted(names)))

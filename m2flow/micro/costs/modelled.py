@@ -8,12 +8,11 @@ them; `constants` lists those in use. A profile replaces them term by term.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar, final
 
-from m2flow.errors import ModelError, SpecError
+from m2flow.errors import ModelError, SpecError, did_you_mean
 from m2flow.micro.costs import footprints
 from m2flow.micro.costs.adapters import adapted
 from m2flow.micro.costs.extents import Extent
@@ -276,8 +275,7 @@ def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, Model
     """
     for role in spec.shapes:
         if role not in models:
-            close = difflib.get_close_matches(role, models, 1)
-            now = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(models) or 'none'}."
+            now = did_you_mean(role, models, f"It has {', '.join(models) or 'none'}.")
             raise SpecError(f"shapes.{role}: the flow has no model of that role", now=now)
     by_path = {models[role].path: name for role, name in reversed(spec.shapes.items())}
     shapes = {}

@@ -6,7 +6,6 @@ one lognormal that makes `icc` the intraclass correlation of log length before t
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
@@ -14,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.errors import SpecError
+from m2flow.errors import SpecError, did_you_mean
 from m2flow.micro.rollouts.identity import normals
 from m2flow.micro.rollouts.lengths import Correlation, IntArray, Lengths
 
@@ -157,9 +156,7 @@ def parse(kind: str, options: str) -> Mixture:
     for part in filter(None, options.split(",")):
         name, _, value = part.partition("=")
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"Did you mean {close[0]}=?" if close else f"There are {', '.join(known)}."
-            raise SpecError(f"{kind} has no option {name!r}", now=hint)
+            raise SpecError(f"{kind} has no option {name!r}", now=did_you_mean(name, known))
         values[name] = value
     icc, prompt = _number(values, "icc", 0.0), int(_number(values, "prompt", 256))
     cap = int(_number(values, "cap", 0)) if "cap" in values else None

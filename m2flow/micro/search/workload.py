@@ -7,7 +7,6 @@ A call on handles alone (`rewards - beta * kl`) costs next to nothing and is not
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from m2flow.errors import SpecError, TraceError
+from m2flow.errors import SpecError, TraceError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.lowering.legality import accumulation_unit, legal_stages
@@ -114,8 +113,7 @@ def workload_of(graph: MacroGraph, spec: ClusterSpec, *, draws_per_group: float 
 def _check_latencies(spec: ClusterSpec, names: set[str]) -> None:
     for name in spec.functions.latency_s:
         if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            now = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(sorted(names)) or 'none'}."
+            now = did_you_mean(name, sorted(names), f"It has {', '.join(sorted(names)) or 'none'}.")
             raise SpecError(f"functions.latency_s.{name}: the flow has no such call on a function", now=now)
 
 

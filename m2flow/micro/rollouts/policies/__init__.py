@@ -7,13 +7,12 @@ A user's own is a subclass of `m2flow.micro.rollouts.policy.Policy`, named FILE.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from m2flow.errors import SpecError
+from m2flow.errors import SpecError, did_you_mean
 from m2flow.micro.rollouts.composing import composed
 from m2flow.micro.rollouts.policies.adaptive import Adaptive
 from m2flow.micro.rollouts.policies.adaptive_concurrency import AdaptiveConcurrency
@@ -79,9 +78,7 @@ def make_predictor(name: str) -> Predictor:
         SpecError: there is none.
     """
     if name not in PREDICTORS:
-        close = difflib.get_close_matches(name, PREDICTORS, 1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(PREDICTORS)}."
-        raise SpecError(f"there is no predictor {name!r}", now=hint)
+        raise SpecError(f"there is no predictor {name!r}", now=did_you_mean(name, PREDICTORS))
     return PREDICTORS[name]()
 
 
@@ -146,8 +143,7 @@ def _own(name: str) -> type[Policy]:
     """The class of a user's file."""
     file, colon, wanted = name.rpartition(":")
     if not colon or not file.endswith(".py"):
-        close = difflib.get_close_matches(name, POLICIES, 1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(POLICIES)}; a class of your own is FILE.py:CLASS."
+        hint = did_you_mean(name, POLICIES, f"There are {', '.join(POLICIES)}; a class of your own is FILE.py:CLASS.")
         raise SpecError(f"there is no policy {name!r}", now=hint)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None or not Path(file).is_file():
