@@ -20,7 +20,6 @@ import secrets
 import shutil
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,10 +31,10 @@ from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Reques
 from m2flow.engines.guarded_place import GuardedPlace
 from m2flow.engines.held_files import Shapes, read_tensors, shapes_in, write_tensors
 from m2flow.engines.hf_model import load_model, load_tokenizer, model_directory
-from m2flow.engines.jobs import Job, generated_of, jobs_of, parted
+from m2flow.engines.jobs import Job, finish_of_prefix, generated_of, jobs_of
 from m2flow.engines.served_options import ServedOptions
-from m2flow.engines.served_requests import Running, grown
-from m2flow.engines.server_client import Dialect, Heard, ServerClient, Span
+from m2flow.engines.served_requests import Requests, Running, grown
+from m2flow.engines.server_client import Dialect, Heard, ServerClient
 from m2flow.engines.server_process import Launch, ServerProcess
 from m2flow.errors import EngineError
 from m2flow.recipe import Model
@@ -64,13 +63,10 @@ class ServedRollout(RolloutEngine):
         self._source = model
         self._settings = settings
         self._options = ServedOptions(self.name, settings.options, self.own_options)
-        self._queue: deque[Job] = deque()
-        self._running: dict[str, Running] = {}
-        self._ended: list[tuple[Job, Finish]] = []
+        self._requests = Requests()
         self._version = 0
         self._names = itertools.count()
         self._prefix = secrets.token_hex(8)
-        self._aborting: set[str] = set()
         self._is_onloaded = False
         self._away: list[str] = []
         """What the server has been asked to give back of the device, in that order."""
@@ -185,10 +181,7 @@ class ServedRollout(RolloutEngine):
         self._is_onloaded = True
 
     def stop(self) -> None:
-        self._queue.clear()
-        self._running.clear()
-        self._aborting.clear()
-        self._ended.clear()
+        self._requests.clear()
         if self._client is not None:
             self._let_go()
             if self._server is None and self._away:
@@ -212,30 +205,23 @@ class ServedRollout(RolloutEngine):
 
     def add(self, requests: Sequence[Request]) -> None:
         self._started()
-        known = [*(job.id for job in self._queue), *(one.job.id for one in self._running.values())]
-        jobs = jobs_of(requests, known, self._codec, vocab_size=self._vocab_size, max_context=self._max_context)
+        jobs = jobs_of(requests, self._requests.progress(), self._codec, vocab_size=self._vocab_size, max_context=self._max_context)
         for job in jobs:
             self._check(job)
-        goes_on, whole = parted(jobs)
-        self._queue += goes_on
-        self._ended += whole
+        self._requests.add(jobs)
 
     def step(self) -> list[Generated]:
         self._started()
         if not self._is_onloaded:
             raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
         self._surviving(self._go_on)
-        finished, self._ended = self._ended, []
-        return [self._leaving(job, finish) for job, finish in finished]
+        return [self._leaving(job, finish) for job, finish in self._requests.take_ended()]
 
     def abort(self, ids: Iterable[int]) -> list[Generated]:
         self._started()
         wanted = set(ids)
-        taken = self._surviving(lambda: self._take([rid for rid, one in self._running.items() if one.job.id in wanted]))
-        taken += [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
-        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
-        self._queue = deque(job for job in self._queue if job.id not in wanted)
-        return [self._leaving(job, Finish.ABORT) for job in taken]
+        self._surviving(lambda: self._end([rid for rid, one in self._requests.running.items() if one.job.id in wanted]))
+        return [self._leaving(job, Finish.ABORT) for job in self._requests.take(wanted)]
 
     @property
     def url(self) -> str:
@@ -245,21 +231,21 @@ class ServedRollout(RolloutEngine):
     def snapshot(self, ids: Iterable[int]) -> list[Generated]:
         self._started()
         wanted = set(ids)
-        waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
-        running = [self._so_far(one) for one in self._running.values() if one.job.id in wanted and not one.is_mixed]
-        return [self._leaving(job, Finish.ABORT) for job in waiting + running]
+        running = [one for one in self._requests.running.values() if one.job.id in wanted and not one.is_mixed]
+        jobs = self._requests.resting(wanted) + [one.so_far(self._version) for one in running]
+        return [self._leaving(job, Finish.ABORT) for job in jobs]
 
     def progress(self) -> dict[int, int]:
-        waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
-        return waiting | {one.job.id: len(one.job.tokens) + len(one.tokens) for one in self._running.values()}
+        return self._requests.progress()
 
     def occupancy(self) -> Occupancy:
-        used = sum(len(one.job.prompt) + len(one.job.tokens) + len(one.tokens) for one in self._running.values())
-        return Occupancy(len(self._running), len(self._queue), used, self._room, self._num_put_back, self._num_cached)
+        running, num_waiting = self._requests.running.values(), len(self._requests.waiting)
+        used = sum(len(one.job.prompt) + one.num_tokens for one in running)
+        return Occupancy(len(running), num_waiting, used, self._room, self._num_put_back, self._num_cached)
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._queue) + len(self._running) + len(self._ended)
+        return len(self._requests)
 
     @property
     def version(self) -> int:
@@ -267,8 +253,8 @@ class ServedRollout(RolloutEngine):
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
         self._started()
-        if self._running and not under_requests:
-            raise EngineError(f"{len(self._running)} requests are running; weights can't change under them", now="Abort them first.")
+        if (num_running := len(self._requests.running)) and not under_requests:
+            raise EngineError(f"{num_running} requests are running; weights can't change under them", now="Abort them first.")
         assert self._place is not None
         fresh = self._place / f"weights-{next(self._names)}"
         write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.rollout_dtype or self._source.dtype))
@@ -280,7 +266,7 @@ class ServedRollout(RolloutEngine):
             if not self._restart(fresh, version):
                 shutil.rmtree(fresh, ignore_errors=True)
                 raise
-        for one in self._running.values():
+        for one in self._requests.running.values():
             one.is_mixed = True
         self._held, self._version = fresh, version
         if before.parent == self._place:
@@ -306,9 +292,9 @@ class ServedRollout(RolloutEngine):
 
     def _make_room(self, *tags: str) -> None:
         """Have the server give back these parts of the device's memory; what runs goes back to the queue with its tokens."""
-        goes_on, whole = parted(self._surviving(lambda: self._take(list(self._running))))
-        self._queue.extendleft(reversed(goes_on))
-        self._ended += whole  # Their last token came before the word that ends them.
+        ids = {one.job.id for one in self._requests.running.values()}
+        self._surviving(lambda: self._end(list(self._requests.running)))
+        self._requests.put_back(self._requests.take(ids))
         self._surviving(lambda: self._release([tag for tag in tags if tag not in self._away]))
         self._is_onloaded = False
 
@@ -351,12 +337,7 @@ class ServedRollout(RolloutEngine):
         if self._client is not None:
             self._let_go()
             self._client.close()
-        jobs = [self._kept(one) for one in self._running.values()]
-        self._running.clear()
-        self._aborting.clear()
-        goes_on, whole = parted(jobs)
-        self._queue.extendleft(reversed(goes_on))
-        self._ended += whole
+        self._requests.put_back_running(self._version)
         self._held, self._version = held, version
         self._client = ServerClient(self._serve(), self.dialect)
         self._client.open()
@@ -365,23 +346,14 @@ class ServedRollout(RolloutEngine):
         self._is_onloaded, self._away = True, []
         return True
 
-    def _so_far(self, one: Running) -> Job:
-        """A job with the tokens that have come, all of them by the weights that are held."""
-        return grown(one, [Span(str(self._version), 0, len(one.tokens))] if one.tokens else [])
-
-    def _kept(self, one: Running) -> Job:
-        """What stays of a request that its server will not end. It begins anew if weights have changed under it: which of them made which
-        token was not said yet."""
-        return one.job if one.is_mixed else self._so_far(one)
-
     def _change_weights(self, fresh: Path, version: int) -> None:
         """Have the server read weights; what runs waits meanwhile."""
         keeps = self._options.keeps_caches
-        is_paused = bool(self._running) or self._reading_pauses
+        is_paused = bool(self._requests.running) or self._reading_pauses
         if is_paused:
             self._pause(keeps=keeps)
         try:
-            self._read_weights(fresh, version, flush=not (keeps and self._running))
+            self._read_weights(fresh, version, flush=not (keeps and self._requests.running))
             self._given = fresh
         except EngineError:
             if self._server is not None:
@@ -402,18 +374,15 @@ class ServedRollout(RolloutEngine):
         return directory
 
     def _go_on(self) -> None:
-        self._send_queued()
-        if self._running:
-            self._hear(0.0 if self._ended else _NEWS_WAIT_S)
-
-    def _send_queued(self) -> None:
-        while self._queue:
-            self._send(self._queue.popleft())
+        while self._requests.waiting:
+            self._send(self._requests.waiting.popleft())
+        if self._requests.running:
+            self._hear(0.0 if self._requests.ended else _NEWS_WAIT_S)
 
     def _send(self, job: Job, *, num_broken: int = 0) -> None:
         # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
         rid = f"{self._prefix}-{next(self._names)}"
-        self._running[rid] = Running(job, num_broken=num_broken)
+        self._requests.running[rid] = Running(job, num_broken=num_broken)
         self._started().generate(rid, self._body(job))
         self._heard_s = time.monotonic()
 
@@ -437,7 +406,7 @@ class ServedRollout(RolloutEngine):
             self._heard_s = time.monotonic()
 
     def _take_in(self, heard: Heard) -> None:
-        one = self._running.get(heard.rid)
+        one = self._requests.running.get(heard.rid)
         if one is None:
             return
         if heard.error:
@@ -450,14 +419,14 @@ class ServedRollout(RolloutEngine):
         one.logprobs += heard.logprobs
         if heard.finish is None:
             return
-        del self._running[heard.rid]
+        del self._requests.running[heard.rid]
         self._num_cached += heard.num_cached
         self._num_put_back += 0 if one.is_mixed else heard.num_put_back  # A change of weights makes it wait too.
         finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
-        if finish is None or (finish is Finish.ABORT and heard.rid not in self._aborting):
+        if finish is None or (finish is Finish.ABORT and heard.rid not in self._requests.aborting):
             raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
-        self._aborting.discard(heard.rid)
-        self._ended.append((self._grown(one, heard), finish))
+        self._requests.aborting.discard(heard.rid)
+        self._requests.ended.append((self._grown(one, heard), finish))
 
     def _is_there(self) -> bool:
         try:
@@ -468,42 +437,35 @@ class ServedRollout(RolloutEngine):
 
     def _send_again(self, rid: str, why: str) -> None:
         """A request whose connection broke, while its server lives, goes on from its tokens; or it is back, if it was to end."""
-        one = self._running[rid]
+        one = self._requests.running[rid]
         who = SampleId.unpack(one.job.id)
         _LOG.warning("the connection of sample %s to the %s server broke, and it is sent again: %s", who, self.product, why)
         self._started().abort([rid])  # The server may not have noticed.
-        del self._running[rid]
-        job = self._kept(one)
-        if rid in self._aborting:
-            self._aborting.discard(rid)
-            self._ended.append((job, Finish.ABORT))
-            return
-        goes_on, whole = parted([job])
-        self._ended += whole
-        for left in goes_on:
-            self._send(left, num_broken=0 if one.tokens else one.num_broken + 1)
+        del self._requests.running[rid]
+        job = one.kept(self._version)
+        if rid in self._requests.aborting:
+            self._requests.aborting.discard(rid)
+            self._requests.ended.append((job, Finish.ABORT))
+        elif (finish := finish_of_prefix(job)) is not None:
+            self._requests.ended.append((job, finish))
+        else:
+            self._send(job, num_broken=0 if one.tokens else one.num_broken + 1)
 
     def _gave_up(self, job: Job, why: str) -> EngineError:
         said = self._server.last_words() if self._server is not None else ""
         return EngineError(f"the {self.product} server gave up sample {SampleId.unpack(job.id)}: {why}", remote=said)
 
-    def _take(self, rids: list[str]) -> list[Job]:
-        """Take these from the server, with their tokens so far."""
-        if not rids:
-            return []
-        wanted = {self._running[rid].job.id for rid in rids}
-        self._aborting.update(rids)
+    def _end(self, rids: list[str]) -> None:
+        """Have the server end these; they have ended then, with their tokens so far."""
+        self._requests.aborting.update(rids)
         deadline, again_s = time.monotonic() + _ABORT_WAIT_S, 0.0
-        while left := [rid for rid in rids if rid in self._running]:
+        while left := [rid for rid in rids if rid in self._requests.running]:
             if time.monotonic() >= again_s:  # A request may come to the server after the word that ends it.
                 self._started().abort(left)
                 again_s = time.monotonic() + _ABORT_AGAIN_S
             self._hear(_NEWS_WAIT_S)
             if time.monotonic() > deadline:
                 raise EngineError(f"the {self.product} server did not abort {len(left)} requests in {_ABORT_WAIT_S:g} s")
-        taken = [job for job, _ in self._ended if job.id in wanted]
-        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
-        return taken
 
     def _call(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 60.0) -> Any:
         try:
