@@ -30,9 +30,10 @@ FIRST = 2
 
 @dataclass
 class Breaking:
-    """Speaks as SGLang does: the token 5, as often as is asked for. Of its first requests it says a little, and breaks the connection."""
+    """Speaks as SGLang does: the token 5, as often as is asked for. Of some requests it says a little, and breaks the connection."""
 
-    num_breaks: int
+    num_breaks: int | None
+    """Of the first requests that come; None: of each sample's first."""
     says_first: int = FIRST
     goes: threading.Event = field(default_factory=threading.Event)
     """Connections are not broken before."""
@@ -41,6 +42,9 @@ class Breaking:
     """The bodies of requests."""
     ended: list[str] = field(default_factory=list)
     """Names that were to be ended."""
+    num_asked: int = 0
+    """How often somebody wanted to know if it is well."""
+    can_end: bool = True
 
     def __post_init__(self) -> None:
         self.goes.set()
@@ -49,6 +53,7 @@ class Breaking:
 def handler_of(breaking: Breaking) -> type[Answering]:
     class Handler(Answering):
         def answer(self) -> str | None:
+            breaking.num_asked += self.path == "/health"
             return '{"success": true}' if breaking.is_well else None
 
         def posted(self, body: dict[str, Any]) -> None:
@@ -56,12 +61,16 @@ def handler_of(breaking: Breaking) -> type[Answering]:
                 if self.path == "/abort_request":
                     breaking.ended.append(body["rid"])
                     breaking.goes.set()
+                    if not breaking.can_end:
+                        return None
                 return self.do_GET()
             breaking.heard.append(body)
             self.send_response(200)
             self.end_headers()
-            if len(breaking.heard) > breaking.num_breaks:
-                return self.say(body["sampling_params"]["max_new_tokens"], is_whole=True)
+            count = body["sampling_params"]["max_new_tokens"]
+            is_first = count == REQUEST.sampling.max_new_tokens
+            if not (is_first if breaking.num_breaks is None else len(breaking.heard) <= breaking.num_breaks):
+                return self.say(count, is_whole=True)
             if breaking.says_first:
                 self.say(breaking.says_first, is_whole=False)
             breaking.goes.wait(60.0)
@@ -114,6 +123,36 @@ def test_the_server_is_told_to_end_what_it_may_not_have_noticed(engine_of: Made)
         generate(engine, [REQUEST])
         assert breaking.ended == [breaking.heard[0]["rid"]]
         assert breaking.heard[1]["rid"] not in breaking.ended
+
+
+def test_it_goes_on_too_if_that_can_not_be_told(engine_of: Made) -> None:
+    breaking = Breaking(num_breaks=1, can_end=False)
+    with engine_of(breaking) as engine:
+        (done,) = generate(engine, [REQUEST]).values()
+        assert done.tokens.tolist() == [5] * 6
+
+
+def test_many_that_break_together_go_on_without_a_question_for_each(engine_of: Made) -> None:
+    """A server may take a second to say that it is well."""
+    requests = [make_request(prompt, index, Sampling(6, temperature=0.0)) for prompt in range(4) for index in range(8)]
+    breaking = Breaking(num_breaks=None)
+    with engine_of(breaking) as engine:
+        before = breaking.num_asked
+        done = generate(engine, requests)
+        assert all(sample.tokens.tolist() == [5] * 6 for sample in done.values())
+        assert len(done) == len(requests)
+        assert len(breaking.heard) == 2 * len(requests)
+        assert 1 <= breaking.num_asked - before < len(requests)
+
+
+def test_no_name_begins_with_another(engine_of: Made) -> None:
+    """SGLang ends every request whose name begins with the one that it is told."""
+    breaking = Breaking(num_breaks=0)
+    with engine_of(breaking) as engine:
+        generate(engine, [make_request(0, index, Sampling(6, temperature=0.0)) for index in range(12)])
+        names = [body["rid"] for body in breaking.heard]
+        assert len(set(names)) == 12
+        assert not [(one, other) for one in names for other in names if one != other and other.startswith(one)]
 
 
 def test_one_that_breaks_after_its_last_token_is_whole(engine_of: Made) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sqlite3
 from pathlib import Path
@@ -63,6 +64,12 @@ def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path, reason: str | No
     answer = scale(tmp_path, "+1", "--patience", "0.2")
     assert (answer.exit_code, said in answer.output) == (2, True), answer.output
     assert ("--resume" in answer.output) == (reason == "Ctrl-C")
+
+
+def test_one_that_is_taken_up_again_at_this_moment_is_asked(tmp_path: Path) -> None:
+    test_a_run_that_has_ended_is_not_waited_for(tmp_path, "Ctrl-C", "has stopped: Ctrl-C")
+    (tmp_path / "run.lock").write_text(f"{os.getpid()}\n")
+    assert "has not answered" in scale(tmp_path, "+1", "--patience", "0.2").output
 
 
 def test_a_simulated_run_has_no_workers(tmp_path: Path) -> None:

@@ -104,6 +104,12 @@ def test_a_name_of_nothing_is_refused_with_its_line_and_the_nearest(tmp_path: Pa
     assert near in error.now
 
 
+def test_a_models_directory_is_looked_at_where_it_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("shapes: {policy: /models/mine}\n")
+    assert load_cluster(file).shapes == {"policy": "/models/mine"}
+
+
 def test_a_policy_of_the_users_own_is_looked_at_where_it_is_used(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("rollout: {policy: mine.py:Mine}\n")

@@ -274,7 +274,7 @@ def test_no_name_line_log_or_metric_of_a_run_is_taken_for_markup(page: Page, tmp
 
 
 def test_a_run_that_goes_on_moves_by_itself(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m2flow.micro.viewing.health._is_held", lambda _: True)
+    monkeypatch.setattr("m2flow.micro.viewing.health.is_held", lambda _: True)
     run = make_run(tmp_path, num_steps=1)
     with sqlite3.connect(run / "ledger.db") as db:
         db.execute("UPDATE attempts SET ended=NULL, reason=NULL")

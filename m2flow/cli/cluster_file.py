@@ -74,7 +74,8 @@ def _named(spec: ClusterSpec) -> Iterator[tuple[list[str], Callable[[], object]]
         for name, pool in spec.pools.items():
             yield ["pools", name, "device"], partial(devices.find, pool.device)
     for role, shape in spec.shapes.items():
-        yield ["shapes", role], partial(shape_named, shape)
+        if "/" not in shape:  # A directory is looked at where it is used: it may be on another host.
+            yield ["shapes", role], partial(shape_named, shape)
 
 
 def _refuse_twins(root: yaml.Node | None, path: str) -> None:

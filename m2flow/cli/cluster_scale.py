@@ -27,14 +27,14 @@ def command(run: str, change: str, runs_dir: Path, patience_s: float) -> None:
       m2flow cluster scale grpo-20260102-030405 rollout=+2
     """
     from m2flow.micro.control.scaling import ask
-    from m2flow.micro.viewing.health import state_of
+    from m2flow.micro.viewing.health import is_held, state_of
 
     found = re.fullmatch(r"rollout=([+-]\d+)", change)
     if found is None:
         raise OptionError(f"{change}: only rollout workers join and leave, by a number with its sign", now="Example: rollout=+2")
     run_dir = find_run(run, runs_dir)
     state = state_of(run_dir)
-    if state.ended_s is not None:
+    if state.ended_s is not None and not is_held(run_dir):  # Else somebody takes it up again at this moment.
         is_done = state.name == "done"
         now = "" if is_done else f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
         raise SpecError(f"the run in {run_dir} {'is over' if is_done else f'has stopped: {state.reason}'}", now=now)

@@ -193,11 +193,13 @@ def _registered() -> tuple[EngineInfo, ...]:
 
 def engine_named(name: str, kind: EngineKind) -> EngineInfo:
     """The engine of that name and kind, whether or not it is installed. Raises `EngineError` if there is none."""
-    known = {info.name: info for info in engines() if info.kind == kind}
-    if name not in known:
-        now = did_you_mean(name, known, f"There are {', '.join(known)}; see `m2flow engines`.")
+    known = [info for info in engines() if info.kind == kind]
+    info = next((info for info in known if info.name == name), None)
+    if info is None:
+        names = [one.name for one in known]
+        now = did_you_mean(name, names, f"There are {', '.join(names)}; see `m2flow engines`.")
         raise EngineError(f"there is no {kind} engine {name!r}", now=now)
-    return known[name]
+    return info
 
 
 def find_engine(name: str, kind: EngineKind) -> EngineInfo:

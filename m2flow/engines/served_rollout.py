@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 import shutil
 import time
@@ -45,7 +46,10 @@ _T = TypeVar("_T")
 _NEWS_WAIT_S = 0.02
 _ABORT_WAIT_S = 30.0
 _ABORT_AGAIN_S = 1.0
-_HEALTH_WAIT_S = 5.0
+_HEALTH_WAIT_S = 25.0
+"""SGLang's own limit is 20: it has a token generated."""
+_WELL_FOR_S = 2.0
+"""One answer is for all requests whose connections broke together."""
 _MAX_BROKEN = 3
 """Connections of one request, in a row."""
 _DEATH_WAIT_S = 15.0
@@ -77,6 +81,8 @@ class ServedRollout(RolloutEngine):
         self._guarded: GuardedPlace | None = None
         self._place: Path | None = None
         self._num_put_back = self._num_cached = 0
+        self._well_s = -math.inf
+        """When it last said that it is well."""
         self.num_restarts = 0
         """How often a lost server was started again."""
 
@@ -381,7 +387,8 @@ class ServedRollout(RolloutEngine):
 
     def _send(self, job: Job, *, num_broken: int = 0) -> None:
         # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
-        rid = f"{self._prefix}-{next(self._names)}"
+        # Nor begins one with another: SGLang ends all requests whose names begin with the one that it is told.
+        rid = f"{self._prefix}-{next(self._names):012}"
         self._requests.running[rid] = Running(job, num_broken=num_broken)
         self._started().generate(rid, self._body(job))
         self._heard_s = time.monotonic()
@@ -410,7 +417,7 @@ class ServedRollout(RolloutEngine):
         if one is None:
             return
         if heard.error:
-            if heard.is_broken and one.num_broken + 1 < _MAX_BROKEN and self._is_there():
+            if heard.is_broken and one.num_broken + 1 < _MAX_BROKEN and self._is_well():
                 return self._send_again(heard.rid, heard.error)
             if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
                 self._server.check()
@@ -428,11 +435,14 @@ class ServedRollout(RolloutEngine):
         self._requests.aborting.discard(heard.rid)
         self._requests.ended.append((self._grown(one, heard), finish))
 
-    def _is_there(self) -> bool:
-        try:
-            self._call("/health", timeout_s=_HEALTH_WAIT_S)
-        except EngineError:
-            return False
+    def _is_well(self) -> bool:
+        """Whether the server says so."""
+        if time.monotonic() - self._well_s > _WELL_FOR_S:
+            try:
+                self._call("/health", timeout_s=_HEALTH_WAIT_S)
+            except EngineError:
+                return False
+            self._well_s = time.monotonic()
         return True
 
     def _send_again(self, rid: str, why: str) -> None:
@@ -440,7 +450,8 @@ class ServedRollout(RolloutEngine):
         one = self._requests.running[rid]
         who = SampleId.unpack(one.job.id)
         _LOG.warning("the connection of sample %s to the %s server broke, and it is sent again: %s", who, self.product, why)
-        self._started().abort([rid])  # The server may not have noticed.
+        with contextlib.suppress(EngineError):  # It will be noticed soon if the server is not there any more.
+            self._started().abort([rid])  # It may not have noticed.
         del self._requests.running[rid]
         job = one.kept(self._version)
         if rid in self._requests.aborting:
@@ -460,12 +471,12 @@ class ServedRollout(RolloutEngine):
         self._requests.aborting.update(rids)
         deadline, again_s = time.monotonic() + _ABORT_WAIT_S, 0.0
         while left := [rid for rid in rids if rid in self._requests.running]:
+            if time.monotonic() > deadline:
+                raise EngineError(f"the {self.product} server did not abort {len(left)} requests in {_ABORT_WAIT_S:g} s")
             if time.monotonic() >= again_s:  # A request may come to the server after the word that ends it.
                 self._started().abort(left)
                 again_s = time.monotonic() + _ABORT_AGAIN_S
             self._hear(_NEWS_WAIT_S)
-            if time.monotonic() > deadline:
-                raise EngineError(f"the {self.product} server did not abort {len(left)} requests in {_ABORT_WAIT_S:g} s")
 
     def _call(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 60.0) -> Any:
         try:

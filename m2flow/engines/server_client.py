@@ -57,7 +57,7 @@ class Heard:
     error: str = ""
     """The connection broke, or the server refused the request."""
     is_broken: bool = False
-    """With `error`: it was the connection."""
+    """With `error`: it was the connection, or what came over it was cut."""
     num_cached: int = 0
     """With `finish`, where the server says it: tokens of the prompt that it found in its cache."""
     num_put_back: int = 0
@@ -174,7 +174,7 @@ class ServerClient:
                 raise httpx2.RemoteProtocolError("the server closed the connection")
         except (httpx2.HTTPError, EngineError, msgspec.DecodeError) as error:
             if not is_over:
-                broken = isinstance(error, httpx2.TransportError)
+                broken = isinstance(error, (httpx2.TransportError, msgspec.DecodeError))
                 self._heard.put(Heard(rid, [], [], error=f"{error}" or type(error).__name__, is_broken=broken))
 
     async def _called(self, path: str, body: Mapping[str, object] | None, timeout_s: float) -> Any:

@@ -142,10 +142,10 @@ def state_of(run_dir: Path) -> State:
     except sqlite3.Error as error:
         return State("unknown", str(error), 0.0, None, 0)
     if not found:
-        return State("running" if _is_held(run_dir) else "unknown", "", (run_dir / "config.json").stat().st_mtime, None, 0)
+        return State("running" if is_held(run_dir) else "unknown", "", (run_dir / "config.json").stat().st_mtime, None, 0)
     _, ended, reason = found[-1]
     if ended is None:
-        held = _is_held(run_dir)
+        held = is_held(run_dir)
         return State("running" if held else "stopped", "" if held else "its process is gone", found[0][0], None, len(found))
     return State("done" if reason == "done" else "stopped", reason or "", found[0][0], ended, len(found))
 
@@ -278,7 +278,7 @@ def _counters(trace: RunTrace) -> list[CounterShown]:
     return found[:_MOST_COUNTERS]
 
 
-def _is_held(run_dir: Path) -> bool:
+def is_held(run_dir: Path) -> bool:
     """Whether the process that wrote its number into the run's lock still lives. The lock itself is left alone: a run may want it now."""
     try:
         os.kill(int((run_dir / "run.lock").read_text().strip()), 0)
