@@ -1,6 +1,6 @@
-"""An HTTP server that speaks as SGLang does. The first one breaks the connections of its requests, and dies a while later.
+"""An HTTP server that speaks as SGLang does. The first one breaks or aborts its requests, and dies a while later.
 
-python dying_server.py SECONDS FILE --port PORT: SECONDS until it dies; FILE says whether one has died already
+python dying_server.py SECONDS FILE breaks|aborts --port PORT: SECONDS until it dies; FILE says whether one has died already
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-WAIT_S, DIED, PORT = float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[sys.argv.index("--port") + 1])
+WAIT_S, DIED, HOW, PORT = float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[sys.argv.index("--port") + 1])
 
 dies = not DIED.exists()
 
@@ -37,6 +37,8 @@ class Handler(BaseHTTPRequestHandler):
             if not DIED.exists():
                 DIED.touch()
                 threading.Thread(target=die).start()
+            if HOW == "aborts":
+                self.stream({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "shutting down"}}})
             return None
         count = body["sampling_params"]["max_new_tokens"]
         meta = {
@@ -44,9 +46,12 @@ class Handler(BaseHTTPRequestHandler):
             "output_token_logprobs": [[-1.0, 5, None]] * count,
             "weight_versions": [{"version": "0", "start": 0, "end": count}],
         }
+        return self.stream({"output_ids": [5] * count, "meta_info": meta})
+
+    def stream(self, said: dict[str, Any]) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(f"data: {json.dumps({'output_ids': [5] * count, 'meta_info': meta})}\n\ndata: [DONE]\n\n".encode())
+        self.wfile.write(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode())
 
     def say(self, answer: dict[str, Any]) -> None:
         self.send_response(200)

@@ -96,8 +96,9 @@ def test_what_a_server_found_in_its_cache_and_put_back_is_said_at_the_end() -> N
     assert (heard.tokens, heard.num_cached, heard.num_put_back) == ([5], 7, 2)
 
 
-def test_a_server_that_breaks_its_connections_before_it_dies_is_started_again(tmp_path: Path) -> None:
-    engine = dying(tmp_path, 1.0, restarts=1)
+@pytest.mark.parametrize("how", ["breaks", "aborts"])
+def test_a_server_that_breaks_or_aborts_its_requests_before_it_dies_is_started_again(tmp_path: Path, how: str) -> None:
+    engine = dying(tmp_path, 1.0, how, restarts=1)
     try:
         engine.start()
         found = generate(engine, [make_request(0, 0, Sampling(4, temperature=0.0))])
@@ -127,9 +128,9 @@ def test_the_processes_of_a_server_talk_among_themselves_on_loopback_unless_told
         engine.stop()
 
 
-def dying(place: Path, wait_s: float, *, restarts: int, env: str = "") -> ServedRollout:
-    """An engine whose server says where Gloo would listen, and dies so many seconds after it broke a connection."""
-    server = f'{sys.executable} {Path(__file__).parent / "dying_server.py"} {wait_s} {place / "died"} "$@"'
+def dying(place: Path, wait_s: float, how: str = "breaks", *, restarts: int, env: str = "") -> ServedRollout:
+    """An engine whose server says where Gloo would listen, and dies so many seconds after it broke or aborted a request."""
+    server = f'{sys.executable} {Path(__file__).parent / "dying_server.py"} {wait_s} {place / "died"} {how} "$@"'
     command = f"echo $GLOO_SOCKET_IFNAME > {place / 'interface'}; exec {server}"
     settings = EngineSettings(options={"restarts": restarts, "weights_dir": str(place), "env": env})
     return engine_with(SglangRollout, NEEDED, place, command, settings)

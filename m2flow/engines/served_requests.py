@@ -84,13 +84,20 @@ class Requests:
         self.aborting.clear()
         self.put_back(kept)
 
-    def resting(self, ids: Collection[int]) -> list[Job]:
-        """Those of them that the server does not have."""
-        return [job for job in [*(job for job, _ in self.ended), *self.waiting] if job.id in ids]
+    def end(self, rid: str, job: Job, finish: Finish) -> None:
+        """The server is done with what it knows by this name, and this is what came of it."""
+        del self.running[rid]
+        self.aborting.discard(rid)
+        self.ended.append((job, finish))
+
+    @property
+    def resting(self) -> list[Job]:
+        """Those that the server does not have."""
+        return [*(job for job, _ in self.ended), *self.waiting]
 
     def take(self, ids: Collection[int]) -> list[Job]:
-        """The same; they leave."""
-        taken = self.resting(ids)
+        """Those of them that the server does not have; they leave."""
+        taken = [job for job in self.resting if job.id in ids]
         self.ended = [(job, finish) for job, finish in self.ended if job.id not in ids]
         self.waiting = deque(job for job in self.waiting if job.id not in ids)
         return taken
@@ -101,8 +108,7 @@ class Requests:
 
     def progress(self) -> dict[int, int]:
         """Tokens of each sample."""
-        resting = {job.id: len(job.tokens) for job in [*self.waiting, *(job for job, _ in self.ended)]}
-        return resting | {one.job.id: one.num_tokens for one in self.running.values()}
+        return {job.id: len(job.tokens) for job in self.resting} | {one.job.id: one.num_tokens for one in self.running.values()}
 
 
 def grown(one: Running, spans: Sequence[Span], *, keeps: bool = False) -> Job:

@@ -238,7 +238,7 @@ class ServedRollout(RolloutEngine):
         self._started()
         wanted = set(ids)
         running = [one for one in self._requests.running.values() if one.job.id in wanted and not one.is_mixed]
-        jobs = self._requests.resting(wanted) + [one.so_far(self._version) for one in running]
+        jobs = [job for job in self._requests.resting if job.id in wanted] + [one.so_far(self._version) for one in running]
         return [self._leaving(job, Finish.ABORT) for job in jobs]
 
     def progress(self) -> dict[int, int]:
@@ -426,14 +426,12 @@ class ServedRollout(RolloutEngine):
         one.logprobs += heard.logprobs
         if heard.finish is None:
             return
-        del self._requests.running[heard.rid]
         self._num_cached += heard.num_cached
         self._num_put_back += 0 if one.is_mixed else heard.num_put_back  # A change of weights makes it wait too.
         finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
         if finish is None or (finish is Finish.ABORT and heard.rid not in self._requests.aborting):
             raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
-        self._requests.aborting.discard(heard.rid)
-        self._requests.ended.append((self._grown(one, heard), finish))
+        self._requests.end(heard.rid, self._grown(one, heard), finish)
 
     def _is_well(self) -> bool:
         """Whether the server says so."""
@@ -452,14 +450,12 @@ class ServedRollout(RolloutEngine):
         _LOG.warning("the connection of sample %s to the %s server broke, and it is sent again: %s", who, self.product, why)
         with contextlib.suppress(EngineError):  # It will be noticed soon if the server is not there any more.
             self._started().abort([rid])  # It may not have noticed.
-        del self._requests.running[rid]
         job = one.kept(self._version)
-        if rid in self._requests.aborting:
-            self._requests.aborting.discard(rid)
-            self._requests.ended.append((job, Finish.ABORT))
-        elif (finish := finish_of_prefix(job)) is not None:
-            self._requests.ended.append((job, finish))
+        finish = Finish.ABORT if rid in self._requests.aborting else finish_of_prefix(job)
+        if finish is not None:
+            self._requests.end(rid, job, finish)
         else:
+            del self._requests.running[rid]
             self._send(job, num_broken=0 if one.tokens else one.num_broken + 1)
 
     def _gave_up(self, job: Job, why: str) -> EngineError:
