@@ -42,6 +42,8 @@ class Breaking:
     """The bodies of requests."""
     ended: list[str] = field(default_factory=list)
     """Names that were to be ended."""
+    last_piece: bytes = b""
+    """What is still sent as a connection breaks."""
     num_asked: int = 0
     """How often somebody wanted to know if it is well."""
     can_end: bool = True
@@ -74,6 +76,7 @@ def handler_of(breaking: Breaking) -> type[Answering]:
             if breaking.says_first:
                 self.say(breaking.says_first, is_whole=False)
             breaking.goes.wait(60.0)
+            self.wfile.write(breaking.last_piece)
             return None
 
         def say(self, count: int, *, is_whole: bool) -> None:
@@ -105,8 +108,9 @@ def engine_of(tmp_path: Path) -> Callable[[Breaking], contextlib.AbstractContext
 Made = Callable[[Breaking], contextlib.AbstractContextManager[RolloutEngine]]
 
 
-def test_a_request_goes_on_from_its_tokens(engine_of: Made) -> None:
-    breaking = Breaking(num_breaks=2)
+@pytest.mark.parametrize("last_piece", [b"", b'data: {"output_ids": [5'])
+def test_a_request_goes_on_from_its_tokens(engine_of: Made, last_piece: bytes) -> None:
+    breaking = Breaking(num_breaks=2, last_piece=last_piece)
     with engine_of(breaking) as engine:
         (done,) = generate(engine, [REQUEST]).values()
         assert done.finish is Finish.LENGTH
@@ -180,12 +184,19 @@ def test_one_that_is_not_well_is_given_up_at_once(engine_of: Made) -> None:
         assert len(breaking.heard) == 1
 
 
-def test_a_connection_that_breaks_as_its_request_is_aborted_gives_its_tokens_back(engine_of: Made) -> None:
-    breaking = Breaking(num_breaks=1)
+@contextlib.contextmanager
+def generating(engine_of: Made, breaking: Breaking) -> Iterator[RolloutEngine]:
+    """The first tokens of the request have come, and its connection is not broken before `goes`."""
     breaking.goes.clear()
     with engine_of(breaking) as engine:
         engine.add([REQUEST])
         run_until(engine, [REQUEST.id], FIRST)
+        yield engine
+
+
+def test_a_connection_that_breaks_as_its_request_is_aborted_gives_its_tokens_back(engine_of: Made) -> None:
+    breaking = Breaking(num_breaks=1)
+    with generating(engine_of, breaking) as engine:
         (stopped,) = engine.abort([REQUEST.id])
         assert (stopped.finish, stopped.tokens.tolist(), stopped.versions.tolist()) == (Finish.ABORT, [5, 5], [0, 0])
         assert engine.num_unfinished == 0
@@ -195,10 +206,7 @@ def test_a_connection_that_breaks_as_its_request_is_aborted_gives_its_tokens_bac
 def test_one_under_which_weights_have_changed_begins_anew(engine_of: Made) -> None:
     """Which of them made its tokens would have been said at its end."""
     breaking = Breaking(num_breaks=1)
-    breaking.goes.clear()
-    with engine_of(breaking) as engine:
-        engine.add([REQUEST])
-        run_until(engine, [REQUEST.id], FIRST)
+    with generating(engine_of, breaking) as engine:
         engine.load_weights([(name, tensor * 2) for name, tensor in engine.weights()], 1, under_requests=True)
         breaking.goes.set()
         while len(breaking.heard) < 2:

@@ -54,20 +54,25 @@ def test_a_run_that_does_not_answer_says_so(tmp_path: Path) -> None:
     assert list((tmp_path / "control").iterdir()) == []
 
 
-@pytest.mark.parametrize(("reason", "said"), [("done", "is over"), ("Ctrl-C", "has stopped: Ctrl-C"), (None, "has not answered")])
-def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path, reason: str | None, said: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as db:
+def attempted(run_dir: Path, reason: str | None) -> None:
+    """A run whose only attempt ended so; None: it has not."""
+    (run_dir / "config.json").write_text("{}")
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.db")) as db:
         db.execute("CREATE TABLE attempts (number INTEGER, began REAL, ended REAL, reason TEXT)")
         db.execute("INSERT INTO attempts VALUES (0, 1.0, ?, ?)", (reason and 2.0, reason))
         db.commit()
+
+
+@pytest.mark.parametrize(("reason", "said"), [("done", "is over"), ("Ctrl-C", "has stopped: Ctrl-C"), (None, "has not answered")])
+def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path, reason: str | None, said: str) -> None:
+    attempted(tmp_path, reason)
     answer = scale(tmp_path, "+1", "--patience", "0.2")
     assert (answer.exit_code, said in answer.output) == (2, True), answer.output
     assert ("--resume" in answer.output) == (reason == "Ctrl-C")
 
 
 def test_one_that_is_taken_up_again_at_this_moment_is_asked(tmp_path: Path) -> None:
-    test_a_run_that_has_ended_is_not_waited_for(tmp_path, "Ctrl-C", "has stopped: Ctrl-C")
+    attempted(tmp_path, "Ctrl-C")
     (tmp_path / "run.lock").write_text(f"{os.getpid()}\n")
     assert "has not answered" in scale(tmp_path, "+1", "--patience", "0.2").output
 

@@ -46,19 +46,23 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     except ValidationError as error:
         paths = ([str(part) for part in one.get("ctx", {}).get("at", one["loc"])] for one in error.errors())  # From the outermost field.
         wrong = [(_place_of(root, names), names, one) for names, one in zip(paths, error.errors(), strict=True)]
-        (line, column), names, first = min(wrong, key=lambda found: found[0])
+        place, names, first = min(wrong, key=lambda found: found[0])
         is_unknown = first["type"] == "extra_forbidden"
-        what = f"{'.'.join(names)}: {'no such field' if is_unknown else first['msg']}"
-        raise SpecError(what, where=f"{path}:{line}:{column}", now=_nearest(names) if is_unknown else _nearest_choice(first)) from None
+        what, now = ("no such field", _nearest(names)) if is_unknown else (first["msg"], _nearest_choice(first))
+        raise _wrong(what, now, names, path, place) from None
     if spec.devices:
         spec = spec.model_copy(update={"devices": str(file.parent / spec.devices)})
     for names, look_up in _named(spec):
         try:
             look_up()
         except M2FlowError as error:
-            line, column = _place_of(root, names)
-            raise SpecError(f"{'.'.join(names)}: {error.what}", where=f"{path}:{line}:{column}", now=error.now) from None
+            raise _wrong(error.what, error.now, names, path, _place_of(root, names)) from None
     return spec
+
+
+def _wrong(what: str, now: str, names: list[str], path: str | Path, place: tuple[int, int]) -> SpecError:
+    line, column = place
+    return SpecError(f"{'.'.join(names)}: {what}", where=f"{path}:{line}:{column}", now=now)
 
 
 def _named(spec: ClusterSpec) -> Iterator[tuple[list[str], Callable[[], object]]]:

@@ -35,9 +35,10 @@ def command(run: str, change: str, runs_dir: Path, patience_s: float) -> None:
     run_dir = find_run(run, runs_dir)
     state = state_of(run_dir)
     if state.ended_s is not None and not is_held(run_dir):  # Else somebody takes it up again at this moment.
-        is_done = state.name == "done"
-        now = "" if is_done else f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
-        raise SpecError(f"the run in {run_dir} {'is over' if is_done else f'has stopped: {state.reason}'}", now=now)
+        if state.name == "done":
+            raise SpecError(f"the run in {run_dir} is over")
+        now = f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
+        raise SpecError(f"the run in {run_dir} has stopped: {state.reason}", now=now)
     if state.name == "simulated":
         raise SpecError(
             f"the run in {run_dir} is simulated: it has no workers", now="Change `rollout: {workers: ...}` and simulate it anew."
