@@ -155,13 +155,5 @@ def test_no_file_of_the_repository_mentions(what: str) -> None:
     assert not found
 
 
-def test_no_file_that_people_read_reaches_500_lines() -> None:
-    read = [
-        p for p in [*_repository_files(), Path(__file__)] if p.suffix in (".py", ".md", ".yaml", ".toml") or p.name in ("Makefile", "run")
-    ]
-    long = {str(path.relative_to(ROOT)): count for path in read if (count := len(path.read_text().splitlines())) >= 500}
-    assert not long
-
-
 def test_no_file_is_a_drawer_for_odds_and_ends() -> None:
     assert not [p for p in _repository_files() if p.stem in ("utils", "util", "helpers", "helper", "common", "misc")]
