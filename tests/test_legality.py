@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from test_seeded_bugs import minibatches_by_arrival
 
-from m2flow import Dataset, Policy, Reward, Sample, flow, log, nll, op, steps
+from m2flow import Dataset, Policy, Reward, Role, Sample, call, flow, log, nll, op, steps
 from m2flow.macro.flow import Flow
 from m2flow.micro import messages as m
 from m2flow.micro.lowering import legality
@@ -122,6 +122,56 @@ def samples_between() -> None:
 def refilling() -> None:
     policy, reward = Policy("fake"), Reward(raises_mostly)
     policy.generate(Dataset(ROWS), n=3, max_new_tokens=9, count=2, score=reward)
+
+
+class Keeper(Role):
+    """Remembers lengths; which ones, and in which order, shows in what it says."""
+
+    def __init__(self) -> None:
+        self.seen = [3]
+
+    @call(returns="reward", writes=["keeper.seen"])
+    def note(self, sample: Sample) -> float:
+        self.seen.append(sample.num_tokens)
+        return float(len(self.seen))
+
+    @call(reads=["keeper.seen"])
+    def says(self, sample: Sample) -> int:
+        return sum(place * length for place, length in enumerate(self.seen))
+
+
+def is_wanted(sample: Sample) -> bool:
+    return sample.num_tokens < 0
+
+
+@flow
+def notes_of_nothing() -> None:
+    """Notes of no samples, one after notes that come late, the other after a read that comes later still."""
+    policy, keeper, prompts = Policy("fake"), Keeper(), Dataset(ROWS)
+    at_once = policy.generate(prompts.take(2), max_new_tokens=2)
+    none = at_once.filter(is_wanted)
+    keeper.note(policy.generate(prompts.take(2), max_new_tokens=30, min_new_tokens=20))
+    keeper.note(none)
+    early = keeper.says(at_once)
+    late = keeper.says(policy.generate(prompts.take(2), max_new_tokens=60, min_new_tokens=40))
+    keeper.note(none)
+    keeper.note(at_once)
+    log(early=early.map(float).mean(), late=late.map(float).mean())
+
+
+@op()
+def raises_at_the_end(sample: Sample, number: float) -> float:
+    raise ValueError("at the end")
+
+
+@flow
+def fails_past_nothing() -> None:
+    """A note of samples after one of none that has an error, if only among what it would say of them."""
+    keeper = Keeper()
+    responses = Policy("fake").generate(Dataset(ROWS).take(2), max_new_tokens=2)
+    failed = raises_at_the_end(responses, Reward(length).score(responses))
+    keeper.note(responses.filter(is_wanted).with_columns(failed=failed))
+    keeper.note(responses)
 
 
 def specs() -> Iterator[ClusterSpec]:
@@ -236,6 +286,17 @@ def refills_judge_groups(patch: Patch) -> None:
     patch.setattr(legality, "_stage", stage_with(unit="sample")(legality._stage))
 
 
+def calls_without_rows_wait_too(patch: Patch) -> None:
+    prepare = board.Board._prepare
+
+    def at_once(self: board.Board, state: CallState) -> None:
+        prepare(self, state)
+        if state.is_prepared and state.call.is_aligned and not (state.ids or state.is_over):
+            self.complete(state, None)
+
+    patch.setattr(board.Board, "_prepare", at_once)
+
+
 RULES: list[tuple[Callable[[Patch], None], Flow]] = [
     (granularity_closure, on_groups),
     (whole_groups, grpo),
@@ -248,6 +309,7 @@ RULES: list[tuple[Callable[[Patch], None], Flow]] = [
     (weights_stay_until_they_are_taken, samples_between),
     (rows_are_kept_while_they_are_needed, grpo),
     (refills_judge_groups, refilling),
+    (calls_without_rows_wait_too, notes_of_nothing),
 ]
 
 
@@ -261,3 +323,27 @@ def test_a_schedule_that_breaks_the_rule_is_seen_to_be_wrong(broken, program, mo
     eager_answer(program)  # With the rule.
     broken(monkeypatch)
     assert wrong(program) is not None
+
+
+def test_what_depends_on_a_failure_through_calls_without_rows_is_not_done_either():
+    spec = next(specs())
+    eager = run_eager(fails_past_nothing, {}, spec)
+    assert "at the end" in eager.error
+    for order_seed in range(4):
+        planned = run_planned(fails_past_nothing, {}, spec, order_seed=order_seed)
+        assert (planned.error, planned.rewards) == (eager.error, eager.rewards)
+
+
+def test_a_long_chain_of_calls_without_rows_ends_without_recursion():
+    @flow
+    def chained() -> None:
+        keeper = Keeper()
+        responses = Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=20)
+        none = responses.filter(is_wanted)
+        keeper.note(responses)
+        for _ in range(600):
+            keeper.note(none)
+        log(said=keeper.says(responses).map(float).mean())
+
+    spec = next(specs())
+    assert difference_of(run_planned(chained, {}, spec), run_eager(chained, {}, spec)) is None

@@ -22,6 +22,7 @@ from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, Tra
 from m2flow.testing.account import Account
 from m2flow.testing.programs import (
     Actor,
+    Ask,
     Demonstrate,
     Filter,
     Generate,
@@ -171,6 +172,32 @@ NARROW = {
 @pytest.mark.parametrize(("program", "spec"), NARROW.values(), ids=list(NARROW))
 @pytest.mark.parametrize("order_seed", range(3))
 def test_nobody_waits_for_ever_for_room_in_an_empty_channel(program, spec, order_seed):
+    assert difference(program, spec, order_seed=order_seed) is None
+
+
+WRONG = {
+    "a role's second note is of no samples, and is not the first to end": (
+        Program(
+            num_policies=1,
+            num_steps=2,
+            before=(replace(ASK, count=1, longest=2),),
+            body=(
+                replace(ASK, source="all", count=1, longest=2),
+                replace(ASK, source="samples", count=1, longest=2),
+                Filter(how="samples", samples=2),
+                Ask(role=0, how="note", samples=1),
+            ),
+            staleness=1,
+        ),
+        SPEC.model_copy(update={"placement": "time-shared", "channels": ChannelSpec(max_samples=1)}),
+    ),
+}
+"""Programs that have ended with another value than eager."""
+
+
+@pytest.mark.parametrize(("program", "spec"), WRONG.values(), ids=list(WRONG))
+@pytest.mark.parametrize("order_seed", range(3))
+def test_a_program_that_once_gave_another_value_gives_the_eager_one(program, spec, order_seed):
     assert difference(program, spec, order_seed=order_seed) is None
 
 

@@ -14,6 +14,7 @@ A schedule gives the sequential answer because of these rules (kept by the files
 - which rows are a mini-batch goes by identity, and is fixed before the first is there (`updating`, `tracking`);
 - a read of a resource waits for the write of the version that it reads (`board.add_call`);
 - a write waits for the earlier reads of what it replaces (`board.reads_before`, `train_desk`), and for the write before it;
+- a call ends after all that it waits for, also one that turns out to have no rows: who waits for it waits for those (`board._may_go`);
 - a rollout engine samples for a call only with a version that the call may use (`rollout_desk`);
 - a trainer replaces weights only after every engine that must sample from them has taken them (`rollout_desk.needs_loading`);
 - rows are forgotten when neither the program nor a call can ask for them (`board.forget_unreachable`);

@@ -6,6 +6,7 @@ The desks (`rollout_desk`, `train_desk`, `function_desk`) read it to decide, and
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from m2flow.errors import M2FlowError, OpError, RunInterrupted
@@ -82,6 +83,8 @@ class Board:
         """Call -> those that wait until it is done."""
         self._followers: dict[int, list[CallState]] = {}
         self._perhaps_unreachable: set[int] = set()
+        self._empty: deque[CallState] = deque()
+        """Calls without rows that may end."""
         self.lines = Lines(self)
         self.refills = Refills(self)
         self.placings = Placings(self, plan)
@@ -169,14 +172,22 @@ class Board:
                 state.arrived(needed, sorted(source.done), source.num_tokens)
             elif source.whole_at:
                 self.functions.note(self.workers[source.whole_at])
+        if not state.ids:
+            self._await_inputs(state)
         self._may_go(state)
         if state.carry is not None:
             self.lines.prepared(state, len(rows_of))
-        elif state.call.is_aligned and not state.ids:
-            self.complete(state, None)
-        elif state.result is not None:
+        elif state.result is not None and not state.is_over:
             self._prepare_consumers(state)
         self.restoring.prepared(state)
+
+    def _await_inputs(self, state: CallState) -> None:
+        """Have a call that works on no rows wait for its inputs: no row of theirs holds it back, and it must not end before them."""
+        for needed in state.aligned_inputs:
+            if not self._is_done(needed):
+                state.waits_for.add(needed)
+                self._waiting_for.setdefault(needed, []).append(state)
+        self.handed_out(state)
 
     def _rows_for(self, state: CallState, base: CallState) -> list[int] | None:
         """Which rows a call has from one of its inputs, if that is known. Calls of one refill hand on every candidate."""
@@ -259,13 +270,15 @@ class Board:
         if state.is_update:
             self.open.changed(state.call.role)
             self.placings.trained(state.call.role)
-        self._leave(state)
         if state.result is None:
             state.result = sorted(state.done)
+        self.commands.append(Resolve(state.call.ordinal, value, state.chosen))  # Before those of calls that this lets end.
+        self._leave(state)
         for other in self._waiting_for.pop(state.call.ordinal, []):
             other.waits_for.discard(state.call.ordinal)
             self._may_go(other)
-        self.commands.append(Resolve(state.call.ordinal, value, state.chosen))
+            if other.carry is not None:
+                self.lines.cut_if_done(other)
         if state.carry is not None:
             self.lines.ended(state)
         self._prepare_consumers(state)
@@ -399,7 +412,19 @@ class Board:
                 self.waking.wake_role(state.call.role)
             elif state.call.engine == "train":
                 self.open.start(state)
+            if state.call.is_aligned and not (state.ids or state.follows or state.carry):
+                self._end_empty(state)
         self._rows_came(state)
+
+    def _end_empty(self, state: CallState) -> None:
+        """A call has no rows, and waits for nobody any more. One such call may let the next one end: a chain of them is no recursion."""
+        self._empty.append(state)
+        if len(self._empty) > 1:
+            return
+        while self._empty:
+            if not self._empty[0].is_over:
+                self.complete(self._empty[0], None)
+            self._empty.popleft()
 
     def _rows_came(self, state: CallState) -> None:
         """Rows of a call may be handed out."""

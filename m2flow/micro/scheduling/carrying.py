@@ -86,7 +86,7 @@ class Lines:
         self._open.append(state)
         if previous is not None and state.carry.previous is not None:
             self._next[previous] = state
-            self._cut_if_done(self._board.calls[previous])  # How old it may leave samples is known now.
+            self.cut_if_done(self._board.calls[previous])  # How old it may leave samples is known now.
 
     def prepared(self, state: CallState, num_prompts: int) -> None:
         """A call's own samples are known."""
@@ -97,7 +97,7 @@ class Lines:
             return
         state.carry.num_late = num_late(state.call.options, num_prompts)
         self._take_over(state)
-        self._cut_if_done(state)
+        self.cut_if_done(state)
 
     def _end_again(self, state: CallState, recalled: Recalled) -> None:
         """A call that was over before ends as it did."""
@@ -144,13 +144,13 @@ class Lines:
         following = self._next.get(ordinal)
         if following is not None:
             self._take_over(following)
-            self._cut_if_done(following)
+            self.cut_if_done(following)
 
     def cut(self, state: CallState) -> list[int] | None:
         """The samples that a call gives, if it ends now; the rest is late."""
         carry = state.carry
         assert carry is not None
-        if carry.previous is not None or not state.is_prepared or state.failure is not None:
+        if carry.previous is not None or not state.is_prepared or state.waits_for or state.failure is not None:
             return None
         if state.num_whole < state.num_groups - carry.num_late:
             return None
@@ -246,7 +246,8 @@ class Lines:
             board.send(owner, m.Adopt(ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
             board.rows.made(ordinal, rows, owner, map(worker_of, state.stage.forward_to))
 
-    def _cut_if_done(self, state: CallState) -> None:
+    def cut_if_done(self, state: CallState) -> None:
+        """End a call that is not over, if it has enough."""
         if not state.is_over:
             self._board.cut(state)
 
