@@ -1,12 +1,17 @@
 """A run with fake engines in a process of its own, for `test_runtime_faults`: fault_run.py RUNS_DIR REWARD [FILE_BYTES]."""
 
+import contextlib
 import os
 import resource
+import socket
 import sys
 import time
 from collections.abc import Callable
 
+import psutil
+
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
+from m2flow.channels.zeromq import LinkDialer
 from m2flow.errors import M2FlowError
 from m2flow.macro.session import Backend
 from m2flow.micro.record.ledger import read_samples
@@ -57,6 +62,25 @@ def wait_until_recorded() -> None:
         time.sleep(0.05)
 
 
+def say_what_is_none_everywhere() -> None:
+    """Five bytes and others, to every Unix socket that the run's processes listen at."""
+    processes = [psutil.Process(), *psutil.Process().children()]
+    places = {str(found.laddr) for process in processes for found in process.net_connections("unix") if str(found.laddr).startswith("/")}
+    assert len(places) > 3, places
+    for place in places:
+        for said in (b"\x01\x00\x02\x00A", b"\x01\x00\x05\x00m2f!", b"\xff" * 64, b""):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(place)
+                stranger.sendall(said)
+    controller = running[0]._controller
+    assert controller is not None
+    for name in ("nobody", "rollout-0#x", "rollout-0.other"):  # These know the secret.
+        dialer = LinkDialer()
+        dialer.open(controller._address, name, controller._launcher.token)
+        dialer.send(b"\xc1")
+        dialer.close(drain_s=10.0)
+
+
 @flow
 def faulty(reward: str = "one", num_steps: int = 2) -> None:
     policy, judge = Policy("fake"), Reward(REWARDS[reward])
@@ -72,7 +96,7 @@ def main(runs_dir: str, reward: str, file_bytes: str = "0") -> None:
     if reward == "forever":
         options: dict[str, object] = {"num_steps": 1_000_000}
     else:
-        options = {"reward": reward, "num_steps": 400 if int(file_bytes) else 2}
+        options = {"reward": "one" if reward == "besieged" else reward, "num_steps": 400 if int(file_bytes) else 2}
     if int(file_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), int(file_bytes)))
     spec = ClusterSpec(
@@ -81,6 +105,8 @@ def main(runs_dir: str, reward: str, file_bytes: str = "0") -> None:
 
     def up(backend: Backend) -> Backend:
         running.append(run)
+        if reward == "besieged":
+            say_what_is_none_everywhere()
         return backend
 
     run = Run(faulty, options, spec, RunSettings(runs_dir=runs_dir), around=up)

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Client
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,10 +28,11 @@ from hypothesis import strategies as st
 from m2flow.channels import codec
 from m2flow.channels.arena import Borrower, Loan
 from m2flow.channels.pairs import PairReceiver, Passage
-from m2flow.channels.zeromq import MAX_MESSAGE_BYTES, wait
+from m2flow.channels.zeromq import MAX_MESSAGE_BYTES, LinkDialer, LinkListener, new_keys, new_secret, wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox, _loan_of, _passage_of, _receive_frames
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 from m2flow.micro import messages as m
+from m2flow.micro.work.gang import End, Gang, GangSettings, Here, heard, say
 from m2flow.testing.channel_suite import parcel_of, receive_all
 
 NUM_INPUTS = 12_000
@@ -269,3 +275,112 @@ def test_columns_that_make_too_many_frames_are_refused_where_they_are_sent(monke
     assert len(codec.cut([head, large[: codec.FRAME_BYTES]])) == 2
     with pytest.raises(ChannelError, match="3 frames; at most 2"):
         codec.cut([head, large])
+
+
+_UNVERSIONED = b"\x01\x00"
+"""What a peer of ZMTP 1.0 says first: an empty identity."""
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""What a peer of ZMTP 3.0 says first."""
+_PLAIN = _GREETING.replace(b"NULL" + bytes(1), b"PLAIN")
+_RAW = [
+    _UNVERSIONED + b"\x02\x00A",
+    _UNVERSIONED + b"\x02\x01A\x02\x00B",
+    _UNVERSIONED + b"\x04\x00m2f",
+    _UNVERSIONED + b"\x04\x00m2e",
+    _UNVERSIONED + b"\x01\x00" * 40,
+    _UNVERSIONED + b"\xff" + b"\xff" * 8 + b"\x00A",
+    b"\xff" * 64,
+    _GREETING,
+    _GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH" + b"\x00\x01A",
+    _GREETING + b"\x04\x05\x05READ\xff",
+    _PLAIN + b"\x04\x0a\x05HELLO\x02\xff\xfe\x01\xff",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\x00",
+    b"",
+]
+
+
+def _say_raw(address: str, raw: bytes) -> socket.socket:
+    """Connect past ZeroMQ and say this."""
+    kind, _, place = address.partition("://")
+    if kind == "ipc":
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(place)
+    else:
+        host, _, port = place.rpartition(":")
+        peer = socket.create_connection((host, int(port)))
+    with contextlib.suppress(OSError):  # It has turned us away by now.
+        peer.sendall(raw)
+    return peer
+
+
+@pytest.mark.parametrize("keys", [None, new_secret(), new_keys()], ids=["open", "secret", "encrypted"])
+@pytest.mark.parametrize("place", ["ipc:", "tcp"])
+def test_whatever_bytes_a_stranger_says_an_inbox_takes_the_next_parcel(place, keys):
+    inbox, outbox = ZmqInbox(place, keys=keys), ZmqOutbox("friend", keys=keys)
+    address = inbox.open()
+    strangers = [_say_raw(address, raw) for raw in _RAW]
+    outbox.send(address, parcel_of(3))
+    deadline, taken = time.monotonic() + 30.0, []
+    while time.monotonic() < deadline and not taken:
+        wait([inbox], 1.0)
+        taken += inbox.take()
+    assert [parcel.call for parcel in taken] == [3]
+    while keys is None and inbox.dropped.num < 5 and time.monotonic() < deadline:
+        wait([inbox], 1.0)
+        assert inbox.take() == []
+    assert (inbox.dropped.num >= 5) == (keys is None)
+    assert ("a protocol older than ZeroMQ 3" in inbox.dropped.news()) == (keys is None)
+    for stranger in strangers:
+        stranger.close()
+    outbox.close()
+    inbox.close()
+
+
+@pytest.mark.parametrize("place", ["ipc:", "tcp"])
+def test_whatever_bytes_a_stranger_says_a_control_link_takes_the_next_message(place):
+    listener, dialer = LinkListener("secret", place), LinkDialer()
+    address = listener.open()
+    strangers = [_say_raw(address, raw) for raw in _RAW]
+    dialer.open(address, "worker-0", "secret")
+    dialer.send(b"work")
+    came: list[tuple[str, bytes]] = []
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline and not (came and listener.dropped.num):
+        came += listener.receive(1.0)
+    assert came == [("worker-0", b"work")]
+    assert "from a peer that has not said hello" in listener.dropped.news()
+    for stranger in strangers:
+        stranger.close()
+    dialer.close()
+    listener.close()
+
+
+def test_whatever_bytes_a_stranger_says_the_ranks_of_a_trainer_meet(tmp_path):
+    meeting = str(tmp_path / "gang")
+    gang = Gang(GangSettings(num_ranks=2, meeting=meeting), "secret")
+    opening = threading.Thread(target=gang.open)
+    opening.start()
+    while not Path(meeting).exists():
+        time.sleep(0.01)
+    said = [
+        b"",
+        b"\0",
+        b"\xff" * 50,
+        struct.pack("!i", 5) + b"hello",
+        struct.pack("!i", 20) + b"#CHALLENGE#" + bytes(9),
+        struct.pack("!i", -1),
+    ]
+    strangers = [_say_raw(f"ipc://{meeting}", raw) for raw in said]
+    with Client(meeting, "AF_UNIX", authkey=b"secret") as broken:
+        broken.send_bytes(b"\xc1 no word")
+        with Client(meeting, "AF_UNIX", authkey=b"secret") as absent:
+            say(absent, Here(7))
+            with Client(meeting, "AF_UNIX", authkey=b"secret") as link:
+                say(link, Here(1))
+                opening.join(30.0)
+                assert not opening.is_alive()
+                gang.close()
+                assert isinstance(heard(link), End)
+    for stranger in strangers:
+        stranger.close()

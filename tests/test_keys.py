@@ -160,7 +160,7 @@ def test_a_stranger_learns_nothing_from_the_control_link_even_with_the_token(who
             listener.send("rollout-0", b"secret")
             assert friend.receive(30.0) == [b"secret"]
             assert not other.poll(300)
-            assert listener.num_dropped == 0
+            assert listener.dropped.num == 0
     finally:
         friend.close()
         listener.close()

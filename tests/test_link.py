@@ -65,7 +65,7 @@ def test_messages_go_both_ways_under_the_peers_names(listener: tuple[LinkListene
         link.send("rollout-0", b"generate" * 100_000)
         assert one.receive(30.0) == [b"generate" * 100_000]
         assert other.receive(30.0) == [b"train"]
-        assert link.num_dropped == 0
+        assert link.dropped.num == 0
 
 
 def test_messages_keep_their_order_in_both_directions(listener: tuple[LinkListener, str]) -> None:
@@ -87,7 +87,7 @@ def test_a_wrong_token_is_dropped_and_counted_and_hears_nothing(listener: tuple[
     link, address = listener
     with dial(address, "thief", "wrong") as thief, dial(address, "worker") as worker:
         thief.send(b"let me in")
-        while link.num_dropped < 2:  # Its hello and its message.
+        while link.dropped.num < 2:  # Its hello and its message.
             assert link.receive(0.05) == []
         worker.send(b"hello")
         assert hear(link) == [("worker", b"hello")]
@@ -103,7 +103,7 @@ def test_what_is_no_hello_is_dropped_and_counted(frames: list[bytes], listener: 
     link, address = listener
     with stranger(address) as dealer:
         dealer.send_multipart(frames)
-        while link.num_dropped < 1:
+        while link.dropped.num < 1:
             assert link.receive(0.05) == []
 
 
@@ -116,7 +116,7 @@ def test_a_message_of_several_frames_is_dropped_and_counted_even_from_a_peer(lis
         dealer.send_multipart([b"m2flow-hello-1", b"again", _TOKEN.encode(), *[b"more"] * 100])
         dealer.send(b"one")
         assert hear(link) == [("odd", b"one")]
-        assert link.num_dropped == 3
+        assert link.dropped.num == 3
 
 
 def test_a_name_stays_with_who_had_it_first_until_it_is_given_free(listener: tuple[LinkListener, str]) -> None:
@@ -126,7 +126,7 @@ def test_a_name_stays_with_who_had_it_first_until_it_is_given_free(listener: tup
         assert hear(link) == [("worker", b"first")]
         with dial(address, "worker") as second:
             second.send(b"second")
-            while link.num_dropped < 2:
+            while link.dropped.num < 2:
                 assert link.receive(0.05) == []
             link.send("worker", b"for the first")
             assert first.receive(30.0) == [b"for the first"]

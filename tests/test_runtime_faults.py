@@ -15,7 +15,7 @@ import pytest
 
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
-from m2flow.micro.record.ledger import read_samples
+from m2flow.micro.record.ledger import read_incidents, read_samples
 from m2flow.samples import Batch
 
 SCRIPT = Path(__file__).with_name("fault_run.py")
@@ -58,6 +58,15 @@ def test_a_reward_that_ends_its_process_or_raises_the_unspeakable_ends_the_run_w
     assert re.search(expected, said), said
     (ledger,) = tmp_path.glob("runs/*/ledger.db")
     assert list(read_samples(ledger.parent))
+
+
+def test_what_is_none_of_the_runs_is_dropped_and_counted_on_every_socket_and_the_run_ends_well(tmp_path):
+    said = output(tmp_path, "besieged")
+    assert "ended well: 16 samples" in said
+    assert re.search(r"the controller dropped \d messages that are none of this run's", said) or "the controller dropped a message" in said
+    (run_dir,) = tmp_path.glob("runs/*")
+    assert {(incident.kind, incident.worker) for incident in read_incidents(run_dir)} == {("dropped", "controller")}
+    assert any("dropped" in log.read_text() for log in (run_dir / "logs").glob("*.log"))
 
 
 def test_an_inbox_without_a_limit_takes_what_comes_while_its_owner_is_busy():

@@ -244,7 +244,7 @@ class Borrower:
         states = self._tables.get(arena)
         if states is None:
             _, mapped = _mapped(_path(arena + _TABLE), mmap.PROT_READ | mmap.PROT_WRITE, MAX_BUFFERS * 4)
-            states = self._tables[arena] = np.frombuffer(mapped, np.int32)
+            states = self._tables[arena] = np.frombuffer(mapped, np.int32, MAX_BUFFERS)
         return states
 
     def _map_of(self, arena: str, buffer: int) -> mmap.mmap:
@@ -287,7 +287,10 @@ def _mapped(path: str, protection: int, at_least: int) -> tuple[int, mmap.mmap]:
             raise DecodeError(f"{path} belongs to somebody else")
         if status.st_size < at_least:
             raise DecodeError(f"{path} has {status.st_size} bytes")
-        return status.st_ino, mmap.mmap(file, status.st_size, prot=protection)
+        try:
+            return status.st_ino, mmap.mmap(file, status.st_size, prot=protection)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DecodeError(f"{path} of {status.st_size:,} bytes can't be borrowed: {error}") from None
     finally:
         os.close(file)
 

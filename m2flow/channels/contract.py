@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from m2flow.errors import BrokenChannel, EndOfStream
+from m2flow.errors import BrokenChannel, DecodeError, EndOfStream
 from m2flow.samples import Batch
 
 
@@ -74,10 +74,38 @@ class Statistics:
         return whole
 
 
+@dataclass
+class Dropped:
+    """Messages that came in on a socket, and were none of the run's: they are counted, and `news` names the last."""
+
+    num: int = 0
+    last: str = ""
+    """What was wrong with the last one."""
+    _num_told: int = 0
+
+    def add(self, what: str) -> None:
+        self.num += 1
+        self.last = what
+
+    def news(self) -> str:
+        """What to say of them; empty while there are fewer than twice as many as when that was said last, so that nobody fills a log."""
+        if not self.num or self.num < 2 * self._num_told:
+            return ""
+        self._num_told = self.num
+        messages = "a message that is" if self.num == 1 else f"{self.num:,} messages that are"
+        return f"dropped {messages} none of this run's{', the last one' if self.num > 1 else ''}: {self.last}"
+
+
+_MOST_DROPPED_AT_ONCE = 1000
+"""So that `take` returns even if who sends what is none never pauses."""
+
+
 class Inbox(ABC):
     """Receives parcels. Opened by `open`, which gives the address that senders need."""
 
     def __init__(self) -> None:
+        self.dropped = Dropped()
+        """By `take`."""
         self._statistics: dict[str, Statistics] = {}
         self.waited_s = 0.0
         """Time blocked with nothing to receive."""
@@ -104,11 +132,15 @@ class Inbox(ABC):
         """
 
     def take(self) -> list[Parcel]:
-        """What is here now, for one who learns in another way whether its senders live."""
-        try:
-            return self.receive(0.0)
-        except (BrokenChannel, EndOfStream):
-            return []
+        """What is here now, for one who learns in another way whether its senders live. What is no parcel is dropped (`dropped`)."""
+        for _ in range(_MOST_DROPPED_AT_ONCE):
+            try:
+                return self.receive(0.0)
+            except DecodeError as error:
+                self.dropped.add(error.what)
+            except (BrokenChannel, EndOfStream):
+                return []
+        return []
 
     @abstractmethod
     def close(self) -> None:

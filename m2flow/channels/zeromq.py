@@ -28,6 +28,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
+from m2flow.channels.contract import Dropped
 from m2flow.channels.keys import Keys
 from m2flow.channels.places import address_of, is_private, private_directory
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, PortInUse, SpecError
@@ -167,7 +168,7 @@ class LinkListener(Endpoint):
     """The controller's side of the control link.
 
     A peer is taken in once it has said hello with the token; its name is then its own until `forget`. Whatever else comes is
-    dropped and counted in `num_dropped`. The address of a peer on the socket is a random number that the peer chose, so another
+    dropped and counted in `dropped`. The address of a peer on the socket is a random number that the peer chose, so another
     one can't take its place.
     """
 
@@ -177,7 +178,7 @@ class LinkListener(Endpoint):
         self, token: str, place: str = "ipc:", *, max_messages: int = 100_000, timeout_s: float = 10.0, keys: Keys | None = None
     ) -> None:
         super().__init__(keys)
-        self.num_dropped = 0
+        self.dropped = Dropped()
         self._token = token.encode()
         self._place = place
         self._max_messages = max_messages
@@ -212,7 +213,8 @@ class LinkListener(Endpoint):
                 if route in self._names and len(frames) == 1:
                     messages.append((self._names[route], frames[0]))
                 elif not self._takes_in(route, frames):
-                    self.num_dropped += 1
+                    who = f"{self._names[route]}, which has said hello" if route in self._names else "a peer that has not said hello"
+                    self.dropped.add(f"{len(frames)} frames on the control link from {who}")
             left_s = deadline - time.monotonic()
             if messages or left_s <= 0 or not _is_readable(socket, left_s):
                 return messages

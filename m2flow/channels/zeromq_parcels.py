@@ -41,6 +41,8 @@ SHARED_MEMORY = "shared memory"
 _LOAN, _PASSAGE = b"m2l", b"m2p"
 _SRCFD = int(zmq.SRCFD)
 """As a number: a member of an enumeration takes a microsecond each time."""
+_UNKNOWN = -1
+"""In the place of a connection: ZeroMQ does not say of a message of an unversioned peer (ZMTP 1.0) where it came from."""
 _LOOK_S = 0.002
 """Between two looks at what others have taken, which nobody rings a bell for."""
 _LOOKS_AGAIN_S = 0.05
@@ -127,6 +129,8 @@ class ZmqInbox(Endpoint, Inbox):
         """The parcel of a message, None for one that has none; and its bytes."""
         if len(frames) > MAX_FRAMES:
             raise DecodeError(f"a message of more than {MAX_FRAMES:,} frames")
+        if connection == _UNKNOWN:
+            raise DecodeError(f"a message of {num_frame_bytes(frames):,} bytes from a peer that speaks a protocol older than ZeroMQ 3")
         kind = bytes(frames[0][:3])
         if kind == END:
             self._ended(frames)
@@ -364,19 +368,26 @@ def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
     """The frames of the next message, or none, and the connection that they came on. Small ones are copied: in ZeroMQ's own buffer they
     lie at any address. Of too many the first beyond the bound is the last that is kept."""
     if not has_come(socket):
-        return [], -1
+        return [], _UNKNOWN
     try:
         received = socket.recv(NOBLOCK, copy=False)
     except zmq.Again:  # Whoever is turned away makes a socket readable, too.
-        return [], -1
-    connection = received.get(_SRCFD)
-    assert isinstance(connection, int)
+        return [], _UNKNOWN
+    connection = _connection_of(received)
     frames = [received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer]
     while received.more:
         received = socket.recv(NOBLOCK, copy=False)  # A message is here as a whole, or not at all.
         if len(frames) <= MAX_FRAMES:
             frames.append(received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer)
     return frames, connection
+
+
+def _connection_of(received: zmq.Frame) -> int:
+    try:
+        connection = received.get(_SRCFD)
+    except zmq.ZMQError:
+        return _UNKNOWN
+    return connection if isinstance(connection, int) else _UNKNOWN
 
 
 def _loan_of(frame: bytes | memoryview) -> Loan:

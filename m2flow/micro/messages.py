@@ -405,7 +405,7 @@ def decode_echo(body: bytes) -> Echo:
         raise _no_message(body, error) from None
 
 
-_NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError)  # msgspec lets a tag that is no UTF-8 through as the latter
+_NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # msgspec lets a tag that is no UTF-8 through as the second
 
 
 def _no_message(body: bytes, error: Exception) -> DecodeError:

@@ -103,7 +103,8 @@ class StreamServer:
             for peer, body in self._listener.receive(_LOOKS_S):
                 try:
                     self._listener.send(peer, *self._answer(peer, msgspec.msgpack.decode(body, type=_Ask)))
-                except (BrokenChannel, msgspec.MsgspecError):  # It has died, or is none of ours: it is not heard any more.
+                except (BrokenChannel, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    # It has died, or is none of ours: it is not heard any more.
                     self._listener.forget(peer)
 
     def _answer(self, peer: str, ask: _Ask) -> list[bytes]:

@@ -151,6 +151,7 @@ class Controller:
         self._collected = RowStore()
         """What has come of those."""
         self._watchdog = Watchdog()
+        self._warn = warn
         self._recorder = Recorder(CONTROLLER)
         self._looked_s = 0.0
         self._logbook = Logbook(outcomes, journal.logged)
@@ -232,6 +233,7 @@ class Controller:
                 self._launcher.start(self._address)  # Here, where no Ctrl-C can come between a process and the note of it.
                 while not self._is_stopping:
                     self._turn()
+                self._tell_of_dropped()
         except BrokenChannel as error:
             self._outcomes.end(self._crew.why(error))
         except M2FlowError as error:
@@ -281,6 +283,7 @@ class Controller:
         """Raises InternalError: everybody waits for everybody. Room in limited channels goes into the trace."""
         if now_s - self._looked_s >= 1.0:
             self._looked_s = now_s
+            self._tell_of_dropped()
             if self._crew.is_ready:
                 for request in requests(self._launcher.run_dir):
                     self._tell_of(request.answered_by(self._crew.scale))
@@ -295,6 +298,13 @@ class Controller:
                 self._recorder.count(f"channel bytes, {place}", channel.used_bytes)
             if len(self._recorder):
                 self._journal.spans(self._recorder.drain())
+
+    def _tell_of_dropped(self) -> None:
+        """What came in on the controller's sockets and was none of the run's."""
+        for dropped in (self._listener.dropped, self._inbox.dropped):
+            if news := dropped.news():
+                self._journal.incident("dropped", CONTROLLER, news)
+                self._warn(f"the controller {news}")
 
     def _posted(self, post: Post) -> None:
         match post:

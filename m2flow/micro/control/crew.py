@@ -19,7 +19,7 @@ from typing import final
 
 from m2flow.channels.contract import Outbox, Parcel
 from m2flow.channels.zeromq import LinkListener
-from m2flow.errors import BrokenChannel, M2FlowError, SpecError, StateLost, WorkerError
+from m2flow.errors import BrokenChannel, DecodeError, M2FlowError, SpecError, StateLost, WorkerError
 from m2flow.micro import messages as m
 from m2flow.micro.control.census import Census
 from m2flow.micro.control.hanging import Watch
@@ -130,9 +130,21 @@ class Crew:
         self._addresses[CONTROLLER] = address
 
     def heard(self, peer: str, body: bytes) -> tuple[str, m.ToController] | None:
-        """Something has come: from whom, and what, if it counts."""
-        tag, rank = split_rank(peer.removesuffix(BEAT))
+        """Something has come: from whom, and what, if it counts. What is no message, or of none of the workers, is dropped and counted."""
+        try:
+            return self._heard(peer, body)
+        except DecodeError as error:
+            self._listener.dropped.add(f"from {peer[:100]!r}: {error.what}")
+            return None
+
+    def _heard(self, peer: str, body: bytes) -> tuple[str, m.ToController] | None:
+        try:
+            tag, rank = split_rank(peer.removesuffix(BEAT))
+        except ValueError:
+            raise DecodeError("no worker has such a name") from None
         worker = worker_of(tag)
+        if worker not in self._num_started:
+            raise DecodeError("no worker has that name")
         if tag != self._tag(worker) or (worker in self._ends and worker not in self._starting_s):
             return None
         now_s, watch = time.monotonic(), self._watches.get(worker)

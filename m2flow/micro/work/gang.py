@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Literal, NoReturn, TypeVar, final
 
 import cloudpickle
@@ -40,6 +41,8 @@ from m2flow.samples import Batch
 
 GRACE_S = 5.0
 """When a rank has failed at a call, the others have so long to come to its end."""
+_BACKLOG = 16
+"""Of connections that nobody has taken yet: strangers among them must not keep a rank out."""
 _MOURNS_S = 30.0
 """Rank 0 waits so long to be ended after another rank is gone, then it ends itself."""
 
@@ -165,11 +168,15 @@ class Gang:
     def open(self) -> None:
         if self._settings.num_ranks == 1:
             return
-        with Listener(self._settings.meeting, "AF_UNIX", self._settings.num_ranks, authkey=self._secret.encode()) as listener:
+        arrived: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
+        with Listener(self._settings.meeting, "AF_UNIX", max(self._settings.num_ranks, _BACKLOG)) as listener:
+            threading.Thread(target=_welcome, args=(listener, self._secret.encode(), arrived), daemon=True, name="m2flow-gang").start()
             while len(self._links) < self._settings.num_ranks - 1:
-                with contextlib.suppress(AuthenticationError, ConnectionError, EOFError):  # None of ours, or gone by now.
-                    link = listener.accept()
-                    self._links[_here.decode(link.recv_bytes()).rank] = link
+                rank, link = arrived.get()
+                if 0 < rank < self._settings.num_ranks and rank not in self._links:
+                    self._links[rank] = link
+                else:
+                    link.close()
 
     def close(self) -> None:
         """Let the others go. May be called twice."""
@@ -256,6 +263,24 @@ class Gang:
                     say(link, Heard())
                     deadline = deadline if deadline is not None else time.monotonic() + GRACE_S
         return failures
+
+
+def _welcome(listener: Listener, secret: bytes, arrived: queue.SimpleQueue[tuple[int, Connection]]) -> None:
+    """Hand on who comes and has the secret, until the listener is closed. Each is heard in a thread of its own: who says nothing must
+    not keep the others waiting."""
+
+    def hear(link: Connection) -> None:
+        try:
+            deliver_challenge(link, secret)
+            answer_challenge(link, secret)
+            arrived.put((_here.decode(link.recv_bytes()).rank, link))
+        except Exception as error:  # Whatever a stranger says: it is no fault of the run's.
+            print(f"turned away who is no rank of this trainer: {error!r:.300}", file=sys.stderr, flush=True)
+            link.close()
+
+    with contextlib.suppress(OSError):  # It is closed.
+        while True:
+            threading.Thread(target=hear, args=(listener.accept(),), daemon=True, name="m2flow-gang-hello").start()
 
 
 def accumulate_share(engine: TrainEngine, batch: Batch, objective: Objective) -> Sums:

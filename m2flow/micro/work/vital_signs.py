@@ -14,6 +14,7 @@ from typing import final
 
 import psutil
 
+from m2flow.errors import DecodeError
 from m2flow.micro import messages as m
 from m2flow.micro.work.gpu_use import GpuUse
 from m2flow.observe.recorder import now_ns
@@ -49,9 +50,12 @@ class VitalSigns:
         )  # The time is read last: what comes before it is not on the way.
 
     def hear(self, body: bytes) -> None:
-        """An answer to a heartbeat."""
+        """An answer to a heartbeat. What is none goes: the next one says the same."""
         back_ns = self._now_ns()
-        echo = m.decode_echo(body)
+        try:
+            echo = m.decode_echo(body)
+        except DecodeError:
+            return
         self._exchange = (echo.asked_ns, echo.heard_ns, echo.answered_ns, back_ns)
 
     def _now_ns(self) -> int:

@@ -124,6 +124,9 @@ class Worker:
         for parcel in self._inbox.take():
             if self._peers.counts(parcel):
                 self._store.put(parcel.call, parcel.batch, parcel.sender)
+        if news := self._inbox.dropped.news():
+            print(f"{self.settings.name} {news}", flush=True)
+            self.recorder.count("messages dropped", self._inbox.dropped.num, now_ns())
         self._heard += map(m.decode_to_worker, self._link.receive(0.0))
 
     def rest(self) -> None:
