@@ -43,6 +43,9 @@ class Noting:
     def call_done(self, call: Call, value: object) -> None:
         self.done.append(call.name)
 
+    def call_added(self, call: Call) -> None:
+        pass
+
     def call_failed(self, call: Call, error: M2FlowError) -> None:
         self.failed.append((call.name, error.what))
 
@@ -161,13 +164,14 @@ def test_what_depends_on_several_failed_calls_has_the_error_of_the_earliest():
     assert run(body, second__score=RewardError("two"), first__score=RewardError("one"))[2].what == "one"  # type: ignore[union-attr]
 
 
-def test_an_error_that_the_flow_catches_still_ends_the_run():
+def test_an_error_that_the_flow_catches_does_not_end_the_run():
     def body() -> None:
         rewards = Reward(first).score(Policy("fake").generate(Dataset(ROWS).take(2), max_new_tokens=4))
         with pytest.raises(RewardError):
             list(rewards)
 
-    assert run(body, first__score=RewardError("it broke"))[2] is not None
+    _, noting, error = run(body, first__score=RewardError("it broke"))
+    assert (error, noting.failed) == (None, [("first.score", "it broke")])
 
 
 def test_a_fault_of_ours_stays_with_its_call_too():

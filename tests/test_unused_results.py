@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
 import pytest
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, log, op, steps
-from m2flow.errors import UnusedResult
+from m2flow.errors import RewardError, UnusedResult
 from m2flow.macro.tracing import trace
 from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
@@ -84,3 +85,30 @@ def test_the_line_is_named_with_what_to_do():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(body, {})  # A rehearsal names nothing: the run will.
+
+
+def test_a_line_whose_result_is_used_in_some_step_or_passed_over_by_an_error_is_not_named():
+    @op(granularity="batch")
+    def count(samples: list[Sample]) -> int:
+        return len(samples)
+
+    def broken(sample: Sample) -> float:
+        raise KeyError("no")
+
+    def body() -> None:
+        policy, judge, bad, prompts = Policy("fake"), Reward(one), Reward(broken), Dataset(ROWS)
+        for step in steps(4):
+            responses = policy.generate(prompts.take(2), n=2, max_new_tokens=3)
+            number = count(responses)
+            number.lagged(1)  # Looks at the result of the step before, whose own handle is gone.
+            if step < 2:
+                rewards = judge.score(responses)
+                with contextlib.suppress(RewardError):
+                    float(bad.score(responses).mean())
+                    log(mean=rewards.mean())
+            used = judge.score(responses)
+            if step == 3:
+                break
+            policy.update(responses, used)
+
+    assert warned(body) == []

@@ -132,8 +132,8 @@ class Dataset:
     def _settle(self) -> None:
         """Wait until it is known how many rows the last refill used."""
         kept, self._refilled = self._refilled, None
-        if kept is None or self._session is None:
-            return
+        if kept is None or self._session is None or kept.call.ordinal in self._session.raised:
+            return  # Of a refill that failed, and whose error the flow has caught, all rows are used.
         call = self._session.record(
             role=self.name,
             method="num_used",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from m2flow.errors import M2FlowError, TraceError, unexpected
+from m2flow.macro.failures import Failures
 from m2flow.macro.graph import Call, Observation
 from m2flow.macro.remembering import Remembered
 from m2flow.macro.session import Backend
@@ -40,6 +41,9 @@ class Performer(Protocol):
 class Journal(Protocol):
     """Is told what was done, to write it down."""
 
+    def call_added(self, call: Call) -> None:
+        """A call that is not done, since what it needs has failed. Of others the performer tells."""
+
     def call_done(self, call: Call, value: object) -> None: ...
 
     def call_failed(self, call: Call, error: M2FlowError) -> None: ...
@@ -57,14 +61,16 @@ class EagerBackend(Backend):
         self._journal = journal
         self._values: Remembered[object] = Remembered()
         self._step = -1
-        self._errors: dict[int, tuple[int, M2FlowError]] = {}
-        """Failed call -> the call that failed by itself, and its error."""
+        self._failures = Failures()
+        self._num_calls = 0
+        self._num_ended = 0
+        """Calls up to the last step that has ended."""
         self._writers: dict[str, int] = {}
         """Resource -> the call that wrote it last."""
 
     def submit(self, call: Call) -> None:
         self._performer.check(call)
-        self._step = call.step
+        self._step, self._num_calls = call.step, call.ordinal + 1
         failed = self._inherited(call)
         if failed is None:
             try:
@@ -83,24 +89,29 @@ class EagerBackend(Backend):
                 self._values[call.ordinal] = value
                 self._journal.call_done(call, value)
         if failed is not None:
-            self._errors[call.ordinal] = failed
-            if failed[0] == call.ordinal:
-                self._journal.call_failed(call, failed[1])
+            self._failures.failed(call, *failed)
+            if failed[0] != call.ordinal:
+                self._journal.call_added(call)
+            under = [self._values[ref.call] for _, ref in call.inputs if call.is_gated and ref.call in self._values]
+            for one in [*(value.call for value in under if isinstance(value, Deferred)), call]:
+                self._journal.call_failed(one, failed[1])
         self._writers.update({effect.resource: call.ordinal for effect in call.writes})
 
     def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
         """The error of what this call depends on, by data or by effect; of several, that of the earliest call that failed by itself."""
         needed = {ref.call for _, ref in call.inputs} | {self._writers[e.resource] for e in call.reads if e.resource in self._writers}
         needed |= {call.carries_from} if call.carries_from is not None else set()
-        return min((self._errors[ordinal] for ordinal in needed & self._errors.keys()), key=lambda failed: failed[0], default=None)
+        failed = [self._failures.of(ordinal) for ordinal in needed if ordinal in self._failures]
+        return min(failed, key=lambda found: found[0], default=None)
 
     def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
         self._performer.recall(call, {name: self._values[ref.call] for name, ref in call.inputs}, left)
         self._values[call.ordinal] = rows
 
     def value(self, ordinal: int) -> object:
-        if ordinal in self._errors:
-            raise self._errors[ordinal][1]
+        if ordinal in self._failures:
+            self._failures.raised(ordinal, self._num_ended, self._num_calls)
+            raise self._failures.of(ordinal)[1]
         return self._values[ordinal]
 
     def observed(self, observation: Observation) -> None:
@@ -110,7 +121,7 @@ class EagerBackend(Backend):
         for name, source in values.items():
             if isinstance(source, float):
                 self._journal.logged(step, name, source)
-            elif source[0] not in self._errors:
+            elif source[0] not in self._failures:
                 self._journal.logged(step, name, number_of(self._values[source[0]], source[1]))
 
     def release(self, ordinal: int) -> None:
@@ -122,15 +133,21 @@ class EagerBackend(Backend):
             self._values.let_go(ordinal, self._step)
 
     def end_step(self, step: int) -> None:
+        self._num_ended = self._num_calls
         self._raise_first()
         self._journal.step_done(step)
+
+    def raise_due(self) -> None:
+        if self._failures.is_due_before(self._num_ended):
+            self._raise_first()
 
     def finish(self) -> None:
         self._raise_first()
 
     def _raise_first(self) -> None:
-        if self._errors:
-            raise self._errors[min(self._errors)][1]
+        due = self._failures.first_due
+        if due is not None:
+            raise self._failures.error_due(due)
 
 
 def number_of(value: object, name: str | None) -> float:

@@ -10,12 +10,13 @@ Backends differ only in when they do the work: `m2flow.macro.eager` at once, `m2
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from m2flow.errors import FlowError, OptionError, TraceError
+from m2flow.errors import FlowError, M2FlowError, OptionError, TraceError
 from m2flow.macro.capture import Captures
 from m2flow.macro.collecting import seldom_collecting
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
@@ -36,6 +37,8 @@ _FEW_CALLS = 1_000
 """Calls that a session may know before it looks for those of no use."""
 
 _current: ContextVar[Session | None] = ContextVar("m2flow_session", default=None)
+_recording: list[Session] = []
+"""The sessions of all threads of this process that record now: no context variable says so in a thread that a flow starts."""
 
 
 class Backend(ABC):
@@ -58,7 +61,8 @@ class Backend(ABC):
 
     @abstractmethod
     def value(self, ordinal: int) -> object:
-        """Wait for a call's result: a `Batch` if it is aligned, else one value. Raises what the call raised."""
+        """Wait for a call's result: a `Batch` if it is aligned, else one value. Raises what the call raised: if the program goes on after
+        that, it has handled the error."""
 
     @abstractmethod
     def observed(self, observation: Observation) -> None:
@@ -81,7 +85,7 @@ class Backend(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until every call is done; raise the earliest error, also if the flow has caught it."""
+        """Wait until every call is done; raise the earliest error that the program was not raised (`m2flow.macro.failures`)."""
 
 
 class Session:
@@ -126,6 +130,11 @@ class Session:
         self.waiting: dict[tuple[object, ...], Waiting] = {}
         """Place in the program, source -> the prompts of this loop that wait there for a long round (`m2flow.macro.deferring`)."""
         self.lineage = Lineage()
+        self.thread = threading.get_ident()
+        self.raised: set[int] = set()
+        """Calls whose error the program was raised where it looked at them."""
+        self._end: M2FlowError | None = None
+        """What the run ends with, since nobody had looked at it when its step ended. A `try` around the loop does not change that."""
 
     def __reduce__(self) -> str:
         now = "Several variables may stand for one handle: its rows never change. Elsewhere use what it came to: float(number), list(rows)."
@@ -147,9 +156,7 @@ class Session:
         staleness: int = 0,
     ) -> Call:
         """Number a call, stamp its effects with versions, and hand it to the backend. Its reads may be `staleness` versions behind."""
-        if not self.is_open:
-            name = f"{role}.{method}" if method else role
-            raise TraceError(f"{name} was called after its flow had ended", where=user_site().describe())
+        self._check_goes_on(f"{role}.{method}" if method else role)
         self._end_left_step()
         needed = tuple([(name, ref) for name, ref in inputs.items() if ref is not None])
         if len(self.lineage) >= 2 * self._num_kept + _FEW_CALLS:
@@ -276,15 +283,27 @@ class Session:
         return repeat
 
     def observe(self, ordinal: int, why: str, *, lag: int = 0) -> object:
+        self._check_goes_on("a handle")
         self.uses.used(ordinal)
         site = user_site()
-        if not self.is_open:
-            raise TraceError(
-                "a handle was used after its flow had ended", where=site.describe(), now="Return or log the value inside the flow."
-            )
         self._is_cut = self._is_cut or not self.lineage.has(ordinal) or self.lineage.known(ordinal).call.engine != "source"
         self.backend.observed(Observation(ordinal, site, why, self.step, lag))
-        return self.backend.value(ordinal)
+        try:
+            return self.backend.value(ordinal)
+        except M2FlowError:
+            self.uses.interrupted()
+            self.raised.add(ordinal)
+            raise
+
+    def _check_goes_on(self, what: str) -> None:
+        """Raises TraceError: the flow has ended, or this is not its thread. And again what the run ends with, if that is certain."""
+        if not self.is_open:
+            now = "Return or log the value inside the flow."
+            raise TraceError(f"{what} was used after its flow had ended", where=user_site().describe(), now=now)
+        if threading.get_ident() != self.thread:
+            raise _in_another_thread(what, self)
+        if self._end is not None:
+            raise self._end
 
     def held(self, call: Call, *, has_past: bool) -> None:
         """The program has a handle of a call. With `has_past`, note where in the program it stood, for `lagged`."""
@@ -371,13 +390,19 @@ class Session:
     def _end_step(self) -> None:
         if self._left_step is not None:
             step, self._left_step = self._left_step, None
-            self.backend.end_step(step)
+            try:
+                self.backend.end_step(step)
+            except M2FlowError as error:
+                self._end = error
+                raise
             self._warn()
 
 
 def current_session(what: str) -> Session:
     """The session that records now; outside a flow an error that says so."""
     session = _current.get()
+    if session is None and (elsewhere := [one for one in _recording if one.thread != threading.get_ident()]):
+        raise _in_another_thread(what, elsewhere[-1])
     if session is None:
         raise TraceError(
             f"{what} was used outside a running flow",
@@ -387,11 +412,21 @@ def current_session(what: str) -> Session:
     return session
 
 
+def _in_another_thread(what: str, session: Session) -> TraceError:
+    return TraceError(
+        f"{what} was used in the thread {threading.current_thread().name!r}, and the flow {session.flow} runs in another",
+        where=user_site().describe(),
+        now="The calls of a flow have one order: make them, and look at what they give, in the thread that runs the flow. "
+        "What takes long belongs into a Reward or an op: workers run those beside it.",
+    )
+
+
 @contextlib.contextmanager
 def recording(session: Session) -> Iterator[Session]:
     """Make a session the current one; close it at the end."""
     forget_sites()
     token = _current.set(session)
+    _recording.append(session)
     try:
         with seldom_collecting():
             yield session
@@ -412,6 +447,7 @@ def recording(session: Session) -> Iterator[Session]:
         raise FlowError(f"the flow raised {said}", where=site.describe()) from error
     finally:
         session.is_open = False
+        _recording.remove(session)
         _current.reset(token)
 
 

@@ -157,6 +157,7 @@ class World(Backend):
         self._turn_until(lambda: ordinal in self._values or self._settling.of(ordinal) is not None)
         error = self._settling.of(ordinal)
         if error is not None:
+            self._settling.raised(ordinal)
             raise error
         if not self._calls[ordinal].is_aligned:
             return self._values[ordinal]
@@ -389,7 +390,7 @@ class World(Backend):
                     self._logbook.write_due()
                 case Reject(call, error, root):
                     self._consuming = {number: task for number, task in self._consuming.items() if task.call != call}
-                    self._settling.failed(call, root, error)
+                    self._settling.failed(self._calls[call], root, error)
                     self._logbook.call_ended(call)
                     self._logbook.write_due()
 

@@ -49,7 +49,7 @@ class Outcomes:
         with self._changed:
             if not self._settling.has_ended(call.ordinal):
                 self._close(call)
-            self._settling.failed(call.ordinal, root, error)
+            self._settling.failed(call, root, error)
             self._tell()
 
     def deliver(self, ordinal: int, rows: Batch) -> None:
@@ -104,13 +104,13 @@ class Outcomes:
             return self._settling.has_ended(ordinal)
 
     def are_well(self, num_calls: int) -> bool:
-        """Whether the first so many calls of the program are over, and none of them failed."""
+        """Whether the first so many calls of the program are over, and none of their errors is due."""
         with self._changed:
             return self._settling.are_well(num_calls)
 
     @property
     def num_well(self) -> int:
-        """How many calls, from the program's first, are over, and none of them failed."""
+        """How many calls, from the program's first, are over, and none of their errors is due."""
         with self._changed:
             return self._settling.num_well
 
@@ -137,11 +137,12 @@ class Outcomes:
         self._wait(lambda: self._is_wound_down)
 
     def wait_value(self, ordinal: int) -> object:
-        """The value of a call, or None for one with rows. Raises its error, when no earlier call can still fail."""
+        """The value of a call, or None for one with rows. Raises its error, when no earlier call can still fail, and it is due no more."""
         self._wait(lambda: ordinal in self._values or self._settling.of(ordinal) is not None)
         with self._changed:
             error = self._settling.of(ordinal)
             if error is not None:
+                self._settling.raised(ordinal)
                 raise error
             return self._values[ordinal]
 
@@ -151,7 +152,7 @@ class Outcomes:
             return self._rows[ordinal]
 
     def wait_step(self, step: int) -> None:
-        """Until every call up to this step is over. Raises the earliest error, if there is one, when no earlier call can still fail."""
+        """Until every call up to this step is over. Raises the earliest error that is due, when no earlier call can still fail."""
 
         def is_met() -> bool:
             return self._settling.first is not None if self._settling.has_failed else not any(s <= step for s in self._num_open)
@@ -186,7 +187,7 @@ class Outcomes:
         self._wait(is_met)
 
     def wait_all(self) -> None:
-        """Until every call is over. Raises the earliest error, if there is one."""
+        """Until every call is over. Raises the earliest error that is due."""
         self._wait(lambda: not self._num_open)
         self.raise_first()
 
@@ -197,7 +198,7 @@ class Outcomes:
         return self._saved
 
     def raise_first(self) -> None:
-        """The earliest error in program order."""
+        """The earliest error in program order that the program was not raised."""
         with self._changed:
             if self._settling.first is not None:
                 raise self._settling.first
