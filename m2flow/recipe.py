@@ -5,16 +5,88 @@ They are part of the program (they change the mathematics), so they live in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from m2flow.errors import OptionError
+from m2flow.errors import OptionError, did_you_mean
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Init = Literal["pretrained", "random"]
+
+# Checks of what a flow's author writes. Each raises `OptionError`, which names the option; `m2flow.macro.session` adds the line.
 
 
 def is_count(value: object) -> bool:
     """Whether a value is a whole number, 1 or more. `True` is none, nor is 2.0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number. `True` is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:
+    """Refuse what is no finite number within low..high, and above `above`."""
+    if is_number(value) and low <= value <= high and value > above:  # type: ignore[operator]
+        return
+    bounds = [f"above {above:g}"] * (above > -math.inf) + [f"{low:g} or more"] * (low > -math.inf and high == math.inf)
+    bounds += ([f"from {low:g} to {high:g}"] if low > -math.inf else [f"{high:g} or less"]) if high < math.inf else []
+    raise OptionError(f"{name} is {value!r:.60}; it must be a number" + (f", {' and '.join(bounds)}" if bounds else " that is finite"))
+
+
+def check_count(name: str, value: object, *, least: int = 1, unit: str = "") -> None:
+    """Refuse what is no whole number, `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{name} is {value!r:.60}; it must be a whole number{unit and ' of '}{unit}, {least} or more")
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} is {value!r:.60}; it must be a whole number")
+
+
+def check_choice(name: str, value: object, known: object, otherwise: str = "") -> None:
+    """Refuse a text that is none of these (a tuple of texts, or a `Literal`), and name the nearest."""
+    names: tuple[str, ...] = known if isinstance(known, tuple) else get_args(known)
+    if not isinstance(value, str) or value not in names:
+        listed = ", ".join(names) + (f", {otherwise}" if otherwise else "")
+        raise OptionError(f"{name}={value!r:.60}; known are {listed}", now=did_you_mean(str(value), names, ""))
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r:.60}; it must be True or False")
+
+
+def check_text(name: str, value: object) -> None:
+    """Refuse what is no text, or an empty one."""
+    if not isinstance(value, str) or not value.strip():
+        raise OptionError(f"{name} is {value!r:.60}; it must be a text, not an empty one")
+
+
+def check_names(name: str, values: object, *, example: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a list. Refuse what is no list of texts; one text is none."""
+    listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else None
+    if listed is None or not all(isinstance(value, str) for value in listed):
+        raise OptionError(f"{name}={values!r:.60}; it is a list of names", now=f"Write {name}={list(example)}.")
+    return tuple(listed)
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuse what is no number of seconds above 0. None is without a limit."""
+    if value is not None:
+        check_number(name, value, above=0)
+
+
+def check_instance(name: str, value: object, kind: type, instead: str, *, or_none: bool = True) -> None:
+    """Refuse what is no object of this class."""
+    if not (isinstance(value, kind) or (or_none and value is None)):
+        raise OptionError(f"{name}={value!r:.60} is no {kind.__name__}", now=f"Write {instead}.")
 
 
 @dataclass(frozen=True)
@@ -31,12 +103,11 @@ class Lora:
     """The last part of the names of layers (`q_proj`); none: every linear layer but the head."""
 
     def __post_init__(self) -> None:
-        if not is_count(self.rank):
-            raise OptionError(f"the rank of adapters is {self.rank!r:.60}; it must be a whole number, 1 or more")
-        if not isinstance(self.alpha, int | float) or not self.alpha > 0:
-            raise OptionError(f"the alpha of adapters is {self.alpha!r:.60}; it must be a number above 0")
+        check_count("rank", self.rank)
+        check_number("alpha", self.alpha, above=0)
         targets: object = self.targets
-        object.__setattr__(self, "targets", (targets,) if isinstance(targets, str) else tuple(self.targets))
+        one = isinstance(targets, str)
+        object.__setattr__(self, "targets", check_names("targets", (targets,) if one else targets, example=("q_proj", "v_proj")))
 
 
 @dataclass(frozen=True)
@@ -45,22 +116,34 @@ class Model:
 
     path: str
     """A Hugging Face model directory (config.json, tokenizer.json, *.safetensors), or a .gguf file, which is dequantised."""
-    init: Literal["pretrained", "random"] = "pretrained"
+    init: Init = "pretrained"
     """`random` needs only config.json and the tokenizer; the weights are drawn from `seed`."""
     seed: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     chat: bool = False
     """Put each prompt through the tokenizer's chat template, as a user's message."""
     head: Literal["lm", "value", "score"] = "lm"
     """What the model gives: the next token, a value of each token (a critic), or a score of the whole (a reward model)."""
     is_policy: bool = True
     """Whether the flow can generate from it. From a reference, a critic or a reward model it can't."""
-    rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    rollout_dtype: Dtype | None = None
     """What engines that sample hold the weights in, rounded from `dtype`; None: the same."""
     lora: Lora | None = None
     """Train these adapters; None: train all weights."""
     is_frozen: bool = False
     """Nothing in the flow ever changes its weights."""
+
+    def __post_init__(self) -> None:
+        check_choice("init", self.init, Init)
+        check_choice("dtype", self.dtype, Dtype)
+        check_flag("chat", self.chat)
+        if self.rollout_dtype is not None:
+            check_choice("rollout_dtype", self.rollout_dtype, Dtype)
+        check_instance("lora", self.lora, Lora, "Lora(rank=16)")
+
+
+_COLDEST, _HOTTEST = 1e-3, 1e3
+"""Temperatures by which any logit can be divided in float32."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +162,27 @@ class Sampling:
     """Besides the tokenizer's end-of-sequence token."""
 
     def __post_init__(self) -> None:
-        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
-            if not isinstance(value, int | float):
-                raise OptionError(f"{name} is {value!r:.60}; it must be a number")
-        for name, value in (("top_k", self.top_k), ("min_new_tokens", self.min_new_tokens)):
-            if not isinstance(value, int):
-                raise OptionError(f"{name} is {value!r:.60}; it must be a whole number")
-        if not is_count(self.max_new_tokens):
-            raise OptionError(f"max_new_tokens is {self.max_new_tokens!r:.60}; it must be a whole number, 1 or more")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+        check_count("max_new_tokens", self.max_new_tokens)
+        check_number("temperature", self.temperature, low=0, high=_HOTTEST)
+        if 0 < self.temperature < _COLDEST:
+            raise OptionError(f"temperature is {self.temperature}; it must be 0 (greedy), or {_COLDEST} or more: logits are divided by it")
+        check_number("top_p", self.top_p, above=0, high=1)
+        check_count("top_k", self.top_k, least=0)
+        check_count("min_new_tokens", self.min_new_tokens, least=0)
+        if self.min_new_tokens > self.max_new_tokens:
             raise OptionError(f"min_new_tokens is {self.min_new_tokens}; it must lie in 0..max_new_tokens ({self.max_new_tokens})")
-        if self.temperature < 0:
-            raise OptionError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p is {self.top_p}; it must lie in (0, 1]")
-        if self.top_k < 0:
-            raise OptionError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        tokens: object = self.stop_token_ids
+        if not isinstance(tokens, tuple):
+            raise OptionError(f"stop_token_ids is {tokens!r:.60}; it must be a tuple of whole numbers", now="Write stop_token_ids=(2,).")
+        for token in tokens:
+            check_count("each of stop_token_ids", token, least=0)
+
+
+Schedule = Literal["constant", "linear", "cosine"]
+_SMALLEST_EPS = 1e-37
+"""Smaller ones are 0 in float32, and a weight without gradient then becomes 0 / 0."""
+_LARGEST_BETA = 1 - 2**-24
+"""The largest number below 1 that is not 1 in float32."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +201,25 @@ class AdamW:
     """The gradient's global 2-norm is scaled down to this. 0 is off."""
     warmup_steps: int = 0
     """Optimiser steps over which the rate rises linearly to `lr`."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """After the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
     total_steps: int = 0
 
     def __post_init__(self) -> None:
+        check_number("lr", self.lr, low=0)
+        betas: object = self.betas
+        if not isinstance(betas, tuple) or len(betas) != 2:
+            raise OptionError(f"betas is {betas!r:.60}; it must be a pair of numbers", now="Write betas=(0.9, 0.999).")
+        for beta in self.betas:
+            check_number("each of betas", beta, low=0, high=_LARGEST_BETA)
+        check_number("eps", self.eps, low=_SMALLEST_EPS)
+        check_number("weight_decay", self.weight_decay, low=0)
+        if self.lr * self.weight_decay > 1:
+            raise OptionError(f"lr * weight_decay is {self.lr * self.weight_decay:g}; above 1 a step turns the signs of all weights")
+        check_number("max_grad_norm", self.max_grad_norm, low=0)
+        check_count("warmup_steps", self.warmup_steps, least=0)
+        check_count("total_steps", self.total_steps, least=0)
+        check_choice("schedule", self.schedule, Schedule)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise OptionError(
                 f"schedule={self.schedule!r} needs total_steps above warmup_steps, got {self.total_steps} and {self.warmup_steps}"
@@ -162,3 +264,14 @@ class Loss:
     """What the sum over a mini-batch is divided by: a count, or a function of the counts of the whole mini-batch."""
     options: tuple[tuple[str, float | int | str | bool], ...] = field(default=())
     """Further keywords."""
+
+    def __post_init__(self) -> None:
+        check_text("name of the loss", self.name)
+        if not callable(self.function) and not isinstance(self.function, str):
+            raise OptionError(f"function={self.function!r:.60}; it must be a function, or its place as 'module:name'")
+        check_names("needs", self.needs, example=("logprobs", "advantages"))
+        if not callable(self.denominator):
+            check_choice("denominator", self.denominator, ("tokens", "sequences"), "or a function of the mini-batch's Counts")
+        options: object = self.options
+        if not isinstance(options, tuple) or not all(isinstance(one, tuple) and len(one) == 2 for one in options):
+            raise OptionError(f"options={options!r:.60}; it must be a tuple of pairs", now="Write options=(('eps', 0.2),).")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from collections.abc import Callable
 
@@ -13,11 +15,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2flow.algorithms import advantages, losses
+from m2flow.algorithms.gae import gae
 from m2flow.algorithms.kl import Estimator, kl
 from m2flow.errors import OptionError, RewardError, ShapeError
 
-ALL = [advantages.grpo, advantages.dr_grpo, advantages.rloo]
+ALL = [advantages.grpo, advantages.grpo_population, advantages.dr_grpo, advantages.rloo]
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
+
+EVERY_OPTION: dict[str, list[dict[str, float | str]]] = {
+    "ppo_clip": [{}, {"dual_clip": 3.0}, *({"kl_coef": 0.1, "kl": estimator} for estimator in ESTIMATORS)],
+    "reinforce": [{}],
+    "distill": [{}, {"clip": 0.2}],
+    "clipped_value": [{}, {"clip": 0.2}],
+    "nll": [{}],
+}
+"""Options that choose another branch of a loss."""
 
 reward_groups = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=6), min_size=1, max_size=5)
 
@@ -26,9 +38,24 @@ def flatten(groups: list[list[float]]) -> tuple[Tensor, list[int]]:
     return torch.tensor([r for group in groups for r in group]), [len(group) for group in groups]
 
 
-def test_grpo_scales_by_the_population_standard_deviation() -> None:
-    # Rewards 0, 0, 0, 4: mean 1, population variance (1 + 1 + 1 + 9) / 4 = 3.
+def test_grpo_scales_by_the_standard_deviation_of_a_sample_as_trl_and_verl_do() -> None:
+    # Rewards 0, 0, 0, 4: mean 1, the sample's variance (1 + 1 + 1 + 9) / 3 = 4.
     result = advantages.grpo(torch.tensor([[0.0, 0.0, 0.0, 4.0]]), eps=0.0)
+    torch.testing.assert_close(result, torch.tensor([[-0.5, -0.5, -0.5, 1.5]]))
+
+
+@given(reward_groups)
+def test_grpo_has_the_standard_deviation_that_torch_has(groups: list[list[float]]) -> None:
+    rewards, sizes = flatten(groups)
+    for ddof, function in ((1, advantages.grpo), (0, advantages.grpo_population)):
+        wide = rewards.double()
+        expected = torch.cat([(r - r.mean()) / (r.std(correction=ddof) + 1e-6) for r in wide.split(sizes)])
+        torch.testing.assert_close(function(wide, sizes), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_grpo_by_the_standard_deviation_of_the_population_is_another_choice() -> None:
+    # Rewards 0, 0, 0, 4: mean 1, population variance (1 + 1 + 1 + 9) / 4 = 3.
+    result = advantages.grpo_population(torch.tensor([[0.0, 0.0, 0.0, 4.0]]), eps=0.0)
     torch.testing.assert_close(result, torch.tensor([[-1.0, -1.0, -1.0, 3.0]]) / math.sqrt(3))
 
 
@@ -222,3 +249,83 @@ def test_advantages_by_name_take_the_bounds_of_a_batch() -> None:
     result = advantages.BY_NAME["dr_grpo"](rewards, [(0, 2), (2, 5)])
     assert result.dtype == np.float32
     assert result.tolist() == [0.5, -0.5, -2.0, 0.0, 2.0]
+
+
+EXTREMES = [0.0, 1e4, -1e4, 90.0, -90.0, 20.0, -20.0]
+"""Log-probabilities, advantages, values: float32 has no exp(89)."""
+
+PER_TOKEN = {"logprobs", "behaviour_logprobs", "reference_logprobs", "teacher_logprobs", "advantages", "values", "returns", "old_values"}
+
+
+def extreme_tokens(count: int, names: list[str]) -> dict[str, Tensor]:
+    """Every combination of two extremes for the first two inputs, each with every extreme of the third."""
+    columns = torch.tensor(list(itertools.product(EXTREMES, repeat=len(names)))).T
+    return {name: column[:count].clone() for name, column in zip(names, columns, strict=True)}
+
+
+@pytest.mark.parametrize("count", [0, 1, None], ids=["empty", "one token", "all"])
+@pytest.mark.parametrize("name", EVERY_OPTION)
+def test_a_loss_and_its_gradient_are_finite_at_extreme_inputs(name: str, count: int | None) -> None:
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = getattr(losses, name)
+    parameters = inspect.signature(function).parameters
+    tensors = [parameter for parameter in parameters if parameter in PER_TOKEN]
+    for options in EVERY_OPTION[name]:
+        inputs = extreme_tokens(7**4 if count is None else count, tensors)
+        trained = inputs["values" if "values" in inputs else "logprobs"].requires_grad_()
+        terms, metrics = function(**inputs, sequence_lengths=torch.ones(len(trained)), **options)
+        assert terms.isfinite().all()
+        assert all(metric.isfinite().all() for metric in metrics.values())
+        (gradient,) = torch.autograd.grad(terms.sum(), trained)
+        assert gradient.isfinite().all()
+        if "advantages" in inputs and not options.get("kl_coef"):
+            assert not gradient[inputs["advantages"] == 0].any()
+
+
+def test_every_loss_of_the_module_is_tried_at_extreme_inputs() -> None:
+    public = {name for name, found in vars(losses).items() if inspect.isfunction(found) and found.__module__ == losses.__name__}
+    assert {name for name in public if not name.startswith("_")} == set(EVERY_OPTION)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_estimate_of_the_divergence_and_its_gradient_are_finite_at_extreme_inputs(estimator: Estimator) -> None:
+    for count in (0, 1, 49):
+        inputs = extreme_tokens(count, ["logprobs", "reference_logprobs"])
+        estimate = kl(inputs["logprobs"].requires_grad_(), inputs["reference_logprobs"].requires_grad_(), estimator)
+        gradients = torch.autograd.grad(estimate.sum(), list(inputs.values()))
+        assert estimate.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_clamping_changes_no_estimate_of_a_moderate_ratio(estimator: Estimator) -> None:
+    r = torch.linspace(-19, 19, 101, dtype=torch.float64)
+    expected = {"k1": -r, "k2": r.square() / 2, "k3": r.exp() - 1 - r}[estimator]
+    torch.testing.assert_close(kl(torch.zeros_like(r), r, estimator), expected)
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_advantages_are_finite_at_extreme_rewards(function: Callable[..., Tensor]) -> None:
+    for rewards in itertools.product([*EXTREMES, 1e30, -1e30, 1e-30], repeat=2):
+        for dtype in (torch.float32, torch.float64):
+            assert function(torch.tensor([rewards], dtype=dtype)).isfinite().all()
+    assert function(torch.zeros(0), []).tolist() == []
+    assert function(torch.tensor([[1e300, -1e300]], dtype=torch.float64)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", advantages.BY_NAME)
+def test_an_advantage_that_no_float32_holds_is_refused_by_name(name: str) -> None:
+    rewards = np.array([1e300, -1e300])
+    if name.startswith("grpo"):
+        assert np.isfinite(advantages.BY_NAME[name](rewards, [(0, 2)])).all()
+    else:
+        with pytest.raises(RewardError, match="float32"):
+            advantages.BY_NAME[name](rewards, [(0, 2)])
+
+
+def test_estimated_advantages_are_finite_at_extreme_rewards_and_values() -> None:
+    for reward, value in itertools.product([*EXTREMES, 1e30], repeat=2):
+        for length in (0, 1, 3):
+            rewards, values = np.full(length, reward), np.full(length, value)
+            for found in gae(rewards, values, np.array([length])):
+                assert np.isfinite(found).all()
+                assert len(found) == length

@@ -24,7 +24,7 @@ from m2flow.errors import RewardError, ShapeError
 def grpo(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: float = 1e-6) -> Tensor:
     """Centre and scale rewards inside each group.
 
-        A[p, g] = (r[p, g] - mean_g r[p]) / (std_g r[p] + eps)
+        A[p, g] = (r[p, g] - mean_g r[p]) / (std_g r[p] + eps)        std^2 = sum_g (r[p, g] - mean_g r[p])^2 / (G - 1)
 
     Args:
         rewards: float [N] with `group_sizes`, or [P, G] without.
@@ -36,15 +36,38 @@ def grpo(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: floa
         ShapeError: the sizes do not fit the rewards.
         RewardError: a reward is not finite.
     Source:
-        Shao et al. 2024, arXiv:2402.03300, section 4.1.2. The standard deviation is the population's (divided by G).
+        Shao et al. 2024, arXiv:2402.03300, section 4.1.2, which does not say by what the squares are divided. The standard deviation is
+        the sample's (divided by G - 1), as `torch.std` has it in TRL (GRPOTrainer) and verl (compute_grpo_outcome_advantage);
+        `grpo_population` divides by G.
 
     >>> grpo(torch.tensor([[1.0, 0.0], [1.0, 1.0]])).round(decimals=3).tolist()
-    [[1.0, -1.0], [0.0, 0.0]]
+    [[0.707, -0.707], [0.0, 0.0]]
     >>> grpo(torch.tensor([1.0, 0.0, 5.0]), [2, 1]).round(decimals=3).tolist()
-    [1.0, -1.0, 0.0]
+    [0.707, -0.707, 0.0]
     """
+    return _scaled(rewards, group_sizes, eps, lost_degrees=1)
+
+
+def grpo_population(rewards: Tensor, group_sizes: Sequence[int] | None = None, *, eps: float = 1e-6) -> Tensor:
+    """`grpo` with the population's standard deviation: larger advantages by sqrt(G / (G - 1)), 1.41 for G = 2 and 1.07 for G = 8.
+
+        A[p, g] = (r[p, g] - mean_g r[p]) / (std_g r[p] + eps)        std^2 = sum_g (r[p, g] - mean_g r[p])^2 / G
+
+    Args, Returns, Raises: as `grpo`.
+
+    >>> grpo_population(torch.tensor([[1.0, 0.0], [1.0, 1.0]])).round(decimals=3).tolist()
+    [[1.0, -1.0], [0.0, 0.0]]
+    """
+    return _scaled(rewards, group_sizes, eps, lost_degrees=0)
+
+
+def _scaled(rewards: Tensor, group_sizes: Sequence[int] | None, eps: float, *, lost_degrees: int) -> Tensor:
+    """Centred rewards over their group's standard deviation, whose sum of squares is divided by G - lost_degrees."""
     centred, sizes = _centre(rewards, group_sizes)
-    deviation = (_group_sums(centred.square(), sizes) / sizes).sqrt()
+    largest = _group_sums(centred.abs(), sizes)
+    scale = torch.where(largest > 1e100, largest, 1.0)  # The square of 1e155 is beyond float64.
+    squares = _group_sums((centred / _spread(scale, sizes)).square(), sizes)
+    deviation = scale * (squares / (sizes - lost_degrees).clamp(min=1)).sqrt()
     return (centred / (_spread(deviation, sizes) + eps)).to(rewards.dtype).view_as(rewards)
 
 
@@ -123,10 +146,16 @@ def _on_arrays(function: Callable[[Tensor, Sequence[int]], Tensor]) -> OnArrays:
     def advantages(rewards: npt.NDArray[np.floating], bounds: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         sizes = [end - start for start, end in bounds]
         result = function(torch.from_numpy(np.ascontiguousarray(rewards, np.float64)), sizes)
-        return np.asarray(result.numpy(), np.float32)
+        wide = result.numpy()
+        beyond = np.flatnonzero(~(np.abs(wide) <= np.finfo(np.float32).max))
+        if len(beyond):
+            raise RewardError(f"the advantage of sample {beyond[0]} of {len(wide)} is {wide[beyond[0]]:.3g}, which no float32 holds")
+        return np.asarray(wide, np.float32)
 
     return advantages
 
 
-BY_NAME: Mapping[str, OnArrays] = MappingProxyType({function.__name__: _on_arrays(function) for function in (grpo, dr_grpo, rloo)})
+BY_NAME: Mapping[str, OnArrays] = MappingProxyType(
+    {function.__name__: _on_arrays(function) for function in (grpo, grpo_population, dr_grpo, rloo)}
+)
 """The same on a batch's columns: rewards [N] and `Batch.group_bounds()` to advantages float32 [N]."""

@@ -4,7 +4,7 @@ With r = log p_ref(x) - log p(x) for a token x drawn from the policy p:
 
     k1 = -r              unbiased, high variance, may be negative
     k2 = r^2 / 2         biased, low variance, never negative
-    k3 = exp(r) - 1 - r  unbiased, low variance, never negative
+    k3 = exp(r) - 1 - r  unbiased, low variance, never negative; r is taken as 20 where it is above
 
 Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. The properties are those of the
 *values*. As losses they differ: the expected gradient of k2 is that of KL, the expected gradient of k1 is zero, and k3's is the
@@ -17,9 +17,16 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from m2flow.errors import OptionError, ShapeError
+from m2flow.errors import OptionError, ShapeError, did_you_mean
 
 Estimator = Literal["k1", "k2", "k3"]
+
+MOST_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before they are exponentiated, and have no gradient beyond: float32 has no exp(89), and the gradient of
+what is not finite is NaN even where a clipped or zero factor should silence it.
+
+Source: verl, `compute_policy_loss_vanilla` and `kl_penalty` in core_algos.py, which clamp to -20..20. TRL clamps none.
+"""
 
 
 def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator = "k3") -> Tensor:
@@ -46,6 +53,8 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator = "k3"
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
+        # Downwards there is nothing to overflow, and the estimate stays exact.
+        log_ratio = log_ratio.clamp(max=MOST_LOG_RATIO)
         # expm1 keeps small divergences, where exp(r) - 1 loses every digit.
         return log_ratio.expm1() - log_ratio
-    raise OptionError(f"there is no KL estimator {estimator!r}; known are {', '.join(get_args(Estimator))}")
+    raise OptionError(f"there is no KL estimator {estimator!r}", now=did_you_mean(str(estimator), get_args(Estimator)))

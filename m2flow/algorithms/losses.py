@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.kl import Estimator
+from m2flow.algorithms.kl import MOST_LOG_RATIO, Estimator
 from m2flow.algorithms.kl import kl as estimate_kl
 from m2flow.errors import OptionError, ShapeError
 
@@ -37,7 +37,7 @@ def ppo_clip(
 ) -> Terms:
     """The clipped surrogate of PPO, per token, with an optional penalty for leaving a reference.
 
-        rho     = exp(logprobs - behaviour_logprobs)
+        rho     = exp(clip(logprobs - behaviour_logprobs, -20, 20))
         term    = -min(rho * A, clip(rho, 1 - eps_low, 1 + eps_high) * A)
         if A < 0 and dual_clip > 0:  term = min(term, -dual_clip * A)
         term    = term + kl_coef * KL(logprobs, reference_logprobs)
@@ -54,7 +54,8 @@ def ppo_clip(
         ShapeError: the tensors differ in shape. OptionError: an option out of range, or a penalty without a reference.
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 7; eps_high apart from eps_low: Yu et al. 2025 (DAPO), arXiv:2503.14476,
-        eq. 10; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; the penalty inside the loss: Shao et al. 2024, arXiv:2402.03300.
+        eq. 10; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5; the penalty inside the loss: Shao et al. 2024, arXiv:2402.03300; the
+        clamped log-ratio: `m2flow.algorithms.kl.MOST_LOG_RATIO`.
 
     >>> old = torch.zeros(2)
     >>> terms, metrics = ppo_clip(logprobs=torch.tensor([1.5, 1.0]).log(), behaviour_logprobs=old, advantages=torch.ones(2))
@@ -66,7 +67,7 @@ def ppo_clip(
         raise OptionError(f"eps_low is {eps_low} and eps_high {eps_high}; they must lie in 0..1 and 0..")
     if dual_clip and not dual_clip > 1:
         raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
-    ratio = (logprobs - behaviour_logprobs).exp()
+    ratio = _ratio(logprobs, behaviour_logprobs)
     terms = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
     clipped = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
     if dual_clip:
@@ -116,7 +117,7 @@ def distill(
 ) -> Terms:
     """The reverse KL of the policy to a teacher, per token, on tokens that the policy sampled.
 
-        rho  = exp(logprobs - behaviour_logprobs)
+        rho  = exp(clip(logprobs - behaviour_logprobs, -20, 20))
         D    = logprobs - teacher_logprobs                     without gradient
         term = rho * D, and with clip > 0: max(rho * D, clip(rho, 1 - clip, 1 + clip) * D)
 
@@ -143,7 +144,7 @@ def distill(
     _check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, teacher_logprobs=teacher_logprobs)
     if clip < 0:
         raise OptionError(f"clip is {clip}; it must be 0 (off) or more")
-    ratio = (logprobs - behaviour_logprobs).exp()
+    ratio = _ratio(logprobs, behaviour_logprobs)
     divergence = (logprobs - teacher_logprobs).detach()
     terms = ratio * divergence
     if clip:
@@ -205,6 +206,11 @@ def nll(*, logprobs: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
     [0.75]
     """
     return _per_sequence(-logprobs, sequence_lengths), {}
+
+
+def _ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """How much likelier tokens are than they were when they were sampled, always finite."""
+    return (logprobs - behaviour_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
 def _per_sequence(terms: Tensor, sequence_lengths: Tensor | None) -> Tensor:

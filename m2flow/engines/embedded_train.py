@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from m2flow.algorithms.kl import MOST_LOG_RATIO
 from m2flow.engines import allocator, checkpoint, lora, packing, scalar_head
 from m2flow.engines.accounting import Memory, bytes_on
 from m2flow.engines.adamw import Optimizers
@@ -327,7 +328,8 @@ class EmbeddedTrain(TrainEngine):
         if "logprobs" not in outputs or "logprobs" not in batch:
             return {name: outputs[name] for name in ("entropy",) if name in outputs}
         difference = outputs["logprobs"].detach() - self._column(batch, "logprobs", "the drift")
-        return {"entropy": outputs["entropy"], "logprob_diff_abs": difference.abs(), "ratio": difference.exp()}
+        ratio = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+        return {"entropy": outputs["entropy"], "logprob_diff_abs": difference.abs(), "ratio": ratio}
 
     def _put(self, values: npt.NDArray[Any]) -> Tensor:
         if values.dtype == np.float64:

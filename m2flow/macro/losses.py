@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from m2flow.errors import OptionError
-from m2flow.recipe import Counts, Loss
+from m2flow.recipe import Counts, Loss, check_choice, check_names, check_number
 
 Denominator = Literal["tokens", "sequences"]
 AnyDenominator = Denominator | Callable[[Counts], float]
@@ -20,19 +20,32 @@ def ppo_clip(
     *,
     eps_low: float = 0.2,
     eps_high: float = 0.2,
+    dual_clip: float = 0.0,
     kl_coef: float = 0.0,
     kl: Literal["k1", "k2", "k3"] = "k3",
     denominator: Denominator = "tokens",
 ) -> Loss:
     """The clipped surrogate of PPO on group or any other advantages; with `kl_coef` a penalty against a reference.
 
+    Args:
+        eps_low, eps_high: how far the ratio may fall and rise before its gradient stops; from 0 to 1, and from 0.
+        dual_clip: bound on the ratio where the advantage is negative; 0 is off, else above 1.
+        kl_coef: weight of the penalty, in units of advantage a nat, 0 or more. kl: its estimator (`m2flow.algorithms.kl`).
+        denominator: what the sum over a mini-batch is divided by; with `sequences`, each sample's terms are its mean.
     Source:
-        Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clipping after DAPO, arXiv:2503.14476, eq. 10.
+        Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clipping after DAPO, arXiv:2503.14476, eq. 10; dual clip after Ye et
+        al. 2020, arXiv:1912.09729, eq. 5.
     """
-    if kl not in ("k1", "k2", "k3"):
-        raise OptionError(f"kl={kl!r}; known are k1, k2, k3")
+    check_number("eps_low", eps_low, low=0, high=1)
+    check_number("eps_high", eps_high, low=0)
+    check_number("kl_coef", kl_coef, low=0)
+    check_number("dual_clip", dual_clip, low=0)
+    if 0 < dual_clip <= 1:
+        raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
+    check_choice("kl", kl, ("k1", "k2", "k3"))
     needs = ["logprobs", "behaviour_logprobs", "advantages"]
     options: list[tuple[str, float | int | str | bool]] = [("eps_low", eps_low), ("eps_high", eps_high)]
+    options += [("dual_clip", dual_clip)] if dual_clip else []
     if kl_coef:
         needs.append("reference_logprobs")
         options += [("kl_coef", kl_coef), ("kl", kl)]
@@ -63,6 +76,7 @@ def distill(*, clip: float = 0.0, denominator: Denominator = "tokens") -> Loss:
     Source:
         Agarwal et al. 2024 (GKD), arXiv:2306.13649; Gu et al. 2024 (MiniLLM), arXiv:2306.08543. See `m2flow.algorithms.losses`.
     """
+    check_number("clip", clip, low=0)
     return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, [("clip", clip)])
 
 
@@ -72,6 +86,7 @@ def clipped_value(*, clip: float = 0.2, denominator: Denominator = "tokens") -> 
     Source:
         Schulman et al. 2017, arXiv:1707.06347, section 5. See `m2flow.algorithms.losses`.
     """
+    check_number("clip", clip, low=0)
     needs = ["values", "returns"] + (["old_values"] if clip else [])
     return _built_in("clipped_value", needs, denominator, [("clip", clip)])
 
@@ -86,20 +101,20 @@ def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Cal
     Raises:
         OptionError: a denominator that is none of these.
     """
-    if isinstance(needs, str) or not all(isinstance(name, str) for name in needs):
-        raise OptionError(f"needs={needs!r}; it is a list of names", now="Write needs=['logprobs', 'advantages'].")
-    if not callable(denominator) and denominator not in ("tokens", "sequences"):
-        raise OptionError(f"denominator={denominator!r}; known are tokens, sequences, or a function of the mini-batch's Counts")
+    needs = check_names("needs", needs, example=("logprobs", "advantages"))
+    if not callable(denominator):
+        check_choice("denominator", denominator, Denominator, "or a function of the mini-batch's Counts")
 
     def declare(function: Callable[..., object]) -> Loss:
-        return Loss(getattr(function, "__name__", "loss"), function, tuple(needs), denominator)
+        if not callable(function):
+            raise OptionError(f"@loss(...) got {function!r:.60}; it goes above a function")
+        return Loss(getattr(function, "__name__", "loss"), function, needs, denominator)
 
     return declare
 
 
 def _built_in(name: str, needs: list[str], denominator: Denominator, options: list[tuple[str, float | int | str | bool]]) -> Loss:
-    if denominator not in ("tokens", "sequences"):
-        raise OptionError(f"denominator={denominator!r}; known are tokens, sequences")
+    check_choice("denominator", denominator, Denominator)
     if denominator == "sequences":
         needs.append("sequence_lengths")
     return Loss(name, f"m2flow.algorithms.losses:{name}", tuple(needs), denominator, tuple(options))

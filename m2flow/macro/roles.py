@@ -19,11 +19,10 @@ from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS,
 from m2flow.macro.late import carries, check_late, check_line
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.macro.refill import Keep, refill
-from m2flow.recipe import COMPUTED, AdamW, Lora, Loss, Model, Sampling, is_count
+from m2flow.recipe import COMPUTED, AdamW, Lora, Loss, Model, Sampling, check_choice, is_count
 from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
-ADVANTAGES: tuple[AdvantageName, ...] = ("grpo", "dr_grpo", "rloo")
+AdvantageName = Literal["grpo", "grpo_population", "dr_grpo", "rloo"]
 
 
 _WITH_ADVANTAGES, _WITHOUT = ppo_clip(), nll()
@@ -199,8 +198,9 @@ class Policy(Role):
 
         Args:
             rewards: one number a response. Without them, and without advantages, the loss must not need any.
-            advantages: how rewards become advantages, within the group of one prompt's responses; or a handle with what other calls
-                computed: one number a response, or a list with one for each generated token, or for each token.
+            advantages: how rewards become advantages, within the group of one prompt's responses (`grpo` divides by the standard deviation
+                of a sample, as TRL and verl do, `grpo_population` by the population's); or a handle with what other calls computed: one
+                number a response, or a list with one for each generated token, or for each token.
             loss: PPO-clip by default (with rewards or advantages), negative log-likelihood without.
             reference: a `Reference` role, or its log-probabilities, for a loss with a KL term.
             columns: what else the loss needs, by name: numbers in the same forms as advantages. They win over a column of the samples.
@@ -218,8 +218,8 @@ class Policy(Role):
         responses = self._common(responses, rewards, advantages, reference, *(columns or {}).values())
         samples = self._rows(responses, "update", RESPONSES)
         has_rewards, is_named = rewards is not None, isinstance(advantages, str)
-        if is_named and advantages not in ADVANTAGES:
-            raise OptionError(f"advantages={advantages!r}; known are {', '.join(ADVANTAGES)}, or a handle with numbers of each sample")
+        if is_named:
+            check_choice("advantages", advantages, AdvantageName, "or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
         chosen = loss or (_WITH_ADVANTAGES if has_advantages else _WITHOUT)
         passes = Passes(chosen, optimizer or self.optimizer, minibatch_size, epochs, allow_unsound)

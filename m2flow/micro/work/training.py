@@ -113,14 +113,9 @@ def _is_number(value: object) -> bool:
 
 def _advantages(name: str, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
     """Group by group, in float64: the same whatever other groups are there. Torch is loaded here, by who trains."""
-    import torch
-
     from m2flow.algorithms import advantages
 
-    sizes = [end - start for start, end in samples.group_bounds()]
-    by_name = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo}
-    values: npt.NDArray[np.float32] = by_name[name](torch.from_numpy(reward), sizes).numpy().astype(np.float32)
-    return values
+    return advantages.BY_NAME[name](reward, samples.group_bounds())
 
 
 def objective(call: Call) -> Objective:
