@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from m2flow.errors import OptionError, did_you_mean
@@ -49,12 +50,16 @@ def check_whole(name: str, value: object) -> None:
         raise OptionError(f"{name} is {value!r:.60}; it must be a whole number")
 
 
-def check_choice(name: str, value: object, known: object, otherwise: str = "") -> None:
-    """Refuse a text that is none of these (a tuple of texts, or a `Literal`), and name the nearest."""
+def check_choice(name: str, value: object, known: object, otherwise: str = "", *, of: str = "") -> None:
+    """Refuse a text that is none of these (a tuple of texts, or a `Literal`), and name the nearest.
+
+    Args:
+        of: what has the option, where that is not plain from its name.
+    """
     names: tuple[str, ...] = known if isinstance(known, tuple) else get_args(known)
     if not isinstance(value, str) or value not in names:
         listed = ", ".join(names) + (f", {otherwise}" if otherwise else "")
-        raise OptionError(f"{name}={value!r:.60}; known are {listed}", now=did_you_mean(str(value), names, ""))
+        raise OptionError(f"{_given(name, value, of)}; known are {listed}", now=did_you_mean(str(value), names, ""))
 
 
 def check_flag(name: str, value: object) -> None:
@@ -69,11 +74,23 @@ def check_text(name: str, value: object) -> None:
         raise OptionError(f"{name} is {value!r:.60}; it must be a text, not an empty one")
 
 
-def check_names(name: str, values: object, *, example: Sequence[str]) -> tuple[str, ...]:
+def model_path(model: object) -> str:
+    """Where a model is, as a text. Refuse what is no path."""
+    if not isinstance(model, Path):
+        check_text("model", model)
+    return str(model)
+
+
+def _given(name: str, value: object, of: str) -> str:
+    return f"{of}({name}={value!r:.60})" if of else f"{name}={value!r:.60}"
+
+
+def check_names(name: str, values: object, *, example: Sequence[str], of: str = "") -> tuple[str, ...]:
     """The texts of a list. Refuse what is no list of texts; one text is none."""
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else None
     if listed is None or not all(isinstance(value, str) for value in listed):
-        raise OptionError(f"{name}={values!r:.60}; it is a list of names", now=f"Write {name}={list(example)}.")
+        now = f"Give a list: {name}={[values] if isinstance(values, str) else list(example)}."
+        raise OptionError(f"{_given(name, values, of)}; it is a list of names", now=now)
     return tuple(listed)
 
 

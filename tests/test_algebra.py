@@ -26,7 +26,7 @@ from m2flow import (
     steps,
     where,
 )
-from m2flow.errors import FieldError, TraceError
+from m2flow.errors import FieldError, OptionError, TraceError
 from m2flow.testing.world import run_eager, run_planned
 
 ARITHMETIC: dict[str, Callable[[object, object], object]] = {
@@ -244,7 +244,6 @@ def test_what_samples_do_not_have_is_named_with_what_they_have_and_the_nearest()
         for ask, message in [
             (lambda: responses + 1, "which are whole samples(.|\n)*Name a column"),
             (lambda: responses.mean(), "which are whole samples"),
-            (lambda: responses.length.mean(over="batch"), r"mean\(over='batch'\): known are 'group' and 'sample'"),
             (lambda: responses[True], "is a position, a slice, a condition or a name, not True"),
             (lambda: responses[::-1], "rows stay in the order of identity"),
             (lambda: responses.select(3), "were given as a int"),
@@ -255,6 +254,8 @@ def test_what_samples_do_not_have_is_named_with_what_they_have_and_the_nearest()
         ]:
             with pytest.raises(TraceError, match=message):
                 ask()
+        with pytest.raises(OptionError, match=r"mean\(over='batch'\); known are group, sample"):
+            responses.length.mean(over="batch")
         with pytest.raises(TypeError, match="unsupported operand"):
             responses.length + "a"
         assert (responses.length == None) is False  # noqa: E711

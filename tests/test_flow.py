@@ -294,7 +294,7 @@ def _metrics_scored(policy: Policy, prompts: Dataset) -> None:
         (lambda p, d: p.generate(d.take(1), max_new_tokens=3, temperature="hot"), "temperature is 'hot'; it must be a number"),
         (lambda p, d: p.update(d.take(1), loss=ppo_clip), "loss=<function ppo_clip at .* is no loss"),
         (lambda p, d: p.update(d.take(1), optimizer=1e-3), r"optimizer=0\.001 is no optimizer"),
-        (lambda p, d: p.update(d.take(1), minibatch_size=1.5), r"minibatch_size is 1\.5 and epochs is 1"),
+        (lambda p, d: p.update(d.take(1), minibatch_size=1.5), r"minibatch_size is 1\.5; it must be a whole number, 1 or more"),
         (
             lambda p, d: p.update(Dataset([{"prompt": "x"}]).take(1)),
             r"needs responses, or rows with a 'target', and got the rows of dataset",

@@ -195,14 +195,14 @@ def test_a_generate_may_ask_for_less_staleness_than_the_flow_and_not_for_more():
         (0, {"late": "carry", "oversample": 1.5}, "late='carry' with staleness=0 would train on old tokens"),
         (1, {"late": "carry"}, "oversample=1.0 with late='carry'"),
         (1, {"late": "carry", "oversample": 1.5, "staleness": 0}, "late='carry' with staleness=0 would train on old tokens"),
-        (0, {"late": "later"}, "late is one of wait, drop, carry"),
+        (0, {"late": "later"}, "late='later'; known are wait, drop, carry"),
         (0, {"oversample": 1.25}, "oversample=1.25 with late='wait'"),
         (0, {"late": "drop"}, "oversample=1.0 with late='drop'"),
         (0, {"late": "drop", "oversample": 0.5}, "it is a number, 1.0 or more"),
         (0, {"late": "drop", "oversample": float("nan")}, "it is a number, 1.0 or more"),
         (0, {"kv": "keep"}, "kv='keep' with staleness=0"),
         (1, {"kv": "keep", "staleness": 0}, "kv='keep' with staleness=0"),
-        (1, {"kv": "drop"}, "kv one of recompute, keep"),
+        (1, {"kv": "drop"}, "kv='drop'; known are recompute, keep"),
     ],
 )
 def test_what_can_not_be_right_or_is_not_there_is_refused_and_never_passed_over(lag, options, message):

@@ -364,7 +364,7 @@ def test_a_declaration_that_can_not_be_is_refused_where_the_class_is():
 
     for keywords, message in (
         ({"granularity": "token"}, r"@call\(granularity='token'\)"),
-        ({"returns": "nothing"}, "known are 'value', 'reward', or a list"),
+        ({"returns": "nothing"}, "known are value, reward, or a list"),
         ({"returns": "reward", "granularity": "batch"}, "a reward is one number for each sample"),
         ({"writes": ["policy.weights"]}, "only m2flow's own roles"),
     ):

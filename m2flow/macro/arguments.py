@@ -21,7 +21,7 @@ from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Number, Rows, describe
 from m2flow.macro.session import Session
-from m2flow.recipe import is_count
+from m2flow.recipe import check_choice, check_names, is_count
 
 RNG = "rng"
 """A parameter of this name gets a generator of random numbers, unless the call gives it something."""
@@ -91,8 +91,7 @@ def check_unit(what: str, granularity: str, size: int | None) -> Granularity:
     Raises:
         OptionError: there is no such; or `size`, the prompts in a mini-batch, is missing, no count, or given for another one.
     """
-    if granularity not in ("sample", "group", "minibatch", "batch"):
-        raise OptionError(f"{what}(granularity={granularity!r}); known are sample, group, minibatch, batch")
+    check_choice("granularity", granularity, UnitName, of=what)
     if (granularity == "minibatch") != (size is not None) or not (size is None or is_count(size)):
         raise OptionError(
             f"{what}(granularity={granularity!r}, size={size!r}): size is the number of prompts in a mini-batch, 1 or more",
@@ -107,10 +106,8 @@ def resources(what: str, names: Sequence[str], kind: str) -> tuple[str, ...]:
     Raises:
         OptionError: a name is none, or belongs to m2flow: weights and cursors have writers of their own.
     """
-    if isinstance(names, str):
-        raise OptionError(f"{what}({kind}={names!r}) is a text", now=f"Give a list: {kind}=[{names!r}].")
-    for name in names:
-        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+    for name in check_names(kind, names, example=("judge.memory",), of=what):
+        if not all(part.isidentifier() for part in name.split(".")):
             raise OptionError(f"{what}({kind}=[{name!r}]): a resource has a name such as 'judge.memory'")
         if kind == "writes" and name.endswith((".weights", ".cursor")):
             raise OptionError(f"{what}(writes=[{name!r}]): only m2flow's own roles and datasets write that")

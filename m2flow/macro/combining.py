@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 from m2flow.errors import TraceError
@@ -51,7 +51,7 @@ def join(first: Rows, *others: Rows, **columns: object) -> Rows:
 
 def concat(handles: Sequence[Rows]) -> Rows:
     """The rows of all, which must be different samples; with the columns that they share."""
-    handles = list(handles)
+    handles = list(handles) if isinstance(handles, Iterable) else [handles]
     for handle in handles:
         if not isinstance(handle, Rows):
             raise TraceError(f"concat got {describe(handle)}; it takes a list of rows: concat([first, second])")

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from m2flow.errors import OptionError, TraceError
+from m2flow.errors import TraceError
 from m2flow.macro.graph import Call, Granularity
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
-from m2flow.macro.inputs import NUMBERS, RESPONSES, REWARDS, ROWS, Passes, Role, Wanted
+from m2flow.macro.inputs import NUMBERS, RESPONSES, REWARDS, ROWS, Passes, Role, Wanted, check_optimizer
 from m2flow.macro.losses import clipped_value
 from m2flow.macro.roles import Policy
 from m2flow.macro.session import Session, current_session
-from m2flow.recipe import AdamW, Loss, Model
+from m2flow.recipe import AdamW, Loss, Model, check_number, model_path
 from m2flow.samples import Batch
 
 
@@ -46,11 +46,12 @@ class Critic(Role):
         optimizer: AdamW | None = None,
     ) -> None:
         super().__init__(name, "Critic")
-        self.optimizer = optimizer or AdamW()
+        self.optimizer = AdamW() if optimizer is None else optimizer
+        check_optimizer(self.optimizer)
         if isinstance(model, Policy):
             self._copy(model.name, "value")
         else:
-            self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, head="value", is_policy=False))
+            self._session.add_model(name, Model(model_path(model), init, self._session.seed, dtype, chat, head="value", is_policy=False))
 
     def values(self, responses: Handle) -> Rows:
         """What is expected before each token of the responses: a ragged row a response, in the unit of the reward, 0 for the prompt."""
@@ -78,10 +79,9 @@ class Critic(Role):
         Returns:
             means over the call: `loss`, `value`, `value_error`, `value_clipped` (with old values), `grad_norm`.
         """
-        if not isinstance(clip, int | float) or not clip >= 0:
-            raise OptionError(f"clip is {clip!r:.60}; it must be 0 (off) or a positive number, in the unit of the reward")
-        loss = loss or clipped_value(clip=clip if old_values is not None else 0.0)
-        passes = Passes(loss, optimizer or self.optimizer, minibatch_size, epochs)
+        check_number("clip", clip, low=0)
+        loss = clipped_value(clip=clip if old_values is not None else 0.0) if loss is None else loss
+        passes = Passes(loss, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs)
         if "old_values" in loss.needs and old_values is None:
             raise TraceError(f"the loss {loss.name} needs old_values", now="Pass the values that the returns were estimated with.")
         samples = self._rows(self._common(responses, returns, old_values), "update", RESPONSES)
@@ -112,7 +112,7 @@ class RewardModel(Role):
     ) -> None:
         super().__init__(name, "RewardModel")
         self._session.add_model(
-            name, Model(str(model), init, self._session.seed, dtype, chat, head="score", is_policy=False, is_frozen=True)
+            name, Model(model_path(model), init, self._session.seed, dtype, chat, head="score", is_policy=False, is_frozen=True)
         )
 
     def score(self, responses: Handle) -> Scores:
@@ -144,8 +144,7 @@ def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None
     """
     session = current_session("gae()")
     for name, value in (("gamma", gamma), ("lam", lam)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise OptionError(f"{name} is {value!r:.60}; it must lie in 0..1")
+        check_number(name, value, low=0, high=1)
     given = {"rewards": (rewards, REWARDS), "values": (values, NUMBERS)} | ({"penalties": (kl, NUMBERS)} if kl is not None else {})
     inputs, columns = {"samples": _fitting(responses, "responses", RESPONSES).check(session, "gae")}, {}
     for name, (handle, wants) in given.items():

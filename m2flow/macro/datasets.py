@@ -15,7 +15,7 @@ from m2flow.errors import DatasetError
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Rows
 from m2flow.macro.session import Session, current_session
-from m2flow.recipe import is_count
+from m2flow.recipe import check_count, check_flag, check_text, check_whole, is_count
 from m2flow.samples import Batch, Column, column_of, keyed_bits, make_ids, prompt_positions, taken
 
 Row = Mapping[str, object]
@@ -54,6 +54,8 @@ class Dataset:
                 raise DatasetError(f"row {i} of the dataset {name!r} has the columns {sorted(row)}, row 0 has {sorted(keys)}")
             if not isinstance(row.get("prompt"), str):
                 raise DatasetError(f"row {i} of the dataset {name!r} has no text under 'prompt': {row.get('prompt')!r:.60}")
+        check_text("name", name)
+        check_flag("shuffle", shuffle)
         self.name = name
         self._columns: dict[str, Column] = {key: column_of([row[key] for row in rows], key) for key in sorted(keys)}
         self._num_rows = len(rows)
@@ -72,6 +74,10 @@ class Dataset:
         cls, make: Callable[[random.Random], Row], size: int, *, seed: int = 0, name: str = "dataset", shuffle: bool = False
     ) -> Dataset:
         """`size` rows from a function of a random generator; row i depends on (seed, i) alone."""
+        if not callable(make):
+            raise DatasetError(f"Dataset.generate got make={make!r:.60}; it takes a function of a random generator that gives a row")
+        check_count("size", size)
+        check_whole("seed", seed)
         return cls([make(random.Random(f"{seed}/{i}")) for i in range(size)], name=name, shuffle=shuffle)
 
     def __len__(self) -> int:

@@ -148,6 +148,8 @@ def load_flow(target: str) -> Flow:
     Raises:
         FlowLoadError: no such file, it can't be imported, or it has no flow or more than one.
     """
+    if not isinstance(target, str):
+        raise FlowLoadError(f"load_flow got target={target!r:.60}; it takes the path of a file, as a text")
     path_text, _, name = target.partition(":")
     path = Path(path_text)
     if not path.is_file():

@@ -27,6 +27,7 @@ from m2flow.macro.results import Metrics as Metrics
 from m2flow.macro.results import describe as describe
 from m2flow.macro.session import Session
 from m2flow.macro.units import OnGroup, OnValue, name_of
+from m2flow.recipe import check_choice, check_seconds
 from m2flow.samples import Batch, Ragged
 
 TOKENS = frozenset({"tokens", "loss_mask", "logprobs", "versions", "kv_stale"})
@@ -168,8 +169,8 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         return None if self.tokens_of is None else self.tokens_of._field("loss_mask").operand(inputs, "mask").name
 
     def reduce(self, how: How, over: Over | None) -> Number | Rows:
-        if over not in (None, "group", "sample"):
-            raise TraceError(f"{how}(over={over!r}): known are 'group' and 'sample'", now="Without it, the reduction is over all samples.")
+        if over is not None:
+            check_choice("over", over, ("group", "sample"), "or nothing, for all samples", of=how)
         inputs = Inputs(self._session, how)
         if self.column is None and how == "count" and over != "sample":
             column, mask = None, None
@@ -196,6 +197,7 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
 
     def map(self, function: Callable[..., object], *, timeout_s: float | None = None) -> Rows:
         """A function on each sample, or on each value of a column; run on a worker, plain or async. One value a sample."""
+        check_seconds("timeout_s", timeout_s)
         return self.result_of(self._by_function("map", function, timeout_s, gives="column"))
 
     def filter(self, keeps: Callable[..., object] | Rows) -> Rows:

@@ -16,7 +16,7 @@ from m2flow.macro.handles import Handle, Metrics, Rows, describe
 from m2flow.macro.late import windows
 from m2flow.macro.session import current_session
 from m2flow.macro.soundness import check_update
-from m2flow.recipe import COMPUTED, HEAD_OUTPUTS, AdamW, Loss, is_count
+from m2flow.recipe import COMPUTED, HEAD_OUTPUTS, AdamW, Loss, check_count, check_flag, check_text
 from m2flow.samples import Batch
 
 
@@ -67,6 +67,7 @@ class Role:
     """What all roles share: a name in the flow, and the session that they belong to."""
 
     def __init__(self, name: str, kind: str) -> None:
+        check_text("name", name)
         self.name = name
         self._session = current_session(f"{kind}({name!r})")
 
@@ -182,6 +183,12 @@ class Role:
                 )
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Raises `OptionError`: it is none."""
+    if not isinstance(optimizer, AdamW):
+        raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+
+
 @dataclass(frozen=True)
 class Passes:
     """What an update minimises, and in how many steps over its samples. Raises `OptionError` for what is none."""
@@ -193,10 +200,10 @@ class Passes:
     allow_unsound: bool = False
 
     def __post_init__(self) -> None:
-        size, epochs = self.minibatch_size, self.epochs
-        if not (size is None or is_count(size)) or not is_count(epochs):
-            raise OptionError(f"minibatch_size is {size!r} and epochs is {epochs!r}; both are whole numbers, 1 or more")
+        if self.minibatch_size is not None:
+            check_count("minibatch_size", self.minibatch_size)
+        check_count("epochs", self.epochs)
+        check_flag("allow_unsound", self.allow_unsound)
         if not isinstance(self.loss, Loss):
             raise OptionError(f"loss={self.loss!r:.60} is no loss", now="Pass ppo_clip(), nll(), or a function under @loss(...).")
-        if not isinstance(self.optimizer, AdamW):
-            raise OptionError(f"optimizer={self.optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+        check_optimizer(self.optimizer)

@@ -43,6 +43,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from m2flow.errors import OptionError
+from m2flow.recipe import check_choice, is_number
 
 if TYPE_CHECKING:
     from m2flow.macro.graph import Call
@@ -51,15 +52,15 @@ _LATE = ("wait", "drop", "carry", "defer")
 _CACHES = ("recompute", "keep")
 
 
-def check_late(oversample: object, late: object, kv: object, staleness: int, timeout_s: object = None) -> None:
+def check_late(oversample: float, late: object, kv: object, staleness: int, timeout_s: float | None = None) -> None:
     """What a generate call is told about samples that are late, and about caches that are older than the weights.
 
     Raises:
         OptionError: a value that does not exist, or a combination that can't be right.
     """
-    if late not in _LATE or kv not in _CACHES:
-        raise OptionError(f"late={late!r:.40} and kv={kv!r:.40}: late is one of {', '.join(_LATE)}, kv one of {', '.join(_CACHES)}")
-    if isinstance(oversample, bool) or not isinstance(oversample, int | float) or not 1 <= oversample < math.inf:
+    check_choice("late", late, _LATE)
+    check_choice("kv", kv, _CACHES)
+    if not is_number(oversample) or not oversample >= 1:
         raise OptionError(f"oversample={oversample!r:.40}; it is a number, 1.0 or more: prompts for each group that is needed")
     if late == "carry" and staleness == 0:
         raise OptionError(
@@ -79,10 +80,10 @@ def check_late(oversample: object, late: object, kv: object, staleness: int, tim
         )
 
 
-def _check_timeout(timeout_s: object, late: object) -> None:
+def _check_timeout(timeout_s: float | None, late: object) -> None:
     if timeout_s is None:
         return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+    if not is_number(timeout_s) or not timeout_s > 0:
         raise OptionError(f"timeout_s={timeout_s!r:.40}; it is a number of seconds, above 0: what a sample may take")
     if late != "drop":
         raise OptionError(

@@ -12,6 +12,7 @@ from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
 from m2flow.macro.results import OpValue as OpValue
 from m2flow.macro.session import current_session
+from m2flow.recipe import check_seconds
 
 
 class OpRows(Rows):
@@ -45,6 +46,7 @@ def op(
 
     what = "@op"
     unit = check_unit(what, granularity, size)
+    check_seconds("timeout_s", timeout_s)
     read, written = resources(what, reads, "reads"), resources(what, writes, "writes")
 
     def decorate(function: Callable[..., object]) -> Callable[..., Handle]:

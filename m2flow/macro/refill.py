@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Rows, describe
-from m2flow.recipe import Sampling, is_count
+from m2flow.recipe import Sampling, check_count
 from m2flow.samples import Sample
 
 if TYPE_CHECKING:
@@ -58,9 +58,10 @@ def refill(
         )
     if not hasattr(score, "_score"):
         raise TraceError(f"score got {describe(score)}; it takes a Reward", now="Make one of a function: Reward(function).")
-    if not is_count(count) or not is_count(max_draws or 1):
-        raise OptionError(f"count is {count!r} and max_draws is {max_draws!r}; both are whole numbers, 1 or more")
-    keep = keep or informative
+    check_count("count", count)
+    if max_draws is not None:
+        check_count("max_draws", max_draws)
+    keep = informative if keep is None else keep
     if not callable(keep):
         raise TraceError(f"keep needs a function of a group's samples, and got {describe(keep)}")
     session = policy._session

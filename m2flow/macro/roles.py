@@ -15,11 +15,11 @@ from m2flow.macro.datasets import Dataset
 from m2flow.macro.deferring import deferring
 from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
-from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role
+from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role, check_optimizer
 from m2flow.macro.late import carries, check_late, check_line
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.macro.refill import Keep, refill
-from m2flow.recipe import COMPUTED, AdamW, Lora, Loss, Model, Sampling, check_choice, is_count
+from m2flow.recipe import COMPUTED, AdamW, Lora, Loss, Model, Sampling, check_choice, check_seconds, is_count, model_path
 from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
 AdvantageName = Literal["grpo", "grpo_population", "dr_grpo", "rloo"]
@@ -59,8 +59,11 @@ class Policy(Role):
         lora: Lora | None = None,
     ) -> None:
         super().__init__(name, "Policy")
-        self.optimizer = optimizer or AdamW()
-        self._session.add_model(name, Model(str(model), init, self._session.seed, dtype, chat, rollout_dtype=rollout_dtype, lora=lora))
+        self.optimizer = AdamW() if optimizer is None else optimizer
+        check_optimizer(self.optimizer)
+        self._session.add_model(
+            name, Model(model_path(model), init, self._session.seed, dtype, chat, rollout_dtype=rollout_dtype, lora=lora)
+        )
 
     def generate(
         self,
@@ -221,8 +224,8 @@ class Policy(Role):
         if is_named:
             check_choice("advantages", advantages, AdvantageName, "or a handle with numbers of each sample")
         has_advantages = has_rewards or not is_named
-        chosen = loss or (_WITH_ADVANTAGES if has_advantages else _WITHOUT)
-        passes = Passes(chosen, optimizer or self.optimizer, minibatch_size, epochs, allow_unsound)
+        chosen = (_WITH_ADVANTAGES if has_advantages else _WITHOUT) if loss is None else loss
+        passes = Passes(chosen, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs, allow_unsound)
         given: dict[str, tuple[Ref, str]] = {}
         if has_rewards:
             given["rewards"] = self._column(rewards, "update", REWARDS)
@@ -277,7 +280,9 @@ class Reference(Role):
         if isinstance(model, Policy):
             self._copy(model.name, "lm")
         else:
-            self._session.add_model(name, Model(str(model), "pretrained", self._session.seed, dtype, chat, is_policy=False, is_frozen=True))
+            self._session.add_model(
+                name, Model(model_path(model), "pretrained", self._session.seed, dtype, chat, is_policy=False, is_frozen=True)
+            )
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response."""
@@ -291,13 +296,14 @@ class Reward(Role):
         function: gets a `Sample` (`.text`, `.prompt`, and the prompt row's columns). It may also give a mapping, or a dataclass, with
             `reward`, the number that counts, and what that is made of, by name: `{"reward": 0.7, "right": 1.0, "brevity": -0.3}`. The
             parts are recorded with the sample, and nothing computes with them.
-        timeout_s: seconds that one sample may take.
+        timeout_s: seconds that one sample may take; None: as long as it needs.
     """
 
-    def __init__(self, function: Callable[[Sample], object], *, name: str | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(self, function: Callable[[Sample], object], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
         if not callable(function):
             raise TraceError(f"Reward needs a function, got {type(function).__name__}")
-        super().__init__(name or str(getattr(function, "__name__", "reward")), "Reward")
+        super().__init__(str(getattr(function, "__name__", "reward")) if name is None else name, "Reward")
+        check_seconds("timeout_s", timeout_s)
         self.function = function
         self.timeout_s = timeout_s
 

@@ -32,6 +32,7 @@ from m2flow.macro.handles import Handle, Rows, Scores
 from m2flow.macro.ops import OpRows, OpValue
 from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
+from m2flow.recipe import check_choice, check_names, check_seconds, check_text
 from m2flow.samples import Batch, Column, Ragged
 
 _MAY_WRITE = "_m2flow_may_write"
@@ -78,13 +79,16 @@ def call(
     """
     what = "@call"
     unit = check_unit(what, granularity, size)
+    check_seconds("timeout_s", timeout_s)
     read, written = resources(what, reads, "reads"), resources(what, writes, "writes")
-    if returns in ("value", "reward"):
-        given: Literal["value", "reward"] | tuple[str, ...] = "reward" if returns == "reward" else "value"
-    elif isinstance(returns, str) or not returns or not all(isinstance(name, str) and name.isidentifier() for name in returns):
-        raise OptionError(f"@call(returns={returns!r}); known are 'value', 'reward', or a list of the names of fields")
+    given: Literal["value", "reward"] | tuple[str, ...]
+    if isinstance(returns, str):
+        check_choice("returns", returns, ("value", "reward"), "or a list of the names of fields", of=what)
+        given = "reward" if returns == "reward" else "value"
     else:
-        given = tuple(returns)
+        given = check_names("returns", returns, example=("grade", "reason"), of=what)
+        if not given or not all(name.isidentifier() for name in given):
+            raise OptionError(f"@call(returns={returns!r}); known are 'value', 'reward', or a list of the names of fields")
     if given == "reward" and unit is Granularity.BATCH:
         raise OptionError("@call(returns='reward', granularity='batch'): a reward is one number for each sample")
 
@@ -100,7 +104,8 @@ class _RoleType(type):
     def __call__(cls, *args: object, name: str | None = None, **kwargs: object) -> Any:
         session = current_session(f"the role {cls.__name__}")
         known = _names.setdefault(session, set())
-        name = name or cls.__name__.lower()
+        name = cls.__name__.lower() if name is None else name
+        check_text("name", name)
         if name in known or name in session.models:
             now = f"Name one of them: name='{name}_2'."
             raise TraceError(f"this flow has two roles named {name!r}", where=user_site().describe(), now=now)
