@@ -3,6 +3,9 @@
 Real scheduler, real workers, real lowering, fake engines in exact integers; the interleaving is drawn by a seed.
 """
 
+import dataclasses
+import math
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -141,3 +144,34 @@ def test_a_reward_that_raises_gives_the_same_error_in_both_modes(spec, options, 
     eager = run_eager(failing, options, spec)
     planned = run_planned(failing, options, spec, order_seed=order_seed)
     assert (planned.error, planned.where) == (eager.error, eager.where)
+
+
+def test_an_update_over_no_rows_is_a_version_without_a_step_whose_means_are_nan():
+    looks: list[tuple[float, float, float | None, float]] = []
+
+    @flow
+    def emptied(minibatch: int = 0) -> None:
+        policy, verifier, prompts = Policy("fake"), Reward(digit_share), Dataset(ROWS)
+        for step in steps(4):
+            responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8)
+            rewards = verifier.score(responses)
+            kept = responses[rewards > 99.0] if step in (1, 2) else responses
+            metrics = policy.update(kept, rewards, minibatch_size=minibatch or None)
+            log(loss=metrics["loss"], twice=2 * metrics["grad_norm"], reward=metrics["reward"], mean=kept.length.mean())
+            before = metrics.lagged(1)
+            looks.append((metrics.items()["kl"] if step in (1, 2) else 0.0, float(metrics["loss"]), before and before["reward"], step))
+
+    spec = ClusterSpec(cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    for minibatch in (0, 1):
+        eager = run_eager(emptied, {"minibatch": minibatch}, spec)
+        assert eager.error == ""
+        empty = {(step, name) for step, name, value in eager.logs if math.isnan(value)}
+        assert empty == {(step, name) for step in (1, 2) for name in ("loss", "twice", "reward", "mean")}
+        seen = repr(looks)
+        for order_seed in range(4):
+            looks.clear()
+            planned = run_planned(emptied, {"minibatch": minibatch}, spec, order_seed=order_seed)
+            assert repr(planned.logs) == repr(eager.logs)  # NaN equals nothing.
+            assert dataclasses.replace(planned, logs=[]) == dataclasses.replace(eager, logs=[])
+            assert repr(looks) == seen
+        looks.clear()

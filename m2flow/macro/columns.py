@@ -9,6 +9,7 @@ cut into chunks: an operation looks at one sample at a time. As in NumPy, a divi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,6 +107,26 @@ def value_of(operand: Operand | Elementwise, rows: Batch, values: Mapping[str, o
             return whole(values[name], field)
 
 
+def metric(value: object, name: str) -> object:
+    """A number by its name. Of an update over no rows, every one that it does not report is a mean over nothing: nan.
+
+    Raises:
+        LookupError: there is none; the message says so.
+    """
+    if not isinstance(value, Mapping):
+        raise LookupError(f"there is no metric {name!r}")
+    if name in value:
+        return value[name]
+    if is_of_no_rows(value):
+        return math.nan
+    raise LookupError(f"there is no metric {name!r}; there are {', '.join(sorted(map(str, value)))}")
+
+
+def is_of_no_rows(metrics: Mapping[str, object]) -> bool:
+    """Whether these are the metrics of an update that had nothing to train on."""
+    return metrics.get("num_sequences") == 0 and metrics.get("num_steps") == 0
+
+
 def whole(value: object, field: str | None) -> Scalar:
     """A number or text out of a call's value. A worker gets numbers as floats; so this gives them everywhere.
 
@@ -113,10 +134,10 @@ def whole(value: object, field: str | None) -> Scalar:
         OpError: there is no such field, or it is neither a number nor a text.
     """
     if field is not None:
-        if not isinstance(value, Mapping) or field not in value:
-            known = f"; there are {', '.join(sorted(map(str, value)))}" if isinstance(value, Mapping) else ""
-            raise OpError(f"there is no metric {field!r}{known}")
-        value = value[field]
+        try:
+            value = metric(value, field)
+        except LookupError as error:
+            raise OpError(str(error.args[0])) from None
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float | np.number | np.bool_):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from m2flow.errors import M2FlowError, TraceError, unexpected
+from m2flow.macro.columns import metric
 from m2flow.macro.failures import Failures
 from m2flow.macro.graph import Call, Observation
 from m2flow.macro.remembering import Remembered
@@ -157,9 +158,10 @@ def number_of(value: object, name: str | None) -> float:
         TraceError: the value has no number of that name, or is none.
     """
     if name is not None and isinstance(value, dict):
-        if name not in value:
-            raise TraceError(f"log: there is no metric {name!r}; there are {', '.join(sorted(value))}")
-        value = value[name]
+        try:
+            value = metric(value, name)
+        except LookupError as error:
+            raise TraceError(f"log: {error.args[0]}") from None
     if not isinstance(value, int | float):
         raise TraceError(f"log: a {type(value).__name__} is no number")
     return float(value)

@@ -14,7 +14,7 @@ from typing import Protocol, final
 
 from m2flow.errors import OpError, TraceError
 from m2flow.macro.algebra import Inputs, as_scalar
-from m2flow.macro.columns import TRUTHS, Elementwise, Given, Operand, Scalar, scalar, whole
+from m2flow.macro.columns import TRUTHS, Elementwise, Given, Operand, Scalar, metric, scalar, whole
 from m2flow.macro.graph import Call, Granularity, Ref
 from m2flow.macro.operators import Operators
 from m2flow.macro.session import Session
@@ -136,9 +136,10 @@ class Number(Operators["Number"]):
         if self._name is not None:
             if not isinstance(value, dict):
                 raise TraceError(f"there is no {self._name!r} in {self._of!r}: its value is {value!r:.60}")
-            if self._name not in value:
-                raise TraceError(f"there is no metric {self._name!r}; there are {', '.join(sorted(value))}")
-            value = value[self._name]
+            try:
+                value = metric(value, self._name)
+            except LookupError as error:
+                raise TraceError(str(error.args[0])) from None
         if not isinstance(value, int | float | str | None):
             raise TraceError(f"{self!r} is {value!r:.60}, which is not a number")
         return value

@@ -5,9 +5,11 @@ Those of rows are in `m2flow.macro.handles`.
 
 from __future__ import annotations
 
+import math
+
 from m2flow.errors import TraceError
 from m2flow.macro.algebra import Inputs
-from m2flow.macro.columns import Rowwise, Whole
+from m2flow.macro.columns import Rowwise, Whole, is_of_no_rows
 from m2flow.macro.graph import Call, Ref
 from m2flow.macro.number import Number
 from m2flow.macro.operators import Operators
@@ -144,7 +146,16 @@ class OpValue(Metrics, Operators[Number]):
 
 def _own(numbers: dict[str, float]) -> dict[str, float]:
     """The user's own copy. What a trace assumes is no plain dict, and nobody else's."""
-    return dict(numbers) if type(numbers) is dict else numbers
+    if type(numbers) is not dict:
+        return numbers
+    return _OfNoRows(numbers) if is_of_no_rows(numbers) else dict(numbers)
+
+
+class _OfNoRows(dict[str, float]):
+    """Metrics of an update over no rows: what it does not report is nan."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
 
 
 def describe(value: object) -> str:

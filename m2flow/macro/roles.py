@@ -211,7 +211,8 @@ class Policy(Role):
             epochs: passes over the samples.
             allow_unsound: train also where the loss can't be right for samples of other weights than these; the plan shows it.
         Returns:
-            means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports.
+            means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports. Where
+            a filter has left no row nothing is trained, and each of them is nan; `num_sequences` and `num_steps` are 0.
         Raises:
             TraceError: the loss takes the samples for those of the current weights, which they need not be (`m2flow.macro.soundness`).
             OpError (at the first look): numbers that do not fit the tokens of their samples.

@@ -11,6 +11,7 @@ point, what a trainer did is made again from recorded samples, and calls that we
 from __future__ import annotations
 
 import contextlib
+import math
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -153,6 +154,7 @@ def _tally(db: sqlite3.Connection, record: RunRecord, done: set[int]) -> Tally:
     open_steps = [recorded.step for recorded in record.calls if recorded.ordinal not in done and recorded.step >= 0]
     last = max((recorded.step for recorded in record.calls), default=-1)
     tally.num_steps = min(open_steps, default=last + 1)
-    tally.logs = dict(db.execute("SELECT name, value FROM logs ORDER BY rowid"))
+    logs = db.execute("SELECT name, value FROM logs ORDER BY rowid")
+    tally.logs = {name: math.nan if value is None else value for name, value in logs}  # SQLite has no NaN.
     tally.steps_before, tally.samples_before, tally.tokens_before = tally.num_steps, tally.num_samples, tally.num_tokens
     return tally

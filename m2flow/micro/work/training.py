@@ -203,16 +203,17 @@ class UpdateTally:
         self._steps.append(applied)
 
     def metrics(self) -> dict[str, float]:
-        """Of the whole call: means over tokens, and means over optimiser steps of the loss, `grad_norm` and `lr`."""
+        """Of the whole call: means over tokens, and means over optimiser steps of the loss, `grad_norm` and `lr`. Over no rows the loss is
+        nan, as is whatever else one asks for (`m2flow.macro.columns.metric`)."""
         num_tokens = sum(s.num_tokens for s in self._sums)
         num_sequences = sum(s.num_sequences for s in self._sums)
         names = dict.fromkeys(name for s in self._sums for name in s.metrics)
         result = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) / max(num_tokens, 1) for name in names}
         result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
-        result |= {"loss": float(np.mean(self._losses))} if self._losses else {}
+        result |= {"loss": float(np.mean(self._losses)) if self._losses else math.nan}
         result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
         result |= self.agreement.metrics()
-        result["response_length"] = num_tokens / max(num_sequences, 1)
+        result["response_length"] = num_tokens / num_sequences if num_sequences else math.nan
         if self._rewards:
             rewards = np.sort(np.concatenate(self._rewards))  # In the order of their coming, the last bit would be that order's.
             result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
