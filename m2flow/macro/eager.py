@@ -93,9 +93,7 @@ class EagerBackend(Backend):
             self._failures.failed(call, *failed)
             if failed[0] != call.ordinal:
                 self._journal.call_added(call)
-            under = [self._values[ref.call] for _, ref in call.inputs if call.is_gated and ref.call in self._values]
-            for one in [*(value.call for value in under if isinstance(value, Deferred)), call]:
-                self._journal.call_failed(one, failed[1])
+            self._journal.call_failed(call, failed[1])
         self._writers.update({effect.resource: call.ordinal for effect in call.writes})
 
     def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:

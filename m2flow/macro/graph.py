@@ -200,6 +200,11 @@ class Call:
         return "refill" in self.options
 
     @property
+    def under_refill(self) -> tuple[int, ...]:
+        """Of the call that keeps groups, those whose candidates they are: what they made counts as far as this call ends well."""
+        return tuple([ref.call for _, ref in self.inputs]) if self.is_gated and self.drops else ()
+
+    @property
     def carries_from(self) -> int | None:
         """The call whose late samples it takes over (`m2flow.macro.late`): the previous one of its line."""
         found = self.options.get("carries_from")

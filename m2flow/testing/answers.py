@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from m2flow.macro.graph import Call
 from m2flow.micro.record.decisions import Decision, Decisions
 from m2flow.micro.record.segments import Place, read_segment
 from m2flow.observe.spans import SpanBlock
-from m2flow.samples import Batch
+from m2flow.samples import Batch, SampleId
 
 
 @dataclass
@@ -36,6 +36,13 @@ class Answer:
     where: str = ""
     """The line that it names, and how the program got there."""
 
+    def forget(self, failed: Collection[int]) -> None:
+        """Drop what calls made that failed: how much that was by then goes by the plan."""
+        self.samples = {packed: one for packed, one in self.samples.items() if SampleId.unpack(packed).call not in failed}
+        self.decisions = {packed: one for packed, one in self.decisions.items() if SampleId.unpack(packed).call not in failed}
+        self.rewards = {key: one for key, one in self.rewards.items() if key[0] not in failed}
+        self.parts = {key: one for key, one in self.parts.items() if key[0] not in failed}
+
     def rewarded(self, call: int, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]]) -> None:
         """A call judged these samples; `parts` is empty where none of its rewards has any."""
         self.rewards.update(((call, packed), value) for packed, value in zip(ids, values, strict=True))
@@ -53,6 +60,8 @@ class Notes:
 
     def __init__(self, run_dir: Path) -> None:
         self.answer = Answer()
+        self.failed: set[int] = set()
+        """Calls, and those under a refill that is one of them."""
         self._run_dir = run_dir
 
     def call_added(self, call: Call) -> None:
@@ -92,7 +101,7 @@ class Notes:
         pass
 
     def call_failed(self, call: Call, error: M2FlowError) -> None:
-        pass
+        self.failed.update((*call.under_refill, call.ordinal))
 
     def logged(self, step: int, name: str, value: float) -> None:
         self.answer.logs.append((step, name, value))

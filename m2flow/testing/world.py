@@ -117,6 +117,8 @@ class World(Backend):
         self._released: list[int] = []
         self._discarded: dict[int, int] = {}
         self._dropped: set[int] = set()
+        self._failed: set[int] = set()
+        """Calls, and those under a refill that is one of them."""
         self._run_dir = run_dir
         self._written = Written(run_dir, self._calls) if num_losses else NotWritten()
 
@@ -225,6 +227,7 @@ class World(Backend):
         self.answer.decisions = {packed: version for packed, version in self.answer.decisions.items() if counts(packed)}
         self.answer.rewards = {key: value for key, value in self.answer.rewards.items() if counts(key[1])}
         self.answer.parts = {key: value for key, value in self.answer.parts.items() if counts(key[1])}
+        self.answer.forget(self._failed)
 
     def _raise_first(self) -> None:
         if self._settling.first is not None:
@@ -391,6 +394,7 @@ class World(Backend):
                 case Reject(call, error, root):
                     self._consuming = {number: task for number, task in self._consuming.items() if task.call != call}
                     self._settling.failed(self._calls[call], root, error)
+                    self._failed.update((*self._calls[call].under_refill, call))
                     self._logbook.call_ended(call)
                     self._logbook.write_due()
 
@@ -487,6 +491,7 @@ def run_eager(
             flow.run(around(EagerBackend(performer, notes)), options, seed=seed)
         except M2FlowError as error:
             notes.answer.error, notes.answer.where = f"{type(error).__name__}: {error.what}", error.where
+        notes.answer.forget(notes.failed)
         trained = {slot.role for worker in plan.workers for slot in worker.engines if slot.kind == "train"}
         digests = performer.save(save_to or Path(directory))
         notes.answer.weights = {role: digests[role] for role in trained}

@@ -264,7 +264,8 @@ class Journal:
         return self._past is not None and call.ordinal in self._past.done
 
     def call_failed(self, call: Call, error: M2FlowError) -> None:
-        self._ledger.call_ended(call.ordinal, "failed", str(error))
+        for ordinal in (*call.under_refill, call.ordinal):
+            self._ledger.call_ended(ordinal, "failed", str(error))
         if error.row >= 0:
             self.sample_failed(call, error.row, error.what)
 

@@ -64,6 +64,7 @@ WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sampl
 """
 IS_CURRENT = "NOT EXISTS (SELECT 1 FROM expired e WHERE e.sample = s.id AND e.segment = s.segment AND e.offset = s.offset)"
 """Of a row of `samples s`: the sample was not begun anew since."""
+_FAILED = "SELECT ordinal FROM calls WHERE state = 'failed'"
 _KNOWN = f"""
 SELECT coalesce(max(known), 0) FROM (SELECT num_generated AS known FROM samples s WHERE id = :id AND {IS_CURRENT}
 UNION ALL SELECT num_generated FROM prefixes WHERE sample = :id UNION ALL SELECT num_generated FROM given_up WHERE sample = :id)
@@ -125,7 +126,7 @@ class Ledger:
             self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
 
     def call_ended(self, ordinal: int, state: str, error: str | None = None) -> None:
-        self._run("UPDATE calls SET state=?, error=? WHERE ordinal=?", (state, error, ordinal))
+        self._run("UPDATE calls SET state=?, error=? WHERE ordinal=? AND state <> 'failed'", (state, error, ordinal))
 
     def samples_done(
         self, step: int, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], finish: Sequence[int], place: Place
@@ -310,11 +311,12 @@ class Ledger:
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
-    """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity."""
+    """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity. What a
+    reward said that failed on others is none."""
     db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
     try:
         rewards: dict[int, list[float]] = {}
-        for sample, value in db.execute("SELECT sample, value FROM rewards ORDER BY call, sample"):
+        for sample, value in db.execute(f"SELECT sample, value FROM rewards WHERE call NOT IN ({_FAILED}) ORDER BY call, sample"):
             rewards.setdefault(sample, []).append(value)
         records: dict[Place, tuple[Batch, dict[int, int]]] = {}
         for packed, *place in db.execute(_COUNTED):
@@ -428,9 +430,14 @@ def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
 
 
 def samples_digest(run_dir: Path) -> str:
-    """SHA-256 over every sample: identity, token ids, what was prompt and what generated, and rewards; in the order of identity."""
+    """SHA-256 over every sample: identity, token ids, what was prompt and what generated, and rewards; in the order of identity. Not over
+    those of a generation that failed: how many it had made by then goes by the plan."""
     total = hashlib.sha256()
+    with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        failed = {call for (call,) in db.execute(_FAILED)}
     for sample, rewards in read_samples(run_dir):
+        if SampleId.unpack(int(sample.ids[0])).call in failed:
+            continue
         total.update(sample.ids.astype("<i8").tobytes())
         total.update(np.asarray(sample.ragged("tokens").values, "<i4").tobytes())
         kinds = sample.ragged("segment_kinds").values == Segment.GENERATED
