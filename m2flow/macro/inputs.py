@@ -15,6 +15,7 @@ from m2flow.macro.graph import Granularity, Ref
 from m2flow.macro.handles import Handle, Metrics, Rows, describe
 from m2flow.macro.late import windows
 from m2flow.macro.session import current_session
+from m2flow.macro.sites import user_site
 from m2flow.macro.soundness import check_update
 from m2flow.recipe import COMPUTED, HEAD_OUTPUTS, AdamW, Loss, check_count, check_flag, check_text
 from m2flow.samples import Batch
@@ -94,9 +95,14 @@ class Role:
         return responses
 
     def _copy(self, source: str, head: Literal["lm", "value"]) -> None:
-        """Take the weights that a policy has at this line, as far as a model with this head has them too."""
-        self._session.add_model(self.name, replace(self._session.models[source], head=head, is_policy=False))
-        self._session.record(
+        """Take the weights that a policy has at this line, as far as a model with this head has them too. A reference may be made of the
+        same policy again: the role has the newer weights then, and only the newer object stands for it."""
+        session, site = self._session, user_site()
+        before, model = session.copies.get(self.name), replace(session.models[source], head=head, is_policy=False)
+        if before is None or before[1] != source or head != "lm" or session.models[self.name] != model:
+            session.add_model(self.name, model)
+        session.copies[self.name] = (self, source, site)
+        session.record(
             role=self.name,
             method="copy_of",
             engine="train",
@@ -104,10 +110,19 @@ class Role:
             inputs={},
             options={"source": source},
             shown={"source": source},
-            reads=(f"{source}.weights",),
+            reads=(f"{source}.weights",) if before is None else (f"{source}.weights", self._weights),
             writes=(self._weights,),
             is_aligned=False,
         )
+
+    def _check_is_newest(self) -> None:
+        """Raises TraceError: another object has this role's name by now, and the role has its weights."""
+        newest = self._session.copies.get(self.name)
+        if newest is not None and newest[0] is not self:
+            raise TraceError(
+                f"the {self.name!r} that is used here was made anew at {newest[2]}, and its weights were replaced there",
+                now=f"Use the new one. To keep both, give each a name: Reference(policy, name='{self.name}_2').",
+            )
 
     def _of_tokens(self, responses: Handle, method: str, column: str) -> Rows:
         """What the role's model, with its weights as they are at this line, says of each token of the responses."""

@@ -265,7 +265,9 @@ class Reference(Role):
     """A frozen model, for log-probabilities to compare with: where a policy started, or a teacher.
 
     Args:
-        model: a policy, whose weights as they are at this line are kept; or a path as `Policy` takes.
+        model: a policy, whose weights as they are at this line are kept; or a path as `Policy` takes. In a later step it may be made
+            of that policy again, to compare with newer weights from there on: `reference = Reference(policy)` every so many steps. The
+            older weights are gone then; a reference of another `name` keeps its own.
         dtype, chat: of a path; as `Policy`.
     """
 
@@ -287,6 +289,7 @@ class Reference(Role):
 
     def logprobs(self, responses: Handle) -> Rows:
         """The log-probability of each token of the responses under this model: a ragged row a response, 0 for what is no response."""
+        self._check_is_newest()
         return self._of_tokens(responses, "logprobs", "reference_logprobs")
 
 

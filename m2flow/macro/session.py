@@ -103,6 +103,8 @@ class Session:
         """Steps that the flow's outermost iterators ask for."""
         self.is_open = True
         self.models: dict[str, Model] = {}
+        self.copies: dict[str, tuple[object, str, Site]] = {}
+        """Role that took its weights from another -> what stands for it in the program, that other, and the line of its making."""
         self._num_calls = 0
         self._num_datasets: dict[str, int] = {}
         self._num_generations: dict[tuple[str, int], int] = {}

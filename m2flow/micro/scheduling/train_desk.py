@@ -67,7 +67,7 @@ class TrainDesk:
         if state.update is not None:
             return self._update_offer(worker, state)
         if state.call.method == "copy_of":
-            return None if state.tasks_at or self.saves.holds(state.call) else lambda: self._copy(worker, state)
+            return None if state.tasks_at or not self._may_be_replaced(state) else lambda: self._copy(worker, state)
         return (lambda: self._logprobs(worker, state)) if state.ready else None
 
     def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
@@ -88,6 +88,10 @@ class TrainDesk:
             if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
                 return False
         return True
+
+    def _may_be_replaced(self, state: CallState) -> bool:
+        """Whether nothing needs the weights any more that a copy replaces: log-probabilities by an older reference, a checkpoint."""
+        return not self.saves.holds(state.call) and next(self._board.versions.reads_before(state.call), None) is None
 
     def _update(self, worker: WorkerState, state: CallState, step: MicroBatch | MinibatchEnd) -> None:
         assert state.update is not None
