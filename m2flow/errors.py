@@ -18,6 +18,7 @@
     ├── ModelError               a model path that is missing or broken
     ├── EngineError              an engine's: it can't start, or failed at work
     │   ├── MissingExtra         a package that is not installed, and how to get it
+    │   ├── HostError            the machine's under it: a full or failing disk, a file that may not be opened, too few of what it has
     │   └── OutOfMemory          it has no room left, and what takes it
     │       └── MicroBatchTooLarge  of several ranks, for what can be cut: the run goes on from its last checkpoint in smaller parts
     ├── ShapeError               a tensor handed to an algorithm with the wrong shape
@@ -38,9 +39,14 @@ An error says what happened, where, and what to do now. It survives pickling and
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
+import os
+import re
+import sqlite3
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -161,6 +167,10 @@ class MissingExtra(EngineError, ImportError):
     """A package is needed that is not installed."""
 
 
+class HostError(EngineError):
+    """The machine refuses: a disk is full, fails or can't be written, a file is missing, memory, files or threads are used up."""
+
+
 class ShapeError(M2FlowError, ValueError):
     """A tensor has the wrong shape."""
 
@@ -222,10 +232,112 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+_FREE_SPACE = "Free some space, or give another place with --runs-dir, then go on."
+_REFUSALS: dict[int, tuple[str, str]] = {
+    errno.ENOSPC: ("the disk is full", _FREE_SPACE),
+    errno.EDQUOT: ("the disk quota is used up", _FREE_SPACE),
+    errno.EFBIG: ("the file is larger than may be", "Look at `ulimit -f`, and free some space, or give another place with --runs-dir."),
+    errno.EROFS: (
+        "the file system is read-only",
+        "Mount it writable; an error of the disk may have made it so: `dmesg` says.",
+    ),
+    errno.EIO: ("the disk is full, or fails", "Free some space; if there is some, look at `dmesg` for errors of the disk."),
+    errno.ENXIO: ("the device is gone", "Look at `dmesg` for errors of the disk."),
+    errno.ENODEV: ("the device is gone", "Look at `dmesg` for errors of the disk."),
+    errno.ESTALE: ("the file system was lost", "Is the network storage there? Mount it again, then go on."),
+    errno.ENOTCONN: ("the file system was lost", "Is the network storage there? Mount it again, then go on."),
+    errno.EACCES: ("it is not permitted", "Give this user the right to it (`ls -ld` shows who has it), or another place."),
+    errno.EPERM: ("it is not permitted", "Give this user the right to it (`ls -ld` shows who has it), or another place."),
+    errno.EMFILE: ("this process has too many files open", "Raise the limit: ulimit -n 65536."),
+    errno.ENFILE: ("this host has too many files open", "Close what else runs here, or raise the limit: sysctl fs.file-max."),
+    errno.ENOMEM: ("this host has no memory left", "Close what else runs here, or have fewer or smaller workers."),
+    errno.EAGAIN: ("this host starts no more processes or threads", "Close what else runs here, or raise the limit: ulimit -u."),
+    errno.ENOENT: (
+        "a file or directory is missing, or can't be opened",
+        "Was it removed while in use? `ls -ld` shows who may open it.",
+    ),
+    errno.ENOTDIR: ("a directory is missing", "Something else has its name: move that away."),
+    errno.ENAMETOOLONG: ("its name is too long", "Give a place with a shorter path."),
+    errno.ETXTBSY: ("it is in use", "Wait for who uses it."),
+    errno.EBUSY: ("it is in use, or locked", "Wait for who uses it, or end that process."),
+}
+"""What the operating system says -> what that is, what to do now. Others, such as of sockets, are not the host's fault alone."""
+_NAMELESS = {errno.EAGAIN, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}
+"""These may be a fault of ours as well: they count where a file is named, or a library says them in words."""
+_SQLITE = {5: errno.EBUSY, 6: errno.EBUSY, 7: errno.ENOMEM, 8: errno.EROFS, 10: errno.EIO, 13: errno.ENOSPC, 14: errno.ENOENT}
+"""SQLite's result codes: BUSY, LOCKED, NOMEM, READONLY, IOERR, FULL, CANTOPEN (sqlite.org/rescode.html)."""
+_IN_WORDS = [
+    *((re.escape(os.strerror(number)), number) for number in _REFUSALS if number not in _NAMELESS),
+    (r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos", errno.EIO),  # Torch's archive could not be written on.
+    (r"\d+ requested and \d+ written", errno.EIO),  # NumPy.
+    (r"Parent directory .* does not exist", errno.ENOENT),
+    (r"can't start new thread", errno.EAGAIN),
+]
+"""What libraries say that lose the number on the way: regular expression -> that number."""
+
+
+def host_error(doing: str, error: BaseException) -> HostError | None:
+    """What the machine refused, in whatever library's words it came; None: this is no such thing.
+
+    Python's own errors, SQLite's, those of libraries in Rust ("os error 28": safetensors, tokenizers) and in C++ (torch) are told apart
+    from faults of a program's by number or words. The errors that one was raised from count too.
+
+    Args:
+        doing: what could not be done, as the error begins: "the checkpoint runs/a/checkpoints can't be written".
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        number = _refusal(seen)
+        if number is not None:
+            what, now = _REFUSALS[number]
+            said = (str(seen).strip().splitlines() or [""])[0][:300]
+            return HostError(f"{doing}: {what} ({type(seen).__name__}: {said})", now=now)
+        seen = seen.__cause__
+    return None
+
+
+def _refusal(error: BaseException) -> int | None:
+    """The number of the operating system's error, if it is one of the host's."""
+    if isinstance(error, M2FlowError):
+        return None
+    if isinstance(error, sqlite3.Error):
+        return _SQLITE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    if isinstance(error, OSError) and error.errno is not None:
+        is_told = error.errno in _REFUSALS and (error.errno not in _NAMELESS or error.filename is not None)
+        return error.errno if is_told else None
+    if isinstance(error, KeyError | IndexError | TypeError | AttributeError | AssertionError):
+        return None
+    said = str(error)
+    found = re.search(r"\(os error (\d+)\)|\[Errno (\d+)\]", said)
+    number = int(found[1] or found[2]) if found else None
+    if number is None:
+        number = next((number for words, number in _IN_WORDS if re.search(words, said)), None)
+    return number if number in _REFUSALS else None
+
+
+@contextlib.contextmanager
+def naming_host_errors(doing: str) -> Iterator[None]:
+    """Where something is written or read: what the machine refuses becomes a `HostError` that says what could not be done.
+
+    Raises:
+        HostError: that. Anything else as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = host_error(doing, error)
+        if found is None:
+            raise
+        raise found from error
+
+
 def unexpected(call: str, error: Exception) -> M2FlowError:
     """What a call raised that nobody raises on purpose."""
     if is_out_of_memory(error):
         return OutOfMemory(f"{call}: out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec.")
+    refused = host_error(call, error)
+    if refused is not None:
+        return refused
     return InternalError(f"{call}: {error!r}", remote="".join(traceback.format_exception(error)))
 
 

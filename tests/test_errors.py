@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -64,6 +69,49 @@ def test_an_unknown_kind_becomes_an_internal_error_that_names_it():
 )
 def test_an_error_is_also_what_a_caller_of_python_expects(kind, also):
     assert issubclass(kind, also)
+
+
+def test_what_the_machine_refuses_has_words_of_its_own_whatever_library_says_it(tmp_path):
+    script = Path(__file__).with_name("refused.py")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=240)
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert len(said) == 13, done.stderr
+    assert [name for name, found in said.items() if not found.startswith("HostError: ") or found.endswith("| ")] == []
+    assert "the file is larger than may be" in said["in_safetensors"]
+    assert "the disk is full (" in said["in_a_database_that_is_full"]
+    assert "ulimit -n" in said["too_many_files"]
+    assert "Exception in thread" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "the disk quota is used up"),
+        (errno.EROFS, "the file system is read-only"),
+        (errno.EACCES, "it is not permitted"),
+        (errno.EMFILE, "too many files open"),
+        (errno.ENOMEM, "no memory left"),
+        (errno.ENOENT, "is missing"),
+    ],
+)
+def test_an_error_of_the_operating_system_is_the_hosts_and_so_is_what_was_raised_from_it(number, what):
+    refused = OSError(number, os.strerror(number), "/runs/a")
+    outer = RuntimeError("saving failed")
+    outer.__cause__ = refused
+    for error in (refused, outer):
+        found = errors.unexpected("policy.update", error)
+        assert type(found) is errors.HostError
+        assert what in found.what
+        assert "/runs/a" in found.what
+        assert found.now
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("No space left on device"), OSError(errno.EINVAL, "Invalid argument"), FileNotFoundError(2, "x"), OSError("a model")]
+)
+def test_what_may_be_a_fault_of_ours_stays_one(error):
+    assert type(errors.unexpected("policy.update", error)) is InternalError
 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_the_classes():

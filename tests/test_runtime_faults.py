@@ -85,7 +85,7 @@ def test_an_inbox_without_a_limit_takes_what_comes_while_its_owner_is_busy():
 
 def test_a_full_disk_is_named_and_what_was_written_can_be_read(tmp_path):
     said = output(tmp_path, "one", "500000")
-    assert "EngineError: can't write" in said
+    assert "HostError: can't write" in said
     assert "Free some space" in said
     (run_dir,) = tmp_path.glob("runs/*")
     assert str(run_dir) in said

@@ -14,7 +14,7 @@ from typing import IO
 
 import click
 
-from m2flow.errors import FlowError, FlowLoadError, InternalError, M2FlowError, OptionError, RunInterrupted, SpecError
+from m2flow.errors import FlowError, FlowLoadError, InternalError, M2FlowError, OptionError, RunInterrupted, SpecError, host_error
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -59,6 +59,9 @@ def failure_of(error: Exception, run_dir: Path | None = None, notes: str = "") -
         lines = [f"{_shown(inner.filename)}:{inner.lineno}  {inner.line}"]
         lines += [f"  called from {_shown(f.filename)}:{f.lineno} in {f.name}" for f in reversed(outer)]
         return Failure(FlowError(f"the flow raised {said}", where="\n".join(lines)), notes)
+    refused = host_error("the machine refused something that m2flow needs", error)
+    if refused is not None:
+        return Failure(refused, notes)
     text = "".join(traceback.format_exception(error))
     now = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
     if run_dir is not None:

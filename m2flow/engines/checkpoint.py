@@ -11,6 +11,7 @@ Written to a neighbouring directory and renamed into place: `path` is either the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -29,7 +30,7 @@ from m2flow.engines import lora
 from m2flow.engines.hf_model import load_model
 from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.spread import spread_like
-from m2flow.errors import EngineError, ModelError
+from m2flow.errors import ModelError, naming_host_errors
 from m2flow.recipe import Model
 
 if TYPE_CHECKING:
@@ -61,13 +62,8 @@ def save(
         parts: a directory that ranks have written weights and the marked tensors of the state into (`m2flow.engines.spread_files`); it is
             moved into the checkpoint.
 
-    Raises `EngineError` if the disk refuses; what was at `path` is then still there."""
-    target = Path(path)
-    fresh, old = target.with_name(f".{target.name}.{os.getpid()}.new"), target.with_name(f".{target.name}.{os.getpid()}.old")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
+    Raises `HostError` if the disk refuses; what was at `path` is then still there."""
+    with _put_in_place_of(Path(path)) as fresh:
         if lora.is_adapted(model):
             weights = dict(lora.whole_state(model)) if weights is None else weights
             lora.write_adapter(model, fresh / _ADAPTER, dict(lora.adapter_state(model)) if adapter is None else adapter)
@@ -83,16 +79,32 @@ def save(
         files = [file for file in sorted(fresh.rglob("*")) if file.is_file()]
         manifest = {str(file.relative_to(fresh)): [file.stat().st_size, _digest(file)] for file in files}
         (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if target.exists():
-            target.rename(old)
-        fresh.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise EngineError(f"the checkpoint {path} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _put_in_place_of(target: Path) -> Iterator[Path]:
+    """A new directory to be filled, which then takes the place of what was there; if anything is raised, that stays.
+
+    Raises:
+        HostError: the disk refuses.
+    """
+    fresh, old = target.with_name(f".{target.name}.{os.getpid()}.new"), target.with_name(f".{target.name}.{os.getpid()}.old")
+    with naming_host_errors(f"the checkpoint {target} can't be written"):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir()
+            yield fresh
+            if target.exists():
+                target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
 def load(path: str, model: Any, source: Model) -> dict[str, Any]:

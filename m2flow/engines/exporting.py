@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from m2flow.engines.checkpoint import named_weights, parts_of
-from m2flow.errors import EngineError, ModelError
+from m2flow.errors import EngineError, ModelError, naming_host_errors
 
 _OURS = "m2flow_"
 """Files of a checkpoint that begin so are for m2flow alone."""
@@ -62,14 +62,13 @@ def put_in_place(out: Path) -> Iterator[Path]:
     if out.exists():
         raise EngineError(f"{out} exists already", now="Name another directory, or remove it.")
     fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
-    try:
-        fresh.parent.mkdir(parents=True, exist_ok=True)
-        yield fresh
-        fresh.rename(out)
-    except OSError as error:
-        raise EngineError(f"{out} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    with naming_host_errors(f"{out} can't be written"):
+        try:
+            fresh.parent.mkdir(parents=True, exist_ok=True)
+            yield fresh
+            fresh.rename(out)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _written_whole(directory: Path, weights: dict[str, Tensor]) -> None:

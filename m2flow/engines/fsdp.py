@@ -32,7 +32,7 @@ from m2flow.engines.adamw import Optimizers
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
 from m2flow.engines.ranked_train import RankedTrain, Root
 from m2flow.engines.spread import spread_like, whole
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, naming_host_errors
 from m2flow.recipe import AdamW, Model
 
 
@@ -172,12 +172,10 @@ def _whole_state(saved: Any, *, keeps: bool) -> Any:
 
 
 def _emptied(directory: Path) -> None:
-    """Raises EngineError: the disk refuses."""
-    try:
+    """Raises HostError: the disk refuses."""
+    with naming_host_errors(f"the checkpoint {directory} can't be written"):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-    except OSError as error:
-        raise EngineError(f"the checkpoint {directory} can't be written: {error}") from error
 
 
 def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:

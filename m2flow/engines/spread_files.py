@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from m2flow.errors import EngineError, ModelError
+from m2flow.errors import EngineError, ModelError, host_error
 
 _PART = "m2flow_part"
 """Key of what stands for a tensor that is in the parts."""
@@ -36,7 +36,8 @@ def write_parts(directory: Path, tensors: Mapping[str, Tensor], group: dist.Proc
     try:
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
     except (dcp.CheckpointException, OSError) as error:
-        raise EngineError(f"the checkpoint {directory} can't be written: {str(error)[:300]}") from error
+        what = f"the checkpoint {directory} can't be written"
+        raise host_error(what, error) or EngineError(f"{what}: {str(error)[:300]}") from error
 
 
 def read_parts(directory: Path) -> dict[str, Tensor]:

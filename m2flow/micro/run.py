@@ -426,7 +426,7 @@ class Run:
             if self.tally.rewards:
                 write_curve(self.run_dir, self.run_dir / "curve.svg")
             with_its_pictures(self.run_dir)
-        except (M2FlowError, OSError) as error:
+        except (M2FlowError, OSError, sqlite3.Error) as error:
             with contextlib.suppress(OSError):
                 (self.run_dir / "logs" / "pictures.log").write_text(f"{error}\n")
 

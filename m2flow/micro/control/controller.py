@@ -12,7 +12,6 @@ import contextlib
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import msgspec
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
-from m2flow.errors import BrokenChannel, InternalError, M2FlowError, RunInterrupted, error_from_record
+from m2flow.errors import BrokenChannel, M2FlowError, RunInterrupted, error_from_record, unexpected
 from m2flow.macro.graph import Call
 from m2flow.micro import messages as m
 from m2flow.micro.control.crew import Crew
@@ -239,7 +238,7 @@ class Controller:
         except M2FlowError as error:
             self._outcomes.end(error)
         except Exception as error:
-            self._outcomes.end(InternalError(f"the controller failed: {error!r}", remote=traceback.format_exc()))
+            self._outcomes.end(unexpected("the controller failed", error))
         finally:
             self._stop_workers()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from m2flow.errors import EngineError, ModelError
+from m2flow.errors import ModelError, naming_host_errors
 
 _SEAL, _POINT = "m2flow_seal.json", "point.json"
 _BLOCK = 1 << 20
@@ -73,34 +73,30 @@ def seal(part: str | Path) -> None:
     """Make sure that a part's files are on the disk, and write down what they are.
 
     Raises:
-        EngineError: the disk is full or fails.
+        HostError: the disk is full or fails.
     """
     directory = Path(part)
-    try:
+    with naming_host_errors(f"the checkpoint {part} can't be written"):
         files = {str(file.relative_to(directory)): _synced(file) for file in _files(directory) if file.name != _SEAL}
         _write(directory / _SEAL, msgspec.json.encode(_Sealed(files)))
         for inner in {directory, *(file.parent for file in _files(directory))}:
             _sync(inner)
-    except OSError as error:
-        raise EngineError(f"the checkpoint {part} can't be written: {error}", now="Free some space.") from error
 
 
 def link(part: Path, to: Path) -> None:
     """Have the files of an earlier part in a new place too, without a copy where the file system can do that."""
-    try:
+    with naming_host_errors(f"the checkpoint {to} can't be written"):
         shutil.copytree(part, to, copy_function=_link, dirs_exist_ok=True)
-    except (OSError, shutil.Error) as error:
-        raise EngineError(f"the checkpoint {to} can't be written: {error}", now="Free some space.") from error
 
 
 def commit(partial: Path, point: Point) -> Checkpoint:
     """Make a checkpoint of parts that are all sealed.
 
     Raises:
-        EngineError: a part is missing, or the disk fails.
+        HostError: a part is missing, or the disk is full or fails.
     """
     target = partial.with_name(_name(point.step))
-    try:
+    with naming_host_errors(f"the checkpoint {target} can't be written"):
         point = msgspec.structs.replace(point, seals={role: zlib.crc32((partial / role / _SEAL).read_bytes()) for role in point.versions})
         _write(partial / _POINT, msgspec.json.encode(_Written(point, _checksum(point))))
         _sync(partial)
@@ -108,8 +104,6 @@ def commit(partial: Path, point: Point) -> Checkpoint:
             shutil.rmtree(target)
         partial.rename(target)
         _sync(target.parent)
-    except OSError as error:
-        raise EngineError(f"the checkpoint {target} can't be written: {error}", now="Free some space.") from error
     return Checkpoint(target, point)
 
 

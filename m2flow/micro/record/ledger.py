@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from m2flow.errors import EngineError, InternalError, SpecError
+from m2flow.errors import InternalError, SpecError, naming_host_errors
 from m2flow.macro.graph import Call
 from m2flow.micro.record.decisions import Decision, Decisions, Stretch
 from m2flow.micro.record.length_bias import Class, bias_of
@@ -296,18 +296,12 @@ class Ledger:
             return all(self._db.execute("SELECT 1 FROM samples WHERE id=?", (packed,)).fetchone() for packed in ids)
 
     def _run(self, statement: str, values: Sequence[object] = ()) -> None:
-        try:
-            with self._lock:
-                self._db.execute(statement, values)
-        except sqlite3.OperationalError as error:
-            raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
+        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+            self._db.execute(statement, values)
 
     def _many(self, statement: str, records: Sequence[Sequence[object]]) -> None:
-        try:
-            with self._lock:
-                self._db.executemany(statement, records)
-        except sqlite3.OperationalError as error:
-            raise EngineError(f"can't write the ledger {self._path}: {error}", now="Is the disk full? Free some space.") from error
+        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+            self._db.executemany(statement, records)
 
 
 def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:

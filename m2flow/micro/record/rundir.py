@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from m2flow.errors import EngineError, SpecError
+from m2flow.errors import SpecError, host_error
 from m2flow.micro.plan import Plan
 from m2flow.spec import ClusterSpec, RunSettings
 
@@ -32,18 +32,19 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 @contextlib.contextmanager
 def naming_a_full_disk(directory: Path | str) -> Iterator[None]:
-    """Where a run writes its records: what the operating system says of a full or broken disk becomes an error that names the place.
+    """Where a run writes its records: what the operating system says of a full or broken disk becomes an error that names the place. Other
+    errors may be of the flow, which runs in here.
 
     Raises:
-        EngineError: the disk under `directory` took no more.
+        HostError: the disk under `directory` took no more.
     """
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
-        if isinstance(error, OSError) and error.errno not in _FULL:
+        found = host_error(f"can't write the records of the run in {directory}", error)
+        if found is None or (isinstance(error, OSError) and error.errno not in _FULL):
             raise
-        now = "Free some space, or give another place with --runs-dir."
-        raise EngineError(f"can't write the records of the run in {directory}: {error}", now=now) from error
+        raise found from error
 
 
 def create_run_dir(runs_dir: str, flow: str) -> Path:

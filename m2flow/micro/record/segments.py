@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m2flow.channels.codec import decode_batch, encode_batch
-from m2flow.errors import EngineError, M2FlowError
+from m2flow.errors import EngineError, M2FlowError, naming_host_errors
 from m2flow.samples import Batch
 
 Place = tuple[str, int, int, int]
@@ -93,18 +93,14 @@ class SegmentWriter:
         """Write the rows and hand them to the operating system.
 
         Raises:
-            EngineError: the disk is full, or the file can't be written.
+            HostError: the disk is full, or the file can't be written.
         """
         record = encode_batch(batch)
         checksum = zlib.crc32(record)
-        try:
+        with naming_host_errors(f"can't write samples to {self._path}"):
             offset = self._file.tell() + _HEADER.size
             self._file.write(_HEADER.pack(_MAGIC, kind, call, len(record), checksum) + record)
             self._file.flush()
-        except OSError as error:
-            raise EngineError(
-                f"can't write samples to {self._path}: {error.strerror}", now="Free some space, or give another --runs-dir."
-            ) from error
         return self._path.name, offset, len(record), checksum
 
     def close(self) -> None:
@@ -121,7 +117,8 @@ def read_segment(directory: str | Path, place: Place) -> Batch:
             file.seek(offset)
             record = file.read(size)
     except OSError as error:
-        raise EngineError(f"the segment {path} can't be read: {error.strerror}", now="The run's other samples can still be read.") from None
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read: {error.strerror}"
+        raise EngineError(f"the segment {path} {what}", now="The run's other samples can still be read.") from None
     if len(record) != size or zlib.crc32(record) != checksum:
         raise EngineError(f"the segment {path} is damaged at byte {offset}", now="The run's other samples can still be read.")
     return decode_batch(record)

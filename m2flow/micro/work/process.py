@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 
 import msgspec
 
@@ -24,7 +23,7 @@ from m2flow.channels.kept_memory import keep_freed_memory
 from m2flow.channels.pairs import PAIRS, PairReceiver, PairSender
 from m2flow.channels.zeromq import LinkDialer, wait
 from m2flow.channels.zeromq_parcels import SHARED_MEMORY, ZmqInbox, ZmqOutbox
-from m2flow.errors import InternalError, M2FlowError
+from m2flow.errors import M2FlowError, unexpected
 from m2flow.micro import messages as m
 from m2flow.micro.control.claims import Belongings, read, remove
 from m2flow.micro.work.gang import Gang
@@ -91,7 +90,7 @@ def serve(settings: WorkerSettings, token: str) -> None:
     except M2FlowError as error:
         worker.fail(error)
     except Exception as error:
-        worker.fail(InternalError(f"worker {settings.name}: {error!r}", remote=traceback.format_exc()))
+        worker.fail(unexpected(f"worker {settings.name}", error))
     finally:
         worker.close()
         gang.close()
