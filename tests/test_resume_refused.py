@@ -299,3 +299,36 @@ def test_what_is_no_run_is_not_resumed(ended, place):
     assert f"other.py is not the flow of {ended}, which is tiny.py" in said("other.py", "--resume", str(ended)).output
     Path("tiny.py").rename("gone.py")
     assert f"Begin in {place}" in said("--resume", ended.name).output
+
+
+@pytest.mark.parametrize("mode", ["--eager", "--no-eager"])
+def test_a_flow_that_was_edited_is_refused_with_its_line_before_anything_starts_and_says_to_put_it_back(mode, tmp_path):
+    text = """
+from m2flow import Dataset, Policy, Reward, flow, steps
+
+@flow
+def edited() -> None:
+    policy, reward, prompts = Policy("fake"), Reward(lambda sample: 1.0, name="one"), Dataset([{"prompt": f"{i}="} for i in range(9)])
+    for _ in steps(3):
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=6)
+        rewards = reward.score(responses)
+        if float(rewards.mean()) > 0:
+            raise RuntimeError("stops here")
+        policy.update(responses, rewards)
+"""
+    file, cluster = tmp_path / "edited.py", tmp_path / "fakes.yaml"
+    file.write_text(text)
+    cluster.write_text("cores: 2\ndevice: cpu\nrollout: {engine: fake}\ntrain: {engine: fake}\n")
+    common = ["run", str(file), "--cluster", str(cluster), "--runs-dir", str(tmp_path / "runs"), "--quiet"]
+    begun = CliRunner().invoke(cli, [*common, *(["--eager"] if mode == "--eager" else [])])
+    assert begun.exit_code != 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    file.write_text(text.replace("n=2", "n=3"))
+    answer = CliRunner().invoke(cli, ["run", "--resume", str(run_dir), "--quiet"])
+    said = answer.output + answer.stderr
+    assert answer.exit_code != 0
+    assert "DivergenceError" in said
+    assert "n=3, max_new_tokens=6" in said
+    assert "Put back what was changed, and resume; or begin a new run." in said
+    assert "plan FLOW --out" not in said
+    assert "to go on" not in said

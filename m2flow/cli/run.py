@@ -27,7 +27,7 @@ from m2flow.cli.planned import asked
 from m2flow.cli.record_options import record_options, recording
 from m2flow.cli.resume import RunCommand, resumed
 from m2flow.cli.run_settings import settings_option, with_given
-from m2flow.errors import OptionError, RunInterrupted
+from m2flow.errors import DivergenceError, OptionError, RunInterrupted
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
 from m2flow.spec import RunSettings
@@ -176,9 +176,8 @@ def command(
             step = f" in step {run.tally.num_steps + 1}" if run.tally.num_samples else ""
             raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _left_behind(run, was_there=before is not None)) from None
         except Exception as error:
-            raise failure_of(
-                error, run.run_dir if _has_directory(run) else None, _left_behind(run, was_there=before is not None)
-            ) from error
+            left = _left_behind(run, was_there=before is not None, goes_on=not isinstance(error, DivergenceError))
+            raise failure_of(error, run.run_dir if _has_directory(run) else None, left) from error
         display.show_summary(console, flow.name, summary, run.tally)
     if as_json:
         click.echo(json.dumps(summary.as_dict()))
@@ -230,8 +229,9 @@ def _has_directory(run: display.Watched) -> bool:
     return run.run_dir != Path()
 
 
-def _left_behind(run: display.Watched, *, was_there: bool) -> str:
-    """Lines about what an unfinished run has left on disk. `was_there`: it has gone on, so what it has is not what is counted here."""
+def _left_behind(run: display.Watched, *, was_there: bool, goes_on: bool = True) -> str:
+    """Lines about what an unfinished run has left on disk. `was_there`: it has gone on, so what it has is not what is counted here.
+    `goes_on`: it could be resumed as it is."""
     if not _has_directory(run):
         return ""
     tally = run.tally
@@ -242,5 +242,5 @@ def _left_behind(run: display.Watched, *, was_there: bool) -> str:
     done = "1 step is" if tally.num_steps == 1 else f"{tally.num_steps} steps are"
     return (
         f"  The {tally.num_samples:,} samples so far are in {run.run_dir} (ledger.db and segments/), {done} done.\n"
-        f"  What was done when: m2flow view {run.run_dir}; to go on: m2flow run --resume {run.run_dir}"
+        f"  What was done when: m2flow view {run.run_dir}{f'; to go on: m2flow run --resume {run.run_dir}' if goes_on else ''}"
     )

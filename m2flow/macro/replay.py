@@ -29,13 +29,13 @@ from typing import TextIO
 from m2flow.errors import DivergenceError, FlowError, M2FlowError
 from m2flow.macro.eager import number_of
 from m2flow.macro.flow import Flow
-from m2flow.macro.graph import Call, Granularity, Observation
+from m2flow.macro.graph import Call, Granularity, MacroGraph, Observation
 from m2flow.macro.late import carries
 from m2flow.macro.recording import CallRecord, LogSource, Look, Record, difference, look_of
 from m2flow.macro.session import Backend
 from m2flow.samples import Batch, SampleId
 
-_NOW = "Run the flow as it was recorded, or begin a new run."
+_NOW = """A run goes on only with the flow that it began with. Put back what was changed, and resume; or begin a new run."""
 
 
 def trains(call: Call) -> bool:
@@ -340,6 +340,20 @@ def _given(call: Call, rows: Batch) -> Call:
     """A call whose result is there already, as every backend knows it: a source of these rows."""
     options = {"rows": rows, "cursor": 0}
     return replace(call, engine="source", granularity=Granularity.SAMPLE, inputs=(), reads=(), writes=(), options=options, is_aligned=True)
+
+
+def check_same(record: Record, graph: MacroGraph) -> None:
+    """Hold a flow's trace against the record of a run that is to go on with it, before anything is started: up to the trace's first look.
+
+    Raises:
+        DivergenceError: it makes another call; the first one is named.
+    """
+    num_sure = min([seen.call + 1 for seen in graph.observations], default=len(graph.calls))
+    for recorded, call in zip(record.calls, graph.calls[:num_sure], strict=False):
+        now = CallRecord.of(call)
+        how = difference(recorded, now)
+        if how is not None:
+            raise _diverged(call.site.describe(), f"{recorded}  {recorded.where}", f"{now}  {now.where}", f"call {call.ordinal}: {how}")
 
 
 def _diverged(where: str, recorded: str, now: str, what: str = "the flow does something else than it did") -> DivergenceError:

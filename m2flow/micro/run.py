@@ -22,7 +22,7 @@ from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
 from m2flow.macro.recording import Recorder
-from m2flow.macro.replay import ReplayBackend, prints_muted
+from m2flow.macro.replay import ReplayBackend, check_same, prints_muted
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
 from m2flow.micro.attempts import Attempts, in_smaller_parts, only_writer
@@ -47,6 +47,7 @@ from m2flow.micro.readiness import check_engines
 from m2flow.micro.record.alarm import Alarm
 from m2flow.micro.record.checkpoints import clear_leftovers
 from m2flow.micro.record.decisions import Decisions
+from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.record.journal import Journal
 from m2flow.micro.record.ledger import read_endings, samples_digest
 from m2flow.micro.record.past import DONE, Past, read_past
@@ -166,6 +167,8 @@ class Run:
         """
         with prints_muted():  # They come when the flow runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
+        if self._resume is not None and (self._resume / "ledger.db").exists():
+            check_same(read_record(self._resume), graph)
         if self.spec.pools and self.spec.launcher == "local":
             raise SpecError(
                 f"{self.spec.name} has pools of devices, and the local launcher runs on this machine only",
