@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.channels.contract import Dropped
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.macro.flow import Flow
 from m2flow.macro.randomness import randomness_kept
@@ -42,6 +43,7 @@ class _Listener:
 
     def __init__(self) -> None:
         self.links: dict[str, Link] = {}
+        self.dropped = Dropped()
 
     def send(self, worker: str, *messages: bytes) -> None:
         self.links[worker].to_worker.extend(messages)

@@ -120,6 +120,13 @@ def test_a_damaged_or_cut_segment_is_named_with_its_place(tmp_path):
             samples_digest(tmp_path)
 
 
+def test_a_segment_that_was_deleted_is_named_and_not_said_to_be_damaged(tmp_path):
+    write(tmp_path, [IDS]).close()
+    (tmp_path / "segments" / "a.seg").unlink()
+    with pytest.raises(EngineError, match=r"the segment .*a\.seg is missing"):
+        samples_digest(tmp_path)
+
+
 def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path):
     ledger = write(tmp_path, [IDS[:2]])
     assert list(read_samples(tmp_path)) == []

@@ -99,9 +99,14 @@ def test_a_damaged_segment_that_is_needed_is_named(image, tmp_path):
     damage(segment)
     with pytest.raises(EngineError, match=r"the segment .*eager\.seg is damaged at byte"):
         go_on(image, tmp_path)
+
+
+def test_a_segment_that_was_deleted_is_said_to_be_missing_before_anything_is_begun(image, tmp_path):
+    (segment,) = {path for path in (image / "segments").glob("*.seg") if path.stat().st_size}
     segment.unlink()
-    with pytest.raises(EngineError, match=r"the segment .*eager\.seg can't be read: No such file"):
+    with pytest.raises(SpecError, match=rf"1 of its segment files, which have its samples, are missing: {segment.name}"):
         go_on(image, tmp_path)
+    assert not segment.exists()
 
 
 def test_two_processes_never_write_one_run(image, tmp_path):

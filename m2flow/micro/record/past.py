@@ -103,6 +103,7 @@ def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
             attempts = db.execute("SELECT number, reason FROM attempts ORDER BY number").fetchall()
             if attempts and attempts[-1][1] == DONE:
                 raise SpecError(f"the run in {run_dir} has come to its end: there is nothing to resume")
+            _check_segments(db, run_dir)
             num_calls, num_looks = _well(db, record)
             done = {call for (call,) in db.execute("SELECT ordinal FROM calls WHERE state='done' AND ordinal < ?", (num_calls,))}
             logged = {(step, name): count for step, name, count in db.execute("SELECT step, name, COUNT(*) FROM logs GROUP BY step, name")}
@@ -126,6 +127,21 @@ def read_past(run_dir: Path, warn: Callable[[str], None]) -> Past:
         num_looks,
         tally,
     )
+
+
+def _check_segments(db: sqlite3.Connection, run_dir: Path) -> None:
+    """
+    Raises:
+        SpecError: a file is gone that has rows of the run. A process would begin it anew, and what lay there be read from that.
+    """
+    tables = " UNION ".join(f"SELECT DISTINCT segment FROM {table}" for table in ("samples", "prefixes", "made", "expired"))
+    missing = sorted(name for (name,) in db.execute(tables) if name and not (run_dir / "segments" / name).exists())
+    if missing:
+        raise SpecError(
+            f"the run in {run_dir} can't go on: {len(missing)} of its segment files, which have its samples, are missing: "
+            + ", ".join(missing[:5]),
+            now="Put them back from a copy, or begin a new run.",
+        )
 
 
 def _well(db: sqlite3.Connection, record: RunRecord) -> tuple[int, int]:
