@@ -383,6 +383,11 @@ class Sample:
         return f"Sample({self.id}, prompt={self['prompt']!r}, text={self['text']!r})" if "text" in self._batch else f"Sample({self.id})"
 
 
+def rows_of(samples: Sequence[Sample]) -> Batch:
+    """The rows of samples of one batch, in this order."""
+    return samples[0]._batch.take([sample._row for sample in samples]) if samples else Batch(np.zeros(0, np.int64))
+
+
 def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     view = array.view()
     view.flags.writeable = False

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from m2flow.engines.accounting import Memory
 from m2flow.engines.agreement import NO_AGREEMENT, Agreement
-from m2flow.errors import EngineError
+from m2flow.errors import EngineError, OpError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
-from m2flow.samples import Batch, Finish
+from m2flow.samples import Batch, Finish, Sample
 
 EngineKind = Literal["rollout", "train", "function"]
 
@@ -406,6 +406,28 @@ OnDone = Callable[[int, object], None]
 """Told the position of a unit and its result, as soon as it is there."""
 
 
+@dataclass(frozen=True)
+class Isolation:
+    """How a function's units run in child processes, each of which can be killed alone (`m2flow.engines.process_pool`)."""
+
+    is_wanted: bool
+    """For all units; else only for those of a function that turns out to need a main thread, as signals do."""
+    function: object
+    """What a child calls, once it has unpickled it. It gets what `argument` made, and returns, or gives when awaited, what JSON can say."""
+    argument: Callable[[Sample | list[Sample]], object]
+    """A unit as it crosses to the child, pickled."""
+    result: Callable[[object], object]
+    """What has crossed back, as the function in this process would have given it."""
+    preload: tuple[str, ...] = ()
+    """Modules that every child has at hand."""
+
+
+Failure = Literal["raised", "timed_out", "died", "invalid"]
+"""How a unit failed: its function raised, took too long, ended its process, or returned what it may not."""
+OnFailure = Callable[[Sample | list[Sample], Failure, OpError], object]
+"""What counts as the result of a unit that failed."""
+
+
 class FunctionEngine(Engine):
     """Runs users' Python functions on whole units of their granularity."""
 
@@ -421,6 +443,8 @@ class FunctionEngine(Engine):
         in_turn: bool = False,
         on_done: OnDone | None = None,
         meanwhile: Callable[[], None] | None = None,
+        isolation: Isolation | None = None,
+        on_failure: OnFailure | None = None,
     ) -> Sequence[object]:
         """One result a unit (sample, group, mini-batch or batch), in order of identity.
 
@@ -429,8 +453,10 @@ class FunctionEngine(Engine):
             in_turn: one unit after the other, each seeing what the one before it left.
             on_done: of a unit that turned out well, unless one has failed before.
             meanwhile: what the caller has to do besides; called when the first unit has begun, and again while units run, ever more seldom.
+            isolation: None: the function must run in this process.
+            on_failure: gives the result of a unit that fails; without it the first failure is raised.
         Raises:
-            OpError: the function raises, or takes longer than `timeout_s` for one unit; the sample is named.
+            OpError: the function raises, takes longer than `timeout_s` for one unit, or ends its process; the sample is named.
         """
 
 

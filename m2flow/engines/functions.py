@@ -2,31 +2,45 @@
 
     sample -> function(Sample)      group, mini-batch, batch -> function(list[Sample])
 
-Units run on daemon threads, which take one after the other: a function that hangs is abandoned on its thread, and neither the next
-unit nor the end of the process waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limit: an abandoned thread lives on,
-and keeps what it holds; threads share the interpreter lock, so `concurrency` helps functions that wait, not functions that compute.
+Three ways to run a unit, which give the same results:
+
+- A plain function runs on one of some daemon threads, which take one unit after the other: one that hangs is abandoned on its thread,
+  and neither the next unit nor the end of the process waits for it. (A ThreadPoolExecutor joins its threads at exit.) Limits: an
+  abandoned thread lives on, and keeps what it holds; threads share the interpreter lock, so `concurrency` helps functions that wait,
+  not functions that compute; and a function that holds the lock holds up this process, time limits included.
+- What an async function returns is awaited on the process's one event loop, which lives as long as the engine, so that clients which
+  belong to a loop serve call after call. One that takes too long is cancelled. Limit: one that blocks, blocks all others.
+- An isolated function runs on the main thread of a child process, which is killed if it takes too long (`m2flow.engines.process_pool`).
+  One that turns out to need a main thread, as signal handlers do, is run in this way from then on, if it may be.
+
 A unit that takes longer than `patience_s` does not keep others from beginning beside it, unless they have to run in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import inspect
+import json
 import os
+import pickle
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from m2flow.engines.contract import Capabilities, EngineSettings, FunctionEngine, OnDone, unit_bounds
-from m2flow.errors import EngineError, M2FlowError, OpError
+from m2flow.engines.contract import Capabilities, EngineSettings, Failure, FunctionEngine, Isolation, OnDone, OnFailure, unit_bounds
+from m2flow.engines.process_pool import ChildDied, ChildTimedOut, ProcessPool, Task
+from m2flow.errors import EngineError, ErrorRecord, M2FlowError, OpError, error_from_record
 from m2flow.samples import Batch, Sample, SampleId
 
 PATIENCE_S = 1.0
@@ -38,6 +52,10 @@ _LOOKS_AFTER_S = 0.001
 _MOST_SLOW = 16
 """Slow units at once, each of which keeps a thread."""
 _MOST_OF_A_RECURSION = 12
+_CLOSE_S = 5.0
+"""What tasks on the event loop may take to end when they are cancelled; one that blocks the loop is left behind."""
+_TURNS_S = 1.0
+"""An event loop that takes longer to its next turn is blocked, and is left behind."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
@@ -57,6 +75,23 @@ class _Outcome:
     error: BaseException | None = None
 
 
+class _Failed(Exception):
+    """How a unit failed in its child."""
+
+    def __init__(self, how: Failure, error: OpError) -> None:
+        super().__init__(how)
+        self.how = how
+        self.error = error
+
+
+class _NoProcess(Exception):
+    """There is no child to run a unit in."""
+
+    def __init__(self, why: EngineError) -> None:
+        super().__init__(why)
+        self.why = why
+
+
 @final
 class PythonFunctions(FunctionEngine):
     """Runs up to `options["concurrency"]` units at once (default 1), and some that take longer than `options["patience_s"]` beside them."""
@@ -67,6 +102,10 @@ class PythonFunctions(FunctionEngine):
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._idle: list[_Hand] = []
+        self._loop = _EventLoop()
+        self._pool: ProcessPool | None = None
+        self._on_main_thread: set[str] = set()
+        """Functions that work on a main thread alone."""
 
     def start(self) -> None:
         concurrency = self._settings.options.get("concurrency", 1)
@@ -80,6 +119,10 @@ class PythonFunctions(FunctionEngine):
         for hand in self._idle:
             hand.dismiss()
         self._idle.clear()
+        self._loop.close()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def call(
         self,
@@ -92,64 +135,217 @@ class PythonFunctions(FunctionEngine):
         in_turn: bool = False,
         on_done: OnDone | None = None,
         meanwhile: Callable[[], None] | None = None,
+        isolation: Isolation | None = None,
+        on_failure: OnFailure | None = None,
     ) -> Sequence[object]:
-        units = _units(batch.in_order().frozen(), granularity, size)
         concurrency = 1 if in_turn else int(str(self._settings.options.get("concurrency", 1)))
         patience_s = float("inf") if in_turn else float(str(self._settings.options.get("patience_s", PATIENCE_S)))
-        outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        begun: queue.SimpleQueue[None] = queue.SimpleQueue()
-        results: list[object] = [None] * len(units)
-        deadlines: dict[int, float] = {}
-        patience: dict[int, float] = {}
+        here = _Here(function, timeout_s, self._loop)
+        there = None
+        if isolation is not None:
+            self._pool = self._pool or ProcessPool(preload=(__name__, *isolation.preload))
+            there = _There(function, timeout_s, isolation, self._pool)
+        round_ = _Round(
+            _units(batch.in_order().frozen(), granularity, size), here, there, self._on_main_thread, concurrency, patience_s, self._idle
+        )
+        round_.is_isolated = isolation is not None and (isolation.is_wanted or _name(function) in self._on_main_thread)
+        return round_.run(on_done, meanwhile, on_failure)
+
+
+@final
+class _Here:
+    """Runs units in this process."""
+
+    def __init__(self, function: Callable[..., object], timeout_s: float | None, loop: _EventLoop) -> None:
+        self.function = function
+        self.timeout_s = timeout_s
+        self._loop = loop
+
+    def give_up(self, hand: _Hand) -> str:
+        """What became of a unit that takes too long, in words."""
+        if not hand.abandon():
+            return "Its thread was abandoned."
+        self._loop.is_doubtful = True
+        return "It was cancelled."
+
+    def run(self, unit: _Unit, hand: _Hand) -> object:
+        result = self.function(unit.argument)
+        return self._loop.wait(result, hand) if inspect.isawaitable(result) else result
+
+
+@final
+class _There:
+    """Runs units in child processes."""
+
+    def __init__(self, function: Callable[..., object], timeout_s: float | None, isolation: Isolation, pool: ProcessPool) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._isolation = isolation
+        self._pool = pool
+
+    @functools.cached_property
+    def _task(self) -> Task:
+        return Task(pickle.dumps(functools.partial(_in_child, self._isolation.function), pickle.HIGHEST_PROTOCOL))
+
+    def run(self, unit: _Unit, hand: _Hand) -> object:
+        argument = pickle.dumps((unit.label, self._isolation.argument(unit.argument)), pickle.HIGHEST_PROTOCOL)
+        try:
+            answer = json.loads(self._pool.run(self._task, argument, timeout_s=self._timeout_s))
+            if "result" in answer:
+                return self._isolation.result(answer["result"])
+            error = error_from_record(ErrorRecord(*map(str, answer["error"])))
+            assert isinstance(error, OpError)
+            raise _Failed("invalid" if answer["row"] >= 0 else "raised", error)
+        except ChildTimedOut:
+            raise _Failed("timed_out", _too_slow(self._function, unit, self._timeout_s, "Its process was killed.")) from None
+        except ChildDied as how:
+            raise _Failed("died", _ended_process(self._function, unit, str(how))) from None
+        except EngineError as why:
+            raise _NoProcess(why) from None
+        except (ValueError, KeyError, TypeError, AssertionError):  # Somebody else wrote on its socket.
+            raise _Failed("died", _ended_process(self._function, unit, "gave an answer that is none")) from None
+
+
+def _in_child(function: Any, argument: bytes) -> bytes:
+    """A unit, in a child process."""
+    label, crossed = pickle.loads(argument)
+    try:
+        result = function(crossed)
+        if inspect.isawaitable(result):
+            result = _childs_loop().run(_awaited(result))
+        return json.dumps({"result": result}).encode()
+    except BaseException as error:
+        failure = _failure(function, label, error)
+        record = failure.to_record()
+        said = [record.kind, record.what, record.where, record.now, record.remote]
+        return json.dumps({"error": said, "row": failure.row}).encode()
+
+
+@functools.cache
+def _childs_loop() -> asyncio.Runner:
+    """Of a child, for all functions that it runs."""
+    return asyncio.Runner()
+
+
+@final
+class _Round:
+    """One call of the engine: its units, those that wait and those that run, and what came of them."""
+
+    def __init__(
+        self,
+        units: Sequence[_Unit],
+        here: _Here,
+        there: _There | None,
+        on_main_thread: set[str],
+        concurrency: int,
+        patience_s: float,
+        idle: list[_Hand],
+    ) -> None:
+        self._units = units
+        self._waiting = deque(units)
+        self._here = here
+        self._there = there
+        self._on_main_thread = on_main_thread
+        self._concurrency = concurrency
+        self._patience_s = patience_s
+        self._idle = idle
+        self.is_isolated = False
+        """What begins from now on, begins in a child."""
+        self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._results: list[object] = [None] * len(units)
+        self._deadlines: dict[int, float] = {}
+        """Unit that runs -> when it has taken too long. A child keeps its own time."""
+        self._patience: dict[int, float] = {}
         """Unit that runs -> when it will have taken so long that the next may begin beside it."""
-        hands: dict[int, _Hand] = {}
-        num_started, num_done = 0, 0
+        self._hands: dict[int, _Hand] = {}
+        self._errors: dict[int, OpError] = {}
+
+    def run(self, on_done: OnDone | None, meanwhile: Callable[[], None] | None, on_failure: OnFailure | None) -> list[object]:
         looks_at, look_s = (0.0, _LOOKS_AFTER_S) if meanwhile is not None else (float("inf"), 0.0)
-        failures: dict[int, OpError] = {}
-        while num_done < len(units):
+        while self._waiting or self._deadlines:
             # After a failure only what already runs is waited for: the earliest sample's error is the one to report.
-            while num_started < len(units) and _has_room(patience, concurrency) and not failures:
-                unit, now = units[num_started], time.monotonic()
-                deadlines[unit.position] = now + timeout_s if timeout_s is not None else float("inf")
-                patience[unit.position] = now + patience_s
-                hands[unit.position] = self._idle.pop() if self._idle else _Hand()
-                hands[unit.position].run(function, unit, outcomes, begun)
-                num_started += 1
-            if not deadlines:
+            while self._waiting and not self._errors and _has_room(self._patience, self._concurrency):
+                self._begin(self._waiting.popleft())
+            if not self._deadlines:
                 break
             if meanwhile is not None and looks_at == 0.0:
                 # Else this thread would go on holding the interpreter lock, and the unit begin when it is done.
                 with contextlib.suppress(queue.Empty):
-                    begun.get(timeout=_BEGINS_S)
+                    self._begun.get(timeout=_BEGINS_S)
             if meanwhile is not None and looks_at <= (now := time.monotonic()):
                 meanwhile()
                 looks_at, look_s = now + look_s, 2 * look_s
-            deadline = min(deadlines.values())
-            losing = _next_slow(patience) if num_started < len(units) and not failures else float("inf")
-            outcome = _next_outcome(outcomes, min(deadline, losing, looks_at))
+            deadline = min(self._deadlines.values())
+            losing = _next_slow(self._patience) if self._waiting and not self._errors else float("inf")
+            outcome = _next_outcome(self._outcomes, min(deadline, losing, looks_at))
             if outcome is None and min(losing, looks_at) < deadline:
                 continue
+            failed: _Failed | None
             if outcome is None:
-                late = min(deadlines, key=lambda position: (deadlines[position], position))
-                del deadlines[late], patience[late]
-                hands.pop(late).dismiss()
-                failures[late] = _too_slow(function, units[late], timeout_s)
-            elif outcome.position in deadlines:
-                del deadlines[outcome.position], patience[outcome.position]
-                self._idle.append(hands.pop(outcome.position))
-                if outcome.error is None:
-                    results[outcome.position] = outcome.result
-                    if on_done is not None and not failures:
-                        on_done(outcome.position, outcome.result)
-                else:
-                    failures[outcome.position] = _failure(function, units[outcome.position], outcome.error)
+                unit, failed = self._abandon()
+            elif outcome.position in self._deadlines:
+                unit = self._units[outcome.position]
+                self._idle.append(self._ended(unit))
+                if self._is_to_run_again(unit, outcome.error):
+                    continue
+                failed = None if outcome.error is None else _how(self._here.function, unit, outcome.error)
             else:
-                continue  # it was abandoned, and came after all
-            num_done += 1
-        if failures:
-            first = min(failures)
-            raise failures[first].about(units[first].row)
-        return results
+                continue  # It was abandoned, and came after all.
+            if failed is not None and on_failure is None:
+                self._errors[unit.position] = failed.error
+                continue
+            result = None if outcome is None else outcome.result
+            if failed is not None and on_failure is not None:
+                result = on_failure(unit.argument, failed.how, failed.error)
+            self._results[unit.position] = result
+            if on_done is not None and not self._errors:
+                on_done(unit.position, result)
+        if self._errors:
+            first = min(self._errors)
+            raise self._errors[first].about(self._units[first].row)
+        return self._results
+
+    def _begin(self, unit: _Unit) -> None:
+        now, where = time.monotonic(), self._here
+        limit_s = where.timeout_s
+        self._patience[unit.position] = now + self._patience_s
+        hand = self._hands[unit.position] = self._idle.pop() if self._idle else _Hand()
+        if self.is_isolated and self._there is not None:
+            self._deadlines[unit.position] = float("inf")
+            hand.run(self._there.run, unit, self._outcomes, self._begun)
+        else:
+            self._deadlines[unit.position] = now + limit_s if limit_s is not None else float("inf")
+            hand.run(where.run, unit, self._outcomes, self._begun)
+
+    def _ended(self, unit: _Unit) -> _Hand:
+        """A unit runs no more; the hand that it was with."""
+        del self._deadlines[unit.position], self._patience[unit.position]
+        return self._hands.pop(unit.position)
+
+    def _abandon(self) -> tuple[_Unit, _Failed]:
+        """The unit whose time is up runs no more, as far as that can be had."""
+        late = self._units[min(self._deadlines, key=lambda position: (self._deadlines[position], position))]
+        how = self._here.give_up(self._ended(late))
+        return late, _Failed("timed_out", _too_slow(self._here.function, late, self._here.timeout_s, how))
+
+    def _is_to_run_again(self, unit: _Unit, error: BaseException | None) -> bool:
+        """Whether a unit needs a main thread and had none; all that begin from then on have."""
+        if self._there is None or not _asks_for_main_thread(error):
+            return False
+        self._on_main_thread.add(_name(self._here.function))
+        self.is_isolated = True
+        self._waiting.appendleft(unit)
+        return True
+
+
+def _asks_for_main_thread(error: BaseException | None) -> bool:
+    """Whether Python has refused a signal handler, as it does on all threads but one."""
+    while error is not None:
+        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _has_room(patience: Mapping[int, float], concurrency: int) -> bool:
@@ -170,19 +366,31 @@ class _Hand:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.awaited: concurrent.futures.Future[_Outcome] | None = None
+        """What it waits for on the event loop."""
         self._thread = threading.Thread(target=self._serve, name="m2flow-function", daemon=True)
         self._thread.start()
 
     def run(
-        self, function: Callable[..., object], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome], begun: queue.SimpleQueue[None]
+        self,
+        run: Callable[[_Unit, _Hand], object],
+        unit: _Unit,
+        outcomes: queue.SimpleQueue[_Outcome],
+        begun: queue.SimpleQueue[None],
     ) -> None:
         self._thread.name = f"m2flow-{unit.label}"
         # A context of its own: what a function sets in one must not be there for the next unit, which may be run elsewhere.
-        self._work.put(lambda: contextvars.Context().run(_run, function, unit, outcomes, begun))
+        self._work.put(lambda: contextvars.Context().run(_run, run, unit, self, outcomes, begun))
 
     def dismiss(self) -> None:
         """End, when the unit in hand ends, if it does."""
         self._work.put(None)
+
+    def abandon(self) -> bool:
+        """As `dismiss`; what it awaits is cancelled. Whether it awaited something."""
+        self.dismiss()
+        awaited = self.awaited
+        return awaited is not None and awaited.cancel()
 
     def _serve(self) -> None:
         process = os.getpid()
@@ -190,6 +398,78 @@ class _Hand:
             work()
             if os.getpid() != process:
                 os._exit(0)  # The function has forked, and this is the child: nobody will give it work.
+
+
+@final
+class _EventLoop:
+    """An event loop on a thread of its own, from the first thing that is awaited to `close`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self.is_doubtful = False
+        """Something on it took too long, and may block it."""
+
+    def wait(self, awaitable: Awaitable[object], hand: _Hand) -> object:
+        """What an awaitable gives; any thread but the loop's may wait. It runs in a copy of the caller's context."""
+        hand.awaited = asyncio.run_coroutine_threadsafe(_settled(awaitable), self._running())
+        try:
+            outcome = hand.awaited.result()
+        finally:
+            hand.awaited = None
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.result
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The loop. One that does not come to its next turn is left to what blocks it, and a new one made."""
+        with self._lock:
+            if self._loop is not None and self.is_doubtful and not _turns(self._loop):
+                self._loop = self._thread = None
+            self.is_doubtful = False
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="m2flow-event-loop", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    def close(self) -> None:
+        """Cancel what is left on the loop, and close it."""
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_CLOSE_S)
+        if not thread.is_alive():
+            loop.close()
+
+
+def _turns(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether nothing blocks a loop."""
+    turned = threading.Event()
+    loop.call_soon_threadsafe(turned.set)
+    return turned.wait(_TURNS_S)
+
+
+async def _settled(awaitable: Awaitable[object]) -> _Outcome:
+    """What came of it. An exit, raised in a task, would end the loop."""
+    try:
+        return _Outcome(-1, await awaitable)
+    except BaseException as error:
+        return _Outcome(-1, error=error)
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def _units(batch: Batch, granularity: str, size: int | None) -> list[_Unit]:
@@ -208,13 +488,16 @@ def _span(granularity: str, names: list[str]) -> str:
     return f"{granularity} {names[0]} to {names[-1]}" if names else f"the empty {granularity}"
 
 
-def _run(function: Callable[..., Any], unit: _Unit, outcomes: queue.SimpleQueue[_Outcome], begun: queue.SimpleQueue[None]) -> None:
+def _run(
+    run: Callable[[_Unit, _Hand], object],
+    unit: _Unit,
+    hand: _Hand,
+    outcomes: queue.SimpleQueue[_Outcome],
+    begun: queue.SimpleQueue[None],
+) -> None:
     begun.put(None)
     try:
-        result = function(unit.argument)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        outcomes.put(_Outcome(unit.position, result))
+        outcomes.put(_Outcome(unit.position, run(unit, hand)))
     except BaseException as error:
         # SystemExit too: sys.exit() in a reward would else look like a hang.
         outcomes.put(_Outcome(unit.position, error=error))
@@ -234,7 +517,17 @@ def _next_outcome(outcomes: queue.SimpleQueue[_Outcome], deadline: float) -> _Ou
         return None
 
 
-def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) -> OpError:
+def _how(function: Callable[..., Any], unit: _Unit, error: BaseException) -> _Failed:
+    """How a unit failed that raised this."""
+    if isinstance(error, _NoProcess):
+        raise error.why  # Not the function's fault.
+    if isinstance(error, _Failed):
+        return error
+    found = _failure(function, unit.label, error)
+    return _Failed("invalid" if found is error else "raised", found)
+
+
+def _failure(function: Callable[..., Any], label: str, error: BaseException) -> OpError:
     if isinstance(error, OpError) and error.row >= 0:
         return error  # It is about what the function returned.
     # Lines of ours above the user's frames say nothing to the user.
@@ -242,7 +535,7 @@ def _failure(function: Callable[..., Any], unit: _Unit, error: BaseException) ->
     # A recursion without end has a thousand frames, of which the last say what goes round.
     limit = -_MOST_OF_A_RECURSION if isinstance(error, RecursionError) else None
     remote = "".join(traceback.format_exception(type(error), error, frames, limit=limit))
-    what = f"{_name(function)} raised {type(error).__name__} on {unit.label}"
+    what = f"{_name(function)} raised {type(error).__name__} on {label}"
     if isinstance(error, M2FlowError):
         return OpError(f"{what}: {error.what}", now=error.now, remote=remote)
     try:
@@ -260,10 +553,17 @@ def _frames_after(frames: TracebackType | None) -> TracebackType | None:
     return found or frames
 
 
-def _too_slow(function: Callable[..., Any], unit: _Unit, timeout_s: float | None) -> OpError:
+def _too_slow(function: Callable[..., Any], unit: _Unit, timeout_s: float | None, how: str) -> OpError:
     return OpError(
         f"{_name(function)} took longer than {timeout_s:g} s on {unit.label}",
-        now="Its thread was abandoned. Raise timeout_s if the work is worth it, or bound the work inside the function.",
+        now=f"{how} Raise timeout_s if the work is worth it, or bound the work inside the function.",
+    )
+
+
+def _ended_process(function: Callable[..., Any], unit: _Unit, how: str) -> OpError:
+    return OpError(
+        f"{_name(function)} did not come back on {unit.label}: its process {how}",
+        now="What it printed is in the worker's log. It ran in a process of its own, so nothing else was lost.",
     )
 
 

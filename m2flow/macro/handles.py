@@ -26,7 +26,7 @@ from m2flow.macro.results import Handle as Handle
 from m2flow.macro.results import Metrics as Metrics
 from m2flow.macro.results import describe as describe
 from m2flow.macro.session import Session
-from m2flow.macro.units import OnGroup, OnValue, name_of
+from m2flow.macro.units import OnGroup, OnValue, is_isolated, name_of
 from m2flow.recipe import check_choice, check_seconds
 from m2flow.samples import Batch, Ragged
 
@@ -195,10 +195,13 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
 
     # The user's functions
 
-    def map(self, function: Callable[..., object], *, timeout_s: float | None = None) -> Rows:
-        """A function on each sample, or on each value of a column; run on a worker, plain or async. One value a sample."""
+    def map(self, function: Callable[..., object], *, timeout_s: float | None = None, isolated: bool | None = None) -> Rows:
+        """A function on each sample, or on each value of a column; run on a worker, plain or async. One value a sample.
+
+        `timeout_s` and `isolated` are as for `m2flow.op`.
+        """
         check_seconds("timeout_s", timeout_s)
-        return self.result_of(self._by_function("map", function, timeout_s, gives="column"))
+        return self.result_of(self._by_function("map", function, timeout_s, gives="column", isolated=isolated))
 
     def filter(self, keeps: Callable[..., object] | Rows) -> Rows:
         """The rows for which this holds: a function that says True or False of a sample (or of a column's value), or a condition."""
@@ -215,10 +218,18 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
         return self.like(self._by_function("filter_groups", keeps, None, gives="kept", unit=Granularity.GROUP))
 
     def _by_function(
-        self, what: str, function: Callable[..., object], timeout_s: float | None, *, gives: str, unit: Granularity = Granularity.SAMPLE
+        self,
+        what: str,
+        function: Callable[..., object],
+        timeout_s: float | None,
+        *,
+        gives: str,
+        unit: Granularity = Granularity.SAMPLE,
+        isolated: bool | None = None,
     ) -> Call:
         if not callable(function):
             raise TraceError(f"{what} got {describe(function)}; it takes a function")
+        is_alone = is_isolated(function, isolated, timeout_s)
         if unit is Granularity.GROUP:
             function = OnGroup(function, self.column)
         elif self.column is not None:
@@ -229,7 +240,13 @@ class Rows(Handle, Operators["Rows"], Reducible["Rows"]):
             engine="function",
             granularity=unit,
             inputs={"samples": self.ref},
-            options={"function": function, "timeout_s": timeout_s, "column": "value", "gives": gives},
+            options={
+                "function": function,
+                "timeout_s": timeout_s,
+                "column": "value",
+                "gives": gives,
+                **({"isolated": True} if is_alone else {}),
+            },
             shown={} if what == "map" else {"what": what},
         )
 

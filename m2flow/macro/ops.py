@@ -12,6 +12,7 @@ from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
 from m2flow.macro.results import OpValue as OpValue
 from m2flow.macro.session import current_session
+from m2flow.macro.units import is_isolated
 from m2flow.recipe import check_seconds
 
 
@@ -26,6 +27,7 @@ def op(
     granularity: UnitName = "sample",
     size: int | None = None,
     timeout_s: float | None = None,
+    isolated: bool | None = None,
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
 ) -> Callable[[Callable[..., object]], Callable[..., Handle]]:
@@ -40,6 +42,7 @@ def op(
     Args:
         size: prompts in a mini-batch.
         timeout_s: seconds that one unit may take.
+        isolated: whether each unit runs in a process that can be killed alone, as for `m2flow.Reward`.
         reads, writes: resources outside, such as a file or a service, by names that you choose. Calls that touch the same one, at least
             one of them writing, run in the order of the program; others may run at the same time.
     """
@@ -66,6 +69,7 @@ def op(
                     "function": function,
                     "timeout_s": timeout_s,
                     "column": "value",
+                    **({"isolated": True} if is_isolated(function, isolated, timeout_s) else {}),
                     **given.options(session, name),
                     **({"minibatch_size": size} if size is not None else {}),
                 },

@@ -19,7 +19,21 @@ from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS,
 from m2flow.macro.late import carries, check_late, check_line
 from m2flow.macro.losses import nll, ppo_clip
 from m2flow.macro.refill import Keep, refill
-from m2flow.recipe import COMPUTED, AdamW, Lora, Loss, Model, Sampling, check_choice, check_seconds, is_count, model_path
+from m2flow.macro.units import is_isolated
+from m2flow.recipe import (
+    COMPUTED,
+    AdamW,
+    Lora,
+    Loss,
+    Model,
+    Sampling,
+    check_choice,
+    check_flag,
+    check_number,
+    check_seconds,
+    is_count,
+    model_path,
+)
 from m2flow.samples import MAX_GROUP, Batch, Column, Sample
 
 AdvantageName = Literal["grpo", "grpo_population", "dr_grpo", "rloo"]
@@ -293,6 +307,10 @@ class Reference(Role):
         return self._of_tokens(responses, "logprobs", "reference_logprobs")
 
 
+_TIMEOUT_S = 60.0
+"""What a sample's reward may take, where the flow does not say."""
+
+
 class Reward(Role):
     """A user's function that judges one sample: `fn(sample) -> float`, plain or async.
 
@@ -301,21 +319,48 @@ class Reward(Role):
             `reward`, the number that counts, and what that is made of, by name: `{"reward": 0.7, "right": 1.0, "brevity": -0.3}`. The
             parts are recorded with the sample, and nothing computes with them.
         timeout_s: seconds that one sample may take; None: as long as it needs.
+        isolated: whether each sample is judged in a process that can be killed alone, on its main thread: for what may hang, crash, take
+            all memory or hold the interpreter's lock, or sets signal handlers. By default where `timeout_s` is another than 60 and the
+            function is not async. Elsewhere it runs on a thread, which is quicker by some tenths of a millisecond, and a time limit only abandons it.
+        on_error: the reward of a sample on which the function raises, takes too long, ends its process or returns no finite number. Its
+            record says which, as a part of the reward: `raised`, `timed_out`, `died` or `invalid`. By default such a sample is an error.
     """
 
-    def __init__(self, function: Callable[[Sample], object], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
+    def __init__(
+        self,
+        function: Callable[[Sample], object],
+        *,
+        name: str | None = None,
+        timeout_s: float | None = _TIMEOUT_S,
+        isolated: bool | None = None,
+        on_error: Literal["raise"] | float = "raise",
+    ) -> None:
         if not callable(function):
             raise TraceError(f"Reward needs a function, got {type(function).__name__}")
         super().__init__(str(getattr(function, "__name__", "reward")) if name is None else name, "Reward")
         check_seconds("timeout_s", timeout_s)
         self.function = function
+        if isolated is not None:
+            check_flag("isolated", isolated)
+        if isinstance(on_error, str):
+            check_choice("on_error", on_error, ("raise",), otherwise="or the reward of a sample that can't be judged")
+        else:
+            check_number("on_error", on_error)
+        self.is_isolated = is_isolated(function, isolated, None if timeout_s == _TIMEOUT_S else timeout_s)
         self.timeout_s = timeout_s
+        self.on_error = None if isinstance(on_error, str) else float(on_error)
 
     def score(self, responses: Handle) -> Scores:
         """One finite number for each response."""
         if isinstance(responses, Rows) and responses.scored_by is self:
             return _scores_held(responses)
         return self._score(responses)
+
+    @property
+    def _failing(self) -> dict[str, object]:
+        """The options that say what becomes of a sample which can't be judged."""
+        isolated = {"isolated": True} if self.is_isolated else {}
+        return {**isolated, **({"on_error": self.on_error} if self.on_error is not None else {})}
 
     def _score(self, responses: Handle, **options: object) -> Scores:
         """Record a score call with these further options."""
@@ -329,6 +374,7 @@ class Reward(Role):
                 "function": self.function,
                 "timeout_s": self.timeout_s,
                 "column": "reward",
+                **self._failing,
                 **options,
             },
             shown={},

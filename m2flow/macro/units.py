@@ -5,6 +5,8 @@ A worker gives a function a `Sample`, or a list of those of a group. These stand
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,3 +55,17 @@ def name_of(function: Callable[..., object], default: str) -> str:
 def _take_name(unit: object, function: Callable[..., object]) -> None:
     """What errors name is the user's."""
     object.__setattr__(unit, "__qualname__", str(getattr(function, "__qualname__", type(function).__name__)))
+
+
+def is_isolated(function: Callable[..., object], isolated: bool | None, timeout_s: float | None) -> bool:
+    """Whether a function's units run in processes that can be killed alone: as asked for, else plain functions with a time limit.
+
+    An async function with a time limit is cancelled where it waits, and stays where its clients are.
+    """
+    if isolated is not None:
+        return isolated
+    while isinstance(function, functools.partial):
+        function = function.func
+    is_plain = inspect.isroutine(function) or inspect.isclass(function)
+    called = function if is_plain else getattr(type(function), "__call__", function)  # noqa: B004  # its code is looked at
+    return timeout_s is not None and not inspect.iscoroutinefunction(called)

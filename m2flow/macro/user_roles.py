@@ -52,6 +52,7 @@ class CallMethod:
     timeout_s: float | None
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    is_isolated: bool
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
         return self if instance is None else self.function.__get__(instance, owner)
@@ -65,6 +66,7 @@ def call(
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
     timeout_s: float | None = None,
+    isolated: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make a method of a `Role`, plain or async, a call of the graph.
 
@@ -76,6 +78,8 @@ def call(
         reads, writes: what the call reads and changes, by names such as `judge.memory`. A name that begins with the class's (in small
             letters) is the instance's own. A call that writes takes its units one after the other, in the order of identity.
         timeout_s: seconds that one unit may take.
+        isolated: whether each unit runs in a process that can be killed alone, which makes a role's object of its own. Not for a call that
+            reads or writes: its state is on the worker.
     """
     what = "@call"
     unit = check_unit(what, granularity, size)
@@ -91,9 +95,14 @@ def call(
             raise OptionError(f"@call(returns={returns!r}); known are 'value', 'reward', or a list of the names of fields")
     if given == "reward" and unit is Granularity.BATCH:
         raise OptionError("@call(returns='reward', granularity='batch'): a reward is one number for each sample")
+    if isolated and (read or written):
+        raise OptionError(
+            "@call(isolated=True) declares what it reads or writes: the role's state is on a worker, and no other process sees it",
+            now="Move what may hang or crash into a call that declares neither.",
+        )
 
     def decorate(function: Callable[..., Any]) -> CallMethod:
-        return CallMethod(function, unit, size, given, timeout_s, tuple(dict.fromkeys((*read, *written))), written)
+        return CallMethod(function, unit, size, given, timeout_s, tuple(dict.fromkeys((*read, *written))), written, isolated)
 
     return decorate
 
@@ -195,6 +204,7 @@ class RoleInFlow:
                 **given.options(self._session, full),
                 **({"fields": fields} if fields else {}),
                 **({"state": self._name} if method.reads else {}),
+                **({"isolated": True} if method.is_isolated else {}),
                 **({"minibatch_size": method.size} if method.size is not None else {}),
             },
             shown=given.constants,

@@ -54,6 +54,11 @@ class Arguments:
         kwargs = {argument.parameter: self._argument(argument, unit) for argument in self._arguments if argument.is_keyword}
         return self._function(*args, **kwargs)
 
+    def of(self, rows: Batch) -> dict[str, Batch]:
+        """Of each input what belongs to these rows: what these arguments can be made of elsewhere."""
+        places = [self._place[packed] for packed in rows.ids.tolist()]
+        return {name: batch.take(places) for name, batch in self._inputs.items()}
+
     def _argument(self, argument: Argument, unit: Sample | list[Sample]) -> object:
         match argument.kind:
             case "rows":

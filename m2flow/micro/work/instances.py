@@ -37,6 +37,10 @@ class Instances:
         run.__qualname__ = call.name
         return run
 
+    def make(self, call: Call) -> None:
+        """Make the object that a call works on, if it is not there yet."""
+        self._instance(call)
+
     def _instance(self, call: Call) -> object:
         key = str(call.options["instance"]), "state" in call.options
         with self._making:  # Two units at once must not make two.

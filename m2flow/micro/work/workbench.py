@@ -317,6 +317,8 @@ class Workbench:
         values: Mapping[str, object],
         leave: Leave | None = None,
         meanwhile: Callable[[], None] | None = None,
+        *,
+        is_suspect: bool = False,
     ) -> Batch | object:
         """A function's rows, or its value if it gives one for all; a model's log-probabilities.
 
@@ -326,6 +328,7 @@ class Workbench:
             leave: is given rows before the end, if that takes long: the samples that they came from, and they. They are not among
                 those that are returned.
             meanwhile: is called when a user's function has begun, and runs on a thread of its own; of others before they begin.
+            is_suspect: a process was lost with these rows, so a user's function runs in one of its own, if it may.
         """
         if call.engine == "train":
             samples = inputs["samples"].in_order()
@@ -335,7 +338,7 @@ class Workbench:
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._functions is None:
             raise InternalError(f"{call.name} came to a process without a function engine")
-        return self._functions.perform(call, inputs, values, leave, meanwhile)
+        return self._functions.perform(call, inputs, values, leave, meanwhile, is_suspect=is_suspect)
 
     # Training
 
