@@ -1,4 +1,4 @@
-"""Functions in processes that can be killed alone: what hangs with the interpreter's lock, crashes or sets signal handlers harms nothing else."""
+"""Functions in processes that can be killed alone: what holds the interpreter's lock, crashes or sets signal handlers harms nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.answers import Answer
 from m2flow.testing.world import run_eager, run_planned
 
+Value = TypeVar("Value")
 LOCK_HELD_S = 1000
 FAKES = ClusterSpec(
     placement="split",
@@ -147,6 +149,10 @@ time.sleep(1000)
 # Flows
 
 
+def in_order(of_samples: Mapping[tuple[int, int], Value]) -> list[Value]:
+    return [of_samples[key] for key in sorted(of_samples)]
+
+
 def fails_in_many_ways(sample: Sample) -> dict[str, float]:
     match sample.id.prompt:
         case 1:
@@ -173,8 +179,8 @@ def counted() -> None:
 def test_a_sample_that_can_not_be_judged_counts_as_the_flow_says_and_the_run_goes_on(run: Callable[..., Answer]) -> None:
     answer = run(counted, {}, FAKES)
     assert answer.error == ""
-    assert list(answer.rewards.values()) == [1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
-    failed = [of for of in answer.parts.values() if "length" not in of]
+    assert in_order(answer.rewards) == [1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
+    failed = [of for of in in_order(answer.parts) if "length" not in of]
     assert failed == [{"timed_out": 1.0}, {"died": 1.0}, {"raised": 1.0}, {"invalid": 1.0}]
 
 
@@ -207,8 +213,8 @@ async def _ranked(samples: list[Sample], rewards: list[float]) -> list[int]:
     return sorted(range(len(samples)), key=lambda i: (rewards[i], samples[i].num_tokens))
 
 
-def _longest(samples: list[Sample]) -> dict[str, float]:
-    return {"longest": max(sample.num_tokens for sample in samples)}
+def _longest(samples: list[Sample]) -> int:
+    return max(sample.num_tokens for sample in samples)
 
 
 @flow
@@ -221,7 +227,7 @@ def computed(isolated: bool = True) -> None:
     for _ in steps(2):
         responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=6)
         rewards = judge.score(responses) + plain.score(responses)
-        found = [list(drawn(responses, rewards, 0.3)), list(ranked(responses, rewards)), dict(longest(responses))]
+        found = [list(drawn(responses, rewards, 0.3)), list(ranked(responses, rewards)), float(longest(responses))]
         found.append(list(responses.map(lambda sample: [sample.text, None, 1e300], isolated=isolated)))
         print(json.dumps(found))
         policy.update(responses, rewards)
@@ -276,7 +282,7 @@ def alarmed() -> None:
 def test_a_reward_that_sets_signal_handlers_gets_a_main_thread(run: Callable[..., Answer]) -> None:
     answer = run(alarmed, {}, FAKES)
     assert answer.error == ""
-    assert list(answer.rewards.values()) == [1.0, 0.5, 1.0] * 2
+    assert in_order(answer.rewards) == [1.0, 0.5, 1.0] * 2
 
 
 def test_what_runs_alone_by_default_is_what_is_plain_and_has_a_time_limit() -> None:
@@ -292,6 +298,7 @@ def test_what_runs_alone_by_default_is_what_is_plain_and_has_a_time_limit() -> N
         @flow
         def asked() -> None:
             found.extend(make().is_isolated for make in rewards)
+            Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=1)
 
         trace(asked, {})
         return found

@@ -255,3 +255,8 @@ def _load(body: bytes) -> Callable[..., object]:
 
 
 _loaded = functools.lru_cache(maxsize=64)(_load)
+
+
+def forget_copies() -> None:
+    """Have the next run in this process begin with copies of its own: what a function has cached belongs to the run that is over."""
+    _loaded.cache_clear()

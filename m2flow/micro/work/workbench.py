@@ -29,6 +29,7 @@ from m2flow.engines.contract import (
 )
 from m2flow.engines.registry import make_function, make_rollout
 from m2flow.errors import InternalError, M2FlowError, OpError
+from m2flow.macro.capture import forget_copies
 from m2flow.macro.graph import Call
 from m2flow.macro.lineage import GENERATED
 from m2flow.macro.sites import is_of_user
@@ -156,6 +157,8 @@ class Workbench:
         self._lives.flush()
         for engine in self._engines():
             engine.stop()
+        if self._functions is not None:
+            forget_copies()
         self._is_closed = True
         self._syncing.close()
 
