@@ -28,7 +28,6 @@ from m2flow.recipe import (
     Model,
     Sampling,
     check_choice,
-    check_flag,
     check_number,
     check_seconds,
     is_count,
@@ -321,7 +320,8 @@ class Reward(Role):
         timeout_s: seconds that one sample may take; None: as long as it needs.
         isolated: whether each sample is judged in a process that can be killed alone, on its main thread: for what may hang, crash, take
             all memory or hold the interpreter's lock, or sets signal handlers. By default where `timeout_s` is another than 60 and the
-            function is not async. Elsewhere it runs on a thread, which is quicker by some tenths of a millisecond, and a time limit only abandons it.
+            function is not async. Elsewhere it runs on a thread, which is quicker by some tenths of a millisecond, and which a time limit
+            only abandons.
         on_error: the reward of a sample on which the function raises, takes too long, ends its process or returns no finite number. Its
             record says which, as a part of the reward: `raised`, `timed_out`, `died` or `invalid`. By default such a sample is an error.
     """
@@ -340,8 +340,6 @@ class Reward(Role):
         super().__init__(str(getattr(function, "__name__", "reward")) if name is None else name, "Reward")
         check_seconds("timeout_s", timeout_s)
         self.function = function
-        if isolated is not None:
-            check_flag("isolated", isolated)
         if isinstance(on_error, str):
             check_choice("on_error", on_error, ("raise",), otherwise="or the reward of a sample that can't be judged")
         else:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from m2flow.errors import OpError
+from m2flow.recipe import check_flag
 from m2flow.samples import Sample
 
 
@@ -63,6 +64,7 @@ def is_isolated(function: Callable[..., object], isolated: bool | None, timeout_
     An async function with a time limit is cancelled where it waits, and stays where its clients are.
     """
     if isolated is not None:
+        check_flag("isolated", isolated)
         return isolated
     while isinstance(function, functools.partial):
         function = function.func

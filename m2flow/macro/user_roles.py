@@ -32,7 +32,7 @@ from m2flow.macro.handles import Handle, Rows, Scores
 from m2flow.macro.ops import OpRows, OpValue
 from m2flow.macro.session import Session, current_session
 from m2flow.macro.sites import user_site
-from m2flow.recipe import check_choice, check_names, check_seconds, check_text
+from m2flow.recipe import check_choice, check_flag, check_names, check_seconds, check_text
 from m2flow.samples import Batch, Column, Ragged
 
 _MAY_WRITE = "_m2flow_may_write"
@@ -84,6 +84,7 @@ def call(
     what = "@call"
     unit = check_unit(what, granularity, size)
     check_seconds("timeout_s", timeout_s)
+    check_flag("isolated", isolated)
     read, written = resources(what, reads, "reads"), resources(what, writes, "writes")
     given: Literal["value", "reward"] | tuple[str, ...]
     if isinstance(returns, str):
