@@ -13,7 +13,7 @@ from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
 from m2flow.macro.results import OpValue as OpValue
 from m2flow.macro.session import current_session
 from m2flow.macro.units import is_isolated
-from m2flow.recipe import check_seconds
+from m2flow.recipe import check_flag, check_seconds
 
 
 class OpRows(Rows):
@@ -50,6 +50,8 @@ def op(
     what = "@op"
     unit = check_unit(what, granularity, size)
     check_seconds("timeout_s", timeout_s)
+    if isolated is not None:
+        check_flag("isolated", isolated)
     read, written = resources(what, reads, "reads"), resources(what, writes, "writes")
 
     def decorate(function: Callable[..., object]) -> Callable[..., Handle]:
