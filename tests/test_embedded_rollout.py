@@ -13,6 +13,7 @@ from tiny_models import save_config
 from m2flow.engines.contract import EngineSettings, Generated, Request
 from m2flow.engines.embedded_rollout import EmbeddedRollout
 from m2flow.engines.hf_model import load_model
+from m2flow.engines.model_probe import NUM_JUDGED, Probe
 from m2flow.errors import EngineError, ModelError, PromptTooLong
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import Finish, SampleId, make_ids
@@ -22,9 +23,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                   "original_max_position_embeddings": 16}},
     "Qwen3": {"head_dim": 16},
-    "Mistral": {"sliding_window": None},
+    "Mistral": {"sliding_window": 8},
     "Phi3": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "Gemma2": {"initializer_range": 0.1, "sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "GptOss": {"sliding_window": 8, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "Gemma3Text": {"initializer_range": 0.1, "sliding_window": 64, "head_dim": 8, "query_pre_attn_scalar": 8},
 }  # fmt: skip
 
@@ -84,8 +87,9 @@ def test_logprobs_are_those_of_the_tempered_model_before_truncation(kind: str, t
     assert len({sample.tokens.tobytes() for sample in done}) > 6
 
 
-def test_deterministic_decoding_computes_the_same_model(tmp_path: Path) -> None:
-    path = save_config("Qwen2", tmp_path)
+@pytest.mark.parametrize("kind", ["Qwen2", "Mistral", "Gemma2"])
+def test_deterministic_decoding_computes_the_same_model(kind: str, tmp_path: Path) -> None:
+    path = save_config(kind, tmp_path, **ARCHITECTURES[kind])
     sampling = Sampling(20, temperature=0.7, top_k=6)
     for sample in generate(started(path, deterministic=True), requests_of(sampling, num_per_prompt=3)):
         np.testing.assert_allclose(sample.logprobs, own_logprobs(path, sample, temperature=0.7), atol=1e-4)
@@ -190,12 +194,10 @@ def test_an_engine_says_when_it_is_not_ready(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Mistral", {"sliding_window": 8}, "sliding window of 8 tokens"),
-    ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 64}, "softcap"),
-    ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 64}, "s_aux"),
     ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotary embeddings"),
-    ("Mamba", {"state_size": 4}, "can't serve MambaForCausalLM"),
-    ("Bloom", {"n_head": 4, "n_layer": 2}, "can't serve BloomForCausalLM"),
+    ("Mamba", {"state_size": 4}, "can't run MambaForCausalLM"),
+    ("Bloom", {"n_head": 4, "n_layer": 2}, "can't run BloomForCausalLM"),
+    ("DiffLlama", {}, "calls an attention twice in a pass"),
 ]
 
 
@@ -209,6 +211,32 @@ def test_a_window_as_long_as_the_context_is_served(tmp_path: Path) -> None:
     path = save_config("Mistral", tmp_path, sliding_window=24)
     (sample,) = generate(started(path, options={"max_context": 24}), requests_of(Sampling(16, min_new_tokens=16), prompts=("4711=",)))
     np.testing.assert_allclose(sample.logprobs, own_logprobs(path, sample), atol=1e-4)
+
+
+def test_windows_longer_than_the_probe_are_the_models_own(tmp_path: Path) -> None:
+    path = save_config("Mistral", tmp_path, sliding_window=150, max_position_embeddings=512)
+    sampling = Sampling(200, min_new_tokens=200)
+    for sample in generate(started(path), requests_of(sampling, prompts=PROMPTS[:2])):
+        np.testing.assert_allclose(sample.logprobs, own_logprobs(path, sample), atol=1e-4)
+
+
+def test_a_window_that_the_config_names_and_no_layer_shows_is_refused(tmp_path: Path) -> None:
+    path = save_config("Llama", tmp_path, max_position_embeddings=512, sliding_window=256)
+    with pytest.raises(EngineError, match=r"its config says sliding_window=256, and no layer's mask has shown it\n.*max_context"):
+        started(path)
+    started(path, options={"max_context": 256})
+
+
+def test_a_wrong_window_shows_in_half_precision_too(tmp_path: Path) -> None:
+    path = save_config("Mistral", tmp_path, sliding_window=8)
+    model = load_model(Model(path, init="random", dtype="bfloat16"), device="cpu", attention="eager")
+    probe = Probe(model, "the engine", 64, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
+    probe.judge(probe.wanted)
+    model.config.sliding_window = 64
+    with torch.no_grad():
+        all_seen = [model(input_ids=torch.from_numpy(row.astype(np.int64))[None]).logits[0, -NUM_JUDGED:] for row in probe.sequences]
+    with pytest.raises(EngineError, match="its logits differ by"):
+        probe.judge(all_seen)
 
 
 def test_a_mixture_of_experts_does_not_claim_to_be_deterministic(tmp_path: Path) -> None:

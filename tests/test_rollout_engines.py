@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_models import save_config
 
-from m2flow.engines.contract import EngineSettings, RolloutEngine
+from m2flow.engines.contract import EngineSettings, Request, RolloutEngine
 from m2flow.engines.embedded_rollout import EmbeddedRollout
 from m2flow.recipe import Model
 from m2flow.testing.fakes import FakeRollout
-from m2flow.testing.rollout_suite import ROLLOUT_CHECKS, Factory
+from m2flow.testing.rollout_suite import ROLLOUT_CHECKS, Factory, check_stop_tokens_end_a_sample_but_not_before_its_minimum
 
 
 @functools.cache
@@ -34,3 +35,19 @@ def fake(settings: EngineSettings) -> RolloutEngine:
 @pytest.mark.parametrize("factory", [embedded, fake])
 def test_the_engine_keeps_the_contract(factory: Factory, check: Callable[[Factory], None]) -> None:
     check(factory)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_engine_whose_tokens_are_all_as_likely_keeps_the_contract_of_stop_tokens(seed: int, tmp_path: Path) -> None:
+    path = save_config("Qwen2", tmp_path, initializer_range=1e-3)
+    check_stop_tokens_end_a_sample_but_not_before_its_minimum(lambda given: EmbeddedRollout(Model(path, init="random", seed=seed), given))
+
+
+def test_an_engine_that_goes_on_after_a_stop_token_breaks_the_contract(tmp_path: Path) -> None:
+    class Deaf(EmbeddedRollout):  # type: ignore[misc]
+        def add(self, requests: Sequence[Request]) -> None:
+            super().add([replace(request, sampling=replace(request.sampling, stop_token_ids=())) for request in requests])
+
+    path = save_config("Qwen2", tmp_path, initializer_range=1e-3)
+    with pytest.raises(AssertionError):
+        check_stop_tokens_end_a_sample_but_not_before_its_minimum(lambda given: Deaf(Model(path, init="random"), given))

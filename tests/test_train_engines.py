@@ -45,6 +45,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=4),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=16),
     "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
+    "window": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=5),
+    "softcap": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=5, attn_logit_softcapping=0.5),
+    "sinks": lambda: transformers.GptOssConfig(
+        **SMALL, num_key_value_heads=2, head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
+    ),
 }
 
 
@@ -124,10 +129,11 @@ def plain_padded_logprobs(model: Any, batch: Batch) -> Tensor:
 def two_models(name: str) -> tuple[Any, Any]:
     """The same weights, once as Hugging Face runs them and once packed."""
     built = []
-    for attention in ("sdpa", packing.ATTENTION):
+    for _ in range(2):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention).eval()
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
         built.append(model)
+    packing.check_model(built[1])
     return built[0], built[1]
 
 
@@ -202,11 +208,14 @@ def test_buckets_hold_every_sequence_and_are_never_worse_than_one(lengths: list[
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        (lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=4, sliding_window=8), "sliding window"),
-        (lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=4, head_dim=8), "sliding_attention"),
+        (lambda: transformers.MptConfig(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=64), "AttentionInterface"),
+        (lambda: transformers.RobertaConfig(**SMALL, is_decoder=True), "its logits differ by"),
+        (lambda: transformers.Lfm2Config(**SMALL, num_key_value_heads=4, layer_types=["conv", "full_attention"]), "layers of type conv"),
         (
-            lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=4, head_dim=8, layer_types=["full_attention"] * 2),
-            "attn_logit_softcapping",
+            lambda: transformers.LlamaConfig(
+                **SMALL, num_key_value_heads=4, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "dynamic rotary embeddings",
         ),
     ],
 )
@@ -214,6 +223,22 @@ def test_attention_that_would_be_computed_wrongly_is_refused_by_name(config: Cal
     engine = EmbeddedTrain(write_model(tmp_path, config()), EngineSettings())
     with pytest.raises(EngineError, match=feature):
         engine.start()
+
+
+def test_a_sample_is_refused_where_rotary_embeddings_would_change_with_the_batch(tmp_path: Path) -> None:
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = transformers.Phi3Config(
+        **SMALL, num_key_value_heads=4, original_max_position_embeddings=16, rope_parameters={**factors, "factor": 16.0}
+    )
+    short, long = (
+        Batch(make_ids(0, 1), {"tokens": Ragged.of([[5] * n], np.int32), "loss_mask": Ragged.of([[0] + [1] * (n - 1)], bool)})
+        for n in (16, 17)
+    )
+    with started(EmbeddedTrain(write_model(tmp_path, config), EngineSettings())) as engine:
+        assert np.isfinite(engine.logprobs(short).ragged("reference_logprobs").values).all()
+        for call in (engine.logprobs, lambda batch: engine.accumulate(batch, PPO)):
+            with pytest.raises(EngineError, match=r"p0/0 has 17 tokens, and beyond 16 .*longrope"):
+                call(long)
 
 
 @pytest.mark.parametrize("with_temperature", [False, True])

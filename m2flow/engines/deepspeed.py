@@ -84,8 +84,8 @@ class DeepSpeedTrain(RankedTrain):
         allocator.keep_freed_memory()
         self._ranks.open(leave=lambda: library.comm.destroy_process_group())
         self._codec = load_tokenizer(self._source)
-        self._model = load_model(self._source, device=self._settings.device, attention=packing.ATTENTION)
-        packing.check_model(self._model)
+        self._model = load_model(self._source, device=self._settings.device, attention="eager")
+        self._longest, self._rope = packing.check_model(self._model, self._source.head)
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
         self._demonstrations = Demonstrations(self._codec)

@@ -8,7 +8,7 @@ A critic's or a reward model's head takes the place of the logits (`m2flow.engin
 Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as
 the rollout engine records them: before top-k and top-p.
 
-Limits: one rank; full causal attention (`packing.check_model`); weights and optimiser state in the model's own dtype, without
+Limits: one rank; models that pass the probe (`packing.check_model`); weights and optimiser state in the model's own dtype, without
 float32 masters, so bfloat16 loses updates smaller than 1/256 of a weight. Dropout is off: log-probabilities are to be compared.
 """
 
@@ -39,7 +39,7 @@ from m2flow.engines.spread import spread_like
 from m2flow.engines.token_logprobs import token_logprobs
 from m2flow.errors import EngineError, OpError, is_out_of_memory
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model
-from m2flow.samples import Batch, Ragged
+from m2flow.samples import Batch, Ragged, SampleId
 
 # Shapes: N samples, T tokens under the loss mask.
 
@@ -65,8 +65,8 @@ class EmbeddedTrain(TrainEngine):
         use_threads(self._settings.threads, self._settings.deterministic)
         allocator.keep_freed_memory()
         self._codec = load_tokenizer(self._source)
-        self._model = load_model(self._source, device=self._settings.device, attention=packing.ATTENTION)
-        packing.check_model(self._model)
+        self._model = load_model(self._source, device=self._settings.device, attention="eager")
+        self._longest, self._rope = packing.check_model(self._model, self._source.head)
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
         self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
@@ -103,7 +103,7 @@ class EmbeddedTrain(TrainEngine):
         _empty_device_cache(self._settings.device)
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
-        batch = self._demonstrations.tokenised(batch).in_order()
+        batch = self._tokenised(batch).in_order()
         metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_tokens := int(packing.num_masked(batch.ragged("loss_mask")).sum()):
             terms, metrics, agreement = self._terms(batch, objective.loss)
@@ -127,7 +127,7 @@ class EmbeddedTrain(TrainEngine):
     def scores(self, batch: Batch) -> Batch:
         self._check_head("score", "scores")
         ordered = batch.in_order()
-        tokens, mask = scalar_head.scored_tokens(self._codec, ordered, self._model.config.get_text_config().max_position_embeddings)
+        tokens, mask = scalar_head.scored_tokens(self._codec, ordered, self._longest)
         scores = np.zeros(len(ordered), np.float64)
         for rows in self._runs(tokens):
             packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
@@ -139,7 +139,7 @@ class EmbeddedTrain(TrainEngine):
 
     def _of_tokens(self, batch: Batch, column: str, output: str) -> Batch:
         """One of the model's outputs for each masked token, 0 for the others, as a ragged column."""
-        batch = self._demonstrations.tokenised(batch)
+        batch = self._tokenised(batch)
         ordered = batch.in_order()
         parts = [Batch(ordered.ids[:0], {column: Ragged.of([], np.float32)})]
         for rows in self._runs(ordered.ragged("tokens")):
@@ -157,6 +157,18 @@ class EmbeddedTrain(TrainEngine):
         """Rows that go through the model together: each alone where nothing may depend on what else is there."""
         budget = int(str(self._settings.options.get("logprob_tokens", _LOGPROB_TOKENS)))
         return _token_budget(tokens.lengths, 0 if self._settings.deterministic else budget)
+
+    def _tokenised(self, batch: Batch) -> Batch:
+        """With `tokens` and `loss_mask`. Raises `EngineError` for a sample that the model would compute otherwise beside others."""
+        batch = self._demonstrations.tokenised(batch)
+        lengths = batch.ragged("tokens").lengths
+        if self._rope and len(batch) and lengths.max() > self._longest:
+            raise EngineError(
+                f"sample {SampleId.unpack(batch.ids[int(lengths.argmax())])} has {lengths.max()} tokens, and beyond {self._longest} the "
+                f"model's {self._rope} rotary embeddings change with the longest sequence of a batch",
+                now="Generate with a smaller max_new_tokens.",
+            )
+        return batch
 
     def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
         return self._demonstrations.tokenised(batch).ragged("tokens").lengths

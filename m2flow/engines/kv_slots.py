@@ -4,7 +4,8 @@
 
 One sequence has one slot. Running sequences lie in slots 0..B-1 without a hole, so that decoding attends to a view of the cache
 and gathers nothing. Tokens of all sequences are packed into one row for the model's linear layers; only prefill attention
-pads, inside. There is no mask from transformers, so anything else that a model asks of its attention is refused by name.
+pads, inside. There is no mask from transformers: what a layer sees, all or a window or a chunk, is known from the engine's start
+(`m2flow.engines.model_probe`), and its mask is made here, of positions. Keys outside of every window are not read, but stay in the cache.
 
 Legend: B sequences, P prompts, T packed tokens, H query heads, K key/value heads, R = H / K, L tokens in the cache, D head size.
 """
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from m2flow.engines.model_probe import Reach, Scoring, explicit_attention, scoring_of
 from m2flow.errors import EngineError
 
 ATTENTION_NAME = "m2flow_slots"
 
 _LENGTH_STEP = 64
-_PLAIN_ARGUMENTS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "logits_to_keep"})
 
 
 @final
@@ -103,9 +104,7 @@ class SlotCache:
 class SlotPass(Protocol):
     """One pass through the model: where its keys and values go, and what its queries see."""
 
-    max_context: int
-
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scoring: Scoring) -> Tensor:
         """The attention's output, [T, H, D]."""
         ...
 
@@ -114,13 +113,12 @@ class SlotPass(Protocol):
 class PrefillPass:
     """P prompts, packed one after the other. Each goes to one slot or more: those from `first_slot` on, in the order given."""
 
-    def __init__(
-        self, cache: SlotCache, lengths: Sequence[int], first_slot: int, prompt_of_slot: Sequence[int], max_context: int, device: str
-    ):
-        self.max_context = max_context
+    def __init__(self, cache: SlotCache, lengths: Sequence[int], first_slot: int, prompt_of_slot: Sequence[int], device: str):
         self._cache = cache
         self._num_prompts, self._longest = len(lengths), max(lengths)
         self._first, self._last = first_slot, first_slot + len(prompt_of_slot)
+        self._device = device
+        self._masks: dict[Reach, Tensor] = {}
         self._prompt_of_slot = torch.tensor(prompt_of_slot, device=device)
         ends = np.cumsum(lengths)
         column = np.arange(self._longest)
@@ -130,15 +128,35 @@ class PrefillPass:
         self._pad = torch.from_numpy(packed_PL.reshape(-1)).to(device) if is_ragged else None
         self._unpad = torch.from_numpy(np.flatnonzero(is_token_PL)).to(device) if is_ragged else None
 
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scoring: Scoring) -> Tensor:
         cached_key, cached_value = self._cache.layer(layer, key_TKD, value_TKD)
         query, key, value = self._padded(query_THD), self._padded(key_TKD), self._padded(value_TKD)
         for cached, new in ((cached_key, key), (cached_value, value)):
             cached[self._first : self._last, :, : self._longest] = new.index_select(0, self._prompt_of_slot)
         # Padding is on the right, where a causal query never looks.
-        seen = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+        if scoring.is_plain:
+            visible = self._visible(scoring.reach_within(self._longest))
+            seen = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=visible,
+                is_causal=visible is None,
+                scale=scoring.scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            seen = explicit_attention(query, key, value, self._visible(scoring.reach or Reach("window", self._longest)), scoring)
         packed = seen.transpose(1, 2).reshape(self._num_prompts * self._longest, seen.shape[1], seen.shape[3])
         return packed if self._unpad is None else packed.index_select(0, self._unpad)
+
+    def _visible(self, reach: Reach | None) -> Tensor | None:
+        """Which keys each query sees, bool [longest, longest]; None: all up to its own."""
+        if reach is None:
+            return None
+        if reach not in self._masks:
+            self._masks[reach] = reach.visible(self._longest, self._device)
+        return self._masks[reach]
 
     def _padded(self, packed_TXD: Tensor) -> Tensor:
         rows = packed_TXD if self._pad is None else packed_TXD.index_select(0, self._pad)
@@ -149,45 +167,63 @@ class PrefillPass:
 class DecodePass:
     """One new token for each of the slots 0..B-1; `positions` [B] says how many tokens a slot already holds."""
 
-    def __init__(self, cache: SlotCache, positions: np.ndarray, max_context: int, device: str) -> None:
-        self.max_context = max_context
+    def __init__(self, cache: SlotCache, positions: np.ndarray, device: str) -> None:
         self._cache = cache
         self._positions = positions
         self._num_slots = len(positions)
         self._seen = int(positions.max()) + 1
         self._device = device
         self._index: dict[int, Tensor] = {}
-        self._visible: Tensor | None = None
-        if (positions != positions[0]).any():
-            self._visible = torch.from_numpy(np.arange(self._seen) <= positions[:, None]).to(device)
-            if device == "cpu":
-                self._visible = torch.zeros(self._visible.shape).masked_fill_(~self._visible, float("-inf"))
+        self._seen_by: dict[Reach | None, tuple[int, Tensor | None]] = {}
 
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
-        B, L, K = self._num_slots, self._seen, key_TKD.shape[1]
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scoring: Scoring) -> Tensor:
+        B, K = self._num_slots, key_TKD.shape[1]
         cached_key, cached_value = self._cache.layer(layer, key_TKD, value_TKD)
         index = self._flat_index(K)
         for cached, new in ((cached_key, key_TKD), (cached_value, value_TKD)):
             cached.view(-1, cached.shape[3]).index_copy_(0, index, new.reshape(B * K, -1))
+        first, visible = self._visible(scoring.reach_within(self._seen))
+        seen = slice(first, self._seen)
         if query_THD.device.type != "cpu":
-            mask = None if self._visible is None else self._visible[:, None, None]
+            query, key, value = query_THD[:, :, None], cached_key[:B, :, seen], cached_value[:B, :, seen]
+            mask = None if visible is None else visible[:, None, None]
+            if not scoring.is_plain:
+                return explicit_attention(query, key, value, mask, scoring).squeeze(2)
             return scaled_dot_product_attention(
-                query_THD[:, :, None],
-                cached_key[:B, :, :L],
-                cached_value[:B, :, :L],
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=query_THD.shape[1] != K,
+                query, key, value, attn_mask=mask, scale=scoring.scaling, enable_gqa=query_THD.shape[1] != K
             ).squeeze(2)
         # On a CPU two batched products beat the fused kernel several times over, which is tiled for long queries.
-        query = (query_THD * scaling).reshape(B * K, -1, query_THD.shape[2])
-        scores = torch.bmm(query, cached_key.view(-1, self._cache.length, cached_key.shape[3])[: B * K, :L].transpose(1, 2))
-        if self._visible is not None:
-            scores.view(B, -1, L).add_(self._visible[:, None])
-        weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-        return torch.bmm(weights, cached_value.view(-1, self._cache.length, cached_value.shape[3])[: B * K, :L]).view(
+        query = (query_THD * scoring.scaling).reshape(B * K, -1, query_THD.shape[2])
+        scores = torch.bmm(query, cached_key.view(-1, self._cache.length, cached_key.shape[3])[: B * K, seen].transpose(1, 2))
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        if visible is not None:
+            scores.view(B, -1, scores.shape[-1]).add_(visible[:, None])
+        if scoring.sinks is None:
+            weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        else:
+            sinks = scoring.sinks.to(scores.dtype).view(1, K, -1, 1).expand(B, -1, -1, -1).reshape(B * K, -1, 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1, dtype=torch.float32)[..., :-1].to(scores.dtype)
+        return torch.bmm(weights, cached_value.view(-1, self._cache.length, cached_value.shape[3])[: B * K, seen]).view(
             B, query_THD.shape[1], -1
         )
+
+    def _visible(self, reach: Reach | None) -> tuple[int, Tensor | None]:
+        """The first position that any slot sees, and from there on what each sees, [B, n]: bool, on a CPU 0 and -inf. None: all."""
+        if reach not in self._seen_by:
+            firsts = np.zeros_like(self._positions) if reach is None else reach.first_seen(self._positions)
+            first = int(firsts.min())
+            visible: Tensor | None = None
+            if (self._positions != self._positions[0]).any():
+                columns = np.arange(first, self._seen)
+                is_seen = columns <= self._positions[:, None]
+                if reach is not None:
+                    is_seen &= columns >= firsts[:, None]
+                visible = torch.from_numpy(is_seen).to(self._device)
+                if self._device == "cpu":
+                    visible = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+            self._seen_by[reach] = first, visible
+        return self._seen_by[reach]
 
     def _flat_index(self, num_heads: int) -> Tensor:
         if num_heads not in self._index:
@@ -203,9 +239,8 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     slot_pass: SlotPass | None = None,
-    **kwargs: object,
+    **arguments: object,
 ) -> tuple[Tensor, None]:
     """What a model calls in the place of its attention. query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
@@ -213,18 +248,8 @@ def slot_attention(
     """
     if slot_pass is None:
         raise EngineError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
-    if attention_mask is not None:
-        raise EngineError(f"{type(module).__name__} wants an attention mask of its own")
-    if sliding_window is not None and sliding_window < slot_pass.max_context:
-        raise EngineError(
-            f"{type(module).__name__} attends to a sliding window of {sliding_window} tokens, its context has {slot_pass.max_context}",
-            now=f"Set the engine's option `max_context` to {sliding_window} or less: there the window sees everything.",
-        )
-    asked = sorted(name for name, value in kwargs.items() if name not in _PLAIN_ARGUMENTS and value is not None and value is not False)
-    if asked:
-        raise EngineError(f"{type(module).__name__} asks its attention for {', '.join(asked)}, which the embedded engine does not compute")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    seen = slot_pass.attend(module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
+    scoring = scoring_of(module, query, attention_mask, scaling, arguments)
+    seen = slot_pass.attend(module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scoring)
     return seen.unsqueeze(0), None
 
 

@@ -7,15 +7,17 @@ whose tokens agree up to the first masked one share the rows of that prefix. Pad
 copied out to [S, L, H, D], right-padded, in a few buckets of similar length, where `is_causal` is the only mask needed.
 The modelling code stays Hugging Face's; the attention function is registered with transformers' AttentionInterface.
 
-Limit: full causal attention. A model with anything else (sliding window, soft-capping, sinks, dropout) is refused by
-`check_model`. Attention over a shared prompt is computed for each sample: only linear layers are saved there.
+A window or a chunk is a mask [L, L] that a bucket's sequences share, where they are longer; soft caps and sinks have their scores in
+memory, [S, H, L, L], as with transformers' own eager attention. What else a model may ask of its attention is refused by `check_model`.
+
+Limit: attention over a shared prompt is computed for each sample; only linear layers are saved there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import AttentionInterface
 
+from m2flow.engines import scalar_head
+from m2flow.engines.model_probe import NUM_JUDGED, Probe, Reach, explicit_attention, longest_sequence, scoring_of
 from m2flow.errors import EngineError
 from m2flow.samples import IdArray, Ragged, SampleId, group_keys
 
@@ -58,6 +62,8 @@ class AttentionLayout:
     """int64 [E]: the rows that those slots read."""
     exchange: Callable[..., tuple[Tensor, None]] | None = None
     """Where ranks have some of the rows each: what is called in the place of the attention, and calls it with all rows of some heads."""
+    masks: dict[tuple[Reach, int], Tensor] = field(default_factory=dict)
+    """What is seen within a sequence, bool [L, L], made when a layer first needs it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +148,8 @@ def batched_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
         logits_to_keep=packed.predictors,
         packed_layout=packed.layout,
     ).logits
+    if logits.shape[1] != len(packed.predictors):
+        raise EngineError(f"{type(model).__name__} gives {logits.shape[1]} rows of logits where {len(packed.predictors)} were asked for")
     return logits
 
 
@@ -152,27 +160,35 @@ def num_masked(loss_mask: Ragged) -> IdArray:
     return found
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention this file would compute wrongly. Raises `EngineError` that names the feature."""
-    config = model.config.get_text_config()
-    features = []
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if types - {"full_attention"}:
-        features.append(f"layers of type {', '.join(sorted(types - {'full_attention'}))}")
-    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        features.append(f"a sliding window of {config.sliding_window} tokens")
-    for name in ("attn_logit_softcapping", "attention_chunk_size", "alibi", "is_encoder_decoder"):
-        if getattr(config, name, None):
-            features.append(name)
-    if any(name.endswith(("sinks", "sink")) for name, _ in model.named_parameters()):
-        features.append("attention sinks")
-    if not getattr(model, "_supports_attention_backend", False):
-        features.append("modelling code without AttentionInterface")
-    if features:
-        raise EngineError(
-            f"the embedded trainer can't train a {config.model_type!r} model with {' and '.join(features)}",
-            now="It computes full causal attention. Use a train engine that supports the model.",
-        )
+def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
+    """Make a model that was loaded with attention `eager` ready for `forward_logits`, or a head's forward pass of one number, after the
+    probe of every engine (`m2flow.engines.model_probe`): several samples packed must give what transformers gives for each alone.
+
+    Returns:
+        The model's `longest_sequence`.
+    Raises:
+        EngineError: the model can't be computed here, with the reason.
+    """
+
+    def plain(tokens: Tensor) -> Tensor:
+        if head == "lm":
+            return cast("Tensor", model(input_ids=tokens, use_cache=False).logits)
+        return cast("Tensor", model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+
+    longest, rope = longest_sequence(model.config)
+    if not longest:
+        raise EngineError(f"{type(model).__name__} has {rope} rotary embeddings, which change with the longest sequence of a batch")
+    probe = Probe(model, "the embedded trainer", longest, plain)
+    # A token more of each, which nothing reads: what would predict it is judged too.
+    tokens = Ragged.of([[*row.tolist(), 0] for row in probe.sequences], np.int32)
+    mask = Ragged.of([np.arange(len(row) + 1) > len(row) - NUM_JUDGED for row in probe.sequences], np.bool_)
+    ids = np.array([SampleId(0, max(0, i - 1), i).pack() for i in range(len(probe.sequences))], np.int64)
+    with probe.explained(), torch.no_grad():
+        model.set_attn_implementation(ATTENTION)
+        packed = pack(ids, tokens, mask, device=str(next(model.parameters()).device))
+        computed = batched_logits(model, packed)[0] if head == "lm" else scalar_head.hidden_states(model, packed)
+        probe.judge(computed.split(NUM_JUDGED))
+    return longest, rope
 
 
 def _assign_rows(ids: IdArray, tokens: Ragged, prefix: IdArray, length: IdArray, share_prompts: bool) -> tuple[IdArray, IdArray, int]:
@@ -288,12 +304,10 @@ def packed_attention(
     """What the model calls: query [1, H, R, D], key and value [1, K, R, D] to [1, R, H, D]."""
     if packed_layout is None:
         raise EngineError("the model was called without a packed layout; use m2flow.engines.packing.forward_logits")
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if features.get(name) is not None:
-            raise EngineError(f"packed attention has no {name}, which {type(module).__name__} asks for")
-    if dropout:
-        raise EngineError("packed attention has no dropout")
+    scoring = scoring_of(module, query, attention_mask, scaling, {"dropout": dropout, **features})
     if packed_layout.exchange is not None:
+        if scoring.sinks is not None:
+            raise EngineError("attention sinks are not shared out over ranks", now="Leave sp out.")
         return packed_layout.exchange(
             module, query, key, value, scaling=scaling, packed_layout=replace(packed_layout, exchange=None), **features
         )
@@ -308,11 +322,27 @@ def packed_attention(
         q, k, v = (
             s.view(num_sequences, length, -1, query.shape[-1] if n < 2 else value.shape[-1]).transpose(1, 2) for n, s in enumerate(slots)
         )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=k.shape[1] != q.shape[1])
+        if scoring.is_plain:
+            visible = _visible(packed_layout, scoring.reach_within(length), length, q)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, is_causal=visible is None, scale=scoring.scaling, enable_gqa=k.shape[1] != q.shape[1]
+            )
+        else:
+            visible = _visible(packed_layout, scoring.reach or Reach("window", length), length, q)
+            out = explicit_attention(q, k, v, visible, scoring)
         outputs.append(out.transpose(1, 2).reshape(num_sequences * length, -1))
     slots_out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     rows = _Collect.apply(slots_out, packed_layout)
     return rows.view(1, rows.shape[0], query.shape[1], value.shape[-1]), None
+
+
+def _visible(layout: AttentionLayout, reach: Reach | None, length: int, like: Tensor) -> Tensor | None:
+    """Which keys each query of a sequence sees, bool [length, length]; None: all up to its own."""
+    if reach is None:
+        return None
+    if (reach, length) not in layout.masks:
+        layout.masks[reach, length] = reach.visible(length, like.device)
+    return layout.masks[reach, length]
 
 
 # No mask function is registered beside it, and for such a name transformers builds no mask.

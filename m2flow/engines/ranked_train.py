@@ -60,7 +60,7 @@ class RankedTrain(EmbeddedTrain):
         """Give one of the model's tensors another value, which every rank has whole."""
 
     def accumulate(self, batch: Batch, objective: Objective) -> Sums:
-        batch = self._demonstrations.tokenised(batch).in_order()
+        batch = self._tokenised(batch).in_order()
         num_masked = packing.num_masked(batch.ragged("loss_mask"))
         metrics, agreement = dict[str, float](), NO_AGREEMENT
         if num_masked.any():
@@ -107,9 +107,7 @@ class RankedTrain(EmbeddedTrain):
     def scores(self, batch: Batch) -> Batch:
         self._check_head("score", "scores")
         ordered = batch.in_order()
-        tokens, mask = self._together(
-            lambda: scalar_head.scored_tokens(self._codec, ordered, self._model.config.get_text_config().max_position_embeddings)
-        )
+        tokens, mask = self._together(lambda: scalar_head.scored_tokens(self._codec, ordered, self._longest))
 
         def score(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
             packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
@@ -126,7 +124,7 @@ class RankedTrain(EmbeddedTrain):
         return output[0] if self._source.head == "lm" else output[:, 0].float()
 
     def _of_tokens(self, batch: Batch, column: str, output: str) -> Batch:
-        ordered = self._demonstrations.tokenised(batch).in_order()
+        ordered = self._tokenised(batch).in_order()
         tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
 
         def compute(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:

@@ -62,11 +62,16 @@ def forward_scalars(model: Any, packed: Packed) -> Tensor:
 
 def column_scalars(model: Any, packed: Packed) -> Tensor:
     """The same as the head gives it, [T, 1], in the model's dtype."""
-    output = model.base_model(
+    scalars: Tensor = model.score(hidden_states(model, packed))
+    return scalars
+
+
+def hidden_states(model: Any, packed: Packed) -> Tensor:
+    """What the head reads where a masked token is predicted, [T, width]."""
+    output: Tensor = model.base_model(
         input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed_layout=packed.layout
     ).last_hidden_state
-    scalars: Tensor = model.score(output[0][packed.predictors])
-    return scalars
+    return output[0][packed.predictors]
 
 
 def scored_tokens(codec: TextCodec, batch: Batch, max_tokens: int) -> tuple[Ragged, Ragged]:

@@ -1,8 +1,8 @@
 """A Hugging Face causal language model that reads and writes a `SlotCache`: prefill, decode, and weights in and out.
 
-Built only if it computes the same as the model's own code: at the start a few random tokens go through both, and what the
-slots can't do (sliding windows shorter than the context, soft caps, recurrent layers, rotary tables that change with the
-batch) is refused by name.
+Built only if it computes the same as the model's own code: at the start it passes the probe of every engine
+(`m2flow.engines.model_probe`), and what the slots can't do (recurrent layers, masks of another shape than windows and chunks,
+rotary tables that change with the batch) is refused by name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from m2flow.engines.checkpoint import named_weights
 from m2flow.engines.hf_model import hold_in, load_model
 from m2flow.engines.hf_names import checkpoint_tensors
 from m2flow.engines.kv_slots import ATTENTION_NAME, DecodePass, PrefillPass, SlotCache, SlotPass, slot_attention
+from m2flow.engines.model_probe import NUM_JUDGED, Probe, longest_sequence
 from m2flow.errors import EngineError
 from m2flow.recipe import Lora, Model
 
 transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
-
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_PROBE_LENGTHS = (5, 3)
-_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.3}
 
 
 @final
@@ -67,12 +64,12 @@ class SlotModel:
         lengths = [len(sequence) for sequence in sequences]
         positions = np.concatenate([np.arange(length) for length in lengths])
         last = np.cumsum(lengths) - 1
-        into = PrefillPass(cache, lengths, first_slot, sequence_of_slot, self.max_context, self._device)
+        into = PrefillPass(cache, lengths, first_slot, sequence_of_slot, self._device)
         return self._forward(np.concatenate(sequences).astype(np.int64), positions, into, torch.from_numpy(last).to(self._device))
 
     def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
         """One token for each of the slots 0..B-1, at its position; the logits after it, [B, V]."""
-        return self._forward(tokens, positions, DecodePass(cache, positions, self.max_context, self._device), 0)
+        return self._forward(tokens, positions, DecodePass(cache, positions, self._device), 0)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Of each token but the first. The first half of each sequence is prefilled, the rest decoded token by token, in a cache of
@@ -89,7 +86,7 @@ class SlotModel:
                 if count < len(row):
                     found[slot][count - 1] = float(logprobs[slot, int(row[count])])
 
-        into = PrefillPass(cache, heads, 0, range(len(rows)), self.max_context, self._device)
+        into = PrefillPass(cache, heads, 0, range(len(rows)), self._device)
         positions = np.concatenate([np.arange(head) for head in heads])
         tokens = np.concatenate([row[:head] for row, head in zip(rows, heads, strict=True)]).astype(np.int64)
         logits = self._forward(tokens, positions, into, torch.arange(len(tokens), device=self._device)).float().log_softmax(-1)
@@ -162,44 +159,45 @@ class SlotModel:
                 slot_pass=into,
             )
             logits: Tensor = output.logits[0]
+        num_asked = len(keep) if isinstance(keep, Tensor) else len(tokens)
+        if len(logits) != num_asked:
+            raise EngineError(f"{type(self._module).__name__} gives {len(logits)} rows of logits where {num_asked} were asked for")
         return logits
 
     def _check(self) -> None:
-        config, kind = self._module.config, type(self._module).__name__
-        text_config = config.get_text_config()
-        if getattr(config, "is_encoder_decoder", False):
-            raise EngineError(f"{kind} is an encoder and a decoder; the embedded engine serves decoders only")
-        rope = getattr(text_config, "rope_parameters", None) or {}
-        original = rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None)
-        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and (not original or self.max_context > original):
+        module, kind = self._module, type(self._module).__name__
+        longest, rope = longest_sequence(module.config)
+        if rope and self.max_context > longest:
             raise EngineError(
-                f"{kind} has {rope['rope_type']} rotary embeddings, which change with the longest sequence of a batch",
-                now=f"Set the engine's option `max_context` to {original} or less." if original else "",
+                f"{kind} has {rope} rotary embeddings, which change with the longest sequence of a batch",
+                now=f"Set the engine's option `max_context` to {longest} or less." if longest else "",
             )
-        generator = np.random.default_rng(0)
-        probes = [generator.integers(0, self.vocab_size, length).astype(np.int32) for length in _PROBE_LENGTHS]
-        with torch.inference_mode():
-            wanted = [self._module(input_ids=torch.from_numpy(p.astype(np.int64)).to(self._device)[None]).logits[0, -1] for p in probes]
+        probe = Probe(module, "the embedded engine", self.max_context, lambda tokens: module(input_ids=tokens, use_cache=False).logits)
         cache = SlotCache()
-        cache.reserve(len(probes), max(_PROBE_LENGTHS))
-        try:
-            self._module.set_attn_implementation(ATTENTION_NAME)
-            self.prefill(cache, [probe[:-1] for probe in probes], 0, range(len(probes)))
-            last = np.array([probe[-1] for probe in probes], np.int64)
-            computed = self.decode(cache, last, np.array(_PROBE_LENGTHS, np.int64) - 1)
-        except EngineError as error:
-            raise EngineError(f"the embedded engine can't serve {kind}: {error.what}", now=error.now) from error
-        except (TypeError, AttributeError, RuntimeError, ValueError, KeyError) as error:
-            raise EngineError(f"the embedded engine can't serve {kind}: {type(error).__name__}: {error}") from error
-        gap = max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(computed, wanted, strict=True))
-        if cache.num_layers != text_config.num_hidden_layers:
-            raise EngineError(
-                f"the embedded engine can't serve {kind}: {cache.num_layers} of its {text_config.num_hidden_layers} layers are attention",
-                now="Layers with a state of their own need another engine.",
-            )
-        if not gap <= _PROBE_TOLERANCE[wanted[0].dtype]:
-            raise EngineError(f"the embedded engine can't serve {kind}: its logits differ by {gap:.2g} from the model's own")
+        layers = [attention.layer_idx for attention in probe.attentions]
+        with probe.explained():
+            if len(set(layers)) < len(layers):
+                raise EngineError("it calls an attention twice in a pass, and a slot has one place for its keys and values")
+            module.set_attn_implementation(ATTENTION_NAME)
+            probe.judge(self._read(cache, probe.sequences))
+            num_layers = module.config.get_text_config().num_hidden_layers
+            if cache.num_layers != num_layers:
+                raise EngineError(
+                    f"{cache.num_layers} of its {num_layers} layers are attention",
+                    now="Layers with a state of their own need another engine.",
+                )
         self.kv_bytes_per_token = cache.bytes_per_token
+
+    def _read(self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
+        """The logits after the last few tokens of each sequence, [NUM_JUDGED, V]: the first are prefilled together, the others decoded."""
+        cache.reserve(len(sequences), max(map(len, sequences)))
+        heads = np.array([len(sequence) - NUM_JUDGED + 1 for sequence in sequences], np.int64)
+        prompts = [sequence[:head] for sequence, head in zip(sequences, heads.tolist(), strict=True)]
+        found = [self.prefill(cache, prompts, 0, range(len(prompts)))]
+        for turn in range(NUM_JUDGED - 1):
+            tokens = np.array([sequence[head + turn] for sequence, head in zip(sequences, heads.tolist(), strict=True)], np.int64)
+            found.append(self.decode(cache, tokens, heads + turn))
+        return list(torch.stack(found, 1))
 
 
 def _some(names: Sequence[str]) -> str:

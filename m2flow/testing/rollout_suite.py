@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -173,14 +174,31 @@ def check_a_sample_can_be_asked_for_once_at_a_time(factory: Factory) -> None:
 
 def check_stop_tokens_end_a_sample_but_not_before_its_minimum(factory: Factory) -> None:
     with started(factory) as engine:
-        free = generate(engine, [make_request(0, index, Sampling(12, min_new_tokens=12)) for index in range(8)])
-        stop = int(free[SampleId(0, 0, 0).pack()].tokens[3])
-        done = generate(engine, [make_request(0, index, Sampling(12, stop_token_ids=(stop,))) for index in range(8)])
-        stopped = done[SampleId(0, 0, 0).pack()]
-        assert stopped.finish is Finish.STOP and len(stopped.tokens) <= 4
-        assert all(stop not in sample.tokens[:-1] for sample in done.values())
-        late = generate(engine, [make_request(0, index, Sampling(12, min_new_tokens=8, stop_token_ids=(stop,))) for index in range(8)])
+        # All as the checked ones but for their stops: with a minimum, the end token could not be drawn, and others would be.
+        free = generate(engine, [make_request(0, index, Sampling(12)) for index in range(16)])
+        stop = _token_inside(free)
+        done = generate(engine, [make_request(0, index, Sampling(12, stop_token_ids=(stop,))) for index in range(16)])
+        for sample in done.values():
+            assert stop not in sample.tokens[:-1]
+            assert sample.finish is Finish.STOP or (len(sample.tokens) == 12 and sample.tokens[-1] != stop)
+        if engine.capabilities.keyed_seeds:
+            assert_same_samples({i: _stopped_at(sample, stop) for i, sample in free.items()}, done)
+        late = generate(engine, [make_request(0, index, Sampling(12, min_new_tokens=8, stop_token_ids=(stop,))) for index in range(16)])
         assert all(stop not in sample.tokens[:8] and len(sample.tokens) >= 8 for sample in late.values())
+
+
+def _token_inside(samples: dict[int, Generated]) -> int:
+    """The fourth token of a sample that goes on after it; of shorter ones the last but one."""
+    longest = max(samples.values(), key=lambda sample: len(sample.tokens))
+    assert len(longest.tokens) > 1, "every sample ends at once; the model is sure of its end token"
+    return int(longest.tokens[min(3, len(longest.tokens) - 2)])
+
+
+def _stopped_at(sample: Generated, stop: int) -> Generated:
+    """The same up to its first such token."""
+    found = np.flatnonzero(sample.tokens == stop)
+    length = int(found[0]) + 1 if len(found) else len(sample.tokens)
+    return replace(sample, tokens=sample.tokens[:length], logprobs=sample.logprobs[:length])
 
 
 def check_deterministic_samples_are_bitwise_a_function_of_identity(factory: Factory) -> None:
