@@ -37,17 +37,33 @@ def test_the_engine_keeps_the_contract(factory: Factory, check: Callable[[Factor
     check(factory)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_engine_whose_tokens_are_all_as_likely_keeps_the_contract_of_stop_tokens(seed: int, tmp_path: Path) -> None:
-    path = save_config("Qwen2", tmp_path, initializer_range=1e-3)
-    check_stop_tokens_end_a_sample_but_not_before_its_minimum(lambda given: EmbeddedRollout(Model(path, init="random", seed=seed), given))
+class Unkeyed(EmbeddedRollout):  # type: ignore[misc]
+    """Draws anew each time, as a server does whose random numbers go by its own steps."""
+
+    capabilities = replace(EmbeddedRollout.capabilities, keyed_seeds=False)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._added = getattr(self, "_added", 0) + 1
+        super().add([replace(request, seed=(request.seed * 31 + self._added * 0x9E3779B97F4A7C15) % 2**64) for request in requests])
+
+
+class Deaf(EmbeddedRollout):  # type: ignore[misc]
+    """Goes on after a stop token."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        super().add([replace(request, sampling=replace(request.sampling, stop_token_ids=())) for request in requests])
+
+
+@pytest.mark.parametrize("kind", [EmbeddedRollout, Unkeyed])
+@pytest.mark.parametrize("vocab_size", [14, 200])
+def test_an_engine_whose_tokens_are_all_as_likely_keeps_the_contract_of_stop_tokens(
+    kind: type[EmbeddedRollout], vocab_size: int, tmp_path: Path
+) -> None:
+    path = save_config("Qwen2", tmp_path, initializer_range=1e-3, vocab_size=vocab_size)
+    check_stop_tokens_end_a_sample_but_not_before_its_minimum(lambda given: kind(Model(path, init="random"), given))
 
 
 def test_an_engine_that_goes_on_after_a_stop_token_breaks_the_contract(tmp_path: Path) -> None:
-    class Deaf(EmbeddedRollout):  # type: ignore[misc]
-        def add(self, requests: Sequence[Request]) -> None:
-            super().add([replace(request, sampling=replace(request.sampling, stop_token_ids=())) for request in requests])
-
     path = save_config("Qwen2", tmp_path, initializer_range=1e-3)
     with pytest.raises(AssertionError):
         check_stop_tokens_end_a_sample_but_not_before_its_minimum(lambda given: Deaf(Model(path, init="random"), given))
