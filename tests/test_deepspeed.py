@@ -20,7 +20,7 @@ from adapted_trainers import (
     check_what_was_copied_of_a_policy_is_in_a_checkpoint,
 )
 from test_scalar_heads import random_model
-from test_train_engines import SMALL, VOCABULARY, write_model
+from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
 
 from m2flow.engines import autotp, packing, ulysses
 from m2flow.engines.contract import EngineSettings, TrainEngine
@@ -373,6 +373,29 @@ def test_a_stage_3_before_it_in_one_of_the_processes_changes_no_gradient_of_stag
             step(engine, batch, LINEAR)
             results.append({name: array - first[name] for name, array in copied(engine).items()})
     assert distance(results[1], results[0]) < 1e-4  # Of differences of weights, which are themselves rounded.
+
+
+@pytest.mark.parametrize("options", [{"zero": 2}, {"zero": 1, "sp": 2}, {"zero": 3, "activation_checkpointing": True}], ids=str)
+def test_windows_are_those_of_the_embedded_trainer(options: dict[str, int], followers: Followers, tmp_path: Path) -> None:
+    model, batch = write_model(tmp_path, CONFIGS["window"]()), samples(VOCABULARY)
+    results = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), deepspeed(model, 2, followers, **options)):
+        with started(engine):
+            before, first = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values), copied(engine)
+            step(engine, batch, LINEAR)
+            results.append((before, {name: array - first[name] for name, array in copied(engine).items()}))
+    np.testing.assert_allclose(results[1][0], results[0][0], atol=1e-5)
+    assert distance(results[1][1], results[0][1]) < 1e-4
+
+
+def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path, transformers.RobertaConfig(**SMALL, is_decoder=True))
+    engine = DeepSpeedTrain(model, EngineSettings())
+    try:
+        with pytest.raises(EngineError, match="the embedded trainer can't run RobertaForCausalLM"):
+            engine.start()
+    finally:
+        engine.stop()
 
 
 def test_layers_and_sequences_are_not_split_at_once_and_heads_must_divide(model: Model, tmp_path: Path) -> None:

@@ -9,7 +9,11 @@ import model_zoo
 import pytest
 from model_zoo import Case, rollout_gap, train_gap
 
+from m2flow.engines.contract import EngineSettings
+from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.fsdp import FsdpTrain
 from m2flow.errors import EngineError
+from m2flow.recipe import Model
 
 SERVED = [
     Case("llama"),
@@ -61,6 +65,20 @@ def test_a_family_that_would_be_computed_wrongly_is_refused_in_words(case: Case,
         gap(model, tmp_path)
     assert type(model).__name__ in refusal.value.what
     assert refusal.value.now
+
+
+@pytest.mark.parametrize("kind", [EmbeddedTrain, FsdpTrain])
+@pytest.mark.parametrize(("case", "head"), [(Case("camembert"), "lm"), (Case("doge"), "score"), (Case("stablelm"), "value")], ids=str)
+def test_the_trainers_critics_and_reward_models_pass_the_same_probe(
+    case: Case, head: str, kind: type[EmbeddedTrain], tmp_path: Path
+) -> None:
+    model_zoo.saved(case, tmp_path)
+    engine = kind(Model(str(tmp_path), "random", head=head), EngineSettings())  # type: ignore[arg-type]
+    try:
+        with pytest.raises(EngineError, match="the embedded trainer can't run"):
+            engine.start()
+    finally:
+        engine.stop()
 
 
 @pytest.mark.long

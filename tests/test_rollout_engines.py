@@ -40,7 +40,7 @@ def test_the_engine_keeps_the_contract(factory: Factory, check: Callable[[Factor
 class Unkeyed(EmbeddedRollout):  # type: ignore[misc]
     """Draws anew each time, as a server does whose random numbers go by its own steps."""
 
-    capabilities = replace(EmbeddedRollout.capabilities, keyed_seeds=False)
+    capabilities = replace(EmbeddedRollout.capabilities, keyed_seeds=False, deterministic=False)
 
     def add(self, requests: Sequence[Request]) -> None:
         self._added = getattr(self, "_added", 0) + 1
@@ -52,6 +52,12 @@ class Deaf(EmbeddedRollout):  # type: ignore[misc]
 
     def add(self, requests: Sequence[Request]) -> None:
         super().add([replace(request, sampling=replace(request.sampling, stop_token_ids=())) for request in requests])
+
+
+@pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_an_engine_that_draws_anew_each_time_keeps_the_contract(check: Callable[[Factory], None]) -> None:
+    path = save_config("Qwen2", Path(model_folder().name))
+    check(lambda settings: Unkeyed(Model(path, init="random"), settings))
 
 
 @pytest.mark.parametrize("kind", [EmbeddedRollout, Unkeyed])

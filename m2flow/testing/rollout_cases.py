@@ -43,6 +43,11 @@ def assert_same_samples(expected: dict[int, Generated], got: dict[int, Generated
     assert num_different * 16 <= len(expected), f"{num_different} of {len(expected)} samples differ"
 
 
+def repeatable(engine: RolloutEngine) -> Sampling:
+    """What gives the same samples when it is asked for again: random numbers that are not a sample's and a position's begin anew."""
+    return SAMPLED if engine.capabilities.keyed_seeds else GREEDY
+
+
 @contextlib.contextmanager
 def started(factory: Factory, settings: EngineSettings | None = None) -> Iterator[RolloutEngine]:
     engine = factory(settings or EngineSettings())

@@ -24,6 +24,7 @@ from m2flow.testing.rollout_cases import (
     group_requests,
     make_request,
     raises,
+    repeatable,
     started,
 )
 
@@ -113,8 +114,7 @@ def check_a_prefix_continues_as_if_it_had_not_stopped(factory: Factory) -> None:
     with started(factory) as engine:
         if not engine.capabilities.resume_with_prefix:
             return
-        # Random numbers that are not a sample's and a position's begin anew.
-        requests = group_requests(SAMPLED if engine.capabilities.keyed_seeds else GREEDY, num_per_prompt=2)
+        requests = group_requests(repeatable(engine), num_per_prompt=2)
         whole = generate(engine, requests)
     with started(factory) as engine:
         done = generate(engine, [continued(request, whole[request.id], 4) for request in requests])

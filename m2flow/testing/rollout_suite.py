@@ -33,6 +33,7 @@ from m2flow.testing.rollout_cases import (
     group_requests,
     make_request,
     raises,
+    repeatable,
     started,
 )
 from m2flow.testing.rollout_going_on import GOING_ON_CHECKS
@@ -144,8 +145,8 @@ def _check_that_what_was_asked_is_kept(factory: Factory, make_room: Callable[[Ro
 
 
 def check_what_runs_goes_on_when_the_cache_is_condensed(factory: Factory) -> None:
-    requests = group_requests(SAMPLED, num_per_prompt=2)
     with started(factory) as engine:
+        requests = group_requests(repeatable(engine), num_per_prompt=2)
         whole = generate(engine, requests)
         engine.add(requests)
         for _ in range(2):
@@ -225,8 +226,8 @@ def check_deterministic_samples_are_bitwise_a_function_of_identity(factory: Fact
 
 def check_given_tokens_are_judged_without_a_trace(factory: Factory) -> None:
     sequences = [[3, 4, 5, 6, 7, 8, 9], [5, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4]]
-    requests = group_requests(SAMPLED)
     with started(factory) as engine:
+        requests = group_requests(repeatable(engine))
         if not engine.capabilities.probes:
             with raises(EngineError):
                 engine.logprobs(sequences)
