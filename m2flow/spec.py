@@ -39,7 +39,7 @@ class RolloutSpec(_Strict):
     chunk: int | None = Field(None, ge=1)
     """Most samples in one task; by default as many as fit `max_running`."""
     policy: tuple[str, ...] = ()
-    """What goes first, where, and how much at once: names of docs/rollout-scheduling.md, or FILE.py:CLASS of your own. Several go
+    """What goes first, where, and how much at once: names of docs/guide/rollout-scheduling.md, or FILE.py:CLASS of your own. Several go
     together. By default first come, first served, whole groups side by side."""
     predictor: str = "siblings"
     """What policies take lengths to be: `siblings`, `earlier-steps` or `prompt-buckets`."""

@@ -1,4 +1,4 @@
-"""The flows of docs/viewer.md: each can be run as the page says."""
+"""The flows of docs/guide/schedule.md: each can be run as the page says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_each_case_is_a_flow_of_a_generation_a_reward_and_an_update_a_step(name:
     graph, _, _ = trace(load_flow(f"{CASES / 'cases.py'}:{name}"), {}, seed=0)
     assert {"policy.generate", "policy.update"} <= {call.name for call in graph.calls if call.step == 0}
     assert any(call.name.endswith("brevity.score") for call in graph.calls)
-    assert f"docs/cases/cases.py:{name}" in (CASES.parent / "viewer.md").read_text()
+    assert f"docs/cases/cases.py:{name}" in (CASES.parent / "guide" / "schedule.md").read_text()
 
 
 def test_the_clusters_of_the_cases_differ_in_how_many_samples_are_judged_at_a_time() -> None:

@@ -1,4 +1,4 @@
-"""docs/engines.md says of engines what the planner goes by."""
+"""docs/guide/engines.md says of engines what the planner goes by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from m2flow.engines.table import capability_tables
 from m2flow.spec import ClusterSpec, RolloutSpec
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "guide" / "engines.md"
 
 
 def test_the_tables_of_the_page_are_those_of_the_registry() -> None:

@@ -52,7 +52,7 @@ def test_a_run_has_the_settings_that_it_was_given(tmp_path: Path) -> None:
 
 
 def test_each_setting_is_in_the_table_of_the_document_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "docs" / "guide" / "reliability.md").read_text(), re.MULTILINE)
     assert dict(rows) == {name: _said(RunSettings.model_fields[name].default) for name in SETTINGS}
 
 

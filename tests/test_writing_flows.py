@@ -23,7 +23,7 @@ from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = "".join((ROOT / "docs" / f"writing-flows{part}.md").read_text() for part in ("", "-algorithms", "-order"))
+PAGES = "".join((ROOT / "docs" / "guide" / f"flows{part}.md").read_text() for part in ("", "-algorithms", "-order"))
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"# (\w+\.py)\n")

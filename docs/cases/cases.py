@@ -1,4 +1,4 @@
-"""Flows whose steps take longer than they must, and the same again with what helped: the cases of docs/viewer.md.
+"""Flows whose steps take longer than they must, and the same again with what helped: the cases of docs/guide/schedule.md.
 
 A small model that was never trained answers with as many tokens as chance gives it: 13 on average, now and then as many as it may. It is
 paid for short answers.

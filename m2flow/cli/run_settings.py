@@ -33,7 +33,7 @@ settings_option = click.option(
     "given_settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A run setting, like stopped_after_s=4; docs/reliability.md lists them. May be repeated.",
+    help="A run setting, like stopped_after_s=4; docs/guide/reliability.md lists them. May be repeated.",
 )
 
 
@@ -57,4 +57,4 @@ def with_given(settings: RunSettings, given: tuple[str, ...]) -> RunSettings:
     except ValidationError as error:
         wrong = error.errors()[0]
         names = [str(part) for part in wrong.get("ctx", {}).get("at", wrong["loc"])]
-        raise OptionError(f"--setting {'.'.join(names)}: {wrong['msg']}", now="docs/reliability.md says what each setting is.") from None
+        raise OptionError(f"--setting {'.'.join(names)}: {wrong['msg']}", now="docs/guide/reliability.md lists the settings.") from None

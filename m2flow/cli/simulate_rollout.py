@@ -54,7 +54,7 @@ def command(
     """How long generation takes, per step and in total, beside the bound that no schedule without migration beats.
 
     A decode step of b samples takes t0 + t1 b seconds. The bound is max(fractional bound, (t0 + t1) x longest sample). Regret is the
-    makespan over that of the assignment with known lengths. docs/rollout-scheduling.md explains the policies and predictors.
+    makespan over that of the assignment with known lengths. docs/guide/rollout-scheduling.md explains the policies and predictors.
 
     \b
     Lengths:

@@ -6,7 +6,7 @@
 What a rank does of a batch is in `m2flow.engines.ranked_train`, options are in `m2flow.engines.deepspeed_options`. Only the public
 interface of a release without patches is used. A checkpoint is the embedded trainer's: any trainer goes on from it, over any number of
 ranks and in any stage, so the library's own, which are bound to both, are not needed. Where it deviates from its documents or from the
-other trainers is told in `docs/engines.md`; `tests/test_deepspeed.py` holds each of these.
+other trainers is told in `docs/internals/deepspeed.md`; `tests/test_deepspeed.py` holds each of these.
 
 Limits: data parallel; every rank reads the whole model once, at its start, in the memory of its host. On a CPU the library compiles a
 part of itself when it is first used, so a C++ compiler must be there.

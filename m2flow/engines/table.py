@@ -1,4 +1,4 @@
-"""What each engine can do, as tables in Markdown: those of docs/engines.md, written from what the planner goes by.
+"""What each engine can do, as tables in Markdown: those of docs/guide/engines.md, written from what the planner goes by.
 
 registry --capability_tables--> one table for rollout engines, one for trainers
 """

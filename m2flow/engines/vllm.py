@@ -113,7 +113,7 @@ class VllmRollout(ServedRollout):
         if mode != self._logprobs_mode:
             raise EngineError(
                 f"the vLLM server at {self.url} says {mode}, and is to say {self._logprobs_mode}",
-                now=f"Start it with --logprobs-mode {self._logprobs_mode}, or see `tempered_logprobs` in docs/engines.md.",
+                now=f"Start it with --logprobs-mode {self._logprobs_mode}, or see `tempered_logprobs` in docs/guide/engines.md.",
             )
         (served, *_) = self._call("/v1/models")["data"]
         room = int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)

@@ -16,7 +16,7 @@ scheduler, the simulator, the record and eager know nothing of rounds. What wait
 
 Source:
     RollPacker, NSDI 2026: tail batching. There groups are over-sampled within themselves too, which leaves out the longest answers of
-    each prompt for good (docs/rollout-scheduling.md), and each round has a layout of its own.
+    each prompt for good (docs/guide/flows-algorithms.md), and each round has a layout of its own.
 """
 
 from __future__ import annotations

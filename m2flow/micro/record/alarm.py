@@ -34,5 +34,5 @@ class Alarm:
             self._warn(
                 f"step {call.step}: the log-probabilities of trainer and rollout differ by {mean:.3g} on average, {metrics[MAX]:.3g} at "
                 f"most (k3 {metrics[K3]:.3g}), with the same weights of {call.role}; up to {self._warn_above:g} is taken for sound "
-                f"(`weights: {{warn_above}}`). It is said once; the metrics have every step, docs/weight-sync.md says what to look at"
+                f"(`weights: {{warn_above}}`). It is said once; the metrics have every step, docs/internals/weights.md says what to look at"
             )

@@ -111,7 +111,7 @@ class Proving:
                 f"their log-probabilities differ by {found.mean:.3g} on average, {found.largest:.3g} at most; {probe.tolerance:g} is "
                 f"allowed. {_worst(probe, said)}",
                 now="The bytes came whole, by their checksums. Does the rollout engine have the model's architecture, layout and type? "
-                "`weights: {probe_tolerance: ...}` in the cluster spec allows more, docs/weight-sync.md says what to look at.",
+                "`weights: {probe_tolerance: ...}` in the cluster spec allows more, docs/internals/weights.md says what to look at.",
             )
         self._proved.add(role)
 

@@ -144,7 +144,7 @@ def check_agreement(call: Call, tally: UpdateTally, stop_above: float | None) ->
         f"over {found.num_tokens} tokens that were sampled with the weights of {call.role}@{call.writes[0].version - 1}, which both hold; "
         f"{stop_above:g} is allowed",
         where=call.site.describe(),
-        now="`weights: {stop_above: ...}` in the cluster spec is the limit; docs/weight-sync.md says what to look at.",
+        now="`weights: {stop_above: ...}` in the cluster spec is the limit; docs/internals/weights.md says what to look at.",
     )
 
 

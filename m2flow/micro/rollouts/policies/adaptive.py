@@ -3,7 +3,7 @@
 Without information it is least-loaded; with it, `split`, the first samples of all prompts first, and the queues are put in order anew
 as siblings end. Once nothing waits, samples move where expectations say that it pays.
 
-Source: `split`, `longest-first` and `repack` together, and theirs; the gates are ours, by the study in docs/rollout-scheduling.md.
+Source: `split`, `longest-first` and `repack` together, and theirs; the gates are ours, by the study in docs/guide/rollout-scheduling.md.
 """
 
 from __future__ import annotations
