@@ -6,24 +6,29 @@ import base64
 import gzip
 import http.client
 import json
+import random
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 from observed_run import MS, record_run, store_run
+from starlette.routing import Route
 from viewed import HOSTILE, make_run, make_traced, served
 
 from m2flow.cli.main import cli
 from m2flow.micro.analysis.report import StepAnalysis
 from m2flow.micro.analysis.series import series_of_steps
 from m2flow.micro.viewing.exporting import write_page
+from m2flow.micro.viewing.folder import Folder
 from m2flow.micro.viewing.page import ASSETS
+from m2flow.micro.viewing.serving import application
 from m2flow.observe.recorder import Recorder
 from m2flow.samples import SampleId
 
@@ -100,6 +105,41 @@ def test_what_can_not_be_answered_is_said_so_and_nothing_breaks(runs: Path, path
         answer, body = get(address, path)
         assert answer.status == status
         assert json.loads(body)["error"]
+
+
+NUMBERS = ["9" * 5000, "9" * 19, "1" * 20, str(2**31), str(2**63), str(2**64), "-1", f"-{2**63}", "nan", "inf", "1e5", "0x10", "1_0", ""]
+WORDS = ["../..", "../" * 40 + "etc/passwd", "\x00", "\udc80", "\U0001f600", "\u0661", "a" * 3000, "%zz", "'; DROP TABLE samples; --"]
+WINDOWS = [
+    "from={query}&to=9&width=9&lanes=0",
+    "from=0&to={query}&width=9&lanes=0&expanded=0",
+    "from=0&to=9&width={query}",
+    "from=0&to=9&width=9&lanes={query}",
+    "from=0&to=9&width=9&lanes=0&expanded={query}",
+]
+
+
+@pytest.mark.parametrize("run", ["traced", "hostile"])
+def test_no_value_of_any_parameter_of_any_route_is_more_than_refused(runs: Path, run: str) -> None:
+    (name,) = [path.name for path in runs.iterdir() if path.name.startswith(run)]
+    drawn = random.Random(0)
+    words = [*NUMBERS, *WORDS, *("".join(map(chr, drawn.choices(range(0x3000), k=drawn.randint(1, 9)))) for _ in range(5))]
+    routes = [re.sub(r"\{(\w+)(:\w+)?\}", r"{\1}", route.path) for route in application(Folder(runs)).routes if isinstance(route, Route)]
+    assert len(routes) == 14
+    with served(runs) as address:
+        ask(address, f"/api/runs/{name}/summary")
+        link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=240)
+        asks = [(route, field) for route in routes for field in re.findall(r"\{(\w+)\}", route)]
+        asks += [(f"/api/runs/{{run}}/schedule?{window}", "query") for window in WINDOWS]
+        for template, hostile in asks:
+            for word in words:
+                known = dict.fromkeys(re.findall(r"\{(\w+)\}", template), "0") | {"run": name} | {hostile: word}
+                quoted = {field: quote(value, safe="", errors="surrogatepass") for field, value in known.items()}
+                link.request("GET", template.format_map(quoted))
+                answer = link.getresponse()
+                body = answer.read()
+                is_refused = 400 <= answer.status < 500 and json.loads(body)["error"]
+                assert answer.status == 200 or is_refused, (template, word[:40], body)
+        link.close()
 
 
 @pytest.mark.parametrize(

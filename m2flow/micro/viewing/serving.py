@@ -28,6 +28,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -50,6 +51,24 @@ _PATIENCE_S = 0.3
 """How long an answer waits for the trace to be read, before it says how far that is."""
 _MOST_WIDTH = 8192
 _encode = msgspec.json.Encoder().encode
+
+_NUMBER = re.compile(r"-?[0-9]{1,15}", re.ASCII)
+"""Fifteen digits of microseconds are thirty years, and an array holds them."""
+
+
+class _Count(Convertor[int]):
+    """A number in a path. A longer one, which no run has and no database takes, is no such path."""
+
+    regex = "[0-9]{1,18}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("count", _Count())
 
 Answer = Callable[["RunView", Request], object]
 
@@ -95,6 +114,7 @@ def application(folder: Folder, *, token: str = "") -> Starlette:
         *(Route(f"/api/runs/{{run}}/{path}", of_run(answer)) for path, answer in answers.items()),
     ]
     app = Starlette(routes=routes, exception_handlers={404: _not_found})
+    app.router.redirect_slashes = False  # To where a request says.
     app.add_middleware(_Guard, token=token)
     app.add_middleware(GZipMiddleware, minimum_size=4096, compresslevel=3)
     return app
@@ -120,14 +140,21 @@ def _answered(folder: Folder, answer: Answer, request: Request) -> Response:
 
 def _window(view: RunView, request: Request) -> object:
     ask = request.query_params
-    width = int(ask["width"])
+    start, end, width = (_number(ask.get(name, ""), name) for name in ("from", "to", "width"))
     if not 1 <= width <= _MOST_WIDTH:
         raise ValueError(f"a window is 1 to {_MOST_WIDTH} pixels wide")
-    return view.window(int(ask["from"]), int(ask["to"]), width, _numbers(ask.get("lanes", "")), _numbers(ask.get("expanded", "")))
+    return view.window(start, end, width, _numbers(ask.get("lanes", ""), "lanes"), _numbers(ask.get("expanded", ""), "expanded"))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+def _numbers(text: str, name: str) -> list[int]:
+    return [_number(part, name) for part in text.split(",") if part]
+
+
+def _number(text: str, name: str) -> int:
+    """Raises ValueError: it is none, or too long a one."""
+    if _NUMBER.fullmatch(text) is None:
+        raise ValueError(f"{name} is to be a number of at most 15 digits, and is {text!r:.40}")
+    return int(text)
 
 
 def _sample(view: RunView, request: Request) -> object:
@@ -138,9 +165,9 @@ def _sample(view: RunView, request: Request) -> object:
 _ANSWERS: dict[str, Answer] = {
     "summary": lambda view, _: view.summary(),
     "schedule": _window,
-    "span/{index:int}": lambda view, request: view.span(request.path_params["index"]),
+    "span/{index:count}": lambda view, request: view.span(request.path_params["index"]),
     "samples": lambda view, _: view.samples(),
-    "samples/{call:int}/{prompt:int}/{member:int}": _sample,
+    "samples/{call:count}/{prompt:count}/{member:count}": _sample,
     "graph": lambda view, _: view.graph(),
     "training": lambda view, _: view.training(),
     "health": lambda view, _: view.health(),
