@@ -127,19 +127,15 @@ def test_no_value_of_any_parameter_of_any_route_is_more_than_refused(runs: Path,
     assert len(routes) == 14
     with served(runs) as address:
         ask(address, f"/api/runs/{name}/summary")
-        link = http.client.HTTPConnection(address.removeprefix("http://"), timeout=240)
         asks = [(route, field) for route in routes for field in re.findall(r"\{(\w+)\}", route)]
         asks += [(f"/api/runs/{{run}}/schedule?{window}", "query") for window in WINDOWS]
         for template, hostile in asks:
             for word in words:
                 known = dict.fromkeys(re.findall(r"\{(\w+)\}", template), "0") | {"run": name} | {hostile: word}
                 quoted = {field: quote(value, safe="", errors="surrogatepass") for field, value in known.items()}
-                link.request("GET", template.format_map(quoted))
-                answer = link.getresponse()
-                body = answer.read()
+                answer, body = get(address, template.format_map(quoted))
                 is_refused = 400 <= answer.status < 500 and json.loads(body)["error"]
                 assert answer.status == 200 or is_refused, (template, word[:40], body)
-        link.close()
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,10 @@ class DeepSpeedTrain(RankedTrain):
         return self._options.tp * self._options.sp
 
     def start(self) -> None:
+        with compiling.watching_locks():
+            self._start()
+
+    def _start(self) -> None:
         if torch.device(self._settings.device).type == "cpu":
             compiling.check_compiler(self.name)
         library = _library(self._settings.device)

@@ -27,7 +27,7 @@ from m2flow.channels.keys import read_keys
 from m2flow.channels.places import is_private
 from m2flow.micro.control.claims import Claim, remove_leftovers
 from m2flow.micro.control.processes import Processes, start
-from m2flow.micro.control.spawning import kill_group
+from m2flow.micro.work.process import kill_group
 from m2flow.micro.work.settings import WorkerSettings
 from m2flow.recipe import Model
 

@@ -17,7 +17,8 @@ import msgspec
 import psutil
 
 from m2flow.engines.gpus import gpus_from
-from m2flow.micro.control.spawning import how_ended, kill_group, spawn
+from m2flow.micro.control.spawning import how_ended, spawn
+from m2flow.micro.work.process import kill_group
 from m2flow.micro.work.settings import WorkerSettings
 
 _LOOKS_S = 0.05

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from typing import IO
@@ -67,12 +66,6 @@ def how_ended(code: int) -> str:
     ('was killed by signal 9', 'ended with status 1')
     """
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-
-
-def kill_group(pid: int) -> None:
-    """A worker leads a group of its own, which has the processes that users' functions started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def engine_environment(threads: int, *, deterministic: bool) -> dict[str, str]:

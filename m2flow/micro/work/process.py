@@ -16,6 +16,7 @@ import threading
 import time
 
 import msgspec
+import psutil
 
 from m2flow.channels.arena import Arena
 from m2flow.channels.beacon import Beacon
@@ -54,10 +55,33 @@ def watch_parent(settings: WorkerSettings) -> None:
             time.sleep(0.5)
         remove(settings.claim, belongings)
         if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)  # With what a user's function has started: the launcher gives each worker a group of its own.
+            kill_group(os.getpid())  # With what a user's function has started: the launcher gives each worker a group of its own.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def kill_group(pid: int) -> None:
+    """End what a worker is and has started. It leads a group and a session of its own: users' functions start processes in the group, and
+    ninja gives each compiler another group of the session."""
+    if pid != os.getpid():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    killed: set[int] = set()
+    while new := {other for other in psutil.pids() if _session_of(other) == pid} - killed - {os.getpid()}:  # They may start others.
+        for other in new:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(other, signal.SIGKILL)
+        killed |= new
+    if pid == os.getpid():
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return -1
 
 
 def serve(settings: WorkerSettings, token: str) -> None:
