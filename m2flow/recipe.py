@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -217,10 +217,16 @@ class AdamW:
     max_grad_norm: float = 1.0
     """The gradient's global 2-norm is scaled down to this. 0 is off."""
     warmup_steps: int = 0
-    """Optimiser steps over which the rate rises linearly to `lr`."""
+    """Steps over which the rate rises linearly to `lr`."""
     schedule: Schedule = "constant"
     """After the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
     total_steps: int = 0
+    """0: the length of the loop over `steps(...)` that the update is in; then both numbers count the flow's steps."""
+    steps_of: Literal["optimizer", "flow"] | None = None
+    """What `warmup_steps` and `total_steps` count: steps of the optimiser, of which an update makes one for each mini-batch and epoch; or
+    steps of the flow's loop, whose updates have one rate each. None: the optimiser's, unless `total_steps` is left out."""
+    at: int | None = field(default=None, repr=False, compare=False)
+    """Set by m2flow for an update whose schedule counts the flow's steps: the step of the loop that it is in."""
 
     def __post_init__(self) -> None:
         check_number("lr", self.lr, low=0)
@@ -237,10 +243,51 @@ class AdamW:
         check_count("warmup_steps", self.warmup_steps, least=0)
         check_count("total_steps", self.total_steps, least=0)
         check_choice("schedule", self.schedule, Schedule)
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+        if self.steps_of is not None:
+            check_choice("steps_of", self.steps_of, ("optimizer", "flow"))
+        if self.at is not None:
+            check_count("at", self.at, least=0)
+        if self.schedule == "constant":
+            return
+        if self.total_steps <= self.warmup_steps and not (self.total_steps == 0 and self.counts_flow_steps):
             raise OptionError(
-                f"schedule={self.schedule!r} needs total_steps above warmup_steps, got {self.total_steps} and {self.warmup_steps}"
+                f"schedule={self.schedule!r} needs total_steps above warmup_steps, got {self.total_steps} and {self.warmup_steps}",
+                now="Leave total_steps and steps_of out to have the schedule end with the run.",
             )
+
+    @property
+    def counts_flow_steps(self) -> bool:
+        """Whether the schedule goes by the steps of the flow's loop, not by the optimiser's."""
+        return self.steps_of == "flow" or (self.steps_of is None and self.schedule != "constant" and self.total_steps == 0)
+
+    def in_loop(self, num_steps: int) -> AdamW:
+        """The same for updates in a loop of so many steps: the schedule ends with it, unless `total_steps` says otherwise.
+
+        Raises:
+            OptionError: the warm-up is as long as that.
+        """
+        total_steps = self.total_steps or (0 if self.schedule == "constant" else num_steps)
+        if self.schedule != "constant" and total_steps <= self.warmup_steps:
+            raise OptionError(f"warmup_steps is {self.warmup_steps}, and the loop that the schedule is for has {num_steps} steps")
+        return replace(self, total_steps=total_steps, steps_of="flow")
+
+    def rate(self, num_steps: int) -> float:
+        """The rate of the optimiser's step that follows `num_steps` earlier ones; t is that number, or the flow's step `at`.
+
+            t < warmup_steps:  lr * (t + 1) / warmup_steps
+            else, with x = (t - warmup_steps) / (total_steps - warmup_steps):
+            constant lr, linear lr * (1 - x), cosine lr * (1 + cos(pi x)) / 2; zero from total_steps on
+
+        >>> [AdamW(lr=1.0, warmup_steps=2, schedule="linear", total_steps=6).rate(t) for t in range(7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+        """
+        t = num_steps if self.at is None else self.at
+        if t < self.warmup_steps:
+            return self.lr * (t + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        x = min(1.0, (t - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1))
+        return self.lr * (1 - x if self.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2)
 
 
 @dataclass(frozen=True)

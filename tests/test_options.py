@@ -194,6 +194,8 @@ LEGAL: dict[str, Callable[[object], bool]] = {
     "AdamW.max_grad_norm": is_number_in(0),
     "AdamW.warmup_steps": is_count,
     "AdamW.total_steps": is_count,
+    "AdamW.steps_of": is_none,
+    "AdamW.at": either(is_none, is_count),
     "Lora.rank": is_count,
     "Lora.alpha": is_number_in(1e-9),
     "Lora.targets": either(is_text, is_list_of_names, lambda value: value == ""),

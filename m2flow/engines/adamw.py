@@ -19,24 +19,6 @@ from m2flow.errors import EngineError
 from m2flow.recipe import AdamW
 
 
-def learning_rate(recipe: AdamW, num_steps: int) -> float:
-    """The rate of the step that follows `num_steps` earlier ones.
-
-        t < warmup_steps:  lr * (t + 1) / warmup_steps
-        else, with x = (t - warmup_steps) / (total_steps - warmup_steps):
-        constant lr, linear lr * (1 - x), cosine lr * (1 + cos(pi x)) / 2; zero from total_steps on
-
-    >>> [learning_rate(AdamW(lr=1.0, warmup_steps=2, schedule="linear", total_steps=6), t) for t in range(7)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    """
-    if num_steps < recipe.warmup_steps:
-        return recipe.lr * (num_steps + 1) / recipe.warmup_steps
-    if recipe.schedule == "constant":
-        return recipe.lr
-    x = min(1.0, (num_steps - recipe.warmup_steps) / (recipe.total_steps - recipe.warmup_steps))
-    return recipe.lr * (1 - x if recipe.schedule == "linear" else (1 + math.cos(math.pi * x)) / 2)
-
-
 class Optimizers:
     """Steps on one set of parameters, under any number of recipes."""
 
@@ -71,7 +53,7 @@ class Optimizers:
             for alike in by_mesh:
                 torch._foreach_mul_(alike, shrink / denominator)
             optimizer, num_steps = self._states.get(recipe) or (self._fresh(recipe), 0)
-            rate = learning_rate(recipe, num_steps)
+            rate = recipe.rate(num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines import allocator, autotp, checkpoint, compiling, deepspeed_options, lora, packing, scalar_head, ulysses
-from m2flow.engines.adamw import learning_rate
 from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
 from m2flow.engines.demonstrations import Demonstrations
 from m2flow.engines.drive import Drive
@@ -172,7 +171,7 @@ class DeepSpeedTrain(RankedTrain):
         if not (math.isfinite(denominator) and denominator > 0):
             self.discard()
             raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
-        rate = learning_rate(optimizer, self._client.num_steps.get(optimizer, 0))
+        rate = optimizer.rate(self._client.num_steps.get(optimizer, 0))
         self._client.due(optimizer, denominator)
         self._step()
         norm = self._client.taken()

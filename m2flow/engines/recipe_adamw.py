@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from m2flow.engines.adamw import learning_rate
 from m2flow.errors import InternalError
 from m2flow.recipe import AdamW
 
@@ -91,7 +90,7 @@ class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
             amsgrad=False,
             beta1=recipe.betas[0],
             beta2=recipe.betas[1],
-            lr=learning_rate(recipe, num_steps),
+            lr=recipe.rate(num_steps),
             weight_decay=recipe.weight_decay,
             eps=recipe.eps,
             maximize=False,

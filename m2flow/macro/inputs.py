@@ -157,6 +157,7 @@ class Role:
                 epochs=passes.epochs,
                 minibatch_size=passes.minibatch_size,
             )
+        optimizer, position = self._scheduled(passes.optimizer)
         call = self._session.record(
             role=self.name,
             method="update",
@@ -167,10 +168,11 @@ class Role:
                 "advantages": None,
                 "columns": {name: column for name, (_, column) in given.items()},
                 "loss": passes.loss,
-                "optimizer": passes.optimizer,
+                "optimizer": optimizer,
                 "minibatch_size": passes.minibatch_size,
                 "epochs": passes.epochs,
                 "windows": windows(origins),
+                **position,
                 **options,
             },
             shown=shown,
@@ -179,6 +181,18 @@ class Role:
             is_aligned=False,
         )
         return Metrics(self._session, call)
+
+    def _scheduled(self, optimizer: AdamW) -> tuple[AdamW, dict[str, object]]:
+        """The optimiser as it is in the flow's loop, and the option that says where in the loop the update is."""
+        if not optimizer.counts_flow_steps:
+            return optimizer, {}
+        if self._session.loop is None:
+            raise TraceError(
+                f"the schedule of {self.name}.update goes by the flow's steps, and the update is in no loop over steps(...)",
+                now="Give AdamW(...) total_steps, which then counts the optimiser's steps.",
+            )
+        step, num_steps = self._session.loop
+        return optimizer.in_loop(num_steps), {"loop_step": step}
 
     def _check_needs(self, samples: Ref, loss: Loss, given: Mapping[str, tuple[Ref, str]]) -> None:
         """Refuse a loss that needs what neither the model, nor the samples, nor this update have, as far as that is known."""

@@ -18,7 +18,7 @@ from m2flow.macro.capture import Captures, fields_of
 from m2flow.macro.closures import Watch, watch
 from m2flow.macro.graph import CallKind, EngineKind, Granularity, Site
 
-CHANGING = frozenset({"rows", "cursor", "repeat", "windows", "carries_from", "num_carried", "updates_since"})
+CHANGING = frozenset({"rows", "cursor", "repeat", "windows", "carries_from", "num_carried", "updates_since", "loop_step"})
 """Options that say something of one call alone."""
 
 _MOST_KNOWN = 4096

@@ -112,6 +112,8 @@ class Session:
         self._versions: dict[str, int] = {}
         self._versions_before: dict[str, int] = {}
         """Of each resource before the loop: no call of the loop may read older ones."""
+        self.loop: tuple[int, int] | None = None
+        """The step of the loop that the program is in, counted from the loop's first, and how many steps the loop asks for."""
         self._in_steps = False
         self._next_step = 0
         self._left_step: int | None = None
@@ -368,10 +370,12 @@ class Session:
             for index in range(count if self.max_steps is None else min(count, self.max_steps)):
                 self.step, self._next_step = self._next_step, self._next_step + 1
                 self._left_step = self.step
+                self.loop = index, count
                 yield index
                 self._end_step()
         finally:
             self._in_steps = False
+            self.loop = None
             self.step = -1
 
     def finish(self) -> None:

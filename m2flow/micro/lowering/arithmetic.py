@@ -7,7 +7,7 @@ import math
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.plan import Line
 from m2flow.micro.work.performing import num_tokens_of
-from m2flow.recipe import Sampling
+from m2flow.recipe import AdamW, Sampling
 from m2flow.samples import Batch
 
 TRACED_STEPS = 100
@@ -26,6 +26,7 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
     iterator = "of the flow's outermost iterator" if num_steps else "this flow has no iterator of m2flow"
     lines = {"steps": Line("steps", str(max(num_steps, 1)), iterator)}
     totals = {"outside": [0, 0, 0], "inside": [0, 0, 0]}
+    rates = _Rates()
     for call in graph.calls:
         total = totals["inside" if call.step >= 0 else "outside"]
         if call.method == "generate":
@@ -36,6 +37,7 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
         elif call.method == "update":
             num_optimizer_steps, *more = _update(graph, call, token_budget, num_ranks)
             total[2] += num_optimizer_steps
+            rates.add(call, num_optimizer_steps)
             lines |= {line.name: line for line in more if line.name not in lines}
     num_traced = len({call.step for call in graph.calls if call.step >= 0})
     scale = num_steps / num_traced if num_traced else 0
@@ -46,10 +48,48 @@ def arithmetic(graph: MacroGraph, *, num_steps: int, token_budget: int, num_rank
         which, about = f"the first {num_traced} of {num_steps} steps, scaled up", "about "
     return (
         *lines.values(),
+        *rates.lines(num_steps, scale),
         Line("samples in the run", f"{about}{samples:,}", f"generate calls of {which}, evaluations included"),
         Line("tokens in the run", f"at most {tokens:,}", "samples x max_new_tokens; most responses end sooner"),
         Line("optimiser steps in the run", f"{about}{updates:,}", f"epochs x mini-batches, summed over the updates of {which}"),
     )
+
+
+class _Rates:
+    """The course of the rate for each recipe that a role is trained with, where it is not one number."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, AdamW], tuple[Call, list[int]]] = {}
+        """Role and recipe -> the first call, and optimiser steps outside and inside of the loop."""
+
+    def add(self, call: Call, num_optimizer_steps: int) -> None:
+        recipe = call.options["optimizer"]
+        assert isinstance(recipe, AdamW)
+        if recipe.schedule != "constant" or recipe.warmup_steps:
+            _, counts = self._of.setdefault((call.role, recipe), (call, [0, 0]))
+            counts[call.step >= 0] += num_optimizer_steps
+
+    def lines(self, num_steps: int, scale: float) -> list[Line]:
+        """Rates at five moments of the run, and in words.
+
+        Args:
+            num_steps: of the flow. scale: those over the steps that were traced.
+        """
+        return [
+            self._line(recipe, call, num_steps if recipe.counts_flow_steps else round(a + b * scale))
+            for (_, recipe), (call, (a, b)) in self._of.items()
+        ]
+
+    def _line(self, recipe: AdamW, call: Call, num_steps: int) -> Line:
+        unit = "steps of the flow" if recipe.counts_flow_steps else "optimiser steps"
+        moments = [quarter * max(num_steps - 1, 0) // 4 for quarter in range(5)]
+        course = " -> ".join(f"{recipe.rate(step):.3g}" for step in moments)
+        words = [f"{recipe.warmup_steps:,} {unit} of warm-up"] if recipe.warmup_steps else []
+        words += [f"{recipe.schedule} to 0 at {recipe.total_steps:,} {unit}"] if recipe.schedule != "constant" else ["constant"]
+        if recipe.schedule != "constant" and num_steps > recipe.total_steps:
+            now = "" if recipe.counts_flow_steps else ": total_steps counts the optimiser's steps, with steps_of='flow' the flow's"
+            words.append(f"the last {num_steps - recipe.total_steps:,} of {num_steps:,} train nothing{now}")
+        return Line(f"learning rate of {call.site}", course, f"at 0, 1/4, 1/2, 3/4 and the end of {num_steps:,} {unit}: {', '.join(words)}")
 
 
 def _generation(call: Call) -> tuple[int, int, Line]:

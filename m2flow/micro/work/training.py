@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +128,8 @@ def objective(call: Call) -> Objective:
 def optimizer(call: Call) -> AdamW:
     found = call.options["optimizer"]
     assert isinstance(found, AdamW)
-    return found
+    step = call.options.get("loop_step")
+    return replace(found, at=step) if isinstance(step, int) else found
 
 
 def check_agreement(call: Call, tally: UpdateTally, stop_above: float | None) -> None:
