@@ -204,7 +204,9 @@ class DeepSpeedTrain(RankedTrain):
         weights, adapter = kept(lora.whole_state(self._model, self._whole)), kept(lora.adapter_state(self._model, self._whole))
         steps = {} if self._is_lent else self._client.num_steps
         saved = [packed_state(recipe, count, self._whole_moments(recipe)) for recipe, count in steps.items()]
-        state = {"optimizers": saved}
+        rounds = self._options.compute_dtype != "float32" and not self._has_masters and not self._is_lent
+        masters = [self._whole_master(tensor).cpu().clone() for tensor in self._trained] if rounds else []
+        state = {"optimizers": saved, "masters": masters}
         self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_first else None)
 
     def load(self, path: str) -> None:
@@ -221,6 +223,10 @@ class DeepSpeedTrain(RankedTrain):
         for name, tensor in self._tensors.items():  # Of adapters alone, if it has some; a tied tensor is there once.
             if name in weights:
                 self._set(tensor, weights[name])
+        if self._options.compute_dtype != "float32":
+            for tensor, master in zip(self._trained, state.get("masters", []), strict=False):
+                if master is not None:
+                    self._set_master(tensor, master)
 
     # Passes
 

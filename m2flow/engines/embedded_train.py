@@ -8,8 +8,9 @@ A critic's or a reward model's head takes the place of the logits (`m2flow.engin
 Log-probabilities are those of softmax(logits / temperature), with the batch's `temperature` column (0 and no column: 1), as
 the rollout engine records them: before top-k and top-p.
 
-Limits: one rank; models that pass the probe (`packing.check_model`); weights and optimiser state in the model's own dtype, without
-float32 masters, so bfloat16 loses updates smaller than 1/256 of a weight. Dropout is off: log-probabilities are to be compared.
+Weights below float32 have float32 masters (`m2flow.engines.adamw`), which the option `masters: false` leaves out.
+
+Limits: one rank; models that pass the probe (`packing.check_model`). Dropout is off: log-probabilities are to be compared.
 """
 
 from __future__ import annotations
@@ -70,8 +71,12 @@ class EmbeddedTrain(TrainEngine):
         if self._source.lora is not None:
             lora.adapt(self._model, self._source.lora, self._source.seed)
         self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
-        self._optimizers = Optimizers(self._model.parameters())
+        self._optimizers = Optimizers(self._model.parameters(), has_masters=self._keeps_masters)
         self._demonstrations = Demonstrations(self._codec)
+
+    @property
+    def _keeps_masters(self) -> bool:
+        return bool(self._settings.options.get("masters", True))
 
     def stop(self) -> None:
         self._model = None
@@ -212,14 +217,18 @@ class EmbeddedTrain(TrainEngine):
                 target[name].copy_(tensor)
 
     def save(self, path: str) -> None:
-        checkpoint.save(path, self._model, self._codec, {"optimizers": self._states()})
+        checkpoint.save(path, self._model, self._codec, self._state())
 
-    def _states(self) -> list[dict[str, Any]]:
-        """Of the optimisers; what others compute from these weights has none."""
-        return [] if self._is_lent else self._optimizers.state()
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint has beside the weights; what others compute from these weights has nothing there."""
+        if self._is_lent:
+            return {"optimizers": [], "masters": []}
+        return {"optimizers": self._optimizers.state(), "masters": self._optimizers.masters()}
 
     def load(self, path: str) -> None:
-        self._optimizers.load_state(checkpoint.load(path, self._model, self._source)["optimizers"])
+        state = checkpoint.load(path, self._model, self._source)
+        self._optimizers.load_masters(state.get("masters", []))
+        self._optimizers.load_state(state["optimizers"])
 
     # What others compute from these weights
 

@@ -74,7 +74,7 @@ class FsdpTrain(RankedTrain):
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)  # Gradients are sums; the caller's denominator divides them.
                 module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
-        self._optimizers = Optimizers(self._root.parameters())
+        self._optimizers = Optimizers(self._root.parameters(), has_masters=self._keeps_masters)
 
     @property
     def _num_alike(self) -> int:
@@ -111,7 +111,7 @@ class FsdpTrain(RankedTrain):
             self._save_parts(Path(path))
             return
         is_writer = self._ranks.rank == 0
-        state = {"optimizers": _whole_state(self._states(), keeps=is_writer)}
+        state = _whole_state(self._state(), keeps=is_writer)
         weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, self._whole)}
         adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, self._whole)}
         self._together(lambda: checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
@@ -120,7 +120,7 @@ class FsdpTrain(RankedTrain):
         """Each rank writes what it has."""
         is_first = self._ranks.rank == 0
         parts = path.with_name(f".{path.name}.parts")
-        tensors, state = checkpoint.marked(dict(self._own_tensors()), {"optimizers": self._optimizers.state()})
+        tensors, state = checkpoint.marked(dict(self._own_tensors()), self._state())
         self._together(lambda: _emptied(parts) if is_first else None)
         self._together(lambda: spread_files.write_parts(parts, tensors, self._ranks.group))
         self._together(lambda: checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)

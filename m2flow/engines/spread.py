@@ -14,6 +14,12 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it. What is written there is written to the tensor."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
 def spread_like(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, spread over the ranks as another of its shape is. Each rank has the whole, so nothing is sent."""
     if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor") or value.shape != like.shape:
