@@ -14,8 +14,10 @@ from m2flow.engines.adamw import Optimizers
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.embedded_train import EmbeddedTrain
 from m2flow.engines.fsdp import FsdpTrain
+from m2flow.micro.run import Run
+from m2flow.observe.metrics import read_metrics
 from m2flow.recipe import Model
-from m2flow.spec import ClusterSpec
+from m2flow.spec import ClusterSpec, RunSettings
 from m2flow.testing.mirrored import Followers, Mirrored
 from m2flow.testing.train_suite import PPO, samples, started
 from m2flow.testing.world import run_planned
@@ -130,3 +132,25 @@ def copied(engine: TrainEngine) -> dict[str, Tensor]:
 
 def moved(weights: dict[str, Tensor], first: dict[str, Tensor]) -> int:
     return sum(int((weights[name] != tensor).sum()) for name, tensor in first.items())
+
+
+def test_a_run_says_once_that_few_weights_move(tmp_path):
+    @flow
+    def slow(lr: float = 1e-8) -> None:
+        policy, verifier = (
+            Policy(DIGITS, init="random", dtype="bfloat16"),
+            Reward(lambda sample: float(len(str(sample.text))), name="judge"),
+        )
+        prompts = Dataset([{"prompt": "12="}, {"prompt": "345="}])
+        for _ in steps(2):
+            responses = policy.generate(prompts.take(2), n=4, max_new_tokens=3)
+            policy.update(responses, verifier.score(responses), optimizer=AdamW(lr))
+
+    for lr, times in ((1e-8, 1), (1e-2, 0)):
+        said: list[str] = []
+        run = Run(slow, {"lr": lr}, ClusterSpec(cores=1, device="cpu"), RunSettings(runs_dir=str(tmp_path), eager=True), warn=said.append)
+        run.execute()
+        shares = [share for _, share in read_metrics(run.run_dir)["weights_moved"]]
+        assert len(shares) == 2
+        assert (max(shares) < 0.01) == (times == 1)
+        assert len([text for text in said if "of the weights, as half precision holds them" in text]) == times

@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m2flow.engines.contract import MOVED
 from m2flow.engines.spread import local, spread_like, whole
 from m2flow.errors import EngineError
 from m2flow.recipe import AdamW
-
-MOVED = "weights_moved"
-"""The metric of a step on weights in half precision: the share of this rank's that have another value after it."""
 
 
 class Optimizers:

@@ -21,6 +21,9 @@ from m2flow.errors import EngineError, OpError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
 from m2flow.samples import Batch, Finish, Sample
 
+MOVED = "weights_moved"
+"""The metric of an optimiser step on weights in half precision: the share of those (of this rank) that have another value after it."""
+
 EngineKind = Literal["rollout", "train", "function"]
 
 Tensor = Any
@@ -343,8 +346,9 @@ class TrainEngine(Engine):
     def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
         """Divide the gradient by the denominator, clip, step, and clear it.
 
-        Returns `grad_norm` (2-norm after the division, before the clipping) and `lr`. Raises `EngineError` if the gradient is
-        not finite; the weights are then left as they were. The caller counts versions: see `m2flow.engines.contract`."""
+        Returns `grad_norm` (2-norm after the division, before the clipping) and `lr`, which is `optimizer.rate(num_steps)` after so many
+        steps of that optimiser; of weights in half precision also `MOVED`. Raises `EngineError` if the gradient is not finite; the weights
+        are then left as they were. The caller counts versions: see `m2flow.engines.contract`."""
 
     @abstractmethod
     def discard(self) -> None:

@@ -70,7 +70,7 @@ class _Rates:
             counts[call.step >= 0] += num_optimizer_steps
 
     def lines(self, num_steps: int, scale: float) -> list[Line]:
-        """Rates at five moments of the run, and in words.
+        """Each in words, with the rates at five moments of the run.
 
         Args:
             num_steps: of the flow. scale: those over the steps that were traced.
@@ -82,14 +82,16 @@ class _Rates:
 
     def _line(self, recipe: AdamW, call: Call, num_steps: int) -> Line:
         unit = "steps of the flow" if recipe.counts_flow_steps else "optimiser steps"
-        moments = [quarter * max(num_steps - 1, 0) // 4 for quarter in range(5)]
-        course = " -> ".join(f"{recipe.rate(step):.3g}" for step in moments)
-        words = [f"{recipe.warmup_steps:,} {unit} of warm-up"] if recipe.warmup_steps else []
-        words += [f"{recipe.schedule} to 0 at {recipe.total_steps:,} {unit}"] if recipe.schedule != "constant" else ["constant"]
+        shape = [f"{recipe.warmup_steps:,} {unit} of warm-up"] if recipe.warmup_steps else []
+        shape += [f"{recipe.schedule} to 0 at {recipe.total_steps:,} {unit}"] if recipe.schedule != "constant" else ["constant"]
+        words = [", then ".join(shape)]
+        if recipe.schedule != "constant":
+            course = " -> ".join(f"{recipe.rate(quarter * max(num_steps - 1, 0) // 4):.3g}" for quarter in range(5))
+            words.append(f"{course} at 0, 1/4, 1/2, 3/4 and the end of {num_steps:,}")
         if recipe.schedule != "constant" and num_steps > recipe.total_steps:
             now = "" if recipe.counts_flow_steps else ": total_steps counts the optimiser's steps, with steps_of='flow' the flow's"
-            words.append(f"the last {num_steps - recipe.total_steps:,} of {num_steps:,} train nothing{now}")
-        return Line(f"learning rate of {call.site}", course, f"at 0, 1/4, 1/2, 3/4 and the end of {num_steps:,} {unit}: {', '.join(words)}")
+            words.append(f"the last {num_steps - recipe.total_steps:,} of them train nothing{now}")
+        return Line(f"learning rate of {call.site}", f"at most {recipe.lr:g}", "; ".join(words))
 
 
 def _generation(call: Call) -> tuple[int, int, Line]:

@@ -1,4 +1,5 @@
-"""The alarm of a run: an update whose tokens trainer and rollout engine judge too differently, though they hold the same weights.
+"""The alarms of a run: an update whose tokens trainer and rollout engine judge too differently, though they hold the same weights; and
+one after which most weights in half precision are what they were.
 
 metrics of an update --Alarm.hear--> the tally, for the summary; and the first time a warning
 """
@@ -9,8 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import final
 
 from m2flow.engines.agreement import K3, MAX, MEAN
+from m2flow.engines.contract import MOVED
 from m2flow.macro.graph import Call
 from m2flow.micro.record.tally import Apart, Tally
+
+_FEW = 0.01
+"""Share of weights that move, below which it is said."""
 
 
 @final
@@ -21,9 +26,12 @@ class Alarm:
         self._warn_above = warn_above
         self._warn = warn
         self._has_warned = False
+        self._told_of: set[str] = set()
+        """Roles of whose weights few moved."""
 
     def hear(self, call: Call, metrics: Mapping[str, float], tally: Tally) -> None:
         """An update is over."""
+        self._hear_moved(call, metrics)
         mean = metrics.get(MEAN, 0.0)
         if self._warn_above is None or mean <= self._warn_above:
             return
@@ -36,3 +44,14 @@ class Alarm:
                 f"most (k3 {metrics[K3]:.3g}), with the same weights of {call.role}; up to {self._warn_above:g} is taken for sound "
                 f"(`weights: {{warn_above}}`). It is said once; the metrics have every step, docs/internals/weights.md says what to look at"
             )
+
+    def _hear_moved(self, call: Call, metrics: Mapping[str, float]) -> None:
+        moved = metrics.get(MOVED, 1.0)
+        if moved >= _FEW or not metrics.get("lr") or not metrics.get("grad_norm") or call.role in self._told_of:
+            return
+        self._told_of.add(call.role)
+        self._warn(
+            f"step {call.step}: an optimiser step of {call.name} changes {moved:.2%} of the weights, as half precision holds them and as "
+            f"engines that sample get them (learning rate {metrics['lr']:.3g}). Smaller changes gather in float32 masters; without these "
+            f"(`train: {{options: {{masters: false}}}}`) they are lost. It is said once; the metric {MOVED} has every step"
+        )
