@@ -14,6 +14,7 @@ from m2flow.engines.adamw import Optimizers
 from m2flow.engines.contract import EngineSettings, TrainEngine
 from m2flow.engines.embedded_train import EmbeddedTrain
 from m2flow.engines.fsdp import FsdpTrain
+from m2flow.errors import EngineError
 from m2flow.micro.run import Run
 from m2flow.observe.metrics import read_metrics
 from m2flow.recipe import Model
@@ -154,3 +155,8 @@ def test_a_run_says_once_that_few_weights_move(tmp_path):
         assert len(shares) == 2
         assert (max(shares) < 0.01) == (times == 1)
         assert len([text for text in said if "of the weights, as half precision holds them" in text]) == times
+
+
+def test_the_option_masters_is_true_or_false(model):
+    with pytest.raises(EngineError, match="the option masters of the train engine 'embedded' is 'no'"):
+        EmbeddedTrain(model, EngineSettings(options={"masters": "no"})).start()
