@@ -76,7 +76,10 @@ class EmbeddedTrain(TrainEngine):
 
     @property
     def _keeps_masters(self) -> bool:
-        return bool(self._settings.options.get("masters", True))
+        given = self._settings.options.get("masters", True)
+        if not isinstance(given, bool):
+            raise EngineError(f"the option masters of the train engine {self.name!r} is {given!r}", now="Write true or false.")
+        return given
 
     def stop(self) -> None:
         self._model = None
