@@ -16,6 +16,7 @@ from test_critics import ppo
 from test_replay import ROWS, digits
 
 from m2flow import AdamW, Dataset, Flow, Policy, Reference, Reward, Role, Sample, call, flow, informative, log, ppo_clip, steps
+from m2flow.errors import RewardError
 from m2flow.micro.record.audit import audit
 from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.run import Summary
@@ -138,14 +139,38 @@ def ahead(num_steps: int = 4) -> None:
         policy.update(responses, judge.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3))
 
 
+@flow
+def catching(num_steps: int = 3) -> None:
+    """Errors that the flow catches, and goes on from by another way; and a reference that is made anew in every second step."""
+    policy, judge, strict, prompts = Policy("fake"), Reward(digits), Reward(refuses), Dataset(ROWS)
+    reference = Reference(policy)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=6)
+        refused = strict.score(responses)
+        mean = refused.mean()
+        try:
+            float(mean)
+        except RewardError:
+            log(refused=float(step))
+            prompts.take(1)
+        if step % 2:
+            reference = Reference(policy)
+        log(mean=mean, kl=reference.logprobs(responses).mean())
+        policy.update(responses, judge.score(responses), loss=ppo_clip(kl_coef=0.1), reference=reference, optimizer=AdamW(1e-3))
+
+
+def refuses(sample: Sample) -> float:
+    raise ValueError("no")
+
+
 def settings_of(how: str, where: Path) -> RunSettings:
     return RunSettings(runs_dir=str(where / "runs"), eager=how == "eager", checkpoint_steps=1, flush_tokens=2)
 
 
 @pytest.mark.parametrize(
     ("program", "how"),
-    [(loop, "eager"), (loop, "time-shared"), (ppo, "split"), (dynamic, "split")],
-    ids=["loop-eager", "loop-time-shared", "ppo-split", "dynamic-split"],
+    [(loop, "eager"), (loop, "time-shared"), (ppo, "split"), (dynamic, "split"), (catching, "eager"), (catching, "split")],
+    ids=["loop-eager", "loop-time-shared", "ppo-split", "dynamic-split", "catching-eager", "catching-split"],
 )
 def test_a_run_that_is_killed_after_some_event_ends_as_one_that_was_not(tmp_path, monkeypatch, program, how):
     commit_every(monkeypatch, 0.0)

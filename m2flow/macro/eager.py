@@ -107,6 +107,11 @@ class EagerBackend(Backend):
         self._performer.recall(call, {name: self._values[ref.call] for name, ref in call.inputs}, left)
         self._values[call.ordinal] = rows
 
+    def fail(self, call: Call, root: int, error: M2FlowError) -> None:
+        self._num_calls = call.ordinal + 1
+        self._failures.failed(call, root, error)
+        self._writers.update({effect.resource: call.ordinal for effect in call.writes})
+
     def value(self, ordinal: int) -> object:
         if ordinal in self._failures:
             self._failures.raised(ordinal, self._num_ended, self._num_calls)

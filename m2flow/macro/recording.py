@@ -164,6 +164,9 @@ class Around(Backend):
     def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
         self._live.recall(call, rows, left)
 
+    def fail(self, call: Call, root: int, error: M2FlowError) -> None:
+        self._live.fail(call, root, error)
+
     def value(self, ordinal: int) -> object:
         return self._live.value(ordinal)
 

@@ -55,6 +55,7 @@ class ReplayBackend(Backend):
         reperform: which calls before the point are done again by the live backend.
         logged: step and name -> how many such logs were written; others are written now. By default all those before the point were.
         left: generation -> the samples that it left to the next one of its line.
+        failed: calls that failed, and whose error the program caught -> the call that failed by itself, and its error.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ReplayBackend(Backend):
         reperform: Callable[[Call], bool] = nothing,
         logged: Mapping[tuple[int, str], int] | None = None,
         left: Mapping[int, Sequence[int]] | None = None,
+        failed: Mapping[int, tuple[int, M2FlowError]] | None = None,
     ) -> None:
         self._record = record
         self._live = live
@@ -75,6 +77,7 @@ class ReplayBackend(Backend):
         self._reperform = reperform
         self._logged = None if logged is None else Counter(logged)
         self._left = left
+        self._failed = failed or {}
         self._written: set[str] = set()
         """Resources that the live backend has written."""
         self._calls: list[Call] = []
@@ -110,7 +113,10 @@ class ReplayBackend(Backend):
         self._calls.append(call)
         for _, ref in call.inputs:
             self._takers.setdefault(ref.call, []).append(call.ordinal)
-        if self._reperform(call):
+        if call.ordinal in self._failed:
+            self._known_live.add(call.ordinal)
+            self._live.fail(call, *self._failed[call.ordinal])
+        elif self._reperform(call):
             self._provide_inputs(call)
             self._to_live(call)
 
@@ -135,7 +141,7 @@ class ReplayBackend(Backend):
             self._num_looks += 1
 
     def value(self, ordinal: int) -> object:
-        if ordinal >= len(self._calls):
+        if ordinal >= len(self._calls) or ordinal in self._failed:
             return self._live.value(ordinal)
         try:
             value = self._known(ordinal)

@@ -59,6 +59,10 @@ class Backend(ABC):
         to the next one. Of these nothing is there but who they are."""
         raise NotImplementedError(f"{type(self).__name__} takes up no line")
 
+    def fail(self, call: Call, root: int, error: M2FlowError) -> None:
+        """Take a call, in program order, that failed before this backend began, because of `root`; the program caught the error."""
+        raise NotImplementedError(f"{type(self).__name__} takes up no failures")
+
     @abstractmethod
     def value(self, ordinal: int) -> object:
         """Wait for a call's result: a `Batch` if it is aligned, else one value. Raises what the call raised: if the program goes on after

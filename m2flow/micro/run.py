@@ -410,7 +410,7 @@ class Run:
         past = self._past
         if past is None:
             return live
-        self._replay = ReplayBackend(past.record, live, reperform=past.redo, logged=past.logged, left=past.left)
+        self._replay = ReplayBackend(past.record, live, reperform=past.redo, logged=past.logged, left=past.left, failed=past.failed)
         return self._replay
 
     def _watched(self, backend: Backend) -> Backend:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.session import Backend
 from m2flow.macro.sites import user_site
@@ -39,6 +40,9 @@ class PlannedBackend(Backend):
         self._bodies: dict[int, bytes] = {}
         self._recalled: dict[int, tuple[Batch, Sequence[int]]] = {}
         """Generations that were over before: their results, and what they left."""
+        self._lost: dict[int | str, tuple[int, M2FlowError]] = {}
+        """Calls that failed before, with those that need them, and resources that they should have written: the call that failed by
+        itself, and its error. The scheduler never hears of these calls."""
         self._later: list[Post] = []
         self._aligned: set[int] = set()
         """Calls with rows that the program can still reach."""
@@ -51,6 +55,12 @@ class PlannedBackend(Backend):
 
     def submit(self, call: Call) -> None:
         self._lowering.check(call)
+        lost = self._inherited(call) if self._lost else None
+        if lost is not None:
+            self.fail(call, *lost)
+            self._journal.call_added(call)
+            self._journal.call_failed(call, lost[1])
+            return
         self._outcomes.submitted(call)
         self._bodies[call.ordinal] = call_body(call)
         if call.is_aligned:
@@ -61,6 +71,18 @@ class PlannedBackend(Backend):
     def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
         self._recalled[call.ordinal] = rows, left
         self.submit(call)
+
+    def fail(self, call: Call, root: int, error: M2FlowError) -> None:
+        lost_with: list[int | str] = [call.ordinal, *(effect.resource for effect in call.writes)]
+        for lost in lost_with:
+            self._lost[lost] = root, error
+        self._outcomes.submitted(call)
+        self._outcomes.reject(call, error, root)
+
+    def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
+        """The error of what this call needs and was lost before; of several the earliest."""
+        needed = [*(ref.call for _, ref in call.inputs), *(effect.resource for effect in call.reads)]
+        return min((self._lost[one] for one in needed if one in self._lost), key=lambda found: found[0], default=None)
 
     def begin_checkpoint(self, due: CheckpointDue) -> None:
         """Have a checkpoint made of the calls so far."""

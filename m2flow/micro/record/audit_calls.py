@@ -12,10 +12,9 @@ _STATES = ("pending", "done", "failed")
 
 
 def calls_are_those_of_the_program(facts: Facts) -> Iterator[str]:
-    has_failed = any(call.state == "failed" for call in facts.calls.values())
     for kind, known in (("the program's record", facts.record), ("the calls", facts.calls)):
         missing = sorted(set(range(max(known, default=-1))) - set(known))
-        if missing and not (has_failed and known is facts.calls):  # Eager does not begin what depends on a failed call.
+        if missing:
             yield f"{kind} lack {missing[:5]}, before {max(known)}"
     for ordinal in facts.record.keys() & facts.calls.keys():
         written, call = facts.record[ordinal], facts.calls[ordinal]
@@ -29,7 +28,7 @@ def calls_end_after_what_they_need(facts: Facts) -> Iterator[str]:
     for ordinal, call in facts.calls.items():
         if call.state not in _STATES or (call.state == "failed") != (call.error is not None):
             yield f"call {ordinal}, {call.name}, is {call.state}, with {'an' if call.error else 'no'} error"
-        if facts.is_over and call.state != "done":
+        if facts.is_over and call.state == "pending":  # The flow has caught the error of one that failed.
             yield f"the run is over, and call {ordinal}, {call.name}, is {call.state}"
         for name, needed in facts.inputs(ordinal).items() if call.state == "done" else ():
             if needed not in facts.calls or facts.calls[needed].state != "done":

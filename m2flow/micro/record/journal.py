@@ -99,8 +99,9 @@ class Journal:
         clear_scratch(self._run_dir / "segments", [name for (name,) in self._ledger.select(places)], is_last=is_last)
 
     def num_well(self) -> int:
-        """How many calls of the program, from the first, are over and well."""
-        ended = self._ledger.select("SELECT ordinal FROM calls WHERE state='done' AND ordinal >= ? ORDER BY ordinal", (self._num_well,))
+        """How many calls of an eager run are over, from the first: it goes on from an error only if the flow caught that."""
+        over = "SELECT ordinal FROM calls WHERE state IN ('done', 'failed') AND ordinal >= ? ORDER BY ordinal"
+        ended = self._ledger.select(over, (self._num_well,))
         for (ordinal,) in ended:
             if ordinal != self._num_well:
                 break

@@ -11,7 +11,7 @@ theirs begin anew; and a record that can't be read is made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -56,6 +56,7 @@ class TakingUp:
         done: calls that were over, well.
         left: generation that is done -> samples that it left to the next of its line.
         first_redone: calls from this one on consume again.
+        failed: calls that failed, and whose error the program caught; they are among those that are `done`.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class TakingUp:
         done: frozenset[int],
         left: Mapping[int, Sequence[int]],
         first_redone: int,
+        failed: Collection[int] = (),
     ) -> None:
+        self._failed = failed
         self._ledger = ledger
         self._directory = directory
         self._calls = calls
@@ -180,7 +183,8 @@ class TakingUp:
         ledger, num_calls = self._ledger, len(self._calls)
         self._lose(beyond=num_calls)
         ledger.change("DELETE FROM consumption WHERE update_call >= ?", (self._first_redone,))
-        ledger.change("DELETE FROM calls WHERE state <> 'done' OR ordinal >= ?", (num_calls,))
+        failed = ", ".join(map(str, sorted(self._failed)))
+        ledger.change(f"DELETE FROM calls WHERE (state <> 'done' AND ordinal NOT IN ({failed})) OR ordinal >= ?", (num_calls,))
         for table in ("discarded", "decisions", "dropped", "failed", "results", "cursors"):
             ledger.change(f"DELETE FROM {table} WHERE call NOT IN (SELECT ordinal FROM calls)")
         for table in ("rewards", "filtered", "made"):
@@ -188,7 +192,7 @@ class TakingUp:
         ledger.change("DELETE FROM made WHERE call IN (SELECT ordinal FROM calls)")  # What is needed of them is made again.
         for table in ("samples", "seen"):
             ledger.change(f"DELETE FROM {table} WHERE call >= ?", (num_calls,))
-        ledger.change("DELETE FROM seen WHERE kind='error'")
+        ledger.change(f"DELETE FROM seen WHERE kind='error' AND call NOT IN ({failed})")
         ledger.change("DELETE FROM record WHERE kind='call' AND position >= ?", (num_calls,))
 
     def _lose(self, beyond: int) -> None:
