@@ -6,8 +6,10 @@ import pytest
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
 from m2flow.errors import TraceError
+from m2flow.macro.exploring import makes_copies_inside
 from m2flow.macro.tracing import trace
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.micro.run import Run
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.world import run_eager, run_planned
 
 ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(4)]
@@ -91,3 +93,67 @@ def test_references_of_one_name_and_two_policies_are_refused():
 
     with pytest.raises(TraceError, match="two roles named 'reference'"):
         trace(two, {})
+
+
+@flow
+def first_made_late(num_steps: int = 4, at: int = 2) -> None:
+    """Made after looks, in a step that no trace of the first steps comes to, and in a branch."""
+    policy, reward, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    reference = None
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=8)
+        if step == at:
+            reference = Reference(policy)
+        more = {"loss": ppo_clip(kl_coef=0.1), "reference": reference} if reference is not None else {}
+        metrics = policy.update(responses, reward.score(responses), **more)
+        if reference is not None:
+            log(kl=reference.logprobs(responses).mean())
+        if float(metrics["num_tokens"]) < 0:
+            Reference(policy, name="never")
+
+
+def test_a_reference_that_is_first_made_in_a_later_step_after_looks_is_in_the_plan_and_works():
+    eager = run_eager(first_made_late, {}, SHARED)
+    assert eager.error == ""
+    assert [step for step, name, _ in eager.logs if name == "kl"] == [2, 3]
+    for spec in (SHARED, SPLIT):
+        for order_seed in range(3):
+            assert run_planned(first_made_late, {}, spec, order_seed=order_seed) == eager
+    plan = Run(first_made_late, {"num_steps": 300, "at": 250}, SHARED, RunSettings()).prepare()
+    assert ("reference", "train") in {(slot.role, slot.kind) for worker in plan.workers for slot in worker.engines}
+
+
+def test_only_flows_that_make_copies_inside_a_loop_a_branch_or_a_helper_are_followed_for_them():
+    def beginning() -> None:
+        policy = Policy("fake")
+        Reference(policy)
+        for _ in steps(3):
+            policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+
+    def none() -> None:
+        Policy("fake")
+
+    def helped() -> None:
+        made(Policy("fake"))
+
+    assert [makes_copies_inside(one) for one in (beginning, none, helped, first_made_late.function)] == [False, False, True, True]
+
+
+def made(policy: Policy) -> Reference:
+    return Reference(policy)
+
+
+def test_a_reference_that_only_rows_decide_on_in_a_later_step_is_refused_at_its_line_with_what_to_do():
+    @flow
+    def decided() -> None:
+        policy, prompts, reference = Policy("fake"), Dataset(ROWS), None
+        for step in steps(3):
+            responses = policy.generate(prompts.take(2), max_new_tokens=4)
+            if step == 1 and list(responses):
+                reference = Reference(policy)
+        log(made=float(reference is not None))
+
+    for run in (run_eager, run_planned):
+        answer = run(decided, {}, SHARED)
+        assert answer.error == "" or "no worker has a train engine for reference" in answer.error
+        assert not answer.error or answer.where.endswith("reference = Reference(policy)")

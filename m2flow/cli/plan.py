@@ -12,7 +12,7 @@ from m2flow.cli.flow_options import flow_command
 from m2flow.cli.planned import PlannedCommand, asked
 from m2flow.errors import OptionError
 from m2flow.macro.drawing import as_dot, place
-from m2flow.macro.exploring import Exploration, anticipate, explore
+from m2flow.macro.exploring import Exploration, anticipate, copies_made, explore
 from m2flow.macro.exploring import Path as FlowPath
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
@@ -111,7 +111,9 @@ def command(
         for doubt in question.doubts:
             click.echo(f"note: {doubt}", err=True)
         choice = question.choose()
-    plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned)
+    copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
+    models = {**copies.models, **models}
+    plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned, copies=copies.sources)
     if pinned is not None:
         check_edited(pinned, plan, spec)
     plan = paced(plan, graph, models, spec, profile)
@@ -168,7 +170,9 @@ def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: Clus
     exploration = explore(flow, options, seed=seed)
     graph = anticipate(flow, options, exploration, steps=TRACED_STEPS, seed=seed)
     choice = question_of(graph, exploration.models, spec, profile=profile).choose() if is_searched(spec) else None
-    workers = lower(graph, exploration.models, spec, num_steps=exploration.num_steps, choice=choice).workers
+    copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, exploration=exploration)
+    models = {**copies.models, **exploration.models}
+    workers = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, copies=copies.sources).workers
     if workers == plan.workers:
         return []
     engines = ", ".join(f"{w.name} ({' + '.join(f'{slot.kind} of {slot.role}' for slot in w.engines)})" for w in workers)

@@ -9,8 +9,13 @@ sides; the first path answers every question with no.
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
+import textwrap
+import types
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
@@ -252,6 +257,95 @@ def explore(
     most = max(one.num_steps for one in good)
     models = {role: model for one in reversed(good) for role, model in one.models.items()}
     return Exploration(tuple(one.path for one in followed), models, most, len(todo))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Roles that take the weights of another, wherever the flow makes them: `Reference(policy)`, `Critic(policy)`."""
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Role -> whose weights it takes."""
+    models: Mapping[str, Model] = field(default_factory=dict)
+
+
+def copies_made(
+    flow: Flow,
+    options: Mapping[str, object],
+    *,
+    num_steps: int,
+    seed: int = 0,
+    known: Known | None = None,
+    exploration: Exploration | None = None,
+) -> Copies:
+    """The copies that a flow makes in a later step or in a branch, where a trace of its first steps does not come: all steps are
+    followed, up to `MAX_CALLS`, and both outcomes of the first one's conditions. Flows whose text has none there are not followed.
+
+    Limits: what is made only where an unknown value decides so in a later step, or after a look at rows, is not found; the run then
+    refuses it at its line.
+    """
+    if not makes_copies_inside(flow.function):
+        return Copies()
+    with contextlib.suppress(FlowError):
+        exploration = exploration or explore(flow, options, seed=seed, known=known)
+        outcomes = [fork.outcome for fork in exploration.longest.forks]
+        whole = follow(flow, options, outcomes, steps=num_steps, seed=seed, known=known, max_forks=MOST_ASKED)
+        made = [call for path in (*exploration.paths, whole.path) for call in path.graph.calls if call.method == "copy_of"]
+        sources = {call.role: str(call.options["source"]) for call in made}
+        models = {**exploration.models, **whole.models}
+        return Copies(sources, {role: models[role] for role in sources if role in models})
+    return Copies()
+
+
+_COPIES = frozenset({"Reference", "Critic"})
+_INSIDE = (
+    ast.For,
+    ast.While,
+    ast.If,
+    ast.IfExp,
+    ast.Try,
+    ast.With,
+    ast.ListComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.FunctionDef,
+    ast.Lambda,
+)
+
+
+def makes_copies_inside(function: Callable[..., object]) -> bool:
+    """Whether a flow's text makes a `Reference` or a `Critic` elsewhere than at the beginning of the function's own lines: in a loop, a
+    branch, a helper. Where the text can't be had, whether it names one."""
+    plain = inspect.unwrap(function)
+    if not isinstance(plain, types.FunctionType):
+        return True
+    names = plain.__globals__
+    helpers = [names[name] for name in _names_in(plain.__code__) if isinstance(names.get(name), types.FunctionType)]
+    if any(_names_copy(helper.__code__, helper.__globals__) for helper in helpers):
+        return True
+    if not _names_copy(plain.__code__, names):
+        return False
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(plain))).body
+    except (OSError, SyntaxError, ValueError):
+        return True
+    inner = [node for node in ast.walk(tree) if isinstance(node, _INSIDE) and node is not tree]
+    called = [call.func for node in inner for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return any(_is_copy(names, each.id) for each in called if isinstance(each, ast.Name)) or any(
+        each.attr in _COPIES for each in called if isinstance(each, ast.Attribute)
+    )
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _names_copy(code: types.CodeType, names: Mapping[str, object]) -> bool:
+    return any(_is_copy(names, name) for name in _names_in(code))
+
+
+def _is_copy(names: Mapping[str, object], name: str) -> bool:
+    return getattr(names.get(name), "__name__", name) in _COPIES
 
 
 def anticipate(

@@ -100,7 +100,7 @@ class Role:
         session, site = self._session, user_site()
         before, model = session.copies.get(self.name), replace(session.models[source], head=head, is_policy=False)
         if before is None or before[1] != source or head != "lm" or session.models[self.name] != model:
-            session.add_model(self.name, model)
+            session.add_model(self.name, model, is_copy=True)
         session.copies[self.name] = (self, source, site)
         session.record(
             role=self.name,

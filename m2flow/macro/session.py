@@ -264,13 +264,14 @@ class Session:
     def next_ordinal(self) -> int:
         return self._num_calls
 
-    def add_model(self, role: str, model: Model) -> None:
-        """Make a role known. Two roles of one name would share weights by accident."""
+    def add_model(self, role: str, model: Model, *, is_copy: bool = False) -> None:
+        """Make a role known. Two roles of one name would share weights by accident. One that is a copy of another's needs no file and no
+        engine of another kind: the plan may know it without a trace that comes there (`m2flow.macro.exploring.copies_made`)."""
         if role in self.models:
             raise TraceError(
                 f"this flow has two roles named {role!r}", where=user_site().describe(), now=f"Name one of them: name='{role}_2'."
             )
-        if self._is_cut:
+        if self._is_cut and not is_copy:
             raise TraceError(
                 f"the role {role!r} is made after the flow has looked at a value, when the workers have their models already",
                 where=user_site().describe(),

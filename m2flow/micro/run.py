@@ -17,7 +17,7 @@ from pathlib import Path
 
 from m2flow.errors import FlowError, M2FlowError, MicroBatchTooLarge, SpecError, StateLost, WorkerError
 from m2flow.macro.eager import EagerBackend
-from m2flow.macro.exploring import anticipate, explore
+from m2flow.macro.exploring import Copies, anticipate, copies_made, explore
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
 from m2flow.macro.pinning import PinnedBackend, PinnedCall
@@ -175,12 +175,22 @@ class Run:
                 now="Plan and simulate with it; to run here, leave `pools` out.",
             )
         pinned, is_deterministic, choice = self._pinned_plan, self.settings.deterministic, None
+        is_whole = num_steps <= TRACED_STEPS and not graph.observations and not is_searched(self.spec)
+        copies = Copies() if is_whole else copies_made(self.flow, self.options, num_steps=num_steps, seed=self.settings.seed)
         if is_searched(self.spec) and pinned is None:
             graph = self._anticipated(graph)
             choice = question_of(graph, self._models, self.spec, profile=self._profile).choose()
             self._graph = graph
+        self._models = {**copies.models, **self._models}
         self._plan = lower(
-            graph, self._models, self.spec, num_steps=num_steps, deterministic=is_deterministic, choice=choice, pinned=pinned
+            graph,
+            self._models,
+            self.spec,
+            num_steps=num_steps,
+            deterministic=is_deterministic,
+            choice=choice,
+            pinned=pinned,
+            copies=copies.sources,
         )
         if pinned is not None:
             check_edited(pinned, self._plan, self.spec)

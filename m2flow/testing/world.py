@@ -19,6 +19,7 @@ from m2flow.channels.contract import Parcel
 from m2flow.channels.memory import MemoryInbox, MemoryOutbox
 from m2flow.errors import InternalError, M2FlowError, error_from_record
 from m2flow.macro.eager import EagerBackend, number_of
+from m2flow.macro.exploring import copies_made
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.randomness import randomness_kept
@@ -436,8 +437,10 @@ def run_planned(
     calls go to what `around` makes of the backend: a recorder, a replay. `seated` may change who runs where. `num_losses` workers are lost
     on the way, and come back; running samples are written down every `flush_tokens`, and ledger and segments are in `run_dir` then.
     """
-    graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
-    plan = seated(lower(graph, models, spec, deterministic=deterministic))
+    graph, models, num_steps = trace(flow, options, seed=seed, assume=0.0)
+    copies = copies_made(flow, options, num_steps=num_steps, seed=seed)
+    models = {**copies.models, **models}
+    plan = seated(lower(graph, models, spec, deterministic=deterministic, copies=copies.sources))
     with tempfile.TemporaryDirectory() as directory:
         place = str(run_dir or directory)
 
@@ -480,8 +483,10 @@ def run_eager(
 
     Where the flow makes time part of the meaning, a planned run's `Answer.decisions` say what time decided there.
     """
-    graph, models, _ = trace(flow, options, seed=seed, assume=0.0)
-    plan = lower(graph, models, spec, deterministic=deterministic)
+    graph, models, num_steps = trace(flow, options, seed=seed, assume=0.0)
+    copies = copies_made(flow, options, num_steps=num_steps, seed=seed)
+    models = {**copies.models, **models}
+    plan = lower(graph, models, spec, deterministic=deterministic, copies=copies.sources)
     with tempfile.TemporaryDirectory() as directory:
         notes = Notes(Path(directory))
         settings = RunSettings(seed=seed, deterministic=deterministic)

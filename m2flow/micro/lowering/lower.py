@@ -22,7 +22,7 @@ from m2flow.micro.lowering.deadlock import check_room
 from m2flow.micro.lowering.degrees import check_degrees
 from m2flow.micro.lowering.legality import legal_stages
 from m2flow.micro.lowering.packing import pack
-from m2flow.micro.lowering.placement import check_place, check_places, device_of, place_stages, place_workers, places
+from m2flow.micro.lowering.placement import beside_sources, check_place, check_places, device_of, place_stages, place_workers, places
 from m2flow.micro.lowering.ranks import check_ranks
 from m2flow.micro.lowering.room import as_pinned, give_rooms, limit
 from m2flow.micro.lowering.routing import route
@@ -49,11 +49,13 @@ def lower(
     deterministic: bool = False,
     choice: Choice | None = None,
     pinned: Plan | None = None,
+    copies: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan of a run. Placement, stages and routes come from the first step; the arithmetic from all that was traced.
 
     Processes and sizes are those of a `pinned` plan, which may have been made by hand; else those of a `choice`; else they go by the
-    rule of the spec's `placement`.
+    rule of the spec's `placement`. Roles that take the weights of another (`copies`: whose) have their engine beside that one's, wherever
+    in the flow they are made.
 
     Raises:
         PlanError: some call has no legal place. SpecError: there is no such rollout policy.
@@ -69,6 +71,8 @@ def lower(
         sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
     else:
         workers = place_workers(graph, models, spec, deterministic=deterministic)
+    if pinned is None:
+        workers = beside_sources(workers, copies or {})
     check_ranks(workers)
     check_degrees(workers, spec.weights)
     routes, stages = _stages(first, workers, spec, sizes)

@@ -24,6 +24,9 @@ from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
 from m2flow.recipe import Model
 from m2flow.spec import ClusterSpec
 
+_CALL_EARLIER = "Processes are placed by what the first step of the flow calls. Make this call there too, in the first step."
+_COPY_EARLIER = "No trace of the flow came to this line. Make it before the loop too: made again here, it takes the weights of then."
+
 
 def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, deterministic: bool) -> tuple[WorkerPlan, ...]:
     """The processes of a run."""
@@ -59,6 +62,20 @@ def _sampling(number: int, device: str, threads: int, slots: tuple[EngineSlot, .
     return WorkerPlan(f"rollout-{number}", device, threads, slots, is_spare=number >= spec.rollout.workers)
 
 
+def beside_sources(workers: tuple[WorkerPlan, ...], copies: Mapping[str, str]) -> tuple[WorkerPlan, ...]:
+    """The workers with an engine for each role that takes another's weights and has none yet: where the other is trained."""
+    for role, source in copies.items():
+        hosted = places(workers)
+        if (role, "train") not in hosted and (source, "train") in hosted:
+            workers = tuple(_with_copy(worker, role, source) for worker in workers)
+    return workers
+
+
+def _with_copy(worker: WorkerPlan, role: str, source: str) -> WorkerPlan:
+    beside = tuple(msgspec.structs.replace(slot, role=role) for slot in worker.engines if (slot.role, slot.kind) == (source, "train"))
+    return msgspec.structs.replace(worker, engines=worker.engines + beside) if beside else worker
+
+
 def check_places(graph: MacroGraph, workers: tuple[WorkerPlan, ...]) -> None:
     """Each call has a worker with its role's engine: one that came later than the traced steps may have none.
 
@@ -81,7 +98,7 @@ def check_place(call: Call, hosted: frozenset[tuple[str, str]]) -> None:
         raise PlanError(
             f"no worker has a {call.engine} engine for {call.role}, which {call.name} needs",
             where=call.site.describe(),
-            now="Processes are placed by what the first step of the flow calls. Make this call there too, in the first step.",
+            now=_COPY_EARLIER if call.method == "copy_of" else _CALL_EARLIER,
         )
 
 

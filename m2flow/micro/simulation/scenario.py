@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from m2flow.errors import PlanError, SpecError
-from m2flow.macro.exploring import MOST_ASKED, explore, follow
+from m2flow.macro.exploring import MOST_ASKED, Copies, copies_made, explore, follow
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, Effect, MacroGraph
 from m2flow.macro.known import Known
@@ -60,6 +60,7 @@ class Scenario:
     models: Mapping[str, Model]
     seed: int
     kept: Mapping[str, float]
+    copies: Copies
 
     @property
     def spec(self) -> ClusterSpec:
@@ -147,7 +148,7 @@ class Scenario:
         return replace(self, program=_loosened(self.program, staleness), graph=graph, question=self.ask(graph, self.spec))
 
     def _lowered(self, spec: ClusterSpec, choice: Choice | None) -> Plan:
-        return lower(self.graph, self.models, spec, num_steps=self.program.num_steps, choice=choice)
+        return lower(self.graph, self.models, spec, num_steps=self.program.num_steps, choice=choice, copies=self.copies.sources)
 
 
 def prepare(
@@ -174,10 +175,13 @@ def prepare(
     whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=MOST_ASKED).path.graph
     kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
 
-    def ask(graph: MacroGraph, spec: ClusterSpec) -> Question:
-        return question_of(graph, exploration.models, spec, lengths=lengths, profile=profile)
+    copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
+    models = {**copies.models, **exploration.models}
 
-    return Scenario(program, whole, ask(whole, spec), ask, exploration.models, seed, kept)
+    def ask(graph: MacroGraph, spec: ClusterSpec) -> Question:
+        return question_of(graph, models, spec, lengths=lengths, profile=profile)
+
+    return Scenario(program, whole, ask(whole, spec), ask, models, seed, kept, copies)
 
 
 def _placements(spec: ClusterSpec, engines: Sequence[EngineId]) -> Iterator[ClusterSpec]:
