@@ -78,7 +78,7 @@ def account(summary: Summary) -> Mapping[str, object]:
         "digest": summary.samples_sha256,
         "metrics": lines,
         "num_lines": num_lines,
-        "counts": (summary.steps, summary.samples, summary.tokens, summary.reward_first, summary.reward_last),
+        "counts": (summary.steps, summary.samples, summary.tokens, summary.calls_failed, summary.reward_first, summary.reward_last),
     }
 
 

@@ -78,6 +78,8 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
     ]  # fmt: skip
     if summary.left_out:
         rows.append(("left out", ", ".join(f"{_count(number, 'sample')} {reason}" for reason, number in summary.left_out.items())))
+    if summary.calls_failed:
+        rows.append(("caught", f"{_count(summary.calls_failed, 'call')} failed, and the flow went on (ledger.db has each with its error)"))
     if summary.reward_first is not None and summary.reward_last is not None:
         rows.append(("reward", f"{summary.reward_first:.3f} -> {summary.reward_last:.3f}  {_sparkline(console, tally.rewards)}"))
     rows += [(name, f"{value:.4g}") for name, value in tally.logs.items()]

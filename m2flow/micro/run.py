@@ -49,7 +49,7 @@ from m2flow.micro.record.checkpoints import clear_leftovers
 from m2flow.micro.record.decisions import Decisions
 from m2flow.micro.record.flow_record import read_record
 from m2flow.micro.record.journal import Journal
-from m2flow.micro.record.ledger import read_endings, samples_digest
+from m2flow.micro.record.ledger import read_endings, read_num_failed, samples_digest
 from m2flow.micro.record.past import DONE, Past, read_past
 from m2flow.micro.record.rundir import create_run_dir, move, naming_a_full_disk, write_config, write_plan
 from m2flow.micro.record.storage import brought_home, share, with_its_pictures
@@ -78,6 +78,8 @@ class Summary:
     """Generated."""
     left_out: dict[str, int]
     """Samples that are in no result, by reason: `late` ones were dropped; `unused` ones carried, and no later turn gave them."""
+    calls_failed: int
+    """Whose errors the flow caught; with them counts what needed them."""
     reward_first: float | None
     """Mean reward of the first update that had rewards."""
     reward_last: float | None
@@ -454,6 +456,7 @@ class Run:
             samples=tally.num_samples,
             tokens=tally.num_tokens,
             left_out=read_endings(self.run_dir),
+            calls_failed=read_num_failed(self.run_dir),
             reward_first=tally.rewards[0] if tally.rewards else None,
             reward_last=tally.rewards[-1] if tally.rewards else None,
             wall_s=round(wall_s, 3),

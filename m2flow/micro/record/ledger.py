@@ -404,6 +404,12 @@ def read_endings(run_dir: Path) -> dict[str, int]:
         db.close()
 
 
+def read_num_failed(run_dir: Path) -> int:
+    """How many calls of a run failed: of one that has ended well, those whose error the flow caught."""
+    with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        return len(db.execute(_FAILED).fetchall())
+
+
 def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
     """Of each sample that came in: the step, tokens of its prompt, and tokens generated.
 
