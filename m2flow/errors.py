@@ -341,6 +341,19 @@ def unexpected(call: str, error: Exception) -> M2FlowError:
     return InternalError(f"{call}: {error!r}", remote="".join(traceback.format_exception(error)))
 
 
+def lone_surrogate(text: str) -> int:
+    """Where a text has half of a surrogate pair, which neither UTF-8 nor a tokenizer takes; -1: nowhere.
+
+    >>> lone_surrogate("a\\ud800"), lone_surrogate("é")
+    (1, -1)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return -1
+
+
 def _encodable(text: str) -> str:
     """Without lone surrogates, which a user's error may quote from a text, and which no UTF-8 holds."""
     return text.encode("utf-8", "backslashreplace").decode()

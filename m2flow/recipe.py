@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from m2flow.errors import OptionError, did_you_mean
+from m2flow.errors import OptionError, did_you_mean, lone_surrogate
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Init = Literal["pretrained", "random"]
@@ -72,6 +72,8 @@ def check_text(name: str, value: object) -> None:
     """Refuse what is no text, or an empty one."""
     if not isinstance(value, str) or not value.strip():
         raise OptionError(f"{name} is {value!r:.60}; it must be a text, not an empty one")
+    if lone_surrogate(value) >= 0:
+        raise OptionError(f"{name} is {value!r:.60}, which has half of a surrogate pair; no file takes it")
 
 
 def model_path(model: object) -> str:

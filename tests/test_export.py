@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def test_a_step_without_a_checkpoint_is_answered_with_those_that_have_one(run: P
     assert said.exit_code == 2
     assert "has no checkpoint of step 7" in said.output
     assert "--step 1, --step 2, final" in said.output
+
+
+def test_of_several_models_the_only_one_that_was_trained_is_exported_unasked(run: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.copytree(copied / "checkpoints" / "final" / "policy", copied / "checkpoints" / "final" / "a_reference")
+    said = export(copied, "--out", tmp_path / "model")
+    assert said.exit_code == 0, said.output
+    assert "policy at final" in said.output
 
 
 def test_an_unknown_role_is_answered_with_those_there_are(run: Path) -> None:

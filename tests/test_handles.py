@@ -120,6 +120,7 @@ def test_what_has_no_single_answer_is_refused_with_what_to_write_instead():
             (lambda: log(x=responses), r"log\(x=...\) got the rows of policy.generate"),
             (lambda: log(x=metrics), r"log\(x=...\) got the value of policy.update"),
             (lambda: log(x="high"), r"log\(x=...\) got 'high', which is not a number"),
+            (lambda: log(**{"na\ud800me": 1.0}), r"the name 'na\\ud800me' has half of a surrogate pair"),
         ]:
             with pytest.raises(TraceError, match=message):
                 ask()

@@ -11,7 +11,7 @@ import torch
 from tiny_models import DIGITS, save_config
 
 from m2flow.engines.hf_model import load_model, load_tokenizer
-from m2flow.errors import EngineError, MissingExtra, ModelError
+from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError
 from m2flow.recipe import Model
 
 
@@ -44,6 +44,14 @@ def test_the_digits_model_reads_and_writes_character_by_character(tmp_path: Path
     assert (codec.eos_ids, codec.eos_id) == ({1}, 1)
     codec.save(str(tmp_path))
     assert load_tokenizer(Model(str(tmp_path))).encode_prompt("04534=") == [3, 7, 8, 6, 7, 13]
+
+
+def test_half_a_surrogate_pair_is_an_error_of_the_dataset_with_its_place(saved: Path) -> None:
+    codec = load_tokenizer(Model(str(saved)))
+    for encode in (codec.encode_prompt, codec.encode_target, lambda text: codec.encode_exchange("1=", text)):
+        with pytest.raises(DatasetError, match=r"half of a surrogate pair, '\\ud800', at character \d") as caught:
+            encode("12=\ud800")
+        assert "12=" in caught.value.what
 
 
 def test_further_end_tokens_come_from_the_generation_config(saved: Path) -> None:

@@ -173,7 +173,7 @@ def command(
                     summary = run.execute()
         except KeyboardInterrupt as stop:
             error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
-            step = f" in step {run.tally.num_steps + 1}" if run.tally.num_samples else ""
+            step = _reached(run.tally.num_steps, run.num_steps) if run.tally.num_samples else ""
             raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _left_behind(run, was_there=before is not None)) from None
         except Exception as error:
             left = _left_behind(run, was_there=before is not None, goes_on=not isinstance(error, DivergenceError))
@@ -223,6 +223,15 @@ def _interrupts(run: Run, stopping: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, before[number])
+
+
+def _reached(num_done: int, num_steps: int | None) -> str:
+    """Where a run was stopped.
+
+    >>> _reached(0, 2), _reached(2, 2)
+    (' in step 1', ' after its last step')
+    """
+    return " after its last step" if num_steps and num_done >= num_steps else f" in step {num_done + 1}"
 
 
 def _has_directory(run: display.Watched) -> bool:

@@ -20,7 +20,7 @@ import transformers
 from safetensors import SafetensorError
 
 from m2flow.engines import scalar_head
-from m2flow.errors import EngineError, ModelError
+from m2flow.errors import DatasetError, EngineError, ModelError, lone_surrogate
 from m2flow.recipe import Model
 
 if TYPE_CHECKING:
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 _KINDS = {"lm": "causal language model", "value": "model with a value head", "score": "reward model"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+
+
+def _check_whole(text: str) -> None:
+    at = lone_surrogate(text)
+    if at >= 0:
+        raise DatasetError(
+            f"the text {text!r:.80} has half of a surrogate pair, {text[at]!r}, at character {at}, which no tokenizer takes",
+            now="Mend the dataset's row that has it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
+        )
 
 
 @final
@@ -50,7 +59,12 @@ class TextCodec:
         return min(self.eos_ids)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: with the tokenizer's own special tokens, or as a user's message in the chat template."""
+        """The ids of a prompt: with the tokenizer's own special tokens, or as a user's message in the chat template.
+
+        Raises:
+            DatasetError: it has half of a surrogate pair.
+        """
+        _check_whole(text)
         if self._chat:
             message = [{"role": "user", "content": text}]
             return list(self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
@@ -59,11 +73,13 @@ class TextCodec:
         return ids[:-1] if ids and ids[-1] in self.eos_ids else ids
 
     def encode_target(self, text: str) -> list[int]:
-        """The ids of a text that follows a prompt: no special tokens are added."""
+        """The ids of a text that follows a prompt: no special tokens are added. Raises as `encode_prompt` does."""
+        _check_whole(text)
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def encode_exchange(self, prompt: str, response: str) -> list[int]:
         """The ids of a prompt with its whole response, as a reward model reads them: in the chat template, or with an end token."""
+        _check_whole(prompt + response)
         if self._chat:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return list(self._tokenizer.apply_chat_template(messages, return_dict=False))

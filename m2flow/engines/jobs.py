@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from m2flow.engines.contract import Generated, Request
 from m2flow.engines.hf_model import TextCodec
-from m2flow.errors import EngineError, PromptTooLong
+from m2flow.errors import DatasetError, EngineError, PromptTooLong
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish, SampleId
 
@@ -60,7 +60,10 @@ def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np
     who = SampleId.unpack(request.id)
     if isinstance(request.prompt, str):
         if request.prompt not in encoded:
-            encoded[request.prompt] = np.array(codec.encode_prompt(request.prompt), np.int32)
+            try:
+                encoded[request.prompt] = np.array(codec.encode_prompt(request.prompt), np.int32)
+            except DatasetError as error:
+                raise DatasetError(f"sample {who}: {error.what}", now=error.now) from None
         prompt = encoded[request.prompt]
     else:
         prompt = np.array(request.prompt, np.int32)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsFloat
 
-from m2flow.errors import TraceError
+from m2flow.errors import TraceError, lone_surrogate
 from m2flow.macro.arguments import UnitName, check_unit, gather, resources, signature_of
 from m2flow.macro.graph import Granularity
 from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
@@ -92,6 +92,8 @@ def log(**values: Number | Handle | float) -> None:
     session = current_session("log()")
     sources: dict[str, tuple[int, str | None] | float] = {}
     for name, value in values.items():
+        if lone_surrogate(name) >= 0:
+            raise TraceError(f"log: the name {name!r:.60} has half of a surrogate pair; no file takes it", now="Give it another name.")
         if isinstance(value, Number):
             sources[name] = value.source(session, "log()")
         elif isinstance(value, Rows | Metrics) and not isinstance(value, OpValue):

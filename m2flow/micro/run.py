@@ -154,6 +154,7 @@ class Run:
         self._graph: MacroGraph | None = None
         """What a placement was searched for."""
         self._plan: Plan | None = None
+        self._num_steps: int | None = None
         self._models: dict[str, Model] = {}
         self._journal: Journal | None = None
         self._controller: Controller | None = None
@@ -169,6 +170,7 @@ class Run:
         """
         with prints_muted():  # They come when the flow runs.
             graph, self._models, num_steps = trace(self.flow, self.options, seed=self.settings.seed, steps=TRACED_STEPS)
+        self._num_steps = num_steps
         if self._resume is not None and (self._resume / "ledger.db").exists():
             check_same(read_record(self._resume), graph)
         if self.spec.pools and self.spec.launcher == "local":
@@ -216,6 +218,11 @@ class Run:
     def models(self) -> Mapping[str, Model]:
         """Of the flow's roles, once it is prepared."""
         return self._models
+
+    @property
+    def num_steps(self) -> int | None:
+        """Of the program, once it is prepared; None: it is not known."""
+        return self._num_steps
 
     @property
     def tally(self) -> Tally:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from m2flow.errors import ModelError, SpecError
+from m2flow.errors import M2FlowError, ModelError, SpecError
 from m2flow.micro.record import checkpoints
+from m2flow.micro.record.flow_record import read_record
 
 FINAL = "final"
 
@@ -38,7 +39,7 @@ def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
     steps = _steps(run_dir)
     final = run_dir / "checkpoints" / FINAL
     if step is None and final.is_dir():
-        return _of_final(final, role)
+        return _of_final(final, role, trained_roles(run_dir))
     if step is None and steps:
         step = max(steps)
     if step is None or step not in steps:
@@ -47,7 +48,7 @@ def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
         now = f"There are: {', '.join(there)}." if there else "`m2flow run --checkpoint-every 20` keeps some."
         raise SpecError(f"{run_dir} {what}", now=now)
     found = checkpoints.read(steps[step])
-    name = _role(role, sorted(found.parts), steps[step])
+    name = _role(role, sorted(found.parts), trained_roles(run_dir), steps[step])
     return Part(Path(found.parts[name]), name, f"step {step}", found.point.digests.get(name, ""))
 
 
@@ -82,18 +83,28 @@ def export_part_adapters(part: Part, out: Path) -> Path:
     return export_adapters(part.path, out)
 
 
-def _of_final(final: Path, role: str | None) -> Part:
+def _of_final(final: Path, role: str | None, trained: set[str]) -> Part:
     from m2flow.engines.checkpoint import verify
 
-    name = _role(role, sorted(path.name for path in final.iterdir() if path.is_dir()), final)
+    name = _role(role, sorted(path.name for path in final.iterdir() if path.is_dir()), trained, final)
     if (final / name / "config.json").exists():
         verify(final / name)
     return Part(final / name, name, FINAL, "")
 
 
-def _role(role: str | None, roles: list[str], where: Path) -> str:
-    if role is None and len(roles) == 1:
-        return roles[0]
+def trained_roles(run_dir: Path) -> set[str]:
+    """Those that the run's program updates; empty where its record does not say."""
+    try:
+        return {call.name.rpartition(".")[0] for call in read_record(run_dir).calls if call.name.endswith(".update")}
+    except M2FlowError:
+        return set()
+
+
+def _role(role: str | None, roles: list[str], trained: set[str], where: Path) -> str:
+    """The role that is asked for, or else the only one that was trained: a reference is there too."""
+    wanted = [name for name in roles if name in trained] or roles
+    if role is None and len(wanted) == 1:
+        return wanted[0]
     if role is None or role not in roles:
         what = f"has no role {role!r}" if role else "has several roles"
         raise SpecError(f"{where} {what}", now=f"Name one: {', '.join(f'--role {name}' for name in roles) or 'there is none'}")
