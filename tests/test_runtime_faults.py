@@ -1,6 +1,7 @@
 """Real processes with fake engines, and what goes wrong with them: rewards that misbehave, a full disk, a killed controller."""
 
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from m2flow.channels.contract import Parcel
 from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
 from m2flow.micro.record.ledger import read_incidents, read_samples
+from m2flow.micro.work.process import BoundedPrint
 from m2flow.samples import Batch
 
 SCRIPT = Path(__file__).with_name("fault_run.py")
@@ -58,6 +60,20 @@ def test_a_reward_that_ends_its_process_or_raises_the_unspeakable_ends_the_run_w
     assert re.search(expected, said), said
     (ledger,) = tmp_path.glob("runs/*/ledger.db")
     assert list(read_samples(ledger.parent))
+
+
+def test_what_is_printed_beyond_a_bound_is_left_out_and_counted():
+    stream = io.StringIO()
+    bounded = BoundedPrint(stream, most=200_000)
+    for _ in range(100):
+        print("x" * 9_999, file=bounded)
+    bounded.end()
+    said = stream.getvalue()
+    assert 200_000 <= len(said) < 300_000
+    counts = re.findall(r"\[([\d,]+) characters that were printed here are left out", said)
+    left_out = sum(int(count.replace(",", "")) for count in counts)
+    assert left_out == 1_000_000 - said.count("x") - len(re.findall(r"x\n", said))
+    assert left_out > 700_000
 
 
 def test_what_is_none_of_the_runs_is_dropped_and_counted_on_every_socket_and_the_run_ends_well(tmp_path):

@@ -14,6 +14,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from typing import TextIO
 
 import msgspec
 import psutil
@@ -38,10 +40,65 @@ TOKEN_VARIABLE = "M2FLOW_TOKEN"
 _DRAIN_S = 3.0
 LAST_WORDS_S = 60.0
 """For what is said last, such as why this process ends: a controller on a busy machine may be slow to take it."""
+_MOST_PRINTED = 32 << 20
+"""Characters of each standard stream that a process's log takes at once."""
+_PRINTED_PER_S, _MOST_PRINTED_LATER = 100, 64 << 10
+"""After these, so that the log still says what happens: as many more each second, gathered up to so many."""
 _IDLE_S = 0.25
 """Between two turns of a worker that has nothing to do: in the next one it sends what it recorded."""
 _ASKS_AFTER_S = 0.5
 """While a peer takes nothing for so long, the worker listens whether it is dead."""
+
+
+class BoundedPrint:
+    """A standard stream that takes so many characters, and then a few each second; others are left out, and how many is printed.
+
+    What functions print must not fill the disk of a run that goes on for days. Limit: what is written past Python, by a library in C or by
+    a process that a function starts, is not seen here.
+    """
+
+    def __init__(self, stream: TextIO, most: int = _MOST_PRINTED) -> None:
+        self._stream = stream
+        self._left = float(most)
+        self._seen_s = time.monotonic()
+        self._num_unsaid = 0
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)  # Another thread may have had it.
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            now_s = time.monotonic()
+            if self._left < _MOST_PRINTED_LATER:
+                self._left = min(self._left + _PRINTED_PER_S * (now_s - self._seen_s), _MOST_PRINTED_LATER)
+            self._seen_s = now_s
+            taken = text if len(text) <= self._left else text[: int(self._left)] if self._left > _MOST_PRINTED_LATER else ""
+            if taken:
+                self._say()
+                self._stream.write(taken)
+            self._left -= len(taken)
+            self._num_unsaid += len(text) - len(taken)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def end(self) -> None:
+        """Say how many were left out, if some were."""
+        with self._lock:
+            self._say()
+            self._stream.flush()
+
+    def _say(self) -> None:
+        if self._num_unsaid:
+            self._stream.write(f"\n[{self._num_unsaid:,} characters that were printed here are left out: a log would grow without bound]\n")
+            self._num_unsaid = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
 
 
 def watch_parent(settings: WorkerSettings) -> None:
@@ -143,7 +200,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which tells its workers what to do.
     watch_parent(settings)
     keep_freed_memory()
-    serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
+    streams = BoundedPrint(sys.stdout), BoundedPrint(sys.stderr)
+    sys.stdout, sys.stderr = streams  # Text streams by what they delegate.
+    try:
+        serve(settings, os.environ.pop(TOKEN_VARIABLE, ""))
+    finally:
+        for stream in streams:
+            stream.end()
 
 
 if __name__ == "__main__":
