@@ -33,6 +33,7 @@
     └── InternalError            ours: please report
 
     UnusedResult                 a warning: a line of the flow whose result nothing uses
+    LostState                    a warning: a function keeps something in its copy of what it captures
 
 An error says what happened, where, and what to do now. It survives pickling and the wire (`to_record`, `from_record`).
 """
@@ -209,6 +210,10 @@ class RunInterrupted(M2FlowError, KeyboardInterrupt):
 
 class UnusedResult(UserWarning):
     """A line of the flow whose result nothing uses. A warning, not an error."""
+
+
+class LostState(UserWarning):
+    """A function of the user's changes what it captures, which is gone when the call is over. A warning, not an error."""
 
 
 class InternalError(M2FlowError, AssertionError):

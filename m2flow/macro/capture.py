@@ -19,14 +19,15 @@ import socket
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import cloudpickle
 import numpy as np
 
-from m2flow.errors import OpError, TraceError
-from m2flow.macro.closures import fixed_leaves, is_importable, is_same, is_users, parts
+from m2flow.errors import LostState, OpError, TraceError
+from m2flow.macro.closures import fixed_leaves, is_importable, is_same, is_users, kept_state, parts
 from m2flow.macro.graph import Site
 
 LARGE_BYTES = 65_536
@@ -84,6 +85,10 @@ class Captures:
         """By the ids of the code in it: the last snapshot that can be used again, and what was captured."""
         self._inert: set[type] = set()
         """Classes whose instances are neither functions nor containers."""
+        self._looked_at: set[types.CodeType | type] = set()
+        """Of functions whose captures can change."""
+        self._lost: list[tuple[str, dict[str, str], Site]] = []
+        """Functions that keep something in their captures, and nobody was told so yet."""
 
     def options(self, options: Mapping[str, object], site: Site) -> dict[str, object]:
         """The options of a call, so that nothing that is done to them later reaches it.
@@ -91,7 +96,32 @@ class Captures:
         Raises:
             TraceError: a function captures something that can't be snapshot; it is named.
         """
-        return {name: value if type(value) in _PLAIN else self.take(value, site) for name, value in options.items()}
+        taken = {name: value if type(value) in _PLAIN else self.take(value, site) for name, value in options.items()}
+        function = taken.get("function")
+        if isinstance(function, Snapshot) and not function.is_fixed and "instance" not in options:
+            self._look_at(options["function"], site)
+        return taken
+
+    def _look_at(self, function: object, site: Site) -> None:
+        """Note what a function keeps in its captures; once."""
+        inner = getattr(function, "__func__", function)
+        what = inner.__code__ if isinstance(inner, types.FunctionType) else type(function)
+        if what not in self._looked_at:
+            self._looked_at.add(what)
+            if kept := kept_state(function):
+                self._lost.append((_names(function)[1], kept, site))
+
+    def warn(self) -> None:
+        """Name what functions keep where it is lost."""
+        lost, self._lost = self._lost, []
+        for name, kept, site in lost:
+            for what, by in kept.items():
+                who = f"`{name}`" if by == name else f"`{by}`, which `{name}` calls,"
+                said = (
+                    f"{who} changes `{what}`, which is a copy: a call takes what its function captures as it is then, and what the "
+                    "function puts there is gone afterwards. Keep state in a Role, whose object lives as long as the run"
+                )
+                warnings.warn_explicit(said, LostState, site.file, site.line)
 
     def take(self, value: object, site: Site) -> object:
         """One option: functions in it as snapshots, containers copied, all else as it is."""

@@ -9,9 +9,13 @@ Read off the code object, so a name that is only an attribute is no global. Limi
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dis
 import enum
 import functools
+import linecache
+import random
 import re
 import sys
 import types
@@ -254,3 +258,132 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _nested(constant)
+
+
+_MUTATORS = frozenset(
+    {
+        "add",
+        "append",
+        "appendleft",
+        "clear",
+        "discard",
+        "extend",
+        "extendleft",
+        "insert",
+        "move_to_end",
+        "pop",
+        "popitem",
+        "popleft",
+        "put",
+        "remove",
+        "setdefault",
+        "subtract",
+        "update",
+    }
+)
+"""Methods of containers that change them."""
+_STATEFUL = (random.Random, np.random.Generator, np.random.RandomState)
+"""What changes with each of its methods that is called."""
+
+
+def kept_state(function: object) -> dict[str, str]:
+    """What a function keeps in its captures, as far as its source shows it: name -> the function that changes it, which it may call.
+
+    Sees a name that is set (`global`, `nonlocal`), an item or an attribute that is, and methods that change a container, a generator
+    of random numbers, or an object of the user's that sets attributes in them. Limit: not what happens under another name.
+    """
+    found: dict[str, str] = {}
+    _add_kept(function, found, set())
+    return found
+
+
+def _add_kept(value: object, found: dict[str, str], seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, types.FunctionType):
+        if is_users(value):
+            captured = dict(captures(value))
+            found.update(dict.fromkeys(_changed(value, captured), value.__qualname__.replace("<locals>.", "")))
+            for part in captured.values():
+                if isinstance(part, types.FunctionType | functools.partial | types.MethodType):
+                    _add_kept(part, found, seen)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _add_kept(part, found, seen)
+    elif isinstance(value, types.MethodType) or _is_users_object(value):
+        called = value.__func__ if isinstance(value, types.MethodType) else getattr(type(value), "__call__", None)  # noqa: B004
+        if isinstance(called, types.FunctionType) and is_users(called):
+            me = called.__code__.co_varnames[0] if called.__code__.co_argcount else ""
+            by = called.__qualname__.replace("<locals>.", "")
+            found.update({f"{name}'s object": by for name in _changed(called, {me: value})})
+            _add_kept(called, found, seen)
+        for _, part in parts(value):
+            if isinstance(part, types.FunctionType):
+                _add_kept(part, found, seen)
+
+
+def _is_users_object(value: object) -> bool:
+    """Whether a class of the user's made it."""
+    module = sys.modules.get(type(value).__module__)
+    return not isinstance(value, type) and (module is None or owner(getattr(module, "__file__", None) or "<string>") == "user")
+
+
+def _changed(function: types.FunctionType, captured: dict[str, object]) -> Iterator[str]:
+    """The names of what a function of the user's changes that it has captured."""
+    node = _source(function.__code__)
+    if node is None:
+        return
+    outer = {name for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    outer -= set(function.__code__.co_cellvars)  # A function inside sets what is this one's own.
+    for one in ast.walk(node):
+        match one:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) if name in outer:
+                yield name
+            case ast.Subscript(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
+                name = _root(one)
+                if name in captured and not isinstance(captured[name], types.ModuleType | type):
+                    yield name
+            case ast.Call(func=ast.Attribute(value=held, attr=method)):
+                name = _root(held)
+                if name in captured and _changes(captured[name], method, is_direct=isinstance(held, ast.Name)):
+                    yield name
+            case ast.Call(func=ast.Name(id="next"), args=[ast.Name(id=name), *_]) if name in captured:
+                yield name
+
+
+def _changes(value: object, method: str, *, is_direct: bool) -> bool:
+    """Whether a method that is called on a value, or on a part of it, changes it."""
+    if isinstance(value, types.ModuleType | type):
+        return False
+    if isinstance(value, _STATEFUL):
+        return True
+    called = getattr(type(value), method, None)
+    if is_direct and isinstance(called, types.FunctionType) and is_users(called):
+        return facts(called.__code__).rebinds
+    return method in _MUTATORS and not isinstance(value, str | bytes | frozenset | types.FunctionType)
+
+
+def _root(node: ast.expr) -> str:
+    """The name that an expression of items and attributes begins with; empty where it begins with none."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _source(code: types.CodeType) -> ast.AST | None:
+    """What a function was compiled from; None where that is not to be had."""
+    return _functions_of(code.co_filename).get((code.co_name, code.co_firstlineno))
+
+
+@functools.lru_cache(maxsize=64)
+def _functions_of(filename: str) -> dict[tuple[str, int], ast.AST]:
+    """The functions of a file, by name and first line; of several lambdas on a line the first."""
+    found: dict[tuple[str, int], ast.AST] = {}
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[node.name, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])] = node
+            elif isinstance(node, ast.Lambda):
+                found.setdefault(("<lambda>", node.lineno), node)
+    return found

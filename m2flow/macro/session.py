@@ -392,6 +392,7 @@ class Session:
     def _warn(self) -> None:
         if not self.backend.is_rehearsal:
             self.uses.warn()
+            self._captures.warn()
 
     def _end_left_step(self) -> None:
         """End the step that `break` or `return` left, at what comes next: the loop itself could not raise then."""

@@ -71,6 +71,8 @@ class Perform(Task, frozen=True):
     """The inputs that are whole values, by name."""
     parts: dict[int, list[int]] = {}
     """Of a union: by input, the rows that are to be taken from it."""
+    is_suspect: bool = False
+    """A worker was lost with these rows: a user's function may be at fault, and runs in a process of its own if it may."""
 
 
 class Accumulate(Task, frozen=True):

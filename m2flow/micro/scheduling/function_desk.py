@@ -86,7 +86,16 @@ class FunctionDesk:
         values, parts = self._board.values_for(state), {}
         if state.is_union:
             parts = {base: found for base in state.bases if (found := [row for row in sorted(rows) if state.part_of[row] == base])}
-        task = m.Perform(self._board.next_task(), state.call.ordinal, sorted(rows), list(state.stage.forward_to), values, parts)  # type: ignore[arg-type]
+        is_suspect = not state.suspects.isdisjoint(rows)
+        task = m.Perform(
+            self._board.next_task(),
+            state.call.ordinal,
+            sorted(rows),
+            list(state.stage.forward_to),
+            values,  # type: ignore[arg-type]
+            parts,
+            is_suspect,
+        )
         self._board.start(worker, "function", task)
 
     def _num_next(self, state: CallState) -> int:

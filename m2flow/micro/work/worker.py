@@ -263,7 +263,7 @@ class Worker:
                     left.update(ids)
                     self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
 
-                result = bench.perform(call, self._inputs(task), task.values, leave, self._meanwhile)
+                result = bench.perform(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
                 if isinstance(result, Batch):
                     if len(result):
                         self._store.put(call.ordinal, without_parts(result)[0])  # The next task may need them; all else can wait.
