@@ -83,7 +83,8 @@ def say_what_is_none_everywhere() -> None:
 
 @flow
 def faulty(reward: str = "one", num_steps: int = 2) -> None:
-    policy, judge = Policy("fake"), Reward(REWARDS[reward])
+    name, _, is_counted = reward.partition("_and_")
+    policy, judge = Policy("fake"), Reward(REWARDS[name], on_error=-1.0 if is_counted else "raise")
     prompts = Dataset([{"prompt": f"{i}="} for i in range(12)])
     for step in steps(num_steps):
         if step == 2:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -41,12 +42,22 @@ def test_a_reward_that_is_noisy_or_forks_does_no_harm(tmp_path, reward):
     assert "ended well: 16 samples" in output(tmp_path, reward)
 
 
+def test_a_reward_that_has_ended_its_worker_runs_alone_from_then_on_and_is_counted(tmp_path):
+    said = output(tmp_path, "dies_and_counts")
+    assert "ended well: 16 samples" in said
+    (ledger,) = tmp_path.glob("runs/*/ledger.db")
+    assert [one.kind for one in read_incidents(ledger.parent)].count("lost") == 1
+    with contextlib.closing(sqlite3.connect(ledger)) as db:
+        found = db.execute("SELECT value, parts, count(*) FROM rewards GROUP BY value, parts").fetchall()
+    assert found == [(-1.0, '{"died": 1.0}', 16)]
+
+
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
         (
             "dies",
-            r"\n  3 workers in turn were lost with p\d/\d of dies.score, the last one functions-0: ended with status 3 \(pid \d+\)",
+            r"the reward function dies did not come back on sample p\d/\d: its process ended with status 3",
         ),
         ("leaves", r"the reward function leaves raised SystemExit on sample p\d/\d: 4"),
         (

@@ -72,7 +72,7 @@ class Perform(Task, frozen=True):
     parts: dict[int, list[int]] = {}
     """Of a union: by input, the rows that are to be taken from it."""
     is_suspect: bool = False
-    """A worker was lost with these rows: a user's function may be at fault, and runs in a process of its own if it may."""
+    """A worker was lost while it ran this function, which may be at fault, and runs in processes of its own if it may."""
 
 
 class Accumulate(Task, frozen=True):

@@ -317,6 +317,11 @@ class Run:
                 self._journal.ended(reason)
             with contextlib.nullcontext() if reason == DONE else contextlib.suppress(M2FlowError, OSError, sqlite3.Error):
                 self._journal.close()
+            for (role, how), count in sorted(self._journal.num_failed.items()):
+                of = f"{count} sample{'s' if count > 1 else ''} of the reward {role}"
+                self._warn(
+                    f"{of} {how.replace('_', ' ')}: they count as its on_error says. m2flow samples --where \"parts ->> '{how}' = 1\""
+                )
         return wall_s, digests
 
     def _planned(self, plan: Plan) -> tuple[float, Mapping[str, str]]:

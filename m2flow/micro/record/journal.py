@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
+from m2flow.engines.contract import Failure
 from m2flow.errors import M2FlowError
 from m2flow.macro.graph import Call
 from m2flow.macro.late import is_cut
@@ -49,6 +52,8 @@ class Journal:
         self._run_dir, self._keeps = run_dir, keeps
         self._num_well = 0
         self._taking_up: TakingUp | None = None
+        self.num_failed: Counter[tuple[str, str]] = Counter()
+        """By reward and how it failed, the samples that count as its `on_error` says."""
         self._known: dict[str, int] = {}
         """Files of workers, up to where they are taken in, as the ledger does not know yet."""
 
@@ -150,6 +155,8 @@ class Journal:
 
     def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
         self._ledger.rewarded(call, ids, values, parts)
+        if call.options.get("on_error") is not None:
+            self.num_failed.update((call.role, how) for of in parts for how in of if how in get_args(Failure) and len(of) == 1)
 
     def discarded(self, call: Call, last: int) -> None:
         """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""

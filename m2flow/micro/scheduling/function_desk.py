@@ -86,7 +86,7 @@ class FunctionDesk:
         values, parts = self._board.values_for(state), {}
         if state.is_union:
             parts = {base: found for base in state.bases if (found := [row for row in sorted(rows) if state.part_of[row] == base])}
-        is_suspect = not state.suspects.isdisjoint(rows)
+        is_suspect = state.call.name in self._board.missed.blamed
         task = m.Perform(
             self._board.next_task(),
             state.call.ordinal,

@@ -145,6 +145,8 @@ def _suspect(board: Board, task: TaskState, event: WorkerLost) -> None:
     assert isinstance(task.message, m.Generate | m.Perform)
     rows = [row for row in task.rows if row not in state.done and row not in state.dropped]
     state.suspects.update(rows)
+    if state.call.engine == "function":
+        board.missed.blamed.add(state.call.name)
     worst = [row for row in rows if board.missed.suspected(state.call.ordinal, row) >= board.max_attempts]
     if worst:
         named = ", ".join(str(SampleId.unpack(row)) for row in worst[:5]) + (f" and {len(worst) - 5} more" if len(worst) > 5 else "")

@@ -30,6 +30,8 @@ class Missed:
         self._rows = rows
         self._num_losses: Counter[tuple[int, int]] = Counter()
         """(call, row) -> workers that were lost with it."""
+        self.blamed: set[str] = set()
+        """Names of calls on functions that were running when their worker was lost."""
         self.has_any = False
         """A worker was lost at some time."""
 

@@ -127,6 +127,8 @@ def function_error(call: Call, error: OpError) -> OpError:
     if call.options["column"] != "reward" or isinstance(error, RewardError):
         return error
     now = error.now or "Mend it, or catch the error in the reward and return 0.0 for what can't be judged, so that it is counted."
+    if call.method == "score" and error.now:
+        now += "\nReward(..., on_error=0.0) counts such a sample as that and goes on; the number of them is reported."
     found = RewardError(error.what.replace("the function", "the reward function", 1), where=error.where, now=now, remote=error.remote)
     found.row = error.row
     return found

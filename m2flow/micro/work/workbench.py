@@ -331,7 +331,7 @@ class Workbench:
             leave: is given rows before the end, if that takes long: the samples that they came from, and they. They are not among
                 those that are returned.
             meanwhile: is called when a user's function has begun, and runs on a thread of its own; of others before they begin.
-            is_suspect: a process was lost with these rows, so a user's function runs in one of its own, if it may.
+            is_suspect: a worker was lost while it ran this function, which runs in processes of its own now, if it may.
         """
         if call.engine == "train":
             samples = inputs["samples"].in_order()
