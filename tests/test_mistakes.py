@@ -107,5 +107,5 @@ def test_a_handle_of_a_run_that_is_over_is_named_with_the_line_that_uses_it(run)
         kept.append(Reward(length).score(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=3)))
 
     answer = run(again, {}, SPEC)  # The trace before it has run the flow too.
-    assert answer.error == "TraceError: mean was called after its flow had ended"
+    assert answer.error == "TraceError: mean was used after its flow had ended"
     assert "kept[0].mean()" in answer.where
