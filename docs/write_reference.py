@@ -208,26 +208,26 @@ def _engines() -> str:
     return "\n".join(lines)
 
 
-def commands() -> Iterator[tuple[str, click.Command]]:
-    """Every command with its words, those of groups after their group."""
+def commands() -> Iterator[click.Context]:
+    """Every command as it is when it is called, those of groups after their group."""
 
-    def below(words: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
-        yield words, command
+    def below(name: str, command: click.Command, parent: click.Context | None) -> Iterator[click.Context]:
+        settings = {**command.context_settings, "terminal_width": 120, "max_content_width": 120}
+        context = click.Context(command, info_name=name, parent=parent, **settings)
+        yield context
         if isinstance(command, click.Group):
-            context = click.Context(command, info_name=words)
-            for name in command.list_commands(context):
-                found = command.get_command(context, name)
+            for each in command.list_commands(context):
+                found = command.get_command(context, each)
                 assert found is not None
-                yield from below(f"{words} {name}", found)
+                yield from below(each, found, context)
 
-    return below("m2flow", cli)
+    return below("m2flow", cli, None)
 
 
 def _commands() -> str:
     lines = ["# Commands", ""]
-    for words, command in commands():
-        context = click.Context(command, info_name=words, terminal_width=120, max_content_width=120)
-        lines += [f"## {words}", "", "```text", command.get_help(context), "```", ""]
+    for context in commands():
+        lines += [f"## {context.command_path}", "", "```text", context.command.get_help(context), "```", ""]
     return "\n".join(lines)
 
 

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 BUILT = "docs/reference"
 """What `make docs` writes."""
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
+WRITTEN = [
+    page for folder in ("docs", "benchmarks/results") for page in sorted((ROOT / folder).rglob("*.md")) if ROOT / BUILT not in page.parents
+]
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", *WRITTEN]
 
 _FOLDERS = ("flows", "clusters", "m2flow", "tests", "benchmarks", "docs")
 _PATH = re.compile(
