@@ -8,7 +8,7 @@ says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
 from m2flow.micro.costs.profile import Profile, read_profile
 from m2flow.micro.costs.profiled import ProfiledCosts
 from m2flow.micro.costs.terms import Costs
+from m2flow.micro.lowering.lower import lower
 from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
 from m2flow.micro.rollouts.parametric import Mixture
 from m2flow.micro.search.choice import Choice
@@ -43,14 +44,19 @@ class Question:
     spec: ClusterSpec
     doubts: tuple[str, ...] = ()
     """Why the profile may say little about this cluster."""
+    check: Callable[[Choice], object] | None = None
+    """Lowers a choice: raises PlanError for one that can't be run."""
 
-    def choose(self) -> Choice:
-        """The best plan of the cost model.
+    def choose(self, spec: ClusterSpec | None = None, *, is_alone: bool = False) -> Choice:
+        """The best plan of the cost model that can be run.
 
+        Args:
+            spec: the same cluster with other pins; None: the question's own.
+            is_alone: leave out what other plans would take.
         Raises:
             PlanError: nothing fits; what is short, and what would help.
         """
-        return find_plan(self.workload, self.lengths, self.costs, self.spec)
+        return find_plan(self.workload, self.lengths, self.costs, spec or self.spec, is_alone=is_alone, check=self.check)
 
 
 def is_searched(spec: ClusterSpec) -> bool:
@@ -101,7 +107,8 @@ def question_of(
     shapes = shapes_of(models, spec)
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
     costs = ProfiledCosts(measured, modelled) if measured else modelled
-    return Question(workload, found, known is not None, costs, spec, tuple(measured.doubts(spec)) if measured else ())
+    doubts = tuple(measured.doubts(spec)) if measured else ()
+    return Question(workload, found, known is not None, costs, spec, doubts, lambda choice: lower(graph, models, spec, choice=choice))
 
 
 def _assumed(workload: Workload) -> Lengths:

@@ -50,7 +50,7 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
     count = {"rollout": 0, "train": 0, "device": 0}
     for (kind, place, lease), engines in slots.items():
         other = ("train" if kind == "rollout" else "rollout", place, lease)
-        is_one_process = bool(lease) and other in slots and (place[2] - place[1] == 1 or not spec.pools)
+        is_one_process = bool(lease) and other in slots and _has_one_process(place, spec)
         if is_one_process and kind == "train":
             continue  # Its slots go to the worker of the rollout engines there.
         name = "device" if is_one_process else kind
@@ -63,6 +63,17 @@ def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministi
         count[name] += 1
     functions = (EngineSlot("*", "function", "python"),)
     return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
+
+
+def _has_one_process(place: _Place, spec: ClusterSpec) -> bool:
+    """Whether engines that generate and train there by turns are in one process."""
+    return place[2] - place[1] == 1 or not spec.pools
+
+
+def share_a_process(rollout: Seat, trainer: Seat, spec: ClusterSpec) -> bool:
+    """Whether one of the replicas is in the trainer's process, which does one thing at a time, if the two seats take turns."""
+    place = trainer.pool, trainer.first_device, trainer.devices.stop
+    return place in _replicas(rollout) and _has_one_process(place, spec)
 
 
 def _shares(seat: Seat, place: _Place, seats: tuple[Seat, ...]) -> bool:

@@ -16,6 +16,7 @@ import math
 import msgspec
 
 from m2flow.micro.lowering.abilities import can_condense
+from m2flow.micro.lowering.seating import share_a_process
 from m2flow.micro.search.choice import Seat
 from m2flow.micro.search.problem import Problem
 
@@ -33,7 +34,7 @@ def coming_ahead(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
         if seat.lease and seat.engine.kind == "train" and seat.is_swapped and [other.engine.kind for other in others] == ["rollout"]:
             (rollout,) = others
             has_one_process = rollout.layout.dp == 1 and rollout.devices == seat.devices
-            if not rollout.lent_until and not has_one_process:
+            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, seat, problem.spec):
                 seat = msgspec.structs.replace(seat, comes_at=_share(problem, rollout, seat))
         found.append(seat)
     return tuple(found)

@@ -90,6 +90,8 @@ class Choice(msgspec.Struct, frozen=True):
     constraints_cost_s: dict[str, float]
     """Each constraint of the spec -> seconds a step that it costs against the plan without it."""
     constants: dict[str, Constant]
+    not_tried: tuple[str, ...] = ()
+    """What the search left out, and faster plans that can't be run."""
 
     @property
     def lower_bound_s(self) -> float:

@@ -11,9 +11,11 @@ be faster, reckoned from the lower bounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from m2flow.errors import PlanError
@@ -27,6 +29,7 @@ from m2flow.micro.search.choice import Bound, Choice, Loser, Mode
 from m2flow.micro.search.dynamic import LENT, SPLIT, TURNS, Solver, Tables, TooLarge
 from m2flow.micro.search.lending import WORTH
 from m2flow.micro.search.limits import Limits
+from m2flow.micro.search.options import pin_of, pinned_counts
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.refining import candidates, refined
 from m2flow.micro.search.seats import Places, mode_of, places_of, seats_of
@@ -46,6 +49,8 @@ _FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
 """Of a search between the counts of the grid: halvings of the step, and ways to put parts together."""
 _SLACK = 1e-3
 """Of the time of the step: what a quick search takes for equal."""
+_ROUNDING = 1e-9
+"""Relative: of two plans that are equal up to so much, one that is known to be the best is taken."""
 _MOST_PAIRS = 1e6
 _MOST_OPTIONS = 100
 """Of rows, and of options of all engines, in an exact search: some seconds."""
@@ -68,8 +73,16 @@ class Found:
         return mode_of(seats_of(self.node, self.places))
 
 
-def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpec, *, is_alone: bool = False) -> Choice:
-    """The plan with the least predicted time of a step.
+def find_plan(
+    workload: Workload,
+    lengths: Draws,
+    costs: Costs,
+    spec: ClusterSpec,
+    *,
+    is_alone: bool = False,
+    check: Callable[[Choice], object] | None = None,
+) -> Choice:
+    """The plan with the least predicted time of a step, of all that were looked at and can be run.
 
     Args:
         workload: the calls of a step.
@@ -77,31 +90,56 @@ def find_plan(workload: Workload, lengths: Draws, costs: Costs, spec: ClusterSpe
         costs: of this workload's engines on this cluster.
         spec: its pools, pins and whether engines may go to the host's memory.
         is_alone: leave out what other plans would take: those of other modes, and those without a pin.
+        check: raises PlanError for a choice that can't be run; the next best is taken instead, and the choice says so.
     Raises:
-        PlanError: nothing fits, or nothing does that the pins allow; what is short, and what would fit.
+        PlanError: nothing fits, or nothing does that the pins allow; what is short, and what would fit. Or `check` refuses all.
     """
     started = time.perf_counter()
     problem = Problem(workload, lengths, costs, spec)
-    found = best_plan(problem)
-    search_s = time.perf_counter() - started
-    seats, parts = coming_ahead(found.problem, seats_of(found.node, found.places)), parts_of(problem, found.node)
-    bounds = found.bounds
-    gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in bounds), default=0.0))
+    plans, refused = list[Found](), list[tuple[Found, PlanError]]()
+    for found in best_plans(problem):
+        try:
+            if check is not None and not (is_alone and plans):
+                check(_choice(found))
+            plans.append(found)
+        except PlanError as error:
+            refused.append((found, error))
+    if not plans:
+        raise refused[0][1]
+    found, search_s = plans[0], time.perf_counter() - started
+    not_tried = (
+        *problem.graph.not_tried,
+        *(f"a {plan.mode} plan of {plan.step_s:.4g} s, which can't be run: {error.what}" for plan, error in refused),
+    )
+    return msgspec.structs.replace(
+        _choice(found),
+        losers=() if is_alone else tuple(_losers(plans)),
+        search_s=search_s,
+        constraints_cost_s={} if is_alone else _constraints(found),
+        not_tried=not_tried,
+    )
+
+
+def _choice(found: Found) -> Choice:
+    """A plan by itself, not compared with others."""
+    problem = found.problem
+    seats, parts = coming_ahead(problem, seats_of(found.node, found.places)), parts_of(problem, found.node)
+    gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in found.bounds), default=0.0))
     return Choice(
-        flow=workload.flow,
-        cluster=spec.name,
+        flow=problem.workload.flow,
+        cluster=problem.spec.name,
         mode=mode_of(seats),
         seats=seats,
         predicted_step_s=found.step_s,
         parts=parts,
-        bounds=bounds,
+        bounds=found.bounds,
         is_exact=found.is_exact,
         gap_s=gap_s,
-        advice=advice_of(found.problem, found.node, parts, bounds),
-        losers=() if is_alone else tuple(_losers(found)),
-        search_s=search_s,
-        constraints_cost_s={} if is_alone else _constraints(found),
-        constants=costs.constants(),
+        advice=advice_of(problem, found.node, parts, found.bounds),
+        losers=(),
+        search_s=0.0,
+        constraints_cost_s={},
+        constants=problem.costs.constants(),
     )
 
 
@@ -111,50 +149,132 @@ def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
     Raises:
         PlanError: there is none.
     """
+    return best_plans(problem, hows)[0]
+
+
+def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[Found]:
+    """The best plans of several searches, the fastest first: a free one, one that is confined to each mode, and one that lends devices.
+
+    A quick search keeps some of the rows only, so that a free one may lose what one that has less to look at finds.
+
+    Raises:
+        PlanError: there is none.
+    """
     with seldom_collecting():
-        return _best_plan(problem, hows)
+        search = _Search.of(problem)
+        several = len(hows) > 1
+        tried = [search.best(hows)]
+        tried += [search.best((TURNS,)), search.best((SPLIT,)), search.mixed()] if several else []
+        found = sorted((one for one in tried if one is not None), key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
+        if not found:
+            raise problem.no_room()
+        if several and search.lends:
+            lent = search.lent(found[0])
+            found = [lent, *found] if lent else found
+        bounds = tuple(min(alike, key=lambda bound: bound.seconds) for alike in zip(*(one.bounds for one in found), strict=True))
+        return [replace(one, bounds=bounds) for one in found]
 
 
-def _best_plan(problem: Problem, hows: Sequence[int]) -> Found:
-    units = _num_units(problem)
-    is_small = units <= _MANY_DEVICES
-    rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, None if is_small else grid_of(problem), _MOST_CHUNKS)
-    rough.check()
-    slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
-    bounds = bounds_of(rough)
-    thin(rough, slack_s)
-    quick = None
-    for rows in (_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
-        known_s = quick.step_s if quick else np.inf
-        tables = Solver(rough, known_s, slack_s=slack_s, most_rows=rows, hows=hows).solve()
-        more = _best_of(tables, bounds, is_exact=False)
-        if not is_small:
-            more = _near(tables, more, slack_s, units)
-        quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
-        if quick and (rows == _MORE_ROWS or units > _MOST_DEVICES):
-            break
-    exact = _exact(problem, quick, hows) if is_small else None
-    found = exact or quick
-    if found is None:
-        raise problem.no_room()
-    lends = len(hows) > 1 and problem.spec.lend == "auto" and not problem.workload.staleness
-    lent = _lent(rough, found, slack_s, _MORE_ROWS if is_small else _ROWS) if lends and can_move(problem.spec.rollout.engine) else None
-    return lent or found
+@dataclass(frozen=True)
+class _Search:
+    """One question, and what all searches for its answer share."""
 
+    problem: Problem
+    rough: Problem
+    """On a grid of device counts, if there are many, with few sizes of chunks, and thinned out."""
+    bounds: tuple[Bound, ...]
+    units: int
+    slack_s: float
 
-def _lent(rough: Problem, found: Found, slack_s: float, most_rows: int) -> Found | None:
-    """The best plan that lends a trainer's devices to rollout, of those that a quick search keeps; None where it is not worth it."""
-    worth_s = found.step_s * (1 - WORTH)
-    tables = Solver(rough, worth_s, slack_s=slack_s, most_rows=most_rows, hows=(TURNS, SPLIT, LENT)).solve()
-    for row in np.argsort(tables.steps_s, kind="stable"):
-        if tables.steps_s[row] > worth_s:
+    @classmethod
+    def of(cls, problem: Problem) -> _Search:
+        """
+        Raises:
+            PlanError: some engine fits nowhere.
+        """
+        units = _num_units(problem)
+        grid = None if units <= _MANY_DEVICES else grid_of(problem)
+        rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, grid, _MOST_CHUNKS)
+        rough.check()
+        slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
+        bounds = bounds_of(rough)
+        thin(rough, slack_s)
+        return cls(problem, rough, bounds, units, slack_s)
+
+    @property
+    def is_small(self) -> bool:
+        return self.units <= _MANY_DEVICES
+
+    @property
+    def lends(self) -> bool:
+        """Whether a trainer's devices may be lent to rollout."""
+        spec = self.problem.spec
+        return spec.lend == "auto" and not self.problem.workload.staleness and can_move(spec.rollout.engine)
+
+    def best(self, hows: Sequence[int]) -> Found | None:
+        """The best plan with these ways to put parts together; None: there is none."""
+        quick = None
+        for rows in (_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
+            known_s = quick.step_s if quick else np.inf
+            tables = Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=rows, hows=hows).solve()
+            more = _best_of(tables, self.bounds, is_exact=False)
+            if not self.is_small:
+                more = _near(tables, more, self.slack_s, self.units)
+            quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
+            if quick and (rows == _MORE_ROWS or self.units > _MOST_DEVICES):
+                break
+        exact = self._exact(quick, hows) if self.is_small else None
+        return exact or quick
+
+    def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
+        """None where that is too much work, or nothing is better and nothing is known."""
+        full, bounds, is_all = self._full
+        if sum(map(len, full.options.of.values())) > _MOST_OPTIONS:
             return None
-        if LENT in {how for _, how in ways_of(tables, int(row)).values()}:
+        try:
+            tables = Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows).solve()
+        except TooLarge:
+            return None
+        return _best_of(tables, bounds, is_exact=is_all and not full.graph.not_tried)
+
+    @cached_property
+    def _full(self) -> tuple[Problem, tuple[Bound, ...], bool]:
+        """With all options that a plan may need, their bounds, and whether it is sure that no plan needs another."""
+        full = Problem(self.problem.workload, self.problem.lengths, self.problem.costs, self.problem.spec)
+        bounds = bounds_of(full)
+        return full, bounds, thin(full)
+
+    def mixed(self) -> Found | None:
+        """The best plan in which some engines take turns and others are apart, of those that a quick search keeps; None: there is none."""
+        tables = Solver(self.rough, slack_s=self.slack_s, most_rows=_MORE_ROWS).solve()
+        tables = _only(tables, lambda hows: hows == {TURNS, SPLIT})
+        found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
+        near = found if self.is_small else _near(tables, found, self.slack_s, self.units)
+        return near if near and near.mode == "hybrid" else found
+
+    def lent(self, known: Found) -> Found | None:
+        """The best plan that lends a trainer's devices to rollout, of those that a quick search keeps; None where it is not worth it."""
+        worth_s, rows = known.step_s * (1 - WORTH), _MORE_ROWS if self.is_small else _ROWS
+        tables = Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=(TURNS, SPLIT, LENT)).solve()
+        found = next(self._found(_only(tables, lambda hows: LENT in hows)), None)
+        return found if found and found.step_s <= worth_s else None
+
+    def _found(self, tables: Tables) -> Iterator[Found]:
+        """The plans of all rows that have places, the fastest first."""
+        for row in np.argsort(tables.steps_s, kind="stable"):
+            if tables.steps_s[row] == np.inf:
+                return
             node = tree_of(tables, int(row))
-            places = places_of(rough, node)
+            places = places_of(tables.problem, node)
             if places is not None:
-                return Found(rough, node, places, step_s(rough, node), False, found.bounds)
-    return None
+                yield Found(tables.problem, node, places, step_s(tables.problem, node), False, self.bounds)
+
+
+def _only(tables: Tables, is_wanted: Callable[[set[int]], bool]) -> Tables:
+    """The tables, in which plans that are put together in other ways take for ever."""
+    hows = ({how for _, how in ways_of(tables, row).values()} for row in range(len(tables.steps_s)))
+    wanted = np.fromiter(map(is_wanted, hows), np.bool_, len(tables.steps_s))
+    return replace(tables, steps_s=np.where(wanted, tables.steps_s, np.inf))
 
 
 def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Found | None:
@@ -170,20 +290,6 @@ def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Fo
                     found = replace(one, bounds=bounds)
                     best_s = found.step_s
     return found
-
-
-def _exact(problem: Problem, quick: Found | None, hows: Sequence[int]) -> Found | None:
-    """None where that is too much work, or nothing is better and nothing is known."""
-    full = Problem(problem.workload, problem.lengths, problem.costs, problem.spec)
-    bounds = bounds_of(full)
-    is_all = thin(full)
-    if sum(map(len, full.options.of.values())) > _MOST_OPTIONS:
-        return None
-    try:
-        tables = Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows).solve()
-    except TooLarge:
-        return None
-    return _best_of(tables, bounds, is_exact=is_all)
 
 
 def _best_of(tables: Tables, bounds: tuple[Bound, ...], *, is_exact: bool) -> Found | None:
@@ -218,7 +324,7 @@ def _num_units(problem: Problem) -> int:
 
 
 def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
-    """Device counts of each pool: halves of halves, what they leave, and all but the smallest unit."""
+    """Device counts of each pool: halves of halves, what they leave, all but the smallest unit; those of pins, and what these leave."""
     found: dict[str, Sequence[int]] = {}
     for pool, size in zip(problem.pools, problem.num_devices, strict=True):
         units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
@@ -227,39 +333,19 @@ def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
         while part >= max(least, size // 16):
             counts |= {part, size - part}
             part //= 2
+        for engine in problem.workload.engines:
+            counts |= {part for num in pinned_counts(pin_of(engine, problem.spec), size) for part in (num, size - num)}
         found[pool] = sorted(counts - {0})
     return found
 
 
-def _losers(found: Found) -> list[Loser]:
-    """The best plans of the other modes."""
-    rivals: dict[Mode, Found] = {}
-    for hows in ((TURNS,), (SPLIT,)):
-        try:
-            rival = best_plan(found.problem, hows)
-        except PlanError:
-            continue
-        rivals.setdefault(rival.mode, rival)
-    if found.mode != "hybrid" and "hybrid" not in rivals and (mixed := _best_mixed(found.problem)) is not None:
-        rivals["hybrid"] = mixed
-    rivals.pop(found.mode, None)
-    return [Loser(mode, rival.step_s, why_lost(found.problem, found.node, rival.problem, rival.node)) for mode, rival in rivals.items()]
-
-
-def _best_mixed(problem: Problem) -> Found | None:
-    """The best plan in which some engines take turns and others are apart, of those that a quick search keeps; None: there is none."""
-    counts = None if _num_units(problem) <= _MANY_DEVICES else grid_of(problem)
-    rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, counts, _MOST_CHUNKS)
-    slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
-    thin(rough, slack_s)
-    tables = Solver(rough, slack_s=slack_s, most_rows=_MORE_ROWS).solve()
-    for row in np.argsort(tables.steps_s, kind="stable"):
-        if {how for _, how in ways_of(tables, int(row)).values()} == {TURNS, SPLIT}:
-            node = tree_of(tables, int(row))
-            places = places_of(rough, node)
-            if places is not None and mode_of(seats_of(node, places)) == "hybrid":
-                return Found(rough, node, places, step_s(rough, node), False, ())
-    return None
+def _losers(plans: Sequence[Found]) -> list[Loser]:
+    """The best plans of the other modes; `plans` begin with the best of all."""
+    best, rivals = plans[0], dict[Mode, Found]()
+    for plan in plans:
+        if plan.mode != best.mode:
+            rivals.setdefault(plan.mode, plan)
+    return [Loser(mode, rival.step_s, why_lost(best.problem, best.node, rival.problem, rival.node)) for mode, rival in rivals.items()]
 
 
 def _constraints(found: Found) -> dict[str, float]:

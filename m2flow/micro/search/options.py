@@ -7,6 +7,7 @@ What a pin forbids, and what does not fit the device alone, is not here. `unfit`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -133,6 +134,17 @@ def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
     layout = both.layout.model_copy(update=own.layout.model_dump(exclude_none=True))
     fixed = {name: value for name, value in own.model_dump(exclude={"layout"}).items() if value is not None}
     return both.model_copy(update={**fixed, "layout": layout})
+
+
+def pinned_counts(pin: PinSpec, size: int) -> list[int]:
+    """Of a pool of that size, the numbers of devices that a pin leaves to its engine, where it says anything of them: its own, or multiples
+    of what its layout fixes, whose other degrees are powers of two."""
+    layout = pin.layout
+    if pin.num_devices is not None or pin.devices is not None:
+        num = pin.num_devices if pin.num_devices is not None else pin.devices[1] - pin.devices[0] if pin.devices else 0
+        return [num] if num <= size else []
+    fixed = math.prod(degree or 1 for degree in (layout.tp, layout.pp, layout.sp, layout.dp))
+    return [fixed << i for i in range(size.bit_length()) if fixed << i <= size] if fixed > 1 else []
 
 
 def is_allowed(engine: EngineId, pool: str, layout: Layout, spec: ClusterSpec) -> bool:

@@ -8,6 +8,7 @@ of its calls, and a pinned one that of its pin: the orders are tried until all o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from m2flow.micro.costs.terms import EngineId
@@ -21,12 +22,50 @@ Block = dict[str, tuple[int, int]]
 """Pool -> the first device and the one after the last."""
 Places = dict[EngineId, int]
 
+_MOST_PLACES = 256
+"""Orders of the parts of one plan that are looked at."""
+
 
 def places_of(problem: Problem, node: Node) -> Places | None:
-    """The first device of each engine; None if its places contradict each other."""
+    """The first device of each engine; None if its places contradict each other, or nobody can stand in for engines on lent devices."""
     whole = {pool: (0, num) for pool, num in zip(problem.pools, problem.num_devices, strict=True)}
     pins = {e: pin.devices[0] for e in problem.workload.engines if (pin := pin_of(e, problem.spec)).devices is not None}
-    return next(_placed(node, whole, {}, pins), None)
+    if not _leaves_room_beside_loans(node, whole):
+        return None
+    every = itertools.islice(_placed(node, whole, {}, pins), _MOST_PLACES)
+    return next((places for places in every if _has_stand_ins(node, places)), None)
+
+
+def _leaves_room_beside_loans(node: Node, whole: Block) -> bool:
+    """Whether every engine has room beside the rollout instances that nobody lends devices to: else no places need to be tried."""
+    need = {leaf.engine: (leaf.option.pool, leaf.option.num_devices) for leaf in leaves_of(node)}
+    for lender, borrower in _loans(node):
+        pool, num = need[borrower]
+        left = whole[pool][1] - (num - need[lender][1])
+        if any(place[0] == pool and place[1] > left for other, place in need.items() if other not in (lender, borrower)):
+            return False
+    return True
+
+
+def _has_stand_ins(node: Node, places: Places) -> bool:
+    """Whether rollout instances on devices that nobody lends share them with nobody: while they wait for a lease, no lent ones give back."""
+    at = {leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves_of(node)}
+    for lender, borrower in _loans(node):
+        pool, low, num = at[borrower]
+        first, past = at[lender][1], at[lender][1] + at[lender][2]
+        own = [(pool, low, first - low), (pool, past, low + num - past)]
+        if any(_overlap(at[other], part) for other in at if other not in (lender, borrower) for part in own):
+            return False
+    return True
+
+
+def _loans(node: Node) -> Iterator[tuple[EngineId, EngineId]]:
+    """(who lends, to whom)."""
+    if isinstance(node, Pair):
+        if node.how == LENT:
+            yield next(leaf.engine for leaf in leaves_of(node.second)), next(leaf.engine for leaf in leaves_of(node.first))
+        yield from _loans(node.first)
+        yield from _loans(node.second)
 
 
 def _placed(node: Node, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:

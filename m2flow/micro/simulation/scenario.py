@@ -25,7 +25,6 @@ from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import Question, is_searched, question_of
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.search.choice import Choice, Mode
-from m2flow.micro.search.finding import find_plan
 from m2flow.micro.simulation.failing import failure_of
 from m2flow.micro.simulation.machines import Machine, machines_of
 from m2flow.micro.simulation.program import Made, Program, follow_program
@@ -91,7 +90,7 @@ class Scenario:
         best: dict[Mode, Choice] = {}
         for spec in (self.spec, *_placements(self.spec, self.question.workload.engines)):
             with contextlib.suppress(PlanError, SpecError):
-                found = find_plan(self.question.workload, self.lengths, self.costs, spec)
+                found = self.question.choose(spec, is_alone=True)
                 if found.mode not in best or found.predicted_step_s < best[found.mode].predicted_step_s:
                     best[found.mode] = found
         return {mode: self._lowered(self.spec, choice) for mode, choice in sorted(best.items(), reverse=True)}
