@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from m2flow.errors import did_you_mean
@@ -232,6 +232,15 @@ class PinSpec(_Strict):
     """Whether its optimiser lives in the host's memory."""
 
 
+class Places(dict[tuple[str, ...], str]):
+    """Fields -> where a file has them, FILE:LINE:COLUMN. No part of what a spec says, so all of them are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places)
+
+    __hash__ = None
+
+
 class ClusterSpec(_Strict):
     """The machines, and what runs on them."""
 
@@ -254,7 +263,8 @@ class ClusterSpec(_Strict):
     shapes: dict[str, str] = {}
     """A model to plan for instead of the flow's own, by role: a name like `Qwen2.5-7B`, or a directory with a config.json."""
     pin: dict[str, PinSpec] = {}
-    """What is fixed for an engine, by role and kind: `policy.rollout`, `policy.train`, or for both: `policy`."""
+    """What is fixed for an engine, by role and kind: `policy.rollout`, `policy.train`, or for both: `policy`; or for all engines of a kind:
+    `rollout`, `train`. The narrower one counts, field by field."""
     may_offload: bool = True
     """Whether engines that take turns may put what they keep into the host's memory; otherwise all of it must fit beside the others."""
     lend: Literal["auto", "never"] = "auto"
@@ -273,6 +283,7 @@ class ClusterSpec(_Strict):
     """Where a run's record outlives the controller's host."""
     run_ahead_bytes: int = Field(2**30, ge=1)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
+    _places: Places = PrivateAttr(default_factory=Places)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ClusterSpec:
@@ -306,6 +317,24 @@ class ClusterSpec(_Strict):
             if pin.pool is not None and pin.pool not in self.pools:
                 _contradiction(("pin", name, "pool"), f"there is no pool {pin.pool!r}; {_guess(pin.pool, list(self.pools))}")
         return self
+
+    def placed(self, places: dict[tuple[str, ...], str]) -> ClusterSpec:
+        """The same, that knows where a file has some of its fields."""
+        found = self.model_copy()
+        found._places = Places(places)
+        return found
+
+    def where(self, *field: str) -> str:
+        """Where the file that this was read from has a field; empty if nobody knows."""
+        return self._places.get(field, "")
+
+    def pin_of(self, role: str, kind: str) -> PinSpec:
+        """What is fixed for an engine: `policy.rollout` before `policy` before `rollout`, field by field."""
+        layout, fixed = dict[str, object](), dict[str, object]()
+        for pin in (self.pin[name] for name in (kind, role, f"{role}.{kind}") if name in self.pin):
+            layout |= pin.layout.model_dump(exclude_none=True)
+            fixed |= {name: value for name, value in pin.model_dump(exclude={"layout"}).items() if value is not None}
+        return PinSpec.model_validate({**fixed, "layout": layout})
 
     @property
     def is_one_host(self) -> bool:

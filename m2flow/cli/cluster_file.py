@@ -57,7 +57,17 @@ def load_cluster(path: str | Path) -> ClusterSpec:
             look_up()
         except M2FlowError as error:
             raise _wrong(error.what, error.now, names, path, _place_of(root, names)) from None
-    return spec
+    named = [("pin",), ("shapes",), ("functions", "latency_s")]  # By names of the flow, which nobody knows here.
+    given = ((*names, name) for names in named for name in _keys_of(data, names))
+    return spec.placed({names: ":".join(map(str, (path, *_place_of(root, list(names))))) for names in given})
+
+
+def _keys_of(data: dict[str, object], names: tuple[str, ...]) -> list[str]:
+    """Of a mapping inside of a spec."""
+    inner: object = data
+    for name in names:
+        inner = inner.get(name) if isinstance(inner, dict) else None
+    return [str(key) for key in inner] if isinstance(inner, dict) else []
 
 
 def _wrong(what: str, now: str, names: list[str], path: str | Path, place: tuple[int, int]) -> SpecError:

@@ -20,6 +20,7 @@ from m2flow.micro.costs.profile import Profile, read_profile
 from m2flow.micro.costs.profiled import ProfiledCosts
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.lowering.lower import lower
+from m2flow.micro.lowering.placement import check_pins
 from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
 from m2flow.micro.rollouts.parametric import Mixture
 from m2flow.micro.search.choice import Choice
@@ -97,6 +98,7 @@ def question_of(
     Raises:
         SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
     """
+    check_pins(graph, models, spec)
     workload = workload_of(graph, spec)
     measured = read_profile(profile) if isinstance(profile, Path) else profile
     if measured is not None:

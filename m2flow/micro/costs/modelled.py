@@ -276,7 +276,7 @@ def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, Model
     for role in spec.shapes:
         if role not in models:
             now = did_you_mean(role, models, f"It has {', '.join(models) or 'none'}.")
-            raise SpecError(f"shapes.{role}: the flow has no model of that role", now=now)
+            raise SpecError(f"shapes.{role}: the flow has no model of that role", where=spec.where("shapes", role), now=now)
     by_path = {models[role].path: name for role, name in reversed(spec.shapes.items())}
     shapes = {}
     for role, model in models.items():

@@ -23,9 +23,9 @@ _NAMES = ("tp", "pp", "ep")
 
 
 def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
-    """A rollout engine, laid out as the spec says of its role and kind, else of its role."""
-    both, own = (spec.pin[name].layout if name in spec.pin else None for name in (slot.role, f"{slot.role}.rollout"))
-    found = {name: getattr(own, name, None) or getattr(both, name, None) for name in _NAMES}
+    """A rollout engine, laid out as the spec says."""
+    layout = spec.pin_of(slot.role, "rollout").layout
+    found = {name: getattr(layout, name) for name in _NAMES}
     return msgspec.structs.replace(slot, **{name: degree for name, degree in found.items() if degree})
 
 

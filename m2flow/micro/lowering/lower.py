@@ -22,7 +22,16 @@ from m2flow.micro.lowering.deadlock import check_room
 from m2flow.micro.lowering.degrees import check_degrees
 from m2flow.micro.lowering.legality import legal_stages
 from m2flow.micro.lowering.packing import pack
-from m2flow.micro.lowering.placement import beside_sources, check_place, check_places, device_of, place_stages, place_workers, places
+from m2flow.micro.lowering.placement import (
+    beside_sources,
+    check_pins,
+    check_place,
+    check_places,
+    device_of,
+    place_stages,
+    place_workers,
+    places,
+)
 from m2flow.micro.lowering.ranks import check_ranks
 from m2flow.micro.lowering.room import as_pinned, give_rooms, limit
 from m2flow.micro.lowering.routing import route
@@ -58,9 +67,10 @@ def lower(
     in the flow they are made.
 
     Raises:
-        PlanError: some call has no legal place. SpecError: there is no such rollout policy.
+        PlanError: some call has no legal place. SpecError: there is no such rollout policy, or no such role as one that is pinned.
     """
     make_policies(spec.rollout.policy, spec.rollout.predictor)
+    check_pins(graph, models, spec)
     first = graph.first_steps(1)
     sizes: Mapping[str, Sizes] = {}
     mode: Mode = "split" if spec.placement == "split" else "time-shared"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from m2flow.errors import PlanError
+from m2flow.errors import PlanError, SpecError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
 from m2flow.micro.lowering.degrees import pinned_degrees
 from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
@@ -26,6 +26,20 @@ from m2flow.spec import ClusterSpec
 
 _CALL_EARLIER = "Processes are placed by what the first step of the flow calls. Make this call there too, in the first step."
 _COPY_EARLIER = "No trace of the flow came to this line. Make it before the loop too: made again here, it takes the weights of then."
+
+
+def check_pins(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec) -> None:
+    """
+    Raises:
+        SpecError: a pin of a role that the flow does not have.
+    """
+    roles = list(dict.fromkeys([*models, *(call.role for call in graph.calls if call.engine in ("rollout", "train"))]))
+    known = [*roles, *(f"{role}.{kind}" for role in roles for kind in ("rollout", "train")), "rollout", "train"]
+    for name in spec.pin:
+        if name not in known:
+            others = f"It has {', '.join(roles) or 'none'}; a pin names a role, ROLE.rollout, ROLE.train, rollout or train."
+            now = did_you_mean(name, known, others)
+            raise SpecError(f"pin.{name}: the flow has no such role or engine", where=spec.where("pin", name), now=now)
 
 
 def place_workers(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, *, deterministic: bool) -> tuple[WorkerPlan, ...]:

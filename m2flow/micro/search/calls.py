@@ -21,7 +21,6 @@ from functools import cached_property
 from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.workload import CallLoad, Workload
 
-
 _MOST_DOWN_SETS = 64
 _MOST_CUTS = 1500
 """Of all parts. Time grows with their number; five calls beside each other have some 1,000, and a chain of twenty."""
@@ -130,7 +129,7 @@ class CallGraph:
         return tuple(sorted(found))
 
     def _orders(self) -> Iterator[list[int]]:
-        """Topological orders of the calls: of the program, with engines' calls together, trainers' late, and with the longest chains first."""
+        """Topological orders of the calls: of the program, kind by kind, engine by engine, the longest chains first, and from behind."""
         rest = [self._height(i) for i in range(len(self.before))]
         kinds = [call.engine.kind if call.engine is not None else "" for call in self.device_calls]
         names = [str(call.engine) for call in self.device_calls]

@@ -127,13 +127,9 @@ def _add_unfit(found: Options, engine: EngineId, pool: str, num_devices: int, co
 
 
 def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
-    """What the spec fixes for an engine: `policy.rollout` before `policy`, field by field."""
-    if engine.role not in spec.pin and str(engine) not in spec.pin:
-        return _FREE_PIN
-    both, own = spec.pin.get(engine.role, PinSpec()), spec.pin.get(str(engine), PinSpec())
-    layout = both.layout.model_copy(update=own.layout.model_dump(exclude_none=True))
-    fixed = {name: value for name, value in own.model_dump(exclude={"layout"}).items() if value is not None}
-    return both.model_copy(update={**fixed, "layout": layout})
+    """What the spec fixes for an engine."""
+    is_pinned = spec.pin and not spec.pin.keys().isdisjoint((engine.kind, engine.role, str(engine)))
+    return spec.pin_of(engine.role, engine.kind) if is_pinned else _FREE_PIN
 
 
 def pinned_counts(pin: PinSpec, size: int) -> list[int]:

@@ -48,7 +48,7 @@ def _leaves_room_beside_loans(node: Node, whole: Block) -> bool:
 
 
 def _has_stand_ins(node: Node, places: Places) -> bool:
-    """Whether rollout instances on devices that nobody lends share them with nobody: while they wait for a lease, no lent ones give back."""
+    """Whether rollout instances on devices that nobody lends share them with nobody: these must not wait for the lease."""
     at = {leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves_of(node)}
     for lender, borrower in _loans(node):
         pool, low, num = at[borrower]

@@ -114,7 +114,8 @@ def _check_latencies(spec: ClusterSpec, names: set[str]) -> None:
     for name in spec.functions.latency_s:
         if name not in names:
             now = did_you_mean(name, sorted(names), f"It has {', '.join(sorted(names)) or 'none'}.")
-            raise SpecError(f"functions.latency_s.{name}: the flow has no such call on a function", now=now)
+            where = spec.where("functions", "latency_s", name)
+            raise SpecError(f"functions.latency_s.{name}: the flow has no such call on a function", where=where, now=now)
 
 
 def _by_step(graph: MacroGraph) -> dict[int, list[Call]]:

@@ -25,6 +25,7 @@ from m2flow.micro.plan_file import check_edited
 from m2flow.micro.planning import Question, is_searched, question_of
 from m2flow.micro.rollouts.lengths import Lengths
 from m2flow.micro.search.choice import Choice, Mode
+from m2flow.micro.search.options import pin_of
 from m2flow.micro.simulation.failing import failure_of
 from m2flow.micro.simulation.machines import Machine, machines_of
 from m2flow.micro.simulation.program import Made, Program, follow_program
@@ -189,7 +190,8 @@ def _placements(spec: ClusterSpec, engines: Sequence[EngineId]) -> Iterator[Clus
     whole = pool.num_devices
 
     def pinned(places: Mapping[str, tuple[int, int]]) -> ClusterSpec:
-        pins = {str(engine): PinSpec(pool=name, devices=places[engine.kind]) for engine in engines}
+        free = [engine for engine in engines if pin_of(engine, spec) == PinSpec()]
+        pins = {str(engine): PinSpec(pool=name, devices=places[engine.kind]) for engine in free}
         return spec.model_copy(update={"pin": {**pins, **spec.pin}})
 
     yield pinned({"rollout": (0, whole), "train": (0, whole)})
