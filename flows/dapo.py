@@ -13,7 +13,9 @@ from m2flow import AdamW, Dataset, Policy, Reward, flow, informative, log, nll, 
 
 
 @flow
-def dapo(num_steps: int = 40, warm_steps: int = 350, batch: int = 16, n: int = 8, lr: float = 2e-4, eval_every: int = 10) -> None:
+def dapo(
+    num_steps: int = 40, warm_steps: int = 350, batch: int = 16, n: int = 8, max_new_tokens: int = 8, lr: float = 2e-4, eval_every: int = 10
+) -> None:
     policy = Policy(DIGITS, init="random")
     verifier = Reward(is_sorted)
     prompts = Dataset.generate(task, 4 * num_steps * batch, seed=1, name="prompts")
@@ -26,7 +28,7 @@ def dapo(num_steps: int = 40, warm_steps: int = 350, batch: int = 16, n: int = 8
     for step in steps(num_steps):
         if step % eval_every == 0:
             log(accuracy=accuracy(policy, verifier, heldout))
-        responses = policy.generate(prompts, n=n, max_new_tokens=8, count=batch, score=verifier, keep=informative)
+        responses = policy.generate(prompts, n=n, max_new_tokens=max_new_tokens, count=batch, score=verifier, keep=informative)
         rewards = verifier.score(responses)
         policy.update(responses, rewards, loss=ppo_clip(eps_high=0.28), optimizer=tuning)
     log(accuracy=accuracy(policy, verifier, heldout), prompts_drawn=prompts.cursor)

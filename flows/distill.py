@@ -18,7 +18,7 @@ def right_answer(rng: random.Random) -> dict[str, str]:
 
 
 @flow
-def distillation(num_steps: int = 40, warm_steps: int = 200, batch: int = 64, lr: float = 3e-4) -> None:
+def distillation(num_steps: int = 40, warm_steps: int = 200, batch: int = 64, max_new_tokens: int = 8, lr: float = 3e-4) -> None:
     teacher, student = (Policy(DIGITS, name=name, init="random") for name in ("teacher", "student"))
     verifier = Reward(is_sorted)
     prompts = Dataset.generate(task, num_steps * batch, seed=1, name="prompts")
@@ -32,7 +32,7 @@ def distillation(num_steps: int = 40, warm_steps: int = 200, batch: int = 64, lr
 
     log(teacher=accuracy(teacher, verifier, heldout), student=accuracy(student, verifier, heldout))
     for _ in steps(num_steps):
-        responses = student.generate(prompts.take(batch), n=2, max_new_tokens=8)
+        responses = student.generate(prompts.take(batch), n=2, max_new_tokens=max_new_tokens)
         teacher_logprobs = teacher.logprobs(responses)
         student.update(responses, loss=distill(), columns={"teacher_logprobs": teacher_logprobs}, optimizer=following)
         log(kl=(responses.logprobs - teacher_logprobs).mean())

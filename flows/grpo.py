@@ -31,7 +31,9 @@ def is_sorted(sample: Sample) -> float:
 
 
 @flow
-def grpo(num_steps: int = 80, warm_steps: int = 350, batch: int = 32, n: int = 8, lr: float = 2e-4, eval_every: int = 10) -> None:
+def grpo(
+    num_steps: int = 80, warm_steps: int = 350, batch: int = 32, n: int = 8, max_new_tokens: int = 8, lr: float = 2e-4, eval_every: int = 10
+) -> None:
     policy = Policy(DIGITS, init="random")
     verifier = Reward(is_sorted)
     prompts = Dataset.generate(task, num_steps * batch, seed=1, name="prompts")
@@ -44,7 +46,7 @@ def grpo(num_steps: int = 80, warm_steps: int = 350, batch: int = 32, n: int = 8
     for step in steps(num_steps):
         if step % eval_every == 0:
             log(accuracy=accuracy(policy, verifier, heldout))
-        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=8)
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=max_new_tokens)
         rewards = verifier.score(responses)
         policy.update(responses, rewards, loss=ppo_clip(eps_high=0.28), optimizer=tuning)
     log(accuracy=accuracy(policy, verifier, heldout))

@@ -30,7 +30,7 @@ def has_the_digits(sample: Sample) -> float:
 
 
 @flow
-def judged(num_steps: int = 25, warm_steps: int = 120, batch: int = 32, n: int = 4, lr: float = 3e-4) -> None:
+def judged(num_steps: int = 25, warm_steps: int = 120, batch: int = 32, n: int = 4, max_new_tokens: int = 8, lr: float = 3e-4) -> None:
     policy, judge = Policy(DIGITS, init="random"), Policy(DIGITS, name="judge", init="random")
     verdict, rule, truth = Reward(says_yes), Reward(has_the_digits), Reward(is_sorted)
     prompts = Dataset.generate(task, num_steps * batch, seed=1, name="prompts")
@@ -41,7 +41,7 @@ def judged(num_steps: int = 25, warm_steps: int = 120, batch: int = 32, n: int =
     judge.update(lessons.all(), loss=nll(), minibatch_size=128, optimizer=warming)
     policy.update(demos.all(), loss=nll(), minibatch_size=128, optimizer=warming)
     for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=8)
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=max_new_tokens)
         cases = responses.with_columns(prompt=responses.map(as_case))
         verdicts = judge.generate(cases, max_new_tokens=1, temperature=0)
         rewards = 0.5 * verdict.score(verdicts).back_to(responses) + 0.5 * rule.score(responses)

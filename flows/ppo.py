@@ -12,7 +12,9 @@ from m2flow import AdamW, Critic, Dataset, Policy, Reference, Reward, flow, gae,
 
 
 @flow
-def ppo(num_steps: int = 20, warm_steps: int = 150, batch: int = 64, n: int = 2, beta: float = 0.02, lr: float = 2e-4) -> None:
+def ppo(
+    num_steps: int = 20, warm_steps: int = 150, batch: int = 64, n: int = 2, beta: float = 0.02, max_new_tokens: int = 8, lr: float = 2e-4
+) -> None:
     policy = Policy(DIGITS, init="random")
     verifier = Reward(is_sorted)
     prompts = Dataset.generate(task, num_steps * batch, seed=1, name="prompts")
@@ -24,7 +26,7 @@ def ppo(num_steps: int = 20, warm_steps: int = 150, batch: int = 64, n: int = 2,
 
     actor_rate, critic_rate = AdamW(lr, betas=(0.9, 0.99)), AdamW(5 * lr, betas=(0.9, 0.99))
     for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=8)
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=max_new_tokens)
         rewards, values = verifier.score(responses), critic.values(responses)
         kl = responses.logprobs - reference.logprobs(responses)
         estimate = gae(responses, rewards, values, kl=beta * kl, lam=0.95)

@@ -31,14 +31,14 @@ def second_wins(sample: Sample) -> float:
 
 
 @flow
-def selfplay(num_steps: int = 40, batch: int = 16, n: int = 4, lr: float = 5e-4) -> None:
+def selfplay(num_steps: int = 40, batch: int = 16, n: int = 4, max_new_tokens: int = 1, lr: float = 5e-4) -> None:
     first, second = (Policy(DIGITS, name=name, init="random") for name in ("first", "second"))
     referee = Reward(second_wins)
     questions = Dataset.generate(question, num_steps * batch, seed=1)
     rate = AdamW(lr, betas=(0.9, 0.99))
     for _ in steps(num_steps):
-        moves = first.generate(questions.take(batch), n=n, max_new_tokens=1)
-        replies = second.generate(moves.with_columns(first=moves.text), n=2, max_new_tokens=1)
+        moves = first.generate(questions.take(batch), n=n, max_new_tokens=max_new_tokens)
+        replies = second.generate(moves.with_columns(first=moves.text), n=2, max_new_tokens=max_new_tokens)
         outcomes = referee.score(replies)
         second.update(replies, outcomes, optimizer=rate)
         first.update(moves, -outcomes.back_to(moves), optimizer=rate)

@@ -18,6 +18,7 @@ from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
 from m2flow.micro.costs.profile import Profile, read_profile
 from m2flow.micro.costs.profiled import ProfiledCosts
+from m2flow.micro.costs.shapes import ModelShape
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.lowering.placement import check_pins
@@ -85,7 +86,7 @@ def question_of(
     models: Mapping[str, Model],
     spec: ClusterSpec,
     *,
-    lengths: str = "",
+    lengths: str | Lengths = "",
     profile: Path | Profile | None = None,
 ) -> Question:
     """Set up planning for a traced flow.
@@ -93,7 +94,8 @@ def question_of(
     Args:
         graph: some steps of it; with what comes before and after them.
         lengths: of answers, as `m2flow.micro.rollouts.lengths.parse_lengths` takes them; by default those that the profile observed, and
-            without a profile an assumption from the limit of the generate calls.
+            without a profile an assumption from the limit of the generate calls. Text that these limits contradict is refused, what was
+            observed is cut.
         profile: what `m2flow profile` wrote, or what a run has measured so far; without one all is modelled.
     Raises:
         SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
@@ -104,13 +106,57 @@ def question_of(
     if measured is not None:
         measured.check(models, spec)
     observed = measured.lengths() if measured and measured.responses else None
-    known = parse_lengths(lengths) if lengths else observed
-    found = known or _assumed(workload)
+    known = parse_lengths(lengths) if isinstance(lengths, str) and lengths else lengths or observed
     shapes = shapes_of(models, spec)
+    found, cuts = _within_limits(known or _assumed(workload), workload, shapes, given=lengths if isinstance(lengths, str) else "")
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
     costs = ProfiledCosts(measured, modelled) if measured else modelled
-    doubts = tuple(measured.doubts(spec)) if measured else ()
+    doubts = (*cuts, *(measured.doubts(spec) if measured else ()))
     return Question(workload, found, known is not None, costs, spec, doubts, lambda choice: lower(graph, models, spec, choice=choice))
+
+
+def _within_limits(
+    lengths: Lengths, workload: Workload, shapes: Mapping[str, ModelShape], *, given: str
+) -> tuple[Lengths, tuple[str, ...]]:
+    """Lengths that the calls' `max_new_tokens` and the models' contexts allow, and what was cut.
+
+    A formula without a cap says how long answers would be if nothing stopped them: it is cut at the limit. Others say what was.
+
+    Raises:
+        SpecError: text asks for answers that no call allows, or a call for more than a context holds.
+    """
+    calls = [call for call in workload.calls if call.work == "generate" and call.max_new_tokens]
+    if not calls:
+        return lengths, ()
+    call = max(calls, key=lambda call: call.max_new_tokens)
+    limit, longest = call.max_new_tokens, lengths.longest
+    for one in calls:
+        assert one.engine is not None
+        context = shapes[one.engine.role].max_context if one.engine.role in shapes else 0
+        if context and lengths.longest_prompt + one.max_new_tokens > context:
+            prompts = f"prompts of up to {lengths.longest_prompt:,} tokens and " if lengths.longest_prompt else ""
+            raise SpecError(
+                f"{one.name}: {prompts}answers of up to {one.max_new_tokens:,} tokens (max_new_tokens) do not fit the context of "
+                f"{one.engine.role}'s model, {context:,} tokens",
+                now="Lower max_new_tokens in the flow, or plan for a model with a longer context (--shape ROLE=MODEL).",
+            )
+    if longest is not None and longest <= limit:
+        return lengths, ()
+    share = lengths.survival(limit)
+    if given and (longest is not None or share > 0.5):
+        reach = (
+            f"answers of up to {longest:,} tokens"
+            if longest is not None
+            else f"answers of which {share:.0%} are longer than {limit:,} tokens"
+        )
+        cap = "" if "cap=" in given else f", or cut the lengths there: --lengths {given},cap={limit}"
+        raise SpecError(
+            f"--lengths {given}: {reach}, and {call.name} stops at {limit:,} (max_new_tokens)",
+            now=f"Raise max_new_tokens in the flow{f' to {longest}' if longest else ''} (of a flow that takes it: --max-new-tokens){cap}.",
+        )
+    return lengths.cut_at(limit), (
+        f"{share:.1%} of the answers of {lengths.name} are cut at {limit:,} tokens, max_new_tokens of {call.name}",
+    )
 
 
 def _assumed(workload: Workload) -> Lengths:

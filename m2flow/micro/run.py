@@ -54,6 +54,7 @@ from m2flow.micro.record.past import DONE, Past, read_past
 from m2flow.micro.record.rundir import create_run_dir, move, naming_a_full_disk, write_config, write_plan
 from m2flow.micro.record.storage import brought_home, share, with_its_pictures
 from m2flow.micro.record.tally import Tally
+from m2flow.micro.rollouts.lengths import parse_lengths
 from m2flow.micro.search.choice import Choice
 from m2flow.micro.work.channel_counts import channels_of
 from m2flow.micro.work.inprocess import InProcess
@@ -375,7 +376,7 @@ class Run:
         profile = read_profile(self._profile) if self._profile else None
         newer = measured_so_far(self.flow.name, self._models, plan, self.spec, self.run_dir, gather_s=GATHER_S)
         profile = profile.updated(newer) if profile and newer else newer or profile
-        return lambda spec: question_of(graph, self._models, spec, lengths=str(self.run_dir), profile=profile).choose()
+        return lambda spec: question_of(graph, self._models, spec, lengths=parse_lengths(str(self.run_dir)), profile=profile).choose()
 
     def _eager(self, plan: Plan) -> tuple[float, Mapping[str, str]]:
         assert self._journal is not None

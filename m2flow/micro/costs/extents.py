@@ -101,9 +101,10 @@ def _allowed(call: CallLoad, shape: ModelShape | None) -> Extent:
 
 def _drawn(call: CallLoad, lengths: Lengths, seed: int) -> Extent:
     groups = max(call.num_prompts, -(-_NUM_DRAWN // call.num_per_prompt))
-    responses = lengths.draw(groups, call.num_per_prompt, seed).ravel()
+    limit = call.max_new_tokens or np.iinfo(np.int64).max
+    responses = np.minimum(lengths.draw(groups, call.num_per_prompt, seed).ravel(), limit)
     prompts = lengths.draw_prompts(groups, seed, n=call.num_per_prompt)
-    longest = int(prompts.max(initial=0)) + (lengths.cap or int(responses.max(initial=1)))
+    longest = int(prompts.max(initial=0)) + min(lengths.cap or int(responses.max(initial=1)), limit)
     return Extent.of(responses, prompt=float(prompts.mean()), longest=longest)
 
 

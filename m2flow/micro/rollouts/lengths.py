@@ -100,6 +100,20 @@ class Lengths(ABC):
     def correlation(self) -> Correlation:
         """Of log length in a group: measured if there are groups to measure, as declared otherwise."""
 
+    @abstractmethod
+    def cut_at(self, tokens: int) -> Lengths:
+        """The same, of which no answer is longer than this."""
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that no answer exceeds; None: it may have any number."""
+        return self.cap
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that is known of."""
+        return 0
+
     def num_steps(self) -> int | None:
         """How many steps were recorded; None: any number can be drawn."""
         return None
@@ -118,24 +132,38 @@ def parse_lengths(text: str) -> Lengths:
         lognormal:median=4000,sigma=0.8,cap=32768,icc=0.3,prompt=512      (mean= in the place of median=)
         mixture:weights=0.7/0.3,median=400/6000,sigma=0.5/0.6,cap=32768
 
+    A trace or a run with `,cap=8192` behind it is cut there.
+
     Raises:
         SpecError: there is nothing of that name, or it is wrong; with the line.
     """
-    from m2flow.micro.rollouts import measured, parametric
+    from m2flow.micro.rollouts import parametric
 
     kind, colon, options = text.partition(":")
     if colon and kind in parametric.KINDS:
         return parametric.parse(kind, options)
+    found = _recorded(text)
+    if found is not None:
+        return found
+    base, _, cap = text.rpartition(",cap=")
+    found = _recorded(base) if base and cap.isdecimal() and int(cap) else None
+    if found is not None:
+        return found.cut_at(int(cap))
+    kinds, shipped = ", ".join(f"{kind}:..." for kind in parametric.KINDS), ", ".join(sorted(path.stem for path in TRACES.glob("*.jsonl")))
+    raise SpecError(
+        f"no lengths {text!r}: neither a file, nor a run, nor a distribution",
+        now=f"Give a trace (JSON lines), a run directory, {kinds}, or one of {shipped}.",
+    )
+
+
+def _recorded(text: str) -> Lengths | None:
+    """Of a run, a file or a trace that comes with m2flow."""
+    from m2flow.micro.rollouts import measured
+
     path = Path(text)
     if (path / "ledger.db").is_file():
         return measured.from_run(path)
     if path.is_file():
         return measured.read_trace(path)
     shipped = {found.stem: found for found in sorted(TRACES.glob("*.jsonl"))}
-    if text in shipped:
-        return measured.read_trace(shipped[text])
-    kinds = ", ".join(f"{kind}:..." for kind in parametric.KINDS)
-    raise SpecError(
-        f"no lengths {text!r}: neither a file, nor a run, nor a distribution",
-        now=f"Give a trace (JSON lines), a run directory, {kinds}, or one of {', '.join(shipped)}.",
-    )
+    return measured.read_trace(shipped[text]) if text in shipped else None

@@ -48,7 +48,25 @@ class Measured(Lengths):
         self._sizes = np.array([len(group) for group in self._groups], np.int64)
         self._all = np.sort(np.concatenate(self._groups))
         self._curve = kaplan_meier(np.concatenate(self._groups), np.concatenate(list(cut)))
+        self._cut = list(cut)
         self._num_cut = int(sum(int(flags.sum()) for flags in cut))
+
+    def cut_at(self, tokens: int) -> Measured:
+        steps = {position: step for step, positions in self._steps.items() for position in positions}
+        cut = [flags | (group >= tokens) for group, flags in zip(self._groups, self._cut, strict=True)]
+        groups = [np.minimum(group, tokens) for group in self._groups]
+        cap = tokens if self.cap is None else min(tokens, self.cap)
+        return Measured(
+            f"{self.name} cut at {tokens}", [steps[i] for i in range(len(groups))], self._prompts.tolist(), groups, cut=cut, cap=cap
+        )
+
+    @property
+    def longest(self) -> int:
+        return int(self._all[-1])
+
+    @property
+    def longest_prompt(self) -> int:
+        return int(self._prompts.max())
 
     def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> IntArray:
         drawn = np.empty((num_groups, n), np.int64)

@@ -52,6 +52,11 @@ class Mixture(Lengths):
             self.name += f" cut at {cap}"
         self._logs = _GRID * sigmas[0] + self._mus[0] if len(weights) == 1 else np.array([self._log_at(z) for z in _GRID])
 
+    def cut_at(self, tokens: int) -> Mixture:
+        cap = tokens if self.cap is None else min(tokens, self.cap)
+        medians = [math.exp(mu) for mu in self._mus]
+        return Mixture(self._weights, medians, self._sigmas, cap=cap, icc=self._icc, prompt_tokens=self._prompt_tokens)
+
     def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> IntArray:
         shared = normals(seed, _GROUP, step, num_groups, 1)
         scores = math.sqrt(self._icc) * shared + math.sqrt(1.0 - self._icc) * normals(seed, _SAMPLE, step, num_groups, n)

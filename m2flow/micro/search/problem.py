@@ -99,14 +99,12 @@ class Problem:
     def batches(self) -> dict[str, Batch]:
         """By call: what it generates, or the samples of the last call before it that does.
 
-        The lengths are those of the models that the step trains, as they are; another model (a judge) stops at its own limit.
+        Each call stops at its own limit.
         """
         made: dict[tuple[int, int, int], Batch] = {}
         found, limits = {}, dict[str, int]()
-        trained = {call.engine.role for call in self.workload.calls if call.work == "update" and call.engine is not None}
         for call in self.workload.calls:
-            own = call.max_new_tokens if trained and call.engine is not None and call.engine.role not in trained else 0
-            limits[call.name] = own or max((limits.get(name, 0) for name in call.after), default=0)
+            limits[call.name] = call.max_new_tokens or max((limits.get(name, 0) for name in call.after), default=0)
             shape = call.num_prompts, call.num_per_prompt, limits[call.name]
             if shape not in made:
                 made[shape] = Batch(call, self.lengths, limit=limits[call.name])

@@ -1,8 +1,8 @@
 """How long each sample of a simulated run is: a pure function of the seed and of who it is, never of when or where it runs.
 
 The first generation of the program's k-th step whose groups fit the k-th step of the record (as many, of the same size) has the lengths of
-that one; groups of others, as of an evaluation before it, are drawn from the distribution. What a trace says is taken as it is: a
-flow's own `max_new_tokens` does not cut it again. But a model that is not trained (a judge) stops at its limit.
+that one; groups of others, as of an evaluation before it, are drawn from the distribution. Each call stops at its own
+`max_new_tokens`; of lengths beyond every call's, which were not made to agree with the flow, only a model that is not trained (a judge).
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ class Drawn:
     """Answers for every sample of a run."""
 
     def __init__(
-        self, lengths: Lengths, seed: int, *, kept: Mapping[str, float] | None = None, trained: frozenset[str] = frozenset()
+        self,
+        lengths: Lengths,
+        seed: int,
+        *,
+        kept: Mapping[str, float] | None = None,
+        trained: frozenset[str] = frozenset(),
+        limit: int = 0,
     ) -> None:
+        """`trained`: roles. `limit`: the largest `max_new_tokens` of all calls."""
         self._lengths = lengths
         self._trained = trained
+        self._stops = not trained or (lengths.longest is not None and lengths.longest <= limit)
         self._seed = seed
         self._kept = kept or {}
         self._rounds = Rounds()
@@ -50,7 +58,7 @@ class Drawn:
         number = self._num_of_step[call.step] = self._num_of_step.get(call.step, -1) + 1
         prompts, responses = self._draw(call.step, number, num_prompts, n)
         sampling = call.options.get("sampling")
-        if self._trained and call.role not in self._trained and isinstance(sampling, Sampling):
+        if isinstance(sampling, Sampling) and (self._stops or call.role not in self._trained):
             responses = np.minimum(responses, sampling.max_new_tokens)
         self._by_call[call.ordinal] = prompts, responses
 

@@ -14,6 +14,7 @@ from m2flow.micro.simulation.drawn import Drawn
 from m2flow.micro.simulation.machines import machines_of
 from m2flow.micro.simulation.program import Program
 from m2flow.micro.simulation.run import Failure, History, Simulation
+from m2flow.recipe import Sampling
 from m2flow.spec import ClusterSpec
 
 
@@ -48,7 +49,8 @@ def simulate(
     started = time.perf_counter()
     trained = frozenset(call.role for call in program.graph.calls if call.method == "update")
     plan = with_paces(plan, spec, costs)
-    drawn = Drawn(lengths, seed, kept=kept, trained=trained)
+    limits = [sampling.max_new_tokens for call in program.graph.calls if isinstance(sampling := call.options.get("sampling"), Sampling)]
+    drawn = Drawn(lengths, seed, kept=kept, trained=trained, limit=max(limits, default=0))
     simulation = Simulation(
         program,
         plan,
