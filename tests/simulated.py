@@ -71,6 +71,9 @@ class Given(Lengths):
     def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> IntArray:
         return np.full(num_groups, self.prompt, np.int64)
 
+    def cut_at(self, tokens: int) -> Given:
+        return Given([[min(length, tokens) for length in group] for group in self.groups], self.prompt, self.name, tokens)
+
     def mean(self) -> float:
         return float(np.mean(self.groups))
 

@@ -14,6 +14,8 @@ from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts
 from m2flow.micro.costs.shapes import shape_named
 from m2flow.micro.costs.terms import EngineId
+from m2flow.micro.lowering.seating import seat_workers
+from m2flow.micro.plan import check_coming
 from m2flow.micro.rollouts.bounds import k_longest_s
 from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.parametric import lognormal
@@ -21,6 +23,7 @@ from m2flow.micro.search import finding
 from m2flow.micro.search.advising import advice_of
 from m2flow.micro.search.batches import Draw, Instances
 from m2flow.micro.search.choice import Bound, Choice, Part
+from m2flow.micro.search.explaining import explain
 from m2flow.micro.search.finding import best_plan, find_plan, grid_of
 from m2flow.micro.search.lending import WORTH
 from m2flow.micro.search.problem import Problem
@@ -203,3 +206,50 @@ def test_a_rollout_of_few_samples_is_released_as_its_groups_end() -> None:
     draw = Draw(np.array([[10, 20], [40, 30]]), np.array([5, 5]))
     ways = Instances(*(np.array([value]) for value in (1.0, 0.1, 0.0, 8.0, 1.0, 0.0, 0.0, 0.0)))
     assert draw.releases_s(ways)[0].tolist() == pytest.approx([20 + 0.1 * (10 + 20 + 20 + 20), 40 + 0.1 * 100])
+
+
+def test_a_pin_off_the_grid_of_device_counts_is_a_point_of_it() -> None:
+    choice = choice_of(modelled(64, pin={"policy.rollout": PinSpec(num_devices=24), "policy.train": PinSpec(devices=(3, 43))}))
+    seats = {str(seat.engine): seat for seat in choice.seats}
+    assert seats["policy.rollout"].num_devices == 24
+    assert (seats["policy.train"].first_device, seats["policy.train"].num_devices) == (3, 40)
+
+
+def test_a_pinned_layout_off_the_grid_is_a_point_of_it() -> None:
+    choice = choice_of(modelled(64, pin={"policy.rollout": PinSpec(layout=LayoutSpec(dp=3, tp=2))}))
+    (seat,) = (seat for seat in choice.seats if seat.engine == POLICY)
+    assert (seat.layout.dp, seat.layout.tp) == (3, 2)
+
+
+def test_a_pin_of_a_kind_is_of_every_engine_of_it_and_a_narrower_one_comes_first() -> None:
+    choice = choice_of(modelled(8, pin={"train": PinSpec(devices=(4, 8)), "reference": PinSpec(devices=(6, 8))}))
+    seats = {str(seat.engine): list(seat.devices) for seat in choice.seats}
+    assert seats["policy.train"] == [4, 5, 6, 7]
+    assert seats["reference.train"] == [6, 7]
+
+
+def test_a_plan_that_can_not_be_run_is_passed_over_and_named() -> None:
+    problem, refused = modelled(16), set[str]()
+
+    def check(choice: Choice) -> None:
+        if not refused or choice.mode in refused:
+            refused.add(choice.mode)
+            raise PlanError("nobody can run it")
+
+    found = find_plan(problem.workload, problem.lengths, problem.costs, problem.spec, check=check)
+    assert found.mode not in refused
+    assert any("which can't be run: nobody can run it" in text for text in found.not_tried)
+    assert "not tried: " in explain(found)
+    assert not refused & {loser.what for loser in found.losers}
+
+
+def test_a_trainer_in_the_process_of_one_of_several_instances_does_not_come_beside_it() -> None:
+    pins = {"rollout": PinSpec(devices=(0, 2), layout=LayoutSpec(dp=2)), "train": PinSpec(devices=(0, 1))}
+    problem = modelled(2, num_prompts=256, model="Qwen2.5-3B", pin=pins)
+    engines = {"rollout": RolloutSpec(engine="embedded", max_running=1024), "train": TrainSpec(engine="embedded", token_budget=4096)}
+    spec = problem.spec.model_copy(update=engines)
+    shapes = dict.fromkeys(("policy", "reference"), shape_named("Qwen2.5-3B"))
+    costs = ModelledCosts(spec, problem.workload, shapes, extents_of(problem.workload, shapes, problem.lengths))
+    choice = find_plan(problem.workload, problem.lengths, costs, spec)
+    assert any(seat.is_swapped for seat in choice.seats if seat.engine.kind == "train")
+    check_coming(seat_workers(choice, spec, "cuda:0"))

@@ -20,7 +20,7 @@ def judged(sample):
 def tiny(batch: int = 3, data: str = ""):
     policy, judge, prompts = Policy("fake"), Reward(judged), Dataset([{"prompt": str(i)} for i in range(99)])
     for step in steps(2):
-        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=4)
+        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=4096)
         policy.update(responses, judge.score(responses))
 """
 CLUSTER = """

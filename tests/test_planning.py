@@ -15,6 +15,7 @@ from m2flow.errors import SpecError
 from m2flow.macro.tracing import trace
 from m2flow.micro.plan_file import read_plan
 from m2flow.micro.planning import question_of, with_shapes
+from m2flow.micro.rollouts.lengths import parse_lengths
 from m2flow.micro.run import Run
 from m2flow.spec import ClusterSpec, PoolSpec, RunSettings
 
@@ -29,7 +30,8 @@ def plan(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def document() -> dict:
-    result = plan("--cluster", ONE, "--shape", "policy=Qwen2.5-1.5B", "--lengths", "dapo-qwen2.5-32b", "--batch", "16", "--json")
+    lengths = ("--lengths", "dapo-qwen2.5-32b", "--max-new-tokens", "10112")
+    result = plan("--cluster", ONE, "--shape", "policy=Qwen2.5-1.5B", *lengths, "--batch", "16", "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -79,7 +81,7 @@ def test_a_pool_can_be_planned_for_and_not_run_on(tmp_path):
 
 def test_lengths_are_assumed_only_if_nobody_gives_them():
     spec = with_shapes(load_cluster(ONE), ("policy=Qwen2.5-0.5B",))
-    graph, models, _ = trace(load_flow(GRPO), {}, steps=2)
+    graph, models, _ = trace(load_flow(GRPO), {"max_new_tokens": 4096}, steps=2)
     assert not question_of(graph, models, spec).lengths_are_known
     known = question_of(graph, models, spec, lengths="lognormal:median=400,sigma=1,cap=4096")
     assert known.lengths_are_known
@@ -94,3 +96,66 @@ def test_auto_places_a_run_on_this_machine_and_the_run_goes_as_planned(tmp_path)
     assert written.choice is not None
     assert written.mode == written.choice.mode
     assert summary.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("pins", "place", "now"),
+    [
+        ("pin:\n  polcy.rollout: {num_devices: 1}\n", ":5:3", "Did you mean 'policy.rollout'?"),
+        ("pin: {policy.rolout: {num_devices: 1}}\n", ":4:7", "Did you mean 'policy.rollout'?"),
+        ("pin: {verifier: {num_devices: 1}}\n", ":4:7", "It has policy"),
+        ("shapes: {polcy: Qwen2.5-0.5B}\n", ":4:10", "Did you mean 'policy'?"),
+        ("functions: {latency_s: {is_sortd.score: 1.0}}\n", ":4:25", "Did you mean 'is_sorted.score'?"),
+    ],
+)
+def test_a_name_that_the_flow_does_not_have_is_refused_at_its_place_with_the_nearest(pins: str, place: str, now: str, tmp_path: Path):
+    file = tmp_path / "one.yaml"
+    file.write_text("name: one\nplacement: auto\npools: {main: {device: h100, devices_per_node: 1}}\n" + pins)
+    result = plan("--cluster", str(file), "--shape", "policy=Qwen2.5-0.5B")
+    assert result.exit_code == 2, result.output
+    assert f"{file}{place}\n" in result.output
+    assert now in result.output
+
+
+def test_a_misspelt_pin_is_refused_where_placement_goes_by_rule_too(tmp_path: Path):
+    file = tmp_path / "split.yaml"
+    file.write_text("placement: split\npin: {polcy.rollout: {layout: {tp: 1}}}\n")
+    result = plan("--cluster", str(file))
+    assert result.exit_code == 2
+    assert f"{file}:2:7" in result.output
+
+
+def limited(lengths: str, *more: str) -> Result:
+    return plan("--cluster", ONE, "--shape", "policy=Qwen2.5-0.5B", "--batch", "16", "--lengths", lengths, *more)
+
+
+def test_lengths_beyond_max_new_tokens_are_refused_with_both_numbers_and_what_to_give():
+    result = limited("dapo-qwen2.5-32b")
+    assert result.exit_code == 2
+    assert "answers of up to 10,112 tokens, and policy.generate stops at 8 (max_new_tokens)" in result.output
+    assert "--max-new-tokens" in result.output
+    assert "--lengths dapo-qwen2.5-32b,cap=8" in result.output
+    assert limited("lognormal:median=400,sigma=0.5,cap=9").exit_code == 2
+    assert "answers of which 100% are longer than 8 tokens" in limited("lognormal:median=400,sigma=0.5").output
+
+
+def test_lengths_that_agree_with_max_new_tokens_are_planned_and_a_formula_is_cut_there_with_a_note():
+    assert limited("dapo-qwen2.5-32b,cap=8").exit_code == 0
+    assert "at most 1,310,720" in limited("dapo-qwen2.5-32b", "--max-new-tokens", "10240").output
+    result = limited("lognormal:median=400,sigma=0.5", "--max-new-tokens", "900")
+    assert result.exit_code == 0
+    assert "note: 5.2% of the answers of lognormal (median 400, sigma 0.5) are cut at 900 tokens" in result.stderr
+
+
+def test_answers_that_the_context_does_not_hold_are_refused():
+    result = limited("dapo-qwen2.5-32b", "--max-new-tokens", "32500")
+    assert result.exit_code == 2
+    assert "do not fit the context of policy's model, 32,768 tokens" in result.output
+
+
+def test_lengths_that_a_run_had_are_cut_where_a_call_stops_now():
+    spec = with_shapes(load_cluster(ONE), ("policy=Qwen2.5-0.5B",))
+    graph, models, _ = trace(load_flow(GRPO), {"max_new_tokens": 100}, steps=2)
+    question = question_of(graph, models, spec, lengths=parse_lengths("dapo-qwen2.5-32b"))
+    assert question.lengths.longest == 100
+    assert "are cut at 100 tokens" in question.doubts[0]

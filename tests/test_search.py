@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+import msgspec
 import numpy as np
 import pytest
 from every_plan import Oracle
 from random_steps import random_problem
 
+from m2flow.micro.costs.terms import EngineId
 from m2flow.micro.search.calls import CallGraph
 from m2flow.micro.search.dynamic import Solver, Tables
 from m2flow.micro.search.finding import best_of
 from m2flow.micro.search.memory import Memory
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.trees import Leaf, leaves_of, step_s
+from m2flow.micro.search.workload import CallLoad, Workload
 
 
 def problem_of(seed: int, num_calls: int) -> Problem:
@@ -147,3 +150,28 @@ def test_one_more_device_is_never_slower(seed: int) -> None:
     more = {name: pool.model_copy(update={"devices_per_node": pool.devices_per_node + 1}) for name, pool in problem.spec.pools.items()}
     wider = Problem(problem.workload, problem.lengths, problem.costs, problem.spec.model_copy(update={"pools": more}))
     assert best_s(wider) <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("num_judges", [8, 40])
+def test_a_step_of_many_calls_is_cut_in_few_ways_and_the_plan_says_so(num_judges: int) -> None:
+    def load(name: str, work: str, engine: EngineId, *after: str) -> CallLoad:
+        return CallLoad(name, work, engine, 4, 2, "sample", False, after)  # type: ignore[arg-type]
+
+    judges = [load(f"judge{i}.logprobs", "forward", EngineId(f"judge{i}", "train"), "policy.generate") for i in range(num_judges)]
+    ends = load("policy.generate", "generate", EngineId("policy", "rollout")), load("policy.update", "update", EngineId("policy", "train"))
+    update = msgspec.structs.replace(ends[1], after=("policy.generate", *(judge.name for judge in judges)))
+    graph = CallGraph(Workload("many", (ends[0], *judges, update)))
+    cuts = {calls: list(graph.cuts(calls)) for calls in graph.convex_sets}
+    assert sum(map(len, cuts.values())) <= 3000
+    assert graph.not_tried
+    assert set(cuts) >= {graph.everything, *(1 << i for i in range(num_judges + 2))}
+    assert all(cuts[calls] for calls in cuts if calls.bit_count() > 1)
+    assert all({cut.first, cut.second} <= cuts.keys() for some in cuts.values() for cut in some)
+
+
+def test_of_a_step_of_few_calls_every_cut_is_tried() -> None:
+    graph = problem_of(3, 4).graph
+    assert not graph.not_tried
+    assert len(graph.down_sets) == sum(
+        all(graph.before[i] & ~done == 0 for i in range(4) if done >> i & 1) for done in range(graph.everything + 1)
+    )

@@ -19,11 +19,11 @@ def zero(sample):
     return 0.0
 
 @flow
-def small(num_steps: int = 3, batch: int = 4) -> None:
+def small(num_steps: int = 3, batch: int = 4, max_new_tokens: int = 60) -> None:
     policy, reward = Policy("{model}", init="random"), Reward(zero)
     prompts = Dataset([{{"prompt": "a"}}] * batch)
     for _ in steps(num_steps):
-        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=8)
+        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=max_new_tokens)
         policy.update(responses, reward.score(responses))
 """
 MODEL = Path(__file__).parents[1] / "flows" / "models" / "digits"
@@ -96,7 +96,7 @@ def test_a_comparison_has_steps_enough_to_overlap_and_says_what_there_is_no_plan
     [
         (["--lengths", "nowhere.jsonl"], "neither a file, nor a run, nor a distribution"),
         (["--lengths", "dapo-qwen2.5-32b", "--shape", "policy"], "--shape policy: it must be ROLE=MODEL"),
-        (["--lengths", "dapo-qwen2.5-32b", "--sweep", "gpus=8"], "that is no range of GPUs"),
+        (["--sweep", "gpus=8"], "that is no range of GPUs"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_to_do(flow_file, words, said):
@@ -121,7 +121,17 @@ def test_the_directory_is_a_run_that_others_open(flow_file, tmp_path):
 
 def test_on_devices_of_a_pool_a_comparison_has_both_turns_and_a_split_and_a_sweep_a_picture(flow_file, tmp_path):
     spec = Path(__file__).parents[1] / "clusters" / "h100-8.yaml"
-    given = (flow_file, "--cluster", spec, "--shape", "policy=Qwen2.5-7B", "--lengths", "lognormal:median=400,sigma=0.7")
+    given = (
+        flow_file,
+        "--cluster",
+        spec,
+        "--shape",
+        "policy=Qwen2.5-7B",
+        "--lengths",
+        "lognormal:median=400,sigma=0.7",
+        "--max-new-tokens",
+        8192,
+    )
     rows = json.loads(run(*given, "--compare", "--json"))
     assert {"time-shared", "split", "as planned"} <= {row["placement"] for row in rows if row["staleness"] == 0}
     points = json.loads(run(*given, "--sweep", "gpus=8..16", "--png", tmp_path / "sweep.png", "--json"))
@@ -133,7 +143,7 @@ def test_many_samples_on_a_thousand_devices_keep_to_the_bounds(flow_file):
     spec = Path(__file__).parents[1] / "clusters" / "h100-1024.yaml"
     document = json.loads(
         run(
-            *(flow_file, "--batch", "1024", "--steps", "1", "--json"),
+            *(flow_file, "--batch", "1024", "--steps", "1", "--max-new-tokens", "32768", "--json"),
             *("--cluster", spec, "--shape", "policy=Qwen2.5-7B", "--lengths", "lognormal:median=16000,sigma=0.8,cap=32768"),
         )
     )

@@ -34,6 +34,7 @@ def explain(choice: Choice, *, has_terms: bool = False) -> str:
         lines.append(f"constraint: {constraint} costs {seconds(cost)} a step" if cost > 0 else f"constraint: {constraint} costs nothing")
     found = "no plan of the cost model is faster" if choice.is_exact else f"a faster one by up to {seconds(choice.gap_s)} may exist"
     lines += [f"search: {seconds(choice.search_s)}; {found}. {_sources(choice)}"]
+    lines += [f"not tried: {text}" for text in choice.not_tried]
     if has_terms:
         lines += ["", "terms"]
         lines += in_columns([(name, f"{c.value:.4g} {c.unit}", c.source) for name, c in sorted(choice.constants.items())])
@@ -62,6 +63,7 @@ def as_document(choice: Choice) -> dict[str, object]:
         "parts_s": {part.what: part.seconds for part in choice.parts},
         "bounds_s": {bound.name: bound.seconds for bound in choice.bounds},
         "is_exact": choice.is_exact,
+        "not_tried": list(choice.not_tried),
         "gap_s": choice.gap_s,
         "search_s": choice.search_s,
         "constraints_cost_s": choice.constraints_cost_s,
