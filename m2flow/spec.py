@@ -6,16 +6,39 @@ clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.
 from __future__ import annotations
 
 import os
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from m2flow.errors import did_you_mean
 
+_MOST_PROCESSES = 4096
+"""Of a kind, each planned for by itself; and threads or cores of one host."""
+_MOST_ROUTES = 2**16
+"""Between processes that generate and those for functions."""
+_MOST_DEVICES = 131_072
+"""Of a pool. The largest clusters have some hundred thousand."""
+_MOST_SAMPLES = 2**31 - 1
+"""Or tokens, steps, times: what counts of them are kept in."""
+_MOST_BYTES = 2**50
+_MOST_GIB = 2.0**20
+_MOST_GB_S = 1e6
+_MOST_SECONDS = 1e9
+
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, given: object, info: ValidationInfo) -> object:
+        """YAML reads yes, no, on and off as truth values, which Python counts as 1 and 0."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        kinds = {wanted, *get_args(wanted)}
+        if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
+            raise PydanticCustomError("truth", "{given} is no number; YAML reads yes, no, on and off so", {"given": str(given).lower()})
+        return given
 
 
 class RolloutSpec(_Strict):
@@ -23,20 +46,20 @@ class RolloutSpec(_Strict):
 
     engine: str = "embedded"
     """A rollout engine's name; `m2flow engines` lists them."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, le=_MOST_PROCESSES)
     """Instances, each a process with the whole model. Time-shared, there is one for each trainer: 1."""
-    spare: int = Field(0, ge=0)
+    spare: int = Field(0, ge=0, le=_MOST_PROCESSES)
     """Further ones, which are not there when a run begins and may join while it goes on (`m2flow cluster scale`). Not with a placement that
     is searched for."""
     scale: Literal["asked", "auto"] = "asked"
     """Who decides whether spare ones join, and others leave: `m2flow cluster scale` alone, or also the run itself, by what it measures."""
-    replan_s: float = Field(20.0, gt=0)
+    replan_s: float = Field(20.0, gt=0, le=_MOST_SECONDS)
     """With `scale: auto`: seconds of a window; three must say the same. A placement that was searched for is looked at every six."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
     """CPU threads of an instance; by default its share of the machine."""
-    max_running: int = Field(256, ge=1)
+    max_running: int = Field(256, ge=1, le=_MOST_SAMPLES)
     """Most samples that decode together in an instance."""
-    chunk: int | None = Field(None, ge=1)
+    chunk: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task; by default as many as fit `max_running`."""
     policy: tuple[str, ...] = ()
     """What goes first, where, and how much at once: names of docs/guide/rollout-scheduling.md, or FILE.py:CLASS of your own. Several go
@@ -61,13 +84,13 @@ class TrainSpec(_Strict):
 
     engine: str = "embedded"
     """A train engine's name; `m2flow engines` lists them."""
-    ranks: int = Field(1, ge=1)
+    ranks: int = Field(1, ge=1, le=_MOST_PROCESSES)
     """Processes that hold a model together, each on a GPU or with threads of its own; more than 1 for engines that offer it."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
     """CPU threads of a rank; by default its share of the machine."""
-    token_budget: int = Field(8192, ge=1)
+    token_budget: int = Field(8192, ge=1, le=_MOST_SAMPLES)
     """Tokens that a micro-batch is filled up to."""
-    parts: int = Field(1, ge=1)
+    parts: int = Field(1, ge=1, le=_MOST_SAMPLES)
     """Passes that a micro-batch goes through a model of several ranks in, at most one for each of its samples. A run whose ranks are out of
     memory goes on with twice as many."""
     options: dict[str, str | int | float | bool] = {}
@@ -77,13 +100,13 @@ class TrainSpec(_Strict):
 class FunctionSpec(_Strict):
     """Where rewards and ops run."""
 
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, le=_MOST_PROCESSES)
     """Processes."""
-    chunk: int = Field(64, ge=1)
+    chunk: int = Field(64, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task."""
-    concurrency: int = Field(1, ge=1)
+    concurrency: int = Field(1, ge=1, le=_MOST_PROCESSES)
     """Samples that a process judges at the same time; for functions that wait (for a service, say) rather than compute."""
-    patience_s: float = Field(1.0, gt=0)
+    patience_s: float = Field(1.0, gt=0, le=_MOST_SECONDS)
     """Seconds after which a sample that is still being judged does not keep others from being judged beside it."""
     latency_s: dict[str, float | tuple[float, ...]] = {}
     """What a plan without a profile takes a call to last, by its name (`reward.score`), for one unit: a number, or several at evenly
@@ -102,12 +125,12 @@ class ChannelSpec(_Strict):
     """The controller's port with `tcp`; by default one that is free."""
     keys: str = ""
     """With `tcp`: the file of the cluster's key (`m2flow keys FILE`). All that passes is then encrypted, and only its holders are heard."""
-    max_samples: int | None = Field(None, ge=1)
+    max_samples: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
     """Most samples of one call's name under way to one worker, begun but not taken there; by default as many as the steps that may run at
     once have. A group counts whole, and one may be over."""
-    max_bytes: int = Field(2**36, ge=1)
+    max_bytes: int = Field(2**36, ge=1, le=_MOST_BYTES)
     """The same in bytes, each sample at its longest. What must be there at once and does not fit goes to segment files (see the plan)."""
-    shared_bytes: int = Field(2**30, ge=0)
+    shared_bytes: int = Field(2**30, ge=0, le=_MOST_BYTES)
     """With `ipc`: shared memory that each worker may take to lend large columns to others. 0: they go through the sockets. Where it is
     full, they do too, and are counted."""
 
@@ -159,9 +182,9 @@ class RaySpec(_Strict):
     """Environment variables of the workers."""
     autoscales: bool = False
     """Nodes may be added: a plan that does not fit those of now waits for them."""
-    patience_s: float = Field(60.0, gt=0)
+    patience_s: float = Field(60.0, gt=0, le=_MOST_SECONDS)
     """Seconds to wait for room in the cluster, and for what its nodes say of themselves (`m2flow cluster check`)."""
-    silent_after_s: float = Field(5.0, gt=0)
+    silent_after_s: float = Field(5.0, gt=0, le=_MOST_SECONDS)
     """Seconds without an answer after which a node counts as lost, with the workers on it."""
 
 
@@ -171,7 +194,7 @@ class StorageSpec(_Strict):
     directory: str = ""
     """One that all hosts see, at the same path; each run gets a directory there. Samples and checkpoints are written there by those who
     make them, the ledger is copied there. By default all of it is in the run's directory alone."""
-    every_s: float = Field(5.0, gt=0)
+    every_s: float = Field(5.0, gt=0, le=_MOST_SECONDS)
     """Seconds from one copy of the ledger to the next; before a checkpoint is complete it is copied in any case."""
 
 
@@ -180,19 +203,19 @@ class PoolSpec(_Strict):
 
     device: str
     """A name of the device list, like `h100`; `m2flow engines` says where it is and how to add one."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, le=_MOST_DEVICES)
     """Hosts."""
-    devices_per_node: int = Field(8, ge=1)
+    devices_per_node: int = Field(8, ge=1, le=_MOST_DEVICES)
     """Of one host; an engine whose parallel layout needs fast links stays within it."""
-    memory_gib: float | None = Field(None, gt=0)
+    memory_gib: float | None = Field(None, gt=0, le=_MOST_GIB)
     """Of each device; by default what the device list says."""
-    host_memory_gib: float | None = Field(None, gt=0)
+    host_memory_gib: float | None = Field(None, gt=0, le=_MOST_GIB)
     """Of each node, for what engines offload; by default what the device list says."""
-    host_link_gb_s: float | None = Field(None, gt=0)
+    host_link_gb_s: float | None = Field(None, gt=0, le=_MOST_GB_S)
     """Between each device and its node's memory (PCIe), in each direction, 10^9 bytes a second; by default what the device list says."""
-    link_gb_s: float | None = Field(None, gt=0)
+    link_gb_s: float | None = Field(None, gt=0, le=_MOST_GB_S)
     """Between the devices of a node (NVLink, or PCIe without it), in each direction, 10^9 bytes a second; by default the device list's."""
-    network_gb_s: float | None = Field(None, gt=0)
+    network_gb_s: float | None = Field(None, gt=0, le=_MOST_GB_S)
     """Of a node to the others, in each direction, 10^9 bytes a second; by default what the device list says."""
 
     @property
@@ -203,15 +226,15 @@ class PoolSpec(_Strict):
 class LayoutSpec(_Strict):
     """What of a parallel layout is fixed; what is left out is the planner's choice."""
 
-    tp: int | None = Field(None, ge=1)
+    tp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
     """Tensor parallel: devices that share each layer."""
-    pp: int | None = Field(None, ge=1)
+    pp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
     """Pipeline parallel: stages of layers."""
-    sp: int | None = Field(None, ge=1)
+    sp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
     """Sequence parallel: devices that share each sequence."""
-    dp: int | None = Field(None, ge=1)
+    dp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
     """Data parallel: replicas, each with its own samples."""
-    ep: int | None = Field(None, ge=1)
+    ep: int | None = Field(None, ge=1, le=_MOST_DEVICES)
     """Expert parallel: devices that share the experts of a layer."""
     zero: Literal[0, 1, 2, 3] | None = None
     """Stage of ZeRO: what data-parallel trainers share out (1 the optimiser, 2 gradients too, 3 weights too)."""
@@ -224,12 +247,20 @@ class PinSpec(_Strict):
     """One of `pools`."""
     devices: tuple[int, int] | None = None
     """The first device of the pool and the one after the last: [0, 8] are the first eight."""
-    num_devices: int | None = Field(None, ge=1)
+    num_devices: int | None = Field(None, ge=1, le=_MOST_DEVICES)
     """How many it has; which ones is open."""
     layout: LayoutSpec = LayoutSpec()
     """Its parallel layout."""
     offload: bool | None = None
     """Whether its optimiser lives in the host's memory."""
+
+    @field_validator("devices")
+    @classmethod
+    def _has_devices(cls, given: tuple[int, int] | None) -> tuple[int, int] | None:
+        if given is not None and not 0 <= given[0] < given[1] <= _MOST_DEVICES:
+            what = f"[{given[0]}, {given[1]}] are no devices; give the first, from 0, and the one after the last"
+            raise PydanticCustomError("devices", "{what}", {"what": what})
+        return given
 
 
 class Places(dict[tuple[str, ...], str]):
@@ -252,7 +283,7 @@ class ClusterSpec(_Strict):
     """Of `launcher: ray`: which cluster, and what goes to it."""
     device: str = "auto"
     """`cpu`, `cuda:0`, or `auto`: the first GPU if there is one."""
-    cores: int | None = Field(None, ge=1)
+    cores: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
     """CPU cores to share out; by default those that this process may use."""
     placement: Literal["time-shared", "split", "auto"] = "time-shared"
     """Rollout and training take turns on the same device, or each has its own. `auto`: what the search predicts to be fastest."""
@@ -281,7 +312,7 @@ class ClusterSpec(_Strict):
     """How new weights reach the engines that sample."""
     storage: StorageSpec = StorageSpec()
     """Where a run's record outlives the controller's host."""
-    run_ahead_bytes: int = Field(2**30, ge=1)
+    run_ahead_bytes: int = Field(2**30, ge=1, le=_MOST_BYTES)
     """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
     _places: Places = PrivateAttr(default_factory=Places)
 
@@ -313,7 +344,20 @@ class ClusterSpec(_Strict):
             )
         if self.rollout.scale == "auto" and not self.rollout.spare:
             _contradiction(("rollout", "scale"), "nobody is spare, so nobody can join; say `spare: 2`, or leave it out")
+        num_rollouts, num_functions = self.rollout.workers + self.rollout.spare, self.functions.workers
+        if num_rollouts * num_functions > _MOST_ROUTES:
+            what = f"{num_functions} with {num_rollouts} rollout workers make more than {_MOST_ROUTES:,} channels, one for each pair"
+            _contradiction(("functions", "workers"), what)
+        for name, pool in self.pools.items():
+            if pool.num_devices > _MOST_DEVICES:
+                what = f"{pool.nodes} x {pool.devices_per_node} devices are more than {_MOST_DEVICES:,}"
+                _contradiction(("pools", name, "nodes"), what)
         for name, pin in self.pin.items():
+            largest = max((pool.num_devices for one, pool in self.pools.items() if pin.pool in (None, one)), default=None)
+            last = pin.devices[1] if pin.devices else pin.num_devices
+            if largest is not None and last is not None and last > largest:
+                field = "devices" if pin.devices else "num_devices"
+                _contradiction(("pin", name, field), f"{last} devices are more than there are in {pin.pool or 'any pool'}: {largest}")
             if pin.pool is not None and pin.pool not in self.pools:
                 _contradiction(("pin", name, "pool"), f"there is no pool {pin.pool!r}; {_guess(pin.pool, list(self.pools))}")
         return self
@@ -382,7 +426,7 @@ def _guess(name: str, known: list[str]) -> str:
 class RunSettings(_Strict):
     """How one run is made."""
 
-    seed: int = 0
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
     """Decides every random number of the run."""
     eager: bool = False
     """Run the flow call by call in this process: the reference that plans are compared with."""
@@ -390,45 +434,45 @@ class RunSettings(_Strict):
     """Results are a function of identity, bit by bit, on a CPU; at a cost in speed."""
     runs_dir: str = "runs"
     """Where run directories go."""
-    checkpoint_steps: int | None = Field(None, ge=1)
+    checkpoint_steps: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
     """Steps from one checkpoint to the next; by default it goes by time alone."""
-    checkpoint_s: float | None = Field(600.0, ge=0)
+    checkpoint_s: float | None = Field(600.0, ge=0, le=_MOST_SECONDS)
     """Seconds from one checkpoint to the next, at the ends of steps; None: it goes by steps alone, or there are none but the final one."""
-    checkpoints_kept: int = Field(2, ge=1)
+    checkpoints_kept: int = Field(2, ge=1, le=_MOST_SAMPLES)
     """The newest ones stay."""
-    attempts: int = Field(3, ge=1)
+    attempts: int = Field(3, ge=1, le=_MOST_SAMPLES)
     """Times that a run whose trainer died is taken up again without getting any further, before it ends."""
-    retry_wait_s: float = Field(1.0, ge=0)
+    retry_wait_s: float = Field(1.0, ge=0, le=_MOST_SECONDS)
     """Seconds before the first of these; twice as many before each further one."""
-    heartbeat_s: float = Field(0.5, gt=0)
+    heartbeat_s: float = Field(0.5, gt=0, le=_MOST_SECONDS)
     """Seconds between a worker's signs of life."""
-    flush_tokens: int = Field(512, ge=1)
+    flush_tokens: int = Field(512, ge=1, le=_MOST_SAMPLES)
     """Tokens that a running sample gets at most before it is written down again: a worker's death loses no more of it."""
-    flush_s: float = Field(10.0, gt=0)
+    flush_s: float = Field(10.0, gt=0, le=_MOST_SECONDS)
     """Seconds after which it is written down, if it has not got so many."""
-    hung_after_s: float = Field(60.0, gt=0)
+    hung_after_s: float = Field(60.0, gt=0, le=_MOST_SECONDS)
     """Seconds without one, or without a turn of its main loop and without using the processor, after which a worker counts as hung. It is
     killed, and started again. A user's function may take as long as it takes: its own time limit counts."""
-    stopped_after_s: float = Field(10.0, gt=0)
+    stopped_after_s: float = Field(10.0, gt=0, le=_MOST_SECONDS)
     """The same without a sign of life, where a worker's host says that a signal (SIGSTOP) has stopped it: no load makes it look so."""
-    turn_limit_s: float | None = Field(None, gt=0)
+    turn_limit_s: float | None = Field(None, gt=0, le=_MOST_SECONDS)
     """Seconds that an engine may be at one thing (a micro-batch, a decode step), even if it uses the processor. By default any time."""
-    restarts: int = Field(5, ge=0)
+    restarts: int = Field(5, ge=0, le=_MOST_SAMPLES)
     """Times in a row that a worker is started again, when it dies within a minute each time, before it is gone for good."""
-    restart_wait_s: float = Field(0.5, ge=0)
+    restart_wait_s: float = Field(0.5, ge=0, le=_MOST_SECONDS)
     """Seconds before the first of these; twice as many before each further one, up to 30."""
-    sample_attempts: int = Field(3, ge=1)
+    sample_attempts: int = Field(3, ge=1, le=_MOST_SAMPLES)
     """Workers that may die while they have a sample, before that is taken for its fault, and the run ends."""
-    start_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(600.0, gt=0, le=_MOST_SECONDS)
     """Seconds that a worker may take to come up, a server of its own and a library that compiles itself included."""
-    record_every: int = Field(1, ge=1)
+    record_every: int = Field(1, ge=1, le=_MOST_SAMPLES)
     """How much of what repeats itself is recorded. 1: everything. N: N decode steps as one span, and one group in N sample by sample."""
     otlp: str = ""
     """URL of an OpenTelemetry collector, `http://HOST:4318`, for spans and metrics. Empty: OTEL_EXPORTER_OTLP_ENDPOINT's, if set."""
     metrics_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
     """Where metrics go beside the run's directory. By default to TensorBoard's files, and to Weights & Biases and MLflow if they are
     installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI)."""
-    drain_s: float = Field(5.0, ge=0)
+    drain_s: float = Field(5.0, ge=0, le=_MOST_SECONDS)
     """Seconds at the end of a run for what collectors and trackers have not taken yet."""
 
     @model_validator(mode="after")

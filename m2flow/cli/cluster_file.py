@@ -19,6 +19,9 @@ from m2flow.micro.costs.shapes import shape_named
 from m2flow.micro.rollouts.policies import make_policy, make_predictor
 from m2flow.spec import ClusterSpec
 
+_MOST_SHOWN = 40
+"""Characters of a value that can't be read."""
+
 
 def load_cluster(path: str | Path) -> ClusterSpec:
     """Read and check a YAML spec.
@@ -34,10 +37,14 @@ def load_cluster(path: str | Path) -> ClusterSpec:
     except UnicodeDecodeError as error:
         raise SpecError(f"not YAML: {error}", where=str(path)) from None
     try:
-        data = yaml.safe_load(text)
         root = yaml.compose(text)
+        data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SpecError(f"not YAML: {error}", where=str(path)) from None
+    except RecursionError:
+        raise SpecError("it is nested too deeply to be read", where=str(path), now="No field needs more than five levels.") from None
+    except ValueError as error:  # Of a date or a number that there is not.
+        raise _unreadable(root, error, str(path)) from None
     if not isinstance(data, dict):
         raise SpecError("a cluster spec is a mapping, like `placement: split`", where=str(path))
     _refuse_twins(root, str(path))
@@ -68,6 +75,22 @@ def _keys_of(data: dict[str, object], names: tuple[str, ...]) -> list[str]:
     for name in names:
         inner = inner.get(name) if isinstance(inner, dict) else None
     return [str(key) for key in inner] if isinstance(inner, dict) else []
+
+
+def _unreadable(root: yaml.Node | None, error: ValueError, path: str) -> SpecError:
+    """Of a value that YAML takes for a date or a number and Python can't, at its place."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                yaml.SafeLoader("").construct_object(node)
+            except ValueError as why:
+                shown = node.value if len(node.value) <= _MOST_SHOWN else f"{node.value[:_MOST_SHOWN]}..."
+                return SpecError(f"{shown} can't be read: {why}", where=f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}")
+        elif node is not None:
+            waiting += [inner for part in node.value for inner in (part if isinstance(part, tuple) else (part,))]
+    return SpecError(f"not YAML: {error}", where=path)
 
 
 def _wrong(what: str, now: str, names: list[str], path: str | Path, place: tuple[int, int]) -> SpecError:
@@ -143,4 +166,4 @@ def _nearest(names: list[str]) -> str:
 def _nearest_choice(wrong: ErrorDetails) -> str:
     """Of a field with few values; pydantic names them in quotes."""
     choices = re.findall(r"'([^']+)'", wrong.get("ctx", {}).get("expected", "")) if wrong["type"] == "literal_error" else []
-    return did_you_mean(str(wrong["input"]), choices, "")
+    return did_you_mean(str(wrong["input"]), choices, "") if isinstance(wrong["input"], str | int | float) else ""

@@ -19,6 +19,7 @@ from m2flow.macro.graph import MacroGraph
 from m2flow.macro.known import Assumption, Known
 from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.pinning import structure_of
+from m2flow.micro.forecasting import Forecast, forecast
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.pace import paced
@@ -27,7 +28,7 @@ from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
 from m2flow.micro.plan_origin import KEY, Origin, origin_of
 from m2flow.micro.planning import is_searched, question_of, with_shapes
 from m2flow.micro.record.flow_record import read_record
-from m2flow.micro.search.explaining import as_document, explain
+from m2flow.micro.search.explaining import as_document, explain, step_lines
 from m2flow.spec import ClusterSpec
 
 
@@ -52,6 +53,7 @@ class PlanCommand(PlannedCommand):
     "--profile", type=click.Path(path_type=Path), metavar="FILE", help="Measured costs, of m2flow profile; else they are modelled."
 )
 @click.option("--shape", "shapes", multiple=True, metavar="ROLE=MODEL", help="Plan as if a role's model were this one: policy=Qwen2.5-7B.")
+@click.option("--policy", default="", metavar="NAME+...", help="Rollout policies, instead of the cluster's: longest-first+repack.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the plan, to edit, compare and pin.")
@@ -78,6 +80,7 @@ def command(
     lengths: str,
     profile: Path | None,
     shapes: tuple[str, ...],
+    policy: str,
     seed: int,
     as_json: bool,
     out: Path | None,
@@ -98,7 +101,7 @@ def command(
       m2flow plan --check plan.json       what --out wrote, and somebody has edited
     """
     wanted = asked(ctx, cluster, seed, profile=profile, lengths=lengths, assume=assume)
-    spec, lengths, profile = with_shapes(wanted.spec, shapes), wanted.lengths, wanted.profile
+    spec, lengths, profile = with_shapes(wanted.spec, shapes).with_policy(policy), wanted.lengths, wanted.profile
     assume, seed = wanted.assume, wanted.seed
     record = read_record(run_dir) if run_dir else None
     known = Known(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
@@ -117,6 +120,9 @@ def command(
     if pinned is not None:
         check_edited(pinned, plan, spec)
     plan = paced(plan, graph, models, spec, profile)
+    foreseen = None
+    if plan.choice is None and profile is not None:
+        foreseen = forecast(plan, spec, lambda other: question_of(graph, models, other, lengths=lengths, profile=profile))
     origin = origin_of(target, options, spec, lengths=lengths, profile=profile, assume=assume, seed=seed)
     if out is not None:
         write_plan_file(out, plan, origin)
@@ -126,14 +132,21 @@ def command(
     if is_dot:
         click.echo(as_dot(exploration.longest.graph))
     elif as_json:
-        click.echo(_as_json(exploration, plan, origin))
+        click.echo(_as_json(exploration, plan, origin, foreseen))
     else:
-        placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else []
+        placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else _foreseen(foreseen) if foreseen else []
         is_run_here = pinned is None and not spec.pools
         is_told_more = bool(assume or run_dir or lengths or steps > 1)  # Than a run is, which is planned from the rest alone.
         otherwise = _run_otherwise(flow, options, seed, spec, plan, profile) if is_run_here and is_told_more else []
         checked = [f"{check} is a plan of this flow on {spec.name}."] if check else []
         click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise, *checked]))
+
+
+def _foreseen(forecast: Forecast) -> list[str]:
+    """What a step of a plan that nobody searched for takes."""
+    if forecast.choice is None:
+        return [f"step: nothing is predicted: {forecast.note}", ""]
+    return [*step_lines(forecast.choice), *([f"note: {forecast.note}"] if forecast.note else []), ""]
 
 
 def _draw(path: FlowPath, file: Path, suffix: str) -> None:
@@ -179,7 +192,8 @@ def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: Clus
     return ["note: m2flow run, which is told no values (--assume, --from) and no lengths, would begin with", f"  {engines}"]
 
 
-def _as_json(exploration: Exploration, plan: Plan, origin: Origin) -> str:
+def _as_json(exploration: Exploration, plan: Plan, origin: Origin, foreseen: Forecast | None) -> str:
+    choice = plan.choice or (foreseen.choice if foreseen else None)
     graph = exploration.longest.graph
     document = {
         "flow": graph.flow,
@@ -190,7 +204,7 @@ def _as_json(exploration: Exploration, plan: Plan, origin: Origin) -> str:
         "outcomes_not_followed": exploration.num_left,
         "plan": msgspec.to_builtins(plan),
         KEY: origin.as_document(),
-        **(as_document(plan.choice) if plan.choice else {}),
+        **(as_document(choice) if choice else {}),
     }
     return msgspec.json.format(msgspec.json.encode(document)).decode()
 

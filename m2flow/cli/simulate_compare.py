@@ -19,7 +19,7 @@ def show_comparison(scenario: Scenario, *, as_json: bool) -> None:
     from m2flow.micro.search.choice import Mode
     from m2flow.micro.simulation.comparing import AS_PLANNED, compare
 
-    rows = compare(scenario)
+    rows = compare(scenario, lambda text: click.echo(f"{text} ...", err=True))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
         return

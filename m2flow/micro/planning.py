@@ -33,6 +33,9 @@ from m2flow.spec import ClusterSpec
 _ASSUMED_SHARE, _ASSUMED_SIGMA = 0.25, 0.8
 """Of lengths that nobody knows: the median as a share of the limit, and the spread of their logarithm, as runs of many kinds have it."""
 
+_FEW = 5e-4
+"""Of answers: a share that is cut without a word."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -154,6 +157,8 @@ def _within_limits(
             f"--lengths {given}: {reach}, and {call.name} stops at {limit:,} (max_new_tokens)",
             now=f"Raise max_new_tokens in the flow{f' to {longest}' if longest else ''} (of a flow that takes it: --max-new-tokens){cap}.",
         )
+    if share < _FEW:
+        return lengths.cut_at(limit), ()
     return lengths.cut_at(limit), (
         f"{share:.1%} of the answers of {lengths.name} are cut at {limit:,} tokens, max_new_tokens of {call.name}",
     )

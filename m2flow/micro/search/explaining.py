@@ -17,16 +17,8 @@ def explain(choice: Choice, *, has_terms: bool = False) -> str:
     """The plan in a screen of text; with `has_terms`, each constant of the cost model and where it is from as well."""
     lines = [f"placement of {choice.flow} on {choice.cluster}: {choice.mode}"]
     lines += in_columns([_seat_row(seat) for seat in choice.seats])
-    lines += ["", f"step: {seconds(choice.predicted_step_s)} predicted; {_bound(choice)}"]
+    lines += ["", *step_lines(choice)]
     whole = choice.predicted_step_s or 1.0
-    lines += in_columns(
-        [
-            (part.what, seconds(part.seconds), f"{part.seconds / whole:.0%}", "" if part.on_critical_path else "beside the others")
-            for part in choice.parts
-        ]
-    )
-    lines += ["bounds: " + ", ".join(f"{bound.name} {seconds(bound.seconds)}" for bound in choice.bounds)] if choice.bounds else []
-    lines += [f"limited by: {choice.advice}"] if choice.advice else []
     for loser in choice.losers:
         more = (loser.predicted_step_s / whole - 1) if choice.predicted_step_s else 0.0
         lines.append(f"instead: {loser.what}, {seconds(loser.predicted_step_s)} ({more:+.0%}): {loser.why}")
@@ -39,6 +31,20 @@ def explain(choice: Choice, *, has_terms: bool = False) -> str:
         lines += ["", "terms"]
         lines += in_columns([(name, f"{c.value:.4g} {c.unit}", c.source) for name, c in sorted(choice.constants.items())])
     return "\n".join(lines)
+
+
+def step_lines(choice: Choice) -> list[str]:
+    """What a step takes, part by part, its bounds, and what limits it."""
+    whole = choice.predicted_step_s or 1.0
+    lines = [f"step: {seconds(choice.predicted_step_s)} predicted; {_bound(choice)}"]
+    lines += in_columns(
+        [
+            (part.what, seconds(part.seconds), f"{part.seconds / whole:.0%}", "" if part.on_critical_path else "beside the others")
+            for part in choice.parts
+        ]
+    )
+    lines += ["bounds: " + ", ".join(f"{bound.name} {seconds(bound.seconds)}" for bound in choice.bounds)] if choice.bounds else []
+    return lines + ([f"limited by: {choice.advice}"] if choice.advice else [])
 
 
 def as_document(choice: Choice) -> dict[str, object]:

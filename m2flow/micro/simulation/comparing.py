@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from m2flow.errors import PlanError
@@ -34,20 +36,27 @@ class Row(msgspec.Struct, frozen=True):
     wasted_tokens: int
 
 
-def compare(scenario: Scenario) -> list[Row]:
+def compare(scenario: Scenario, tell: Callable[[str], object] = lambda text: None) -> list[Row]:
     """Every placement that there is a plan of, with each staleness; what fits nowhere is left out.
 
+    Args:
+        tell: gets a line before each thing that takes time.
     Raises:
         PlanError: nothing fits at all.
     """
     rows = []
     for staleness in STALENESS:
         loosened = scenario.with_staleness(staleness)
+        tell(f"staleness {staleness}: looking for plans of each placement")
         plans = loosened.plans()
         if not plans:
             raise PlanError(f"no plan of {scenario.program.flow} fits {scenario.spec.name}")
-        outcomes = {mode: loosened.run(plan) for mode, plan in plans.items()}
+        outcomes = dict[str, Outcome]()
+        for mode, plan in plans.items():
+            tell(f"staleness {staleness}: simulating {mode}")
+            outcomes[mode] = loosened.run(plan)
         rows += [_row(mode, staleness, outcome) for mode, outcome in outcomes.items()]
+        tell(f"staleness {staleness}: the plan that would be taken")
         planned = loosened.plan()
         known = next((outcomes[mode] for mode, plan in plans.items() if plan.workers == planned.workers), None)
         rows.append(_row(AS_PLANNED, staleness, known or loosened.run(planned)))
