@@ -26,13 +26,13 @@ from m2flow.micro.costs.shapes import ModelShape, shape_named
 from m2flow.micro.costs.terms import Footprint, PassCost, Switch, TrainCost
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.lowering.seating import seat_workers
-from m2flow.micro.plan import Plan
+from m2flow.micro.plan import Plan, check_coming
 from m2flow.micro.rollouts.parametric import lognormal
 from m2flow.micro.scheduling.leases import Lease
 from m2flow.micro.search.choice import Choice
 from m2flow.micro.search.explaining import explain
 from m2flow.micro.search.finding import find_plan
-from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing.plain_costs import NOTHING, PlainCosts
 from m2flow.testing.random_programs import difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
@@ -169,7 +169,7 @@ def test_a_plan_says_who_comes_when_and_refuses_others() -> None:
         msgspec.structs.replace(shared, workers=(msgspec.structs.replace(first, engines=slots), *rest)).verify()
 
 
-def searched(*, max_running: int = 1024, engine: str = "embedded") -> Choice:
+def searched(*, max_running: int = 1024, engine: str = "embedded", pin: dict[str, PinSpec] | None = None) -> Choice:
     """Two GPUs that can't hold the trainer beside a cache for so many samples."""
     workload, lengths, shapes = grpo(0, 256), lognormal(median=1500, sigma=0.9, cap=4096, prompt_tokens=300), shapes_of_a_small_model()
     calls = tuple(
@@ -183,6 +183,7 @@ def searched(*, max_running: int = 1024, engine: str = "embedded") -> Choice:
         pools={"main": PoolSpec(device="h100", nodes=1, devices_per_node=2)},
         rollout=RolloutSpec(engine=engine, max_running=max_running),
         train=TrainSpec(engine="fsdp", token_budget=4096),
+        pin=pin or {},
     )
     return find_plan(workload, lengths, ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths)), spec)
 
@@ -203,3 +204,10 @@ def test_the_search_has_a_trainer_come_as_soon_as_there_is_room_where_it_has_to_
     }
     assert not any(seat.comes_at for seat in searched(engine="sglang").seats), "its cache has one size"
     assert not any(seat.comes_at or seat.is_swapped for seat in searched(max_running=256).seats), "both fit, and stay"
+
+
+def test_a_trainer_in_the_process_of_one_of_several_instances_does_not_come_beside_it() -> None:
+    pins = {"rollout": PinSpec(devices=(0, 2), layout=LayoutSpec(dp=2)), "train": PinSpec(devices=(0, 1))}
+    choice = searched(pin=pins)
+    assert [seat.is_swapped for seat in choice.seats if seat.engine.kind == "train"] == [True]
+    check_coming(seat_workers(choice, ClusterSpec(pools={"main": PoolSpec(device="h100", devices_per_node=2)}), "cuda:0"))

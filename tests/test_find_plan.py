@@ -14,8 +14,6 @@ from m2flow.micro.costs.extents import extents_of
 from m2flow.micro.costs.modelled import ModelledCosts
 from m2flow.micro.costs.shapes import shape_named
 from m2flow.micro.costs.terms import EngineId
-from m2flow.micro.lowering.seating import seat_workers
-from m2flow.micro.plan import check_coming
 from m2flow.micro.rollouts.bounds import k_longest_s
 from m2flow.micro.rollouts.decode import DecodeModel
 from m2flow.micro.rollouts.parametric import lognormal
@@ -241,15 +239,3 @@ def test_a_plan_that_can_not_be_run_is_passed_over_and_named() -> None:
     assert any("which can't be run: nobody can run it" in text for text in found.not_tried)
     assert "not tried: " in explain(found)
     assert not refused & {loser.what for loser in found.losers}
-
-
-def test_a_trainer_in_the_process_of_one_of_several_instances_does_not_come_beside_it() -> None:
-    pins = {"rollout": PinSpec(devices=(0, 2), layout=LayoutSpec(dp=2)), "train": PinSpec(devices=(0, 1))}
-    problem = modelled(2, num_prompts=256, model="Qwen2.5-3B", pin=pins)
-    engines = {"rollout": RolloutSpec(engine="embedded", max_running=1024), "train": TrainSpec(engine="embedded", token_budget=4096)}
-    spec = problem.spec.model_copy(update=engines)
-    shapes = dict.fromkeys(("policy", "reference"), shape_named("Qwen2.5-3B"))
-    costs = ModelledCosts(spec, problem.workload, shapes, extents_of(problem.workload, shapes, problem.lengths))
-    choice = find_plan(problem.workload, problem.lengths, costs, spec)
-    assert any(seat.is_swapped for seat in choice.seats if seat.engine.kind == "train")
-    check_coming(seat_workers(choice, spec, "cuda:0"))

@@ -20,7 +20,7 @@ def judged(sample):
 def tiny(batch: int = 3, data: str = ""):
     policy, judge, prompts = Policy("fake"), Reward(judged), Dataset([{"prompt": str(i)} for i in range(99)])
     for step in steps(2):
-        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=4096)
+        responses = policy.generate(prompts.take(batch), n=2, max_new_tokens=2048)
         policy.update(responses, judge.score(responses))
 """
 CLUSTER = """
@@ -87,7 +87,7 @@ def test_what_the_command_line_says_counts_instead(place):
 
 
 def test_a_flow_that_is_gone_or_changed_is_said_with_what_to_do(place):
-    changed = SOURCE.replace("max_new_tokens=4", "max_new_tokens=5")
+    changed = SOURCE.replace("max_new_tokens=2048", "max_new_tokens=2047")
     (place / "tiny.py").write_text(changed)
     said = refused("simulate", "plan.json")
     assert "tiny.py has changed since the plan plan.json was made of it" in said
@@ -127,7 +127,7 @@ def test_a_plan_is_checked_by_itself_with_the_cluster_that_it_was_made_for(place
     update["unit"] = "sample"
     (place / "edited.json").write_text(json.dumps(document))
     assert "policy.update: unit is 'sample' in the plan" in refused("plan", "--check", "edited.json")
-    (place / "tiny.py").write_text(SOURCE.replace("max_new_tokens=4", "max_new_tokens=5"))
+    (place / "tiny.py").write_text(SOURCE.replace("max_new_tokens=2048", "max_new_tokens=2047"))
     assert "m2flow plan tiny.py --check plan.json" in refused("plan", "--check", "plan.json")
     assert "plan.json is a plan of this flow on again" in ok("plan", "tiny.py", "--check", "plan.json", "--batch", "12", *again(place))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from test_profile import PROFILE
 
 from m2flow import load_flow
 from m2flow.cli.cluster_file import load_cluster
@@ -83,7 +85,7 @@ def test_lengths_are_assumed_only_if_nobody_gives_them():
     spec = with_shapes(load_cluster(ONE), ("policy=Qwen2.5-0.5B",))
     graph, models, _ = trace(load_flow(GRPO), {"max_new_tokens": 4096}, steps=2)
     assert not question_of(graph, models, spec).lengths_are_known
-    known = question_of(graph, models, spec, lengths="lognormal:median=400,sigma=1,cap=4096")
+    known = question_of(graph, models, spec, lengths="lognormal:median=3000,sigma=1,cap=4096")
     assert known.lengths_are_known
     assert known.lengths.mean() > question_of(graph, models, spec).lengths.mean()
 
@@ -141,7 +143,7 @@ def test_lengths_beyond_max_new_tokens_are_refused_with_both_numbers_and_what_to
 
 def test_lengths_that_agree_with_max_new_tokens_are_planned_and_a_formula_is_cut_there_with_a_note():
     assert limited("dapo-qwen2.5-32b,cap=8").exit_code == 0
-    assert "at most 1,310,720" in limited("dapo-qwen2.5-32b", "--max-new-tokens", "10240").output
+    assert "16 prompts x n=8, each up to 10240 new tokens" in limited("dapo-qwen2.5-32b", "--max-new-tokens", "10240").output
     result = limited("lognormal:median=400,sigma=0.5", "--max-new-tokens", "900")
     assert result.exit_code == 0
     assert "note: 5.2% of the answers of lognormal (median 400, sigma 0.5) are cut at 900 tokens" in result.stderr
@@ -159,3 +161,18 @@ def test_lengths_that_a_run_had_are_cut_where_a_call_stops_now():
     question = question_of(graph, models, spec, lengths=parse_lengths("dapo-qwen2.5-32b"))
     assert question.lengths.longest == 100
     assert "are cut at 100 tokens" in question.doubts[0]
+
+
+def test_a_plan_may_have_other_policies_than_the_cluster_s():
+    result = plan("--policy", "longest-first+repack", "--json")
+    assert json.loads(result.stdout)["plan"]["policies"] == ["longest-first", "repack"]
+    assert plan("--policy", "longest-frist").exit_code == 2
+
+
+def test_with_a_profile_a_plan_by_rule_has_a_predicted_step(tmp_path: Path):
+    profile = msgspec.structs.replace(PROFILE, models={"policy": "digits (lm, float32)"})
+    profile.save(tmp_path / "profile.json")
+    (tmp_path / "laptop.yaml").write_text("cores: 2\ndevice: cpu\n")
+    given = ("--cluster", str(tmp_path / "laptop.yaml"), "--profile", str(tmp_path / "profile.json"))
+    assert "predicted; no schedule takes less than" in plan(*given).output
+    assert json.loads(plan(*given, "--json").stdout)["predicted_step_s"] > 0

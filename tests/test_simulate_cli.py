@@ -91,6 +91,16 @@ def test_a_comparison_has_steps_enough_to_overlap_and_says_what_there_is_no_plan
     assert "no plan that fits is hybrid" in run(*given)
 
 
+def test_a_comparison_says_what_it_is_at(flow_file):
+    result = CliRunner().invoke(cli, ["simulate", str(flow_file), "--steps", "1", "--compare", "--json"])
+    assert result.stderr.splitlines()[:2] == [
+        "staleness 0: looking for plans of each placement ...",
+        "staleness 0: simulating time-shared ...",
+    ]
+    assert "staleness 2: simulating split ..." in result.stderr
+    assert json.loads(result.stdout)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

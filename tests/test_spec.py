@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.errors import SpecError
-from m2flow.spec import LAPTOP, ClusterSpec
+from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "clusters"
 
@@ -200,3 +201,38 @@ def test_a_spec_that_was_written_down_in_full_is_read_back(text: str, tmp_path: 
     spec = load_cluster(file)
     assert ClusterSpec.model_validate(spec.model_dump(mode="json")) == spec
     assert spec.transport == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what"),
+    [
+        ("rollout: {workers: 999999999999}\n", ":1:11", "rollout.workers: Input should be less than or equal to 4096"),
+        ("functions: {workers: 1000000}\n", ":1:13", "functions.workers: Input should be less than or equal to 4096"),
+        ("rollout: {workers: 4096}\nfunctions: {workers: 4096}\n", ":2:13", "functions.workers: 4096 with 4096 rollout workers make more"),
+        ("rollout: {workers: yes}\n", ":1:11", "rollout.workers: true is no number; YAML reads yes, no, on and off so"),
+        ("rollout: {replan_s: on}\n", ":1:11", "rollout.replan_s: true is no number"),
+        ("rollout: {replan_s: .inf}\n", ":1:11", "rollout.replan_s: Input should be a finite number"),
+        ("ray: {patience_s: .nan}\nlauncher: ray\n", ":1:7", "ray.patience_s: Input should be"),
+        ("pools: {main: {device: h100, nodes: 99999, devices_per_node: 99999}}\n", ":1:30", "pools.main.nodes: 99999 x 99999 devices"),
+        ("pools: {main: {device: h100, memory_gib: 1.0e+300}}\n", ":1:30", "pools.main.memory_gib: Input should be less than"),
+        ("pools: {main: {device: h100}}\npin: {policy: {devices: [8, 4]}}\n", ":2:16", "pin.policy.devices: [8, 4] are no devices"),
+        ("pools: {main: {device: h100}}\npin: {policy: {num_devices: 9}}\n", ":2:16", "pin.policy.num_devices: 9 devices are more"),
+        ("train: {token_budget: " + "9" * 5000 + "}\n", ":1:23", "9" * 40 + "... can't be read: Exceeds the limit"),
+        ("channels: {max_bytes: 2026-99-99}\n", ":1:23", "2026-99-99 can't be read: month must be in 1..12"),
+        ("name: " + "[" * 5000 + "]" * 5000 + "\n", "cluster.yaml", "it is nested too deeply to be read"),
+        ("name: &a [*a]\n", ":1:1", "name: Input should be a valid string"),
+    ],
+)
+def test_numbers_beyond_any_machine_and_what_python_can_not_read_are_refused_at_their_place(
+    tmp_path: Path, text: str, place: str, what: str
+) -> None:
+    error = _refused(tmp_path, text)
+    assert error.what.startswith(what)
+    assert error.where.endswith(place)
+
+
+@pytest.mark.parametrize("name", [name for name, field in RunSettings.model_fields.items() if field.annotation in (int, float)])
+def test_no_setting_of_a_run_takes_a_number_that_is_none(name: str) -> None:
+    for wrong in (True, 10**30, float("inf"), float("nan")):
+        with pytest.raises(ValidationError):
+            RunSettings.model_validate({name: wrong})

@@ -96,7 +96,7 @@ def command(
     Examples:
       m2flow plan flows/grpo.py --batch 64 --cluster clusters/laptop-split.yaml
       m2flow plan flows/grpo.py --steps 2 --svg grpo.svg
-      m2flow plan flows/grpo.py --cluster clusters/h100-64.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b
+      m2flow plan flows/grpo.py --cluster clusters/h100-64.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b --max-new-tokens 10240
       m2flow plan flows/mine.py --assume reward=0.5 --from runs/mine-20260102-030405
       m2flow plan --check plan.json       what --out wrote, and somebody has edited
     """
@@ -108,14 +108,13 @@ def command(
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)
     graph = anticipate(flow, options, exploration, steps=max(steps, TRACED_STEPS), seed=seed, known=known)
     pinned = read_plan(check) if check else None
-    models, choice = exploration.models, None
+    copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
+    models, choice = {**copies.models, **exploration.models}, None
     if is_searched(spec) and pinned is None:
-        question = question_of(graph, models, spec, lengths=lengths, profile=profile)
+        question = question_of(graph, models, spec, lengths=lengths, profile=profile, copies=copies.sources)
         for doubt in question.doubts:
             click.echo(f"note: {doubt}", err=True)
         choice = question.choose()
-    copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
-    models = {**copies.models, **models}
     plan = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, pinned=pinned, copies=copies.sources)
     if pinned is not None:
         check_edited(pinned, plan, spec)
@@ -182,9 +181,9 @@ def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: Clus
     """Why `m2flow run` would have other workers than this plan, if it would: nobody tells it what values will be, or lengths."""
     exploration = explore(flow, options, seed=seed)
     graph = anticipate(flow, options, exploration, steps=TRACED_STEPS, seed=seed)
-    choice = question_of(graph, exploration.models, spec, profile=profile).choose() if is_searched(spec) else None
     copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, exploration=exploration)
     models = {**copies.models, **exploration.models}
+    choice = question_of(graph, models, spec, profile=profile, copies=copies.sources).choose() if is_searched(spec) else None
     workers = lower(graph, models, spec, num_steps=exploration.num_steps, choice=choice, copies=copies.sources).workers
     if workers == plan.workers:
         return []

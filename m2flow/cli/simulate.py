@@ -36,6 +36,6 @@ def command() -> None:
 
     \b
     Examples:
-      m2flow simulate flows/grpo.py --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b --steps 2
+      m2flow simulate flows/grpo.py --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --max-new-tokens 4096 --steps 2
       m2flow simulate rollout --lengths dapo-qwen2.5-32b --instances 16 --known-lengths
     """

@@ -97,14 +97,16 @@ def command(
       dapo-qwen2.5-32b        a trace that comes with m2flow; also video-qwen2.5-vl-7b
       runs/grpo-20260102-0304 what a run generated
       lognormal:median=4000,sigma=0.8,cap=32768,icc=0.3
-    A trace is replayed where its groups fit the flow's (as many, of the same size); else groups are drawn from it. Its lengths are taken
-    as they are, whatever the flow's max_new_tokens. Without --lengths: what the profile has seen, or an assumption from that limit.
+    A trace is replayed where its groups fit the flow's (as many, of the same size); else groups are drawn from it. Lengths beyond the
+    flow's max_new_tokens are refused: raise that, or cut them (dapo-qwen2.5-32b,cap=4096). A formula without a cap is cut there. Without
+    --lengths: what the profile has seen, or an assumption from that limit.
 
     \b
     Examples:
-      m2flow simulate flows/grpo.py --batch 96 --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B --lengths dapo-qwen2.5-32b --steps 3
+      m2flow simulate flows/grpo.py --batch 96 --max-new-tokens 10240 --cluster clusters/h100-8.yaml --shape policy=Qwen2.5-7B \
+        --lengths dapo-qwen2.5-32b --steps 3
       m2flow simulate flows/grpo.py --lengths runs/grpo-20260102-030405 --compare
-      m2flow simulate plan.json --lengths dapo-qwen2.5-32b    what m2flow plan --out wrote: its flow, options and cluster
+      m2flow simulate plan.json --lengths dapo-qwen2.5-32b,cap=8    what m2flow plan --out wrote: its flow, options and cluster
     """
     from m2flow.micro.costs.profile import read_profile
     from m2flow.micro.plan_file import read_plan

@@ -18,7 +18,10 @@ def show_sweep(scenario: Scenario, text: str, png: Path, *, as_json: bool) -> No
     """Run, print and draw it."""
     from m2flow.micro.simulation.sweeping import draw, parse_sweep, sweep
 
-    points = list(sweep(scenario, *parse_sweep(text)))
+    points = []
+    for point in sweep(scenario, *parse_sweep(text)):
+        points.append(point)
+        click.echo(f"{point.gpus:,} GPUs: {f'{point.step_s:,.1f} s a step' if point.mode else point.why}", err=True)
     draw(points, f"{scenario.program.flow}, {scenario.lengths.name}", png)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(points)).decode())

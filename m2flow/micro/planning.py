@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from m2flow.errors import SpecError
@@ -22,6 +23,7 @@ from m2flow.micro.costs.shapes import ModelShape
 from m2flow.micro.costs.terms import Costs
 from m2flow.micro.lowering.lower import lower
 from m2flow.micro.lowering.placement import check_pins
+from m2flow.micro.plan import Plan
 from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
 from m2flow.micro.rollouts.parametric import Mixture
 from m2flow.micro.search.choice import Choice
@@ -91,6 +93,7 @@ def question_of(
     *,
     lengths: str | Lengths = "",
     profile: Path | Profile | None = None,
+    copies: Mapping[str, str] | None = None,
 ) -> Question:
     """Set up planning for a traced flow.
 
@@ -100,6 +103,7 @@ def question_of(
             without a profile an assumption from the limit of the generate calls. Text that these limits contradict is refused, what was
             observed is cut.
         profile: what `m2flow profile` wrote, or what a run has measured so far; without one all is modelled.
+        copies: of roles that take the weights of another: whose, as `m2flow.micro.lowering.lower.lower` takes them.
     Raises:
         SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
     """
@@ -115,7 +119,11 @@ def question_of(
     modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
     costs = ProfiledCosts(measured, modelled) if measured else modelled
     doubts = (*cuts, *(measured.doubts(spec) if measured else ()))
-    return Question(workload, found, known is not None, costs, spec, doubts, lambda choice: lower(graph, models, spec, choice=choice))
+    return Question(workload, found, known is not None, costs, spec, doubts, partial(_lowered, graph, models, spec, copies))
+
+
+def _lowered(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, copies: Mapping[str, str] | None, choice: Choice) -> Plan:
+    return lower(graph, models, spec, choice=choice, copies=copies)
 
 
 def _within_limits(

@@ -182,11 +182,11 @@ class Run:
         pinned, is_deterministic, choice = self._pinned_plan, self.settings.deterministic, None
         is_whole = num_steps <= TRACED_STEPS and not graph.observations and not is_searched(self.spec)
         copies = Copies() if is_whole else copies_made(self.flow, self.options, num_steps=num_steps, seed=self.settings.seed)
+        self._models = {**copies.models, **self._models}
         if is_searched(self.spec) and pinned is None:
             graph = self._anticipated(graph)
-            choice = question_of(graph, self._models, self.spec, profile=self._profile).choose()
+            choice = question_of(graph, self._models, self.spec, profile=self._profile, copies=copies.sources).choose()
             self._graph = graph
-        self._models = {**copies.models, **self._models}
         self._plan = lower(
             graph,
             self._models,

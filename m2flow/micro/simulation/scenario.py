@@ -179,7 +179,7 @@ def prepare(
     models = {**copies.models, **exploration.models}
 
     def ask(graph: MacroGraph, spec: ClusterSpec) -> Question:
-        return question_of(graph, models, spec, lengths=lengths, profile=profile)
+        return question_of(graph, models, spec, lengths=lengths, profile=profile, copies=copies.sources)
 
     return Scenario(program, whole, ask(whole, spec), ask, models, seed, kept, copies)
 
