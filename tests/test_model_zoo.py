@@ -81,7 +81,7 @@ def test_the_trainers_critics_and_reward_models_pass_the_same_probe(
         engine.stop()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_family_of_transformers_is_computed_wrongly_or_ends_in_a_crash(tmp_path: Path) -> None:
     outcomes: dict[str, str] = {}
