@@ -41,6 +41,7 @@ REFUSED = [
     (Case("mamba"), "layers of type linear_attention"),
     (Case("lfm2"), "layers of type conv"),
     (Case("doge"), "an attention mask that is of its own making"),
+    (Case("gemma4_unified"), "a matter of more than positions"),
     (Case("stablelm"), "does not hand keyword arguments on"),
 ]
 NOT_BUILT = {

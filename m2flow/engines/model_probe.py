@@ -291,6 +291,8 @@ def _read_mask(mask_function: Callable[..., Tensor], local_size: int | None, dev
         edges = np.unique(np.concatenate([edges, *(np.arange(max(0, k * local_size - 3), k * local_size + 4) for k in range(5))]))
     rows = torch.from_numpy(edges).to(device)
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    if _reads_tokens(mask_function):
+        return "a matter of more than positions"
     shown = mask_function(zero, zero, rows[:, None], rows[None, :]).expand(len(edges), len(edges)).cpu().numpy()
     is_earlier = edges[None] <= edges[:, None]
     if (shown == is_earlier).all():
@@ -300,6 +302,15 @@ def _read_mask(mask_function: Callable[..., Tensor], local_size: int | None, dev
         if local_size and (shown == (is_earlier & (edges[None] >= reach.first_seen(edges)[:, None]))).all():
             return reach
     return "neither causal, nor a sliding window, nor a chunk"
+
+
+def _reads_tokens(held: Any) -> bool:
+    """Whether a mask function looks something up for each token; at positions beyond those, a GPU would end the process."""
+    if isinstance(held, Tensor):
+        return held.numel() > 1
+    if isinstance(held, tuple | list):
+        return any(map(_reads_tokens, held))
+    return any(_reads_tokens(cell.cell_contents) for cell in getattr(held, "__closure__", None) or ())
 
 
 def _asking_attention(
