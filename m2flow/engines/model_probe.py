@@ -307,7 +307,7 @@ def _read_mask(mask_function: Callable[..., Tensor], local_size: int | None, dev
 def _reads_tokens(held: Any) -> bool:
     """Whether a mask function looks something up for each token; at positions beyond those, a GPU would end the process."""
     if isinstance(held, Tensor):
-        return held.numel() > 1
+        return bool(held.numel() > 1)
     if isinstance(held, tuple | list):
         return any(map(_reads_tokens, held))
     return any(_reads_tokens(cell.cell_contents) for cell in getattr(held, "__closure__", None) or ())
