@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from seating import beside_the_trainer
 from simulated import Given, cluster, leased, ran
 from simulated import plain as simulated_flow
 from test_find_plan import grpo
@@ -34,7 +33,7 @@ from m2flow.micro.search.explaining import explain
 from m2flow.micro.search.finding import find_plan
 from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
 from m2flow.testing.plain_costs import NOTHING, PlainCosts
-from m2flow.testing.random_programs import difference_of, programs
+from m2flow.testing.random_programs import beside_the_trainer, difference_of, programs
 from m2flow.testing.world import run_eager, run_planned
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])

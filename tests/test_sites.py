@@ -4,7 +4,7 @@ from pathlib import Path
 
 from m2flow import Dataset, flow, steps
 from m2flow.macro.graph import Site
-from m2flow.macro.sites import forget_sites, user_site
+from m2flow.macro.sites import forget_sites, owner, user_site
 from m2flow.macro.tracing import trace
 
 ROWS = [{"prompt": "a"}] * 4
@@ -68,3 +68,9 @@ def test_a_recursion_has_a_place_for_each_depth_and_old_ones_are_forgotten(monke
     for _ in range(2):
         sites = deeper(30)
         assert [len(site.path) - len(sites[0].path) for site in sites] == list(range(31))
+
+
+def test_a_library_of_an_environment_that_this_one_stands_on_is_a_library(tmp_path):
+    for folder in ("lib/python3.11/site-packages", "lib/python3/dist-packages"):
+        assert owner(str(tmp_path / folder / "library.py")) == "library"
+    assert owner(str(tmp_path / "mine.py")) == "user"

@@ -18,6 +18,8 @@ from m2flow.errors import FlowError, FlowLoadError, InternalError, M2FlowError, 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
+"""Of any environment: one may stand on another."""
 _LAST_LINES = 8
 
 
@@ -76,7 +78,8 @@ def _owner(filename: str) -> str:
     path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
     if path.startswith(_PACKAGE):
         return "m2flow"
-    return "library" if path.startswith((*_LIBRARIES, "<frozen")) else "user"
+    is_librarys = path.startswith((*_LIBRARIES, "<frozen")) or not _LIBRARY_FOLDERS.isdisjoint(Path(path).parts)
+    return "library" if is_librarys else "user"
 
 
 def _shown(filename: str) -> str:

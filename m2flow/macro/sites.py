@@ -22,8 +22,8 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _DATA = _PACKAGE + "samples.py"
 """What is in the user's hands, as a list is: an attribute that a sample has not is the fault of who asked for it."""
 _LIBRARIES = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen", "<string>")
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
-"""Also of an environment that this one is laid over."""
+_LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Of any environment: one may stand on another (a `.pth` file, `--system-site-packages`), whose folders are none of its own."""
 _MOST_KNOWN = 20_000
 """Places that are remembered at most: a recursion without end has as many as it has calls."""
 
@@ -84,7 +84,8 @@ def owner(filename: str) -> Literal["m2flow", "library", "user"]:
     """Whose code a file is."""
     if filename.startswith(_PACKAGE):
         return "m2flow"
-    return "library" if filename.startswith(_LIBRARIES) or _INSTALLED in filename else "user"
+    is_librarys = filename.startswith(_LIBRARIES) or any(folder in filename for folder in _LIBRARY_FOLDERS)
+    return "library" if is_librarys else "user"
 
 
 def _read(innermost: FrameType, count: int) -> tuple[Site, list[CodeType]]:

@@ -32,6 +32,11 @@ class Mortality:
         """Somebody is away, and will be back."""
         return bool(self.dying or self.away)
 
+    @property
+    def is_used(self) -> bool:
+        """Somebody is away, or will die."""
+        return bool(self._num_left or self.dying or self.away)
+
     def _is_time(self) -> bool:
         return self._random.randrange(_ONCE_IN) == 0
 

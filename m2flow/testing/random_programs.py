@@ -1,17 +1,28 @@
-"""Strategies that draw programs, plans and orders of events (hypothesis), and the property that all of them must have.
+"""Random programs, clusters and orders of events, drawn from a seed; and the property that all of them must have.
 
-@given(programs(), clusters(), st.integers(0, 2**30))
-def test_my_scheduler(program, spec, order_seed):
-    assert difference(program, spec, order_seed=order_seed) is None
+    for number in range(1000):
+        case = drawn_case(Dice(f"my seed, {number}"), "plain")
+        assert case.difference() is None, str(case)
+
+A case is a program and all that one run of it is subject to. Whoever draws is a `Draws`: dice, whose throws are a function of their seed
+alone and cost next to nothing, or hypothesis, for which `programs`, `timed_programs`, `clusters` and `policies` are strategies. As text a
+case is what makes it again, to be pasted into a test; `shrunk` makes that text short. Many cases on end: `m2flow.testing.campaign`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, final
 
+import msgspec
 from hypothesis import strategies as st
 
+from m2flow.errors import StateLost
 from m2flow.macro.flow import Flow
 from m2flow.macro.session import Backend
 from m2flow.micro.plan import Plan
@@ -21,150 +32,205 @@ from m2flow.testing.account import Account
 from m2flow.testing.answers import Answer
 from m2flow.testing.world import run_eager, run_planned
 
-_small = st.integers(0, 2)
-_roles = st.integers(0, 1)
-_never = st.just(False)
+T = TypeVar("T")
 
 
-def _generates(
-    *,
-    more: st.SearchStrategy[int],
-    is_exact: st.SearchStrategy[bool],
-    carries: st.SearchStrategy[bool] = _never,
-    keeps: st.SearchStrategy[bool] = _never,
-    defers: st.SearchStrategy[bool] = _never,
-) -> st.SearchStrategy[p.Statement]:
-    return st.builds(
-        p.Generate,
-        policy=_roles,
-        source=st.sampled_from(["take", "take", "all", "samples"]),
-        which=_small,
-        count=st.integers(1, 3),
-        n=st.sampled_from([2, 3, 1]),
-        longest=st.sampled_from([2, 6, 14]),
-        more=more,
-        is_exact=is_exact,
-        carries=carries,
-        keeps=keeps,
-        defers=defers,
+class Draws(Protocol):
+    """Where random choices come from."""
+
+    def integer(self, low: int, high: int) -> int:
+        """One of these, both ends included."""
+
+    def choice(self, items: Sequence[T]) -> T: ...
+
+
+@final
+class Dice:
+    """Choices that are a function of a seed."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed).random
+
+    def integer(self, low: int, high: int) -> int:
+        return low + int(self._random() * (high - low + 1))
+
+    def choice(self, items: Sequence[T]) -> T:
+        return items[int(self._random() * len(items))]
+
+
+@final
+class _Hypothesis:
+    """Choices that hypothesis makes."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+    def choice(self, items: Sequence[T]) -> T:
+        return self._draw(st.sampled_from(items))
+
+
+# Statements. What is named by counting back is one of the latest three.
+
+
+def _any(draws: Draws) -> int:
+    return draws.integer(0, 2)
+
+
+def _role(draws: Draws) -> int:
+    return draws.integer(0, 1)
+
+
+def _generate(draws: Draws, *, is_timed: bool = False) -> p.Statement:
+    return p.Generate(
+        policy=_role(draws),
+        source=draws.choice(("take", "take", "all", "samples")),
+        which=_any(draws),
+        count=draws.integer(1, 3),
+        n=draws.choice((2, 3, 1)),
+        longest=draws.choice((2, 6, 14)),
+        more=draws.integer(0, 2) if is_timed else 0,
+        is_exact=is_timed and draws.choice((False, False, False, True)),
+        carries=is_timed and draws.choice((False, True)),
+        keeps=is_timed and draws.choice((False, False, True)),
+        defers=is_timed and draws.choice((False, False, True)),
     )
 
 
-_generate = _generates(more=st.just(0), is_exact=_never)
-_timed_generate = _generates(
-    more=st.sampled_from([0, 1, 2]),
-    is_exact=st.sampled_from([False, False, False, True]),
-    carries=st.booleans(),
-    keeps=st.sampled_from([False, False, True]),
-    defers=st.sampled_from([False, False, True]),
+def _timed_generate(draws: Draws) -> p.Statement:
+    return _generate(draws, is_timed=True)
+
+
+def _refill(draws: Draws) -> p.Statement:
+    return p.Refill(
+        policy=_role(draws),
+        dataset=_role(draws),
+        n=draws.integer(2, 3),
+        count=draws.choice((2, 1, 3)),
+        reward=draws.choice((5, 2, 0, 1)),
+        keep=draws.choice((3, 0, 1, 2)),
+        most=draws.choice((9, 9, 9, 3)),
+    )
+
+
+def _update(draws: Draws) -> p.Statement:
+    return p.Update(
+        policy=_role(draws),
+        samples=_any(draws),
+        numbers=_any(draws),
+        minibatch=_any(draws),
+        epochs=draws.integer(1, 2),
+        form=draws.choice(("rewards", "advantages", "reference")),
+    )
+
+
+def _score(draws: Draws) -> p.Statement:
+    return p.Score(reward=draws.choice((0, 3, 4, 1, 2)), samples=_any(draws))
+
+
+def _mix(draws: Draws) -> p.Statement:
+    unit = draws.choice(_MIXED)
+    return p.Mix(unit=unit, samples=_any(draws), first=_any(draws), second=_any(draws), value=_any(draws))
+
+
+_UNITS: tuple[Literal["minibatch", "group", "sample", "batch"], ...] = ("minibatch", "group", "sample", "batch")
+_MIXED: tuple[Literal["sample", "group", "batch"], ...] = ("sample", "group", "batch")
+_ASKED: tuple[Literal["note", "digest", "compare", "forget", "plain"], ...] = ("note", "digest", "compare", "forget", "plain")
+_COMBINED: tuple[Literal["weighted", "centred", "of group", "of key", "where"], ...] = (
+    "weighted",
+    "centred",
+    "of group",
+    "of key",
+    "where",
 )
-_refill = st.builds(
-    p.Refill,
-    policy=_roles,
-    dataset=_roles,
-    n=st.integers(2, 3),
-    count=st.sampled_from([2, 1, 3]),
-    reward=st.sampled_from([5, 2, 0, 1]),
-    keep=st.sampled_from([3, 0, 1, 2]),
-    most=st.sampled_from([9, 9, 9, 3]),
-)
-_update = st.builds(
-    p.Update,
-    policy=_roles,
-    samples=_small,
-    numbers=_small,
-    minibatch=_small,
-    epochs=st.integers(1, 2),
-    form=st.sampled_from(["rewards", "advantages", "reference"]),
-)
-_simple: Sequence[st.SearchStrategy[p.Statement]] = (
-    _generate,
-    _generate,
+_FILTERS: tuple[Literal["numbers", "lengths", "samples", "groups", "none"], ...] = ("numbers", "lengths", "samples", "groups", "none")
+_LOOKED_AT: tuple[Literal["mean", "metric", "len", "value", "rows", "cursor"], ...] = ("mean", "metric", "len", "value", "rows", "cursor")
+_LEAVES: tuple[Literal["break", "continue"], ...] = ("break", "continue")
+
+_Maker = Callable[[Draws], p.Statement]
+_OTHERS: tuple[_Maker, ...] = (
     _update,
     _update,
-    st.builds(p.Score, reward=st.sampled_from([0, 3, 4, 1, 2]), samples=_small),
-    st.builds(p.Score, reward=st.sampled_from([0, 3, 4, 1, 2]), samples=_small),
-    st.builds(p.ApplyOp, unit=st.sampled_from(["minibatch", "group", "sample", "batch"]), samples=_small),
-    st.builds(p.Logprobs, policy=_roles, samples=_small),
-    st.builds(p.Values, samples=_small),
-    st.builds(p.Mix, unit=st.sampled_from(["sample", "group", "batch"]), samples=_small, first=_small, second=_small, value=_small),
-    st.builds(p.Ask, role=_roles, how=st.sampled_from(["note", "note", "digest", "compare", "forget", "plain"]), samples=_small),
-    st.builds(p.Post, is_read=st.booleans(), samples=_small),
-    st.builds(p.Combine, how=st.sampled_from(["weighted", "centred", "of group", "of key", "where"]), first=_small, second=_small),
-    st.builds(p.Filter, how=st.sampled_from(["numbers", "lengths", "samples", "groups", "none"]), samples=_small),
-    st.builds(p.Union, first=_small, second=_small),
-    st.builds(p.Demonstrate, policy=_roles, minibatch=st.sampled_from([0, 2])),
-    st.builds(p.Actor, policy=_roles, samples=_small, numbers=_small),
-    st.builds(p.Log, which=st.integers(0, 5)),
+    _score,
+    _score,
+    lambda d: p.ApplyOp(unit=d.choice(_UNITS), samples=_any(d)),
+    lambda d: p.Logprobs(policy=_role(d), samples=_any(d)),
+    lambda d: p.Values(samples=_any(d)),
+    _mix,
+    lambda d: p.Ask(role=_role(d), how=d.choice(("note", *_ASKED)), samples=_any(d)),
+    lambda d: p.Post(is_read=d.choice((False, True)), samples=_any(d)),
+    lambda d: p.Combine(how=d.choice(_COMBINED), first=_any(d), second=_any(d)),
+    lambda d: p.Filter(how=d.choice(_FILTERS), samples=_any(d)),
+    lambda d: p.Union(first=_any(d), second=_any(d)),
+    lambda d: p.Demonstrate(policy=_role(d), minibatch=d.choice((0, 2))),
+    lambda d: p.Actor(policy=_role(d), samples=_any(d), numbers=_any(d)),
+    lambda d: p.Log(which=d.integer(0, 5)),
     _refill,
     _refill,
 )
+_PLAIN: tuple[_Maker, ...] = (_generate, _generate, *_OTHERS)
+_TIMED: tuple[_Maker, ...] = (_timed_generate, _timed_generate, *_OTHERS)
 
 
-@st.composite
-def _one_of(draw: st.DrawFn, strategies: Sequence[st.SearchStrategy[p.Statement]]) -> p.Statement:
-    """One of them, each as often as another. (`st.one_of` takes what is in a strategy that is itself one_of for so many more.)"""
-    return draw(draw(st.sampled_from(strategies)))
+def _block(draws: Draws, makers: Sequence[_Maker], most: int) -> tuple[p.Statement, ...]:
+    return tuple(draws.choice(makers)(draws) for _ in range(draws.integer(0, most)))
 
 
-_leaf = _one_of(_simple)
-_timed_leaf = _one_of([_timed_generate, _timed_generate, *_simple[2:]])
-_looked_at = st.sampled_from(["mean", "metric", "len", "value", "rows", "cursor"])
+def _inner(draws: Draws, makers: Sequence[_Maker]) -> tuple[p.Statement, ...]:
+    """What a branch or a loop inside a step has; some leave the loop over steps."""
+    return tuple(
+        p.Leave(how=draws.choice(_LEAVES)) if draws.integer(0, 6) == 6 else draws.choice(makers)(draws) for _ in range(draws.integer(0, 2))
+    )
 
 
-def _block(statements: st.SearchStrategy[p.Statement], most: int) -> st.SearchStrategy[tuple[p.Statement, ...]]:
-    return st.lists(statements, max_size=most).map(tuple)
+def _nested(draws: Draws, makers: Sequence[_Maker]) -> p.Statement:
+    match draws.integer(0, 11):
+        case 8:
+            return p.Look(draws.choice(_LOOKED_AT), _any(draws), _inner(draws, makers), _inner(draws, makers))
+        case 9:
+            return p.Lag(_any(draws), _any(draws), _inner(draws, makers), _inner(draws, makers))
+        case 10:
+            return p.OnStep(_inner(draws, makers))
+        case 11:
+            return p.Repeat(draws.integer(1, 2), _inner(draws, makers), draws.choice((False, True)))
+    return draws.choice(makers)(draws)
 
 
-def _body(leaf: st.SearchStrategy[p.Statement], generate: st.SearchStrategy[p.Statement]) -> st.SearchStrategy[tuple[p.Statement, ...]]:
+def _body(draws: Draws, makers: Sequence[_Maker]) -> tuple[p.Statement, ...]:
     """Most begin with something to work on, and train on it."""
-    inner = _one_of([leaf] * 6 + [st.builds(p.Leave, how=st.sampled_from(["break", "continue"]))])
-    block = _block(inner, 2)
-    nested = _one_of(
-        [leaf] * 8
-        + [
-            st.builds(p.Look, what=_looked_at, which=_small, then=block, otherwise=block),
-            st.builds(p.Lag, metrics=_small, steps=_small, then=block, otherwise=block),
-            st.builds(p.OnStep, body=block),
-            st.builds(p.Repeat, times=st.integers(1, 2), body=block, until=st.booleans()),
-        ]
-    )
-    return st.tuples(generate, _block(nested, 6), _block(_update, 1)).map(lambda parts: (parts[0], *parts[1], *parts[2]))
+    nested = tuple(_nested(draws, makers) for _ in range(draws.integer(0, 6)))
+    return (makers[0](draws), *nested, *_block(draws, (_update,), 1))
 
 
-def programs(*, fails: bool | None = False) -> st.SearchStrategy[p.Program]:
-    """Programs of a few statements each.
-
-    Args:
-        fails: whether a user's function in it may raise on some samples; None: in some.
-    """
-    return st.builds(
-        p.Program,
-        num_policies=st.integers(1, 2),
-        num_steps=st.integers(1, 2),
-        before=_block(_leaf, 2),
-        body=_body(_leaf, _generate),
-        after=_block(_leaf, 1),
-        fails=st.booleans() if fails is None else st.just(fails),
+def make_program(draws: Draws, *, fails: bool = False) -> p.Program:
+    """A program of a few statements; a user's function in it may raise on some samples."""
+    return p.Program(
+        num_policies=draws.integer(1, 2),
+        num_steps=draws.integer(1, 2),
+        before=_block(draws, _PLAIN, 2),
+        body=_body(draws, _PLAIN),
+        after=_block(draws, _PLAIN, 1),
+        fails=fails,
     )
 
 
-def timed_programs() -> st.SearchStrategy[p.Program]:
-    """Programs in which time is part of the meaning: older weights, more prompts than are needed, and what becomes of the late ones."""
-    return st.builds(
-        p.Program,
-        num_policies=st.integers(1, 2),
-        num_steps=st.integers(2, 4),
-        before=_block(_leaf, 1),
-        body=_body(_timed_leaf, _timed_generate),
-        after=_block(_leaf, 1),
-        staleness=st.sampled_from([1, 1, 2, 3, 0]),
+def make_timed_program(draws: Draws) -> p.Program:
+    """A program in which time is part of the meaning: older weights, more prompts than are needed, and what becomes of the late ones."""
+    return p.Program(
+        num_policies=draws.integer(1, 2),
+        num_steps=draws.integer(2, 4),
+        before=_block(draws, _PLAIN, 1),
+        body=_body(draws, _TIMED),
+        after=_block(draws, _PLAIN, 1),
+        staleness=draws.choice((1, 1, 2, 3, 0)),
     )
 
 
-_ADVERSARIES = Path(__file__).with_name("adversary.py")
-_own_queues = ("round-robin", "group-round-robin", "least-loaded", "lpt", "split", "adaptive")
-_others = (
+ADVERSARIES = str(Path(__file__).with_name("adversary.py"))
+_OWN_QUEUES = ("round-robin", "group-round-robin", "least-loaded", "lpt", "split", "adaptive")
+_MORE_POLICIES = (
     "longest-first",
     "shortest-first",
     "group-completing",
@@ -176,14 +242,17 @@ _others = (
     "repack",
     "gather:slack=0.5",
 )
+_PREDICTORS = ("siblings", "earlier-steps", "prompt-buckets")
 
 
-@st.composite
-def policies(draw: st.DrawFn) -> tuple[str, ...]:
+def make_policies(draws: Draws) -> tuple[str, ...]:
     """Rollout policies that go together, and some that nobody should want."""
-    seed = draw(st.integers(0, 1000))
-    hands_out = draw(st.sampled_from(["", f"{_ADVERSARIES}:Adversary:seed={seed}", *_own_queues]))
-    also = draw(st.lists(st.sampled_from([*_others, f"{_ADVERSARIES}:Shuffled:seed={seed}"]), max_size=3, unique=True))
+    seed = draws.integer(0, 1000)
+    hands_out = draws.choice(("", f"{ADVERSARIES}:Adversary:seed={seed}", *_OWN_QUEUES))
+    left, also = [*_MORE_POLICIES, f"{ADVERSARIES}:Shuffled:seed={seed}"], []
+    for _ in range(draws.integer(0, 3)):
+        also.append(draws.choice(left))
+        left.remove(also[-1])
     return (*([hands_out] if hands_out else []), *also)
 
 
@@ -192,20 +261,195 @@ def scheduled(spec: ClusterSpec, names: tuple[str, ...], predictor: str = "sibli
     return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"policy": names, "predictor": predictor})})
 
 
-@st.composite
-def clusters(draw: st.DrawFn) -> ClusterSpec:
-    """Placements, worker counts, chunks and budgets that the planner might choose."""
+def make_cluster(draws: Draws) -> ClusterSpec:
+    """A placement, worker counts, chunks and budgets that the planner might choose."""
     return ClusterSpec(
-        placement=draw(st.sampled_from(["time-shared", "split"])),
+        placement=draws.choice(("time-shared", "split")),
         cores=2,
         device="cpu",
-        rollout=RolloutSpec(engine="fake", workers=draw(st.integers(1, 3)), max_running=draw(st.sampled_from([64, 5, 2, 1]))),
-        train=TrainSpec(engine="fake", token_budget=draw(st.sampled_from([4096, 60, 20, 1]))),
-        functions=FunctionSpec(workers=draw(st.integers(1, 2)), chunk=draw(st.sampled_from([64, 3, 1]))),
-        channels=ChannelSpec(
-            max_samples=draw(st.sampled_from([None, 1, 2, 5, 9, 30])), max_bytes=draw(st.sampled_from([2**32, 2**32, 100, 1000, 4000]))
-        ),
+        rollout=RolloutSpec(engine="fake", workers=draws.integer(1, 3), max_running=draws.choice((64, 5, 2, 1))),
+        train=TrainSpec(engine="fake", token_budget=draws.choice((4096, 60, 20, 1))),
+        functions=FunctionSpec(workers=draws.integer(1, 2), chunk=draws.choice((64, 3, 1))),
+        channels=ChannelSpec(max_samples=draws.choice((None, 1, 2, 5, 9, 30)), max_bytes=draws.choice((2**32, 2**32, 100, 1000, 4000))),
     )
+
+
+def make_tight_cluster(draws: Draws) -> ClusterSpec:
+    """A cluster whose channels have room for a few samples."""
+    channels = ChannelSpec(max_samples=draws.choice((1, 2, 3, 5, 8, 13)), max_bytes=draws.choice((2**32, 100, 700, 2000, 9000)))
+    return make_cluster(draws).model_copy(update={"channels": channels})
+
+
+# The same for hypothesis.
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, fails: bool | None = False) -> p.Program:
+    """Programs of a few statements each.
+
+    Args:
+        fails: whether a user's function in it may raise on some samples; None: in some.
+    """
+    return make_program(_Hypothesis(draw), fails=draw(st.booleans()) if fails is None else fails)
+
+
+@st.composite
+def timed_programs(draw: st.DrawFn) -> p.Program:
+    """Programs in which time is part of the meaning."""
+    return make_timed_program(_Hypothesis(draw))
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> tuple[str, ...]:
+    """Rollout policies that go together."""
+    return make_policies(_Hypothesis(draw))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterSpec:
+    """Clusters that the planner might choose."""
+    return make_cluster(_Hypothesis(draw))
+
+
+# Cases.
+
+Kind = Literal["plain", "raising", "timed"]
+KINDS: tuple[Kind, ...] = ("plain", "raising", "timed")
+"""Programs that nothing goes wrong in, whose functions raise on some samples, in which time is part of the meaning."""
+Seats = Literal["apart", "lent", "ahead"]
+_SEATS: tuple[Seats, ...] = ("apart", "apart", "lent", "ahead")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and what a planned run of it is subject to."""
+
+    program: p.Program
+    spec: ClusterSpec
+    order_seed: int
+    by_identity: bool = False
+    seats: Seats = "apart"
+    """Of a split plan: its trainer lends its devices to all rollout workers but one, or comes to those of all while samples run."""
+    share: float = 0.0
+    """Of the samples, at which it does."""
+    num_losses: int = 0
+    """Workers that die, and come back."""
+
+    def difference(self) -> str | None:
+        """Where the planned run is not the eager one, in words; a run that broke down is one too."""
+        try:
+            return difference(
+                self.program,
+                self.spec,
+                order_seed=self.order_seed,
+                by_identity=self.by_identity,
+                seated=self._seated,
+                num_losses=self.num_losses,
+            )
+        except Exception:
+            return traceback.format_exc()
+
+    def _seated(self, plan: Plan) -> Plan:
+        names = [f"rollout-{i}" for i in range(self.spec.rollout.workers)]
+        if self.spec.placement != "split" or self.seats == "apart" or (self.seats == "lent" and len(names) < 2):
+            return plan
+        if self.seats == "lent":
+            return beside_the_trainer(*names[1:], rollout={"lent_until": self.share})(plan)
+        return beside_the_trainer(*names, train={"comes_at": self.share})(plan)
+
+    def __str__(self) -> str:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        shown = {name: repr(value) for name, value in fields.items() if name not in ("program", "spec")}
+        shown["spec"] = f"ClusterSpec.model_validate({self.spec.model_dump(exclude_unset=True, exclude_none=True)!r})"
+        return f"Case(program={_text(self.program)}, {', '.join(f'{name}={text}' for name, text in shown.items())})"
+
+
+def _text(value: object) -> str:
+    """A program as text, without what is as it is by default."""
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_text(item)}, ' for item in value)})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    shown = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return f"{type(value).__name__}({', '.join(f'{field.name}={_text(held)}' for field, held in shown if held != field.default)})"
+
+
+def drawn_case(draws: Draws, kind: Kind, *, is_tight: bool = False, loses: bool = False) -> Case:
+    """A case whose program is of a kind, under channels that are tight or may be, with workers that die or none."""
+    program = make_timed_program(draws) if kind == "timed" else make_program(draws, fails=kind == "raising")
+    spec = (make_tight_cluster if is_tight else make_cluster)(draws)
+    if draws.integer(0, 2) == 2:
+        spec = scheduled(spec, make_policies(draws), draws.choice(_PREDICTORS))
+    return Case(
+        program,
+        spec,
+        order_seed=draws.integer(0, 2**30),
+        by_identity=draws.choice((False, True)),
+        seats=draws.choice(_SEATS),
+        share=draws.choice((0.01, 0.3, 0.8)),
+        num_losses=draws.integer(1, 3) if loses else 0,
+    )
+
+
+def shrunk(case: Case, *, most_tries: int = 400) -> Case:
+    """A case that differs too, of fewer statements: whatever can be left out of it is."""
+    tries = 0
+    while True:
+        for smaller in _smaller(case):
+            tries += 1
+            if tries > most_tries:
+                return case
+            if smaller.difference() is not None:
+                case = smaller
+                break
+        else:
+            return case
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """The case without one thing."""
+    program = case.program
+    for name in ("after", "before", "body"):
+        for block in _without_one(getattr(program, name)):
+            yield dataclasses.replace(case, program=dataclasses.replace(program, **{name: block}))  # type: ignore[arg-type]
+    plainer: dict[str, Any] = {"num_losses": 0, "seats": "apart", "share": 0.0, "by_identity": False}
+    for name, value in plainer.items():
+        if getattr(case, name) != value:
+            yield dataclasses.replace(case, **{name: value})
+    less: dict[str, Any] = {"num_policies": 1, "fails": False, "num_steps": program.num_steps - 1, "staleness": program.staleness - 1}
+    for name, value in less.items():
+        if getattr(program, name) > value >= 0:
+            yield dataclasses.replace(case, program=dataclasses.replace(program, **{name: value}))
+    if case.spec.rollout.policy:
+        yield dataclasses.replace(case, spec=scheduled(case.spec, ()))
+
+
+def _without_one(block: tuple[p.Statement, ...]) -> Iterator[tuple[p.Statement, ...]]:
+    """A block without one of its statements, or with what is inside of one in its place, or with less inside."""
+    for place, statement in enumerate(block):
+        before, after = block[:place], block[place + 1 :]
+        yield before + after
+        for name in ("body", "then", "otherwise"):
+            inner = getattr(statement, name, ())
+            if inner:
+                yield before + inner + after
+                for fewer in _without_one(inner):
+                    yield (*before, dataclasses.replace(statement, **{name: fewer}), *after)  # type: ignore[arg-type]
+
+
+def beside_the_trainer(*names: str, **fields: Mapping[str, object]) -> Callable[[Plan], Plan]:
+    """Of a split plan: these rollout workers are on the trainer's devices, the others have their own; `fields` of slots, by their kind."""
+
+    def seated(plan: Plan) -> Plan:
+        workers = []
+        for worker in plan.workers:
+            if worker.name in (*names, "train-0"):
+                slots = [msgspec.structs.replace(slot, **fields.get(slot.kind, {})) for slot in worker.engines]
+                worker = msgspec.structs.replace(worker, lease="shared", engines=tuple(slots))
+            workers.append(worker)
+        return msgspec.structs.replace(plan, workers=tuple(workers)).verify()
+
+    return seated
 
 
 def difference(
@@ -216,12 +460,15 @@ def difference(
     seed: int = 0,
     by_identity: bool = False,
     seated: Callable[[Plan], Plan] = lambda plan: plan,
+    num_losses: int = 0,
 ) -> str | None:
     """Run a program in both ways; what differs, in words, or None. Eager is given what time decided in the planned run; `seated` may change
-    who shares devices with whom there."""
+    who shares devices with whom there, and so many workers die in it. If one dies with what no other has, there is nothing to compare."""
     account = Account()
     flow = program.as_flow(account)
-    planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, seated=seated)
+    planned = run_planned(flow, {}, spec, seed=seed, order_seed=order_seed, deterministic=by_identity, seated=seated, num_losses=num_losses)
+    if num_losses and planned.error.startswith(StateLost.__name__):
+        return None
     wrong, lags = account.wrong(planned), list(account.lags)
     if wrong is not None:
         return f"planned: {wrong}"

@@ -292,6 +292,8 @@ class World(Backend):
     def _live_and_die(self) -> None:
         """Somebody dies, is missed, or is back."""
         mortality = self._mortality
+        if not (mortality.is_used or self._census.is_open):
+            return
         alive = [n for n, (w, _, _) in self._workers.items() if w.settings.tag in self._addresses and n not in mortality.dying]
         if (dies := mortality.dies([n for n in alive if not self._scheduler.is_vital(n)])) is not None:
             worker, link, _ = self._workers[dies]

@@ -1,0 +1,163 @@
+"""Random programs on end, with new seeds: `make fuzz MINUTES=30`.
+
+    python -m m2flow.testing.campaign [--minutes 30] [--jobs 2] [--seed SEED] [--only NUMBER]
+
+Each number stands for a case (`m2flow.testing.random_programs`), which is a function of it and of the seed: programs of every kind under
+channels that are tight or may be, rollout policies, seats, and workers that die. A case whose planned run is not the eager one is made
+shorter and printed as text that makes it again, to be pasted into a test; `--only` runs one. Once in a while it says how many cases there
+have been, and how many in a second. Ends with status 1 if there was a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import multiprocessing
+import queue
+import secrets
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.queues import Queue
+from pathlib import Path
+from types import FrameType
+
+from m2flow.errors import UnusedResult
+from m2flow.testing.random_programs import KINDS, Case, Dice, drawn_case, shrunk
+
+_TOLD_EVERY_S = 60.0
+_LONGEST_S = 300
+"""That a case may take, on however busy a machine."""
+_COLLECTED_EVERY = 200
+"""Cases between two collections of cyclic garbage, which would else be a tenth of the time."""
+_MAX_TURNS = 50_000
+"""Of a run that is no deadlock."""
+
+
+def numbered_case(seed: str, number: int) -> Case:
+    """The case that a number stands for."""
+    dice = Dice(f"{seed}, {number}")
+    return drawn_case(dice, KINDS[number % len(KINDS)], is_tight=dice.choice((False, True)), loses=dice.integer(0, 2) == 2)
+
+
+@contextlib.contextmanager
+def quickly() -> Iterator[None]:
+    """Small runs one after the other in this process: a dozen numbers need no threads, files of a run no disk, and garbage can wait."""
+    import torch
+
+    from m2flow.testing import world
+
+    torch.set_num_threads(1)
+    world.MAX_TURNS = _MAX_TURNS
+    before, collects = tempfile.tempdir, gc.isenabled()
+    if Path("/dev/shm").is_dir():
+        tempfile.tempdir = "/dev/shm"
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", UnusedResult)
+            yield
+    finally:
+        tempfile.tempdir = before
+        if collects:
+            gc.enable()
+
+
+def check(case: Case) -> str | None:
+    """The difference that a case has, if it comes to an end."""
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(_LONGEST_S)
+    try:
+        return case.difference()
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"the case has not come to its end in {_LONGEST_S} s")
+
+
+def _work(seed: str, first: int, stride: int, until: float, said: Queue[tuple[int, str]]) -> None:
+    """Run every so manieth case; say how many are done, and what each difference is."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The one who asked for the cases says when it is over.
+    with quickly():
+        number = first
+        while time.monotonic() < until:
+            case = numbered_case(seed, number)
+            found = check(case)
+            text = ""
+            if found is not None:
+                smaller = shrunk(case)
+                text = f"DIFFERENCE (SEED={seed}, number {number})\n{smaller.difference()}\n{smaller}\n"
+                text += "" if smaller == case else f"as it was drawn: {found}\n{case}\n"
+            said.put((number, text))
+            number += stride
+            if number // stride % _COLLECTED_EVERY == 0:
+                gc.collect()
+
+
+def campaign(seed: str, minutes: float, jobs: int) -> int:
+    """Run cases for so long; the number of differences."""
+    print(f"SEED={seed}", flush=True)
+    context = multiprocessing.get_context("spawn")
+    said: Queue[tuple[int, str]] = context.Queue()
+    begun = time.monotonic()
+    until = begun + 60 * minutes
+    workers = [context.Process(target=_work, args=(seed, i, jobs, until, said), daemon=True) for i in range(jobs)]
+    for worker in workers:
+        worker.start()
+    count = differences = 0
+    told = begun
+    try:
+        while any(worker.is_alive() for worker in workers) or not said.empty():
+            with contextlib.suppress(queue.Empty):
+                _, text = said.get(timeout=1.0)
+                count += 1
+                differences += bool(text)
+                print(text, end="", flush=bool(text))
+            now = time.monotonic()
+            if now - told >= _TOLD_EVERY_S:
+                told = now
+                print(_account(count, differences, now - begun), flush=True)
+    except KeyboardInterrupt:
+        pass
+    for worker in workers:
+        worker.terminate()
+        worker.join()
+    print(_account(count, differences, time.monotonic() - begun) + f"; SEED={seed}", flush=True)
+    broken = [worker.exitcode for worker in workers if worker.exitcode not in (0, -signal.SIGTERM)]
+    if broken:
+        print(f"a process has ended with status {broken[0]}")
+    return differences + len(broken)
+
+
+def _account(count: int, differences: int, took_s: float) -> str:
+    return f"{count:,} programs, {differences} differences, {count / took_s:.1f} a second, {took_s / 60:.0f} minutes"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m m2flow.testing.campaign", description="Run random programs planned and eager.")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--seed", default="", help="any text; a new one if it is not given")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="run the case of this number alone")
+    given = parser.parse_args(arguments)
+    seed = given.seed or secrets.token_hex(4)
+    if given.only is None:
+        return 1 if campaign(seed, given.minutes, given.jobs) else 0
+    case = numbered_case(seed, given.only)
+    print(case)
+    with quickly():
+        found = check(case)
+    print(found or "no difference")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
