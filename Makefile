@@ -10,6 +10,8 @@
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
+MINUTES ?= 30
+SEED ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
@@ -20,7 +22,7 @@ VLLM := $(VENV)-vllm
 SKIPPED := build/tests
 
 .NOTPARALLEL:
-.PHONY: help run smollm sglang-cpu vllm-cpu test lint types core rest test-all not-run bench docs lock clean distclean
+.PHONY: help run smollm sglang-cpu vllm-cpu test lint types core rest test-all not-run fuzz bench docs lock clean distclean
 
 help: ## Say what there is to make.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @ 2>/dev/null || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1  \2/p' Makefile
@@ -65,6 +67,10 @@ test-all: test rest ## Everything. The last lines name each group of tests that 
 not-run:
 	@if [ ! -e $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/core.tsv 2>/dev/null | sort -u; echo "did not run: rest (stopped before it)"; \
 	elif [ -s $(SKIPPED)/rest.tsv ]; then cut -f1 $(SKIPPED)/rest.tsv | sort -u; else echo "every group of tests ran"; fi
+
+# The tests always draw the same programs; these are new ones each time. What it prints of a difference can be pasted into tests/test_random_programs.py.
+fuzz: $(VENV)/.installed ## Random programs with new seeds, planned and eager, for MINUTES=30. SEED=... makes those of a seed again.
+	@OMP_NUM_THREADS=1 $(BIN)/python -m m2flow.testing.campaign --minutes $(MINUTES) --jobs $(JOBS) $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/.installed ## Every benchmark, one after the other; each prints what it measured and how.
 	@status=0; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || status=1; done; exit $$status

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from m2flow import Dataset, Policy, Reference, Reward, Sample, flow, log, op, steps
 from m2flow.errors import InternalError, PlanError
@@ -22,8 +20,7 @@ from m2flow.micro.rollouts.policies import POLICIES
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.waiting import Wait, ring_of_waits
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
-from m2flow.testing.programs import Program
-from m2flow.testing.random_programs import clusters, difference, programs, timed_programs
+from m2flow.testing.random_programs import Dice, drawn_case, shrunk
 from m2flow.testing.world import run_eager, run_planned
 
 NUM_CASES = 60
@@ -99,22 +96,12 @@ def forced(plan: Plan) -> Plan:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("drawn", [programs(fails=None), timed_programs()], ids=["programs", "programs in which time counts"])
-def test_a_random_program_ends_with_the_eager_answer_under_tight_credits(drawn, request):
-    num_cases = NUM_CASES * (TIMES_LONG if request.config.getoption("--long") else 1)
-    tight = st.builds(
-        lambda spec, most, most_bytes: spec.model_copy(update={"channels": ChannelSpec(max_samples=most, max_bytes=most_bytes)}),
-        clusters(),
-        st.sampled_from([1, 2, 3, 5, 8, 13]),
-        st.sampled_from([2**32, 100, 700, 2000, 9000]),
-    )
-
-    @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
-    @given(drawn, tight, st.integers(0, 2**30), st.booleans())
-    def ends(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool) -> None:
-        assert difference(program, spec, order_seed=order_seed, by_identity=by_identity) is None
-
-    ends()
+@pytest.mark.parametrize("kinds", [("plain", "raising"), ("timed",)], ids=["programs", "programs in which time counts"])
+def test_a_random_program_ends_with_the_eager_answer_under_tight_credits(kinds, request):
+    for number in range(NUM_CASES * (TIMES_LONG if request.config.getoption("--long") else 1)):
+        case = drawn_case(Dice(f"tight, {number}"), kinds[number % len(kinds)], is_tight=True)
+        found = case.difference()
+        assert found is None, f"{found}\n{shrunk(case)}"
 
 
 @pytest.mark.parametrize("rollouts", [1, 2])

@@ -6,12 +6,11 @@ what time decided in the planned run with it.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from m2flow.macro.graph import Call, Effect
 from m2flow.macro.session import Session
@@ -28,7 +27,7 @@ from m2flow.spec import ClusterSpec
 from m2flow.testing import programs as p
 from m2flow.testing.account import Account
 from m2flow.testing.fake_train import FakeTrain
-from m2flow.testing.random_programs import clusters, difference_of, eager_of, programs, timed_programs
+from m2flow.testing.random_programs import Dice, difference_of, eager_of, make_cluster, make_program, make_timed_program
 from m2flow.testing.world import run_planned
 
 pytest_plugins = ["small_runs"]  # The fixture `quick`.
@@ -36,26 +35,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixture
 
 Patch = pytest.MonkeyPatch
 Case = tuple[p.Program, ClusterSpec, int]
-many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
-CASES_A_ROUND = 1200
-MOST_ROUNDS = 6
-"""Within so many each bug must be seen. What hypothesis draws from a seed depends on the modules that are loaded (it takes constants out
-of them), so that a bug which one program in twenty shows needs room."""
+MOST_CASES = 7200
+"""Among so many each bug must be seen: some bugs one program in a hundred shows."""
 
 
 @functools.cache
-def cases(is_timed: bool, round_number: int) -> list[Case]:
+def drawn(number: int, is_timed: bool) -> Case:
     """The same for every bug."""
-    made: list[Case] = []
-
-    @seed(round_number)
-    @settings(many, max_examples=CASES_A_ROUND)
-    @given(timed_programs() if is_timed else programs(), clusters(), st.integers(0, 2**30))
-    def draw(program: p.Program, spec: ClusterSpec, order_seed: int) -> None:
-        made.append((program, spec, order_seed))
-
-    draw()
-    return made
+    dice = Dice(f"{number}, {is_timed}")
+    return (make_timed_program if is_timed else make_program)(dice), make_cluster(dice), dice.integer(0, 2**30)
 
 
 def is_red(case: Case, bug: Callable[[Patch], None]) -> bool:
@@ -273,7 +261,7 @@ SEEDED = [
 
 @pytest.mark.parametrize("seeded", SEEDED, ids=lambda seeded: seeded.bug.__name__)
 def test_an_ingredient_shows_its_bug_and_programs_without_it_do_not(seeded):
-    drawn = (case for round_number in range(MOST_ROUNDS) for case in cases(seeded.is_timed, round_number))
-    assert any(is_red(case, seeded.bug) for case in drawn if seeded.ingredient(case[0]))
-    lacking = [case for case in cases(seeded.is_timed, 0) if not seeded.ingredient(case[0])]
-    assert not any(is_red(case, seeded.bug) for case in lacking[:8])
+    cases = (drawn(number, seeded.is_timed) for number in range(MOST_CASES))
+    assert any(is_red(case, seeded.bug) for case in cases if seeded.ingredient(case[0]))
+    lacking = (drawn(number, seeded.is_timed) for number in range(MOST_CASES) if not seeded.ingredient(drawn(number, seeded.is_timed)[0]))
+    assert not any(is_red(case, seeded.bug) for case in itertools.islice(lacking, 8))

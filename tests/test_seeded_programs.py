@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from test_seeded_bugs import BUGS as KNOWN_BUGS
 
 from m2flow.engines.contract import Request
@@ -28,49 +26,44 @@ from m2flow.samples import Batch, group_key, prompt_positions
 from m2flow.spec import ClusterSpec
 from m2flow.testing.answers import Answer
 from m2flow.testing.programs import Program
-from m2flow.testing.random_programs import clusters, difference_of, programs
+from m2flow.testing.random_programs import Dice, difference_of, make_cluster, make_program
 from m2flow.testing.world import run_eager, run_planned
 
 pytest_plugins = ["small_runs"]  # The fixture `quick`.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("quick")]
 
 Patch = pytest.MonkeyPatch
-many = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
-CASES_A_ROUND = 1200
-MOST_ROUNDS = 6
-"""Within so many each bug must be seen. What hypothesis draws from a seed depends on the modules that are loaded, and some bugs one program
-in a hundred shows."""
+MOST_CASES = 7200
+"""Among so many each bug must be seen: some bugs one program in a hundred shows."""
 
 
 Case = tuple[Program, ClusterSpec, int, bool]
 
 
 @functools.cache
-def cases(fails: bool, round_number: int) -> list[Case]:
+def drawn(number: int, fails: bool) -> Case | None:
     """The same for every bug; programs that make next to nothing are left out."""
-    made: list[Case] = []
-
-    @seed(round_number)
-    @settings(many, max_examples=CASES_A_ROUND)
-    @given(programs(fails=fails), clusters(), st.integers(0, 2**30), st.booleans())
-    def draw(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool) -> None:
-        if len(list(program.statements())) > 4:
-            made.append((program, spec, order_seed, by_identity))
-
-    draw()
-    return made
+    dice = Dice(f"{number}, {fails}")
+    program = make_program(dice, fails=fails)
+    return (
+        (program, make_cluster(dice), dice.integer(0, 2**30), dice.choice((False, True))) if len(list(program.statements())) > 4 else None
+    )
 
 
 @functools.cache
-def eager_answer(number: int, fails: bool, round_number: int) -> Answer:
-    program, spec, *_ = cases(fails, round_number)[number]
-    return run_eager(program.as_flow(), {}, spec)
+def eager_answer(number: int, fails: bool) -> Answer:
+    case = drawn(number, fails)
+    assert case is not None
+    return run_eager(case[0].as_flow(), {}, case[1])
 
 
-def is_red(bug: Callable[[Patch], None], number: int, fails: bool, round_number: int) -> bool:
+def is_red(bug: Callable[[Patch], None], number: int, fails: bool) -> bool:
     """Whether the planned run of a case, with the bug, does not give the eager answer of the code without it."""
-    program, spec, order_seed, by_identity = cases(fails, round_number)[number]
-    eager = eager_answer(number, fails, round_number)
+    case = drawn(number, fails)
+    if case is None:
+        return False
+    program, spec, order_seed, by_identity = case
+    eager = eager_answer(number, fails)
     with Patch.context() as patch:
         bug(patch)
         try:
@@ -278,11 +271,10 @@ ON_ERRORS = [an_error_beyond_the_end_of_a_refill_counts, the_first_error_to_come
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_without_a_bug_every_case_is_green(fails):
-    assert not any(is_red(lambda patch: None, number, fails, 0) for number in range(40))  # `test_random_programs` draws more.
+    assert not any(is_red(lambda patch: None, number, fails) for number in range(60))  # `test_random_programs` draws more.
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *KNOWN_BUGS], ids=lambda bug: bug.__name__)
 def test_random_programs_see(bug):
     fails = bug in ON_ERRORS
-    drawn = ((number, round_number) for round_number in range(MOST_ROUNDS) for number in range(len(cases(fails, round_number))))
-    assert any(is_red(bug, number, fails, round_number) for number, round_number in drawn)
+    assert any(is_red(bug, number, fails) for number in range(MOST_CASES))

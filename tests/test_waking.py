@@ -16,9 +16,9 @@ from m2flow.errors import InternalError
 from m2flow.micro.scheduling.events import Command, Event
 from m2flow.micro.scheduling.scheduler import Scheduler
 from m2flow.micro.scheduling.waking import Waking
-from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import world
-from m2flow.testing.programs import Program
+from m2flow.testing.programs import Generate, Program, Score
 from m2flow.testing.random_programs import clusters, programs
 from m2flow.testing.world import run_planned
 
@@ -53,6 +53,21 @@ def all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(programs(fails=None), clusters(), st.integers(0, 2**30), st.booleans())
 def test_nobody_who_has_work_is_passed_over(program: Program, spec: ClusterSpec, order_seed: int, by_identity: bool):
     run_planned(program.as_flow(), {}, spec, order_seed=order_seed, deterministic=by_identity)
+
+
+def test_others_may_have_the_rest_of_a_group_for_which_one_has_got_room():
+    generate = Generate(policy=0, source="take", which=0, count=2, n=2, longest=14)
+    again = Generate(policy=0, source="samples", which=2, count=1, n=3, longest=14)
+    spec = ClusterSpec(
+        device="cpu",
+        cores=2,
+        placement="split",
+        rollout=RolloutSpec(engine="fake", workers=3, max_running=1),
+        train=TrainSpec(engine="fake"),
+        channels=ChannelSpec(max_samples=2, max_bytes=1000),
+    )
+    program = Program(num_policies=1, num_steps=1, before=(), body=(generate, again, Score(reward=2, samples=2)))
+    run_planned(program.as_flow(), {}, spec, order_seed=261985440)
 
 
 def length(sample: Sample) -> float:

@@ -360,7 +360,8 @@ class Case:
     def __str__(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shown = {name: repr(value) for name, value in fields.items() if name not in ("program", "spec")}
-        shown["spec"] = f"ClusterSpec.model_validate({self.spec.model_dump(exclude_unset=True, exclude_none=True)!r})"
+        spec = repr(self.spec.model_dump(exclude_unset=True, exclude_none=True)).replace(ADVERSARIES, "m2flow/testing/adversary.py")
+        shown["spec"] = f"ClusterSpec.model_validate({spec})"
         return f"Case(program={_text(self.program)}, {', '.join(f'{name}={text}' for name, text in shown.items())})"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from m2flow.errors import M2FlowError, OpError, RunInterrupted
 from m2flow.macro.graph import Call
@@ -92,6 +92,10 @@ class Board:
         self.ahead = Ahead(self, plan)
         self.restoring = Restoring(self)
         self.functions = StartQueue(self.workers)
+        self.num_changes = 0
+        """How often something changed by which a worker can run a generation, or can't."""
+        self.can_have_weights: Callable[[WorkerState, CallState], bool] = lambda worker, state: True
+        """Whether a worker has weights that a generation may use, or will be able to take them (`m2flow.micro.scheduling.rollout_desk`)."""
 
     # Calls
 
@@ -267,6 +271,8 @@ class Board:
         state.is_done = state.is_over = True
         state.value = value
         self.versions.done(state.call)
+        if state.call.engine == "train" and state.call.writes:
+            self.changed()
         if state.is_update:
             self.open.changed(state.call.role)
             self.placings.trained(state.call.role)
@@ -445,6 +451,15 @@ class Board:
         """Rows of a call are about to go to a worker: perhaps the last ones."""
         if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
             self.waking.wake_role(state.call.role)
+
+    def changed(self) -> None:
+        """Something changed by which a worker can run a generation, or can't."""
+        self.num_changes += 1
+
+    def is_away(self, worker: WorkerState, state: CallState) -> bool:
+        """Whether a worker can get no samples of a generation."""
+        is_lent = self.lending.is_used and self.lending.passes(worker, state)
+        return worker.is_lost or is_lent or not self.can_have_weights(worker, state)
 
     # Tasks and rows
 

@@ -192,6 +192,7 @@ class Credits:
             for unit in dict.fromkeys(map(claim.unit_of, rows)):
                 if unit not in claim.units:
                     claim.units.add(unit)
+                    self._may_be_room = True  # Who was refused others of the unit may have them now.
                     if claim.room.target == worker or claim.is_free:
                         continue  # What is made there does not travel.
                     members = [row for row in claim.rows_of(unit) if row not in claim.gone]

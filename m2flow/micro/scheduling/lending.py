@@ -92,15 +92,16 @@ class Lending:
         return any(state.call.engine == "train" and state.call.role in roles for state in self._board.active.values())
 
     def _others(self, state: CallState) -> list[str]:
-        """Workers that are there, and whose devices are nobody else's."""
-        return [name for name in state.stage.workers if name not in self._until[state.call.role]]
+        """Workers that are there, whose devices are nobody else's, and that can have the weights for it."""
+        board = self._board
+        own = [board.workers[name] for name in state.stage.workers if name not in self._until[state.call.role]]
+        return [worker.name for worker in own if board.can_have_weights(worker, state)]
 
     def _give_back(self, state: CallState, name: str) -> None:
         board, call = self._board, state.call.ordinal
         self._given_back.setdefault(call, set()).add(name)
         state.num_passing = len(self._given_back[call])
-        if state.placing is not None:
-            state.placing.withdrawn(name)
+        board.changed()
         tasks = [task for _, task in board.tasks.of(name) if task.message.call == call and isinstance(task.message, m.Generate)]
         rows = [row for task in tasks for row in task.rows if row not in state.done and row not in state.dropped]
         if rows:

@@ -47,6 +47,7 @@ def lose(board: Board, rollout: RolloutDesk, event: WorkerLost) -> None:
             strike(board, state)
     if was_lost:
         return
+    board.changed()
     board.placings.lost(name)
     for message in event.unsaid:
         board.restoring.unsaid(message)
@@ -78,7 +79,7 @@ def join(board: Board, rollout: RolloutDesk, name: str, incarnation: int) -> Non
     worker.is_lost = worker.returns = False
     worker.incarnation = incarnation
     rollout.joined(worker)
-    board.placings.joined(name)
+    board.changed()
     for state in board.calls.values():
         if name in state.planned.workers or name in state.planned.forward_to:
             state.stage = _live(board, state.planned)

@@ -5,7 +5,8 @@
 The policy is asked as in the study: the instance with the fewest samples first, one sample at a time, so that what starts together is
 dealt out evenly, whichever worker can begin first. What is dealt to a worker lies in its hand until the worker holds the right weights
 and has room. Nothing else depends on the policy: who may run what is the desk's, and rows that are gone from `ready` (the call is cut,
-fails, has lost a worker) are gone from every hand. A policy that holds back what nobody else works on is overruled (`force`).
+fails, has lost a worker) are gone from every hand. Nothing is dealt to a worker that is gone, has given back its devices, or has newer
+weights than the call may use (`Board.is_away`). A policy that holds back what nobody else works on is overruled (`force`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Placing:
         prompt_tokens: Mapping[int, int],
         earlier: Mapping[int, Sequence[int]],
         behind: Callable[[], int],
+        is_away: Callable[[WorkerState], bool],
+        num_changes: Callable[[], int],
         known: Callable[[int], int] | None = None,
         pace: Pace | None = None,
         difficulties: Mapping[int, str] = MappingProxyType({}),
@@ -54,6 +57,7 @@ class Placing:
             prompt_tokens: of each row of the prompts, as far as it is known.
             earlier: row of the prompts -> lengths of answers to the same prompt in earlier epochs.
             behind: how many versions the trainer is behind the one of sequential execution.
+            is_away: whether a worker can get none of the call's samples; it may say so of another one only when `num_changes` has changed.
             known: row -> tokens that it will generate (`m2flow.micro.scheduling.relaxed`).
             pace: how fast its engines are; by default as fast as those of the default decode model.
             difficulties: row of the prompts -> how hard it is said to be.
@@ -67,6 +71,9 @@ class Placing:
         self._prompt_tokens = prompt_tokens
         self._earlier = earlier
         self._behind = behind
+        self._is_away = is_away
+        self._num_changes = num_changes
+        self._num_known = num_changes()
         self._known = known
         self._pace = pace
         self._difficulties = difficulties
@@ -78,7 +85,7 @@ class Placing:
         self._reports: dict[int, Load] = {}
         self._at: dict[int, int] = {}
         """Row that a worker has -> which."""
-        self._lost = {j for j, worker in enumerate(workers) if worker.is_lost}
+        self._lost = {j for j, worker in enumerate(workers) if is_away(worker)}
         self._moving: dict[int, int] = {}
         """Row that is asked to stop -> the instance where it is to go on."""
         self.num_moved = 0
@@ -166,23 +173,8 @@ class Placing:
         """A worker is gone. What it had comes back into `ready`."""
         j = self._instances.get(worker)
         if j is not None:
-            self._lost.add(j)
             self._at = {row: there for row, there in self._at.items() if there != j}
             self._moving = {row: to for row, to in self._moving.items() if row in self._at}
-            self._ready.is_disturbed = True
-
-    def withdrawn(self, worker: str) -> None:
-        """A worker gets no more of this call. What it has is asked to stop, and comes back into `ready`."""
-        j = self._instances[worker]
-        self._lost.add(j)
-        self._moving = {row: to for row, to in self._moving.items() if to != j}
-        self._ready.is_disturbed = True
-
-    def joined(self, worker: str) -> None:
-        """A worker is here again, with nothing."""
-        j = self._instances.get(worker)
-        if j is not None:
-            self._lost.discard(j)
             self._ready.is_disturbed = True
 
     def gave_up(self, rows: Iterable[int]) -> None:
@@ -195,6 +187,7 @@ class Placing:
     def moves(self) -> dict[str, list[int]]:
         """Worker -> rows that the policy wants to go on elsewhere. Where to is remembered until they have stopped."""
         found: dict[str, list[int]] = {}
+        self._look()
         for move in self.policy.moves() if self._is_begun else ():
             row = self._rows[move.sample]
             here = self._at.get(row)
@@ -206,6 +199,7 @@ class Placing:
 
     def yielded(self, row: int) -> WorkerState | None:
         """A worker has given back a sample that was to move: it is in `ready`, and in the hand of this worker, if that is there."""
+        self._look()
         to = self._moving.pop(row, None)
         self._at.pop(row, None)
         if to is None or to in self._lost or not self._is_begun or row not in self._index:
@@ -225,12 +219,14 @@ class Placing:
     def over(self) -> None:
         """The call has ended."""
         if self._is_begun:
+            self._is_begun = False  # The policy is another call's from now on, and this one's late samples are nothing to it.
             self.policy.end()
 
     # The policy's view
 
     def _refresh(self) -> None:
         """Tell the policy what has changed."""
+        self._look()
         ready, state = self._ready, self.state
         if not self._is_begun or ready.is_disturbed or len(self._rows) != len(state.ids):
             self._begin()
@@ -247,6 +243,17 @@ class Placing:
         if behind != self.seen.behind or rejected != self.seen.num_rejected:
             self.seen.behind, self.seen.num_rejected = behind, rejected
             self._list_all()
+
+    def _look(self) -> None:
+        """Find out who is away by now."""
+        if self._num_known == self._num_changes():
+            return
+        self._num_known = self._num_changes()
+        away = {j for j, worker in enumerate(self._workers) if self._is_away(worker)}
+        if away != self._lost:
+            self._lost.clear()
+            self._lost.update(away)  # The policy sees it.
+            self._ready.is_disturbed = True
 
     def _begin(self) -> None:
         """Make the policy's view from what is known now."""

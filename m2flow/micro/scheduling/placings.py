@@ -67,6 +67,8 @@ class Placings:
             board.calls[prompts.call].num_tokens,
             earlier,
             lambda: board.versions.behind(state.call),
+            lambda worker: board.is_away(worker, state),
+            lambda: board.num_changes,
             board.relaxed.lengths,
             self._paces.get(role),
             self._said(state, self._difficulty) if self._difficulty else {},
@@ -119,10 +121,6 @@ class Placings:
     def lost(self, worker: str) -> None:
         for placing in self._placings.values():
             placing.lost(worker)
-
-    def joined(self, worker: str) -> None:
-        for placing in self._placings.values():
-            placing.joined(worker)
 
     def trained(self, role: str) -> None:
         """There is a new version of the role's weights; a policy may have waited for it."""

@@ -44,6 +44,7 @@ class RolloutDesk:
         """Role -> version -> how many rollout engines hold it."""
         self._loading: dict[tuple[str, str], int] = {}
         """Worker and role whose engine is told to take weights -> the version."""
+        board.can_have_weights = self.can_have_weights
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """The next thing that this worker's rollout engines of these roles could do."""
@@ -76,6 +77,7 @@ class RolloutDesk:
     def published(self, role: str, version: int, manifest: Manifest) -> None:
         self._publishing.discard(role)
         self._published[role] = (version, manifest)
+        self._board.changed()
         self._board.waking.wake_role(role)
 
     def loaded(self, worker: WorkerState, message: m.LoadWeights) -> None:
@@ -111,14 +113,18 @@ class RolloutDesk:
 
     def has_version_for(self, state: CallState) -> bool:
         """Whether some engine holds, could take, or will be able to take a version that a generation may use."""
-        role = state.call.role
-        hosts = self._board.waking.hosts("rollout", role)
-        there = {self._loading.get((worker.name, role), worker.held.get(role, 0)) for worker in hosts if not worker.is_lost}
-        there |= {0 for worker in hosts if worker.returns}
-        there |= {self._published[role][0]} if role in self._published else set()
+        hosts = self._board.waking.hosts("rollout", state.call.role)
+        return any(self.can_have_weights(worker, state) for worker in hosts if worker.returns or not worker.is_lost)
+
+    def can_have_weights(self, worker: WorkerState, state: CallState) -> bool:
+        """Whether this worker's engine holds or takes a version that a generation may use, or an older one and will be able to take it."""
+        role, (oldest, newest) = state.call.role, window(state.call)
+        held = 0 if worker.is_lost else self._loading.get((worker.name, role), worker.held.get(role, 0))
+        if held >= oldest:
+            return held <= newest
         trained = self._board.versions.trained(role)
         next_trained = self._board.versions.newest(role) + 1 if trained is None else trained
-        return next_trained <= window(state.call)[1] or any(_may_use(state, version) for version in there)
+        return next_trained <= newest or (role in self._published and _may_use(state, self._published[role][0]))
 
     def unloaded(self, message: m.LoadWeights) -> None:
         """A load will not happen."""
@@ -212,11 +218,13 @@ class RolloutDesk:
         if manifest is not None:
             self._num_loads[role] = self._num_loads.get(role, 0) + 1
         self._loading[worker.name, role] = version
+        self._board.changed()
         self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest, under_requests))
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
         self._publishing.add(role)
         self._published.pop(role, None)  # The new weights are written over the old ones.
+        self._board.changed()
         self._board.start(worker, "train", m.PublishWeights(self._board.next_task(), -1, role, version))
 
     def _awaited(self, role: str) -> int | None:

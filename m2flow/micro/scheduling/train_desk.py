@@ -102,6 +102,7 @@ class TrainDesk:
             self._board.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
         else:
             self._board.versions.replace_weights(call.role)
+            self._board.changed()
             self._board.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
 
     def _copy(self, worker: WorkerState, state: CallState) -> None:
