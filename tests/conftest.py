@@ -6,14 +6,20 @@
 
 The group of a test is its mark, or else its file. Under pytest-xdist (`-n 2`) whoever collects and runs the tests tells it to the
 process that reports: with each report of a test that was skipped, and at its own end.
+
+What is random in tests is the same each time. New seeds are `make fuzz`'s.
 """
 
 from __future__ import annotations
 
+import random
+import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
@@ -59,6 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rest = [item for item in items if _group(item) or item.nodeid in skipped or item.location[0] in skipped]
         config.hook.pytest_deselected(items=[item for item in items if item not in rest])
         items[:] = rest
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that draws from a global generator gets the same each time, whatever ran before it in its process."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 class _Account:
