@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 
 from m2flow.cli.cluster_file import load_cluster
+from m2flow.cli.main import cli
 from m2flow.errors import SpecError
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
@@ -236,3 +238,44 @@ def test_no_setting_of_a_run_takes_a_number_that_is_none(name: str) -> None:
     for wrong in (True, 10**30, float("inf"), float("nan")):
         with pytest.raises(ValidationError):
             RunSettings.model_validate({name: wrong})
+
+
+_DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("plan.json", _DEEP, ["plan", "--check", "plan.json"]),
+        ("plan.json", _DEEP, ["plan", "FLOW", "--check", "plan.json"]),
+        ("plan.json", _DEEP, ["simulate", "FLOW", "--plan", "plan.json"]),
+        ("profile.json", '{"a":' * 50_000 + "1" + "}" * 50_000, ["plan", "FLOW", "--profile", "profile.json"]),
+        ("trace.jsonl", _DEEP, ["plan", "FLOW", "--cluster", "CLUSTER", "--lengths", "trace.jsonl"]),
+        (
+            "trace.jsonl",
+            '{"step": 0, "prompt_tokens": 1, "response_tokens": [' + "9" * 5000 + "]}",
+            ["plan", "FLOW", "--cluster", "CLUSTER", "--lengths", "trace.jsonl"],
+        ),
+        (
+            "trace.jsonl",
+            '{"step": 0, "prompt_tokens": 1, "response_tokens": [' + "9" * 30 + "]}",
+            ["plan", "FLOW", "--cluster", "CLUSTER", "--lengths", "trace.jsonl"],
+        ),
+        ("none", "", ["plan", "FLOW", "--cluster", "CLUSTER", "--lengths", "lognormal:median=9,sigma=1,prompt=1e300"]),
+        ("none", "", ["plan", "FLOW", "--cluster", "CLUSTER", "--lengths", "lognormal:median=9,sigma=1,cap=1e30"]),
+        ("none", "", ["plan", "FLOW", "--cluster", "CLUSTER", "--lengths", "lognormal:median=1e300,sigma=300"]),
+        ("mine.yaml", "devices:" + " [" * 5000 + "]" * 5000, ["plan", "FLOW", "--cluster", "with.yaml"]),
+        ("mine.yaml", "devices: {h100x: {like: h100, memory_gib: " + "9" * 5000 + "}}", ["plan", "FLOW", "--cluster", "with.yaml"]),
+        ("mine.yaml", "devices: {h100x: {like: h100, memory_gib: .inf}}", ["plan", "FLOW", "--cluster", "with.yaml"]),
+    ],
+)
+def test_no_file_that_the_command_line_reads_is_a_fault_of_ours(
+    name: str, text: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    (tmp_path / "with.yaml").write_text("devices: mine.yaml\npools: {main: {device: h100x}}\n")
+    known = {"FLOW": str(CLUSTERS.parent / "flows" / "grpo.py"), "CLUSTER": str(CLUSTERS / "h100-1.yaml")}
+    result = CliRunner().invoke(cli, [known.get(word, word) for word in words])
+    assert result.exit_code == 2, result.output
+    assert "SpecError: " in result.output

@@ -58,7 +58,7 @@ def read_structure(path: Path) -> tuple[PinnedCall, ...]:
     """
     try:
         return tuple(msgspec.json.decode(path.read_bytes(), type=_Plan).structure)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path} is no plan to pin a run to: {error}", now=f"Make one: m2flow plan FLOW --json > {path}") from None
 
 

@@ -40,7 +40,7 @@ def read_plan(path: Path) -> Plan:
     try:
         is_document = isinstance(found := msgspec.json.decode(body), dict) and isinstance(found.get("plan"), dict)
         return msgspec.json.decode(body, type=_Document).plan if is_document else msgspec.json.decode(body, type=Plan)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path} is no plan: {error}", now=now) from None
 
 

@@ -97,7 +97,7 @@ def read_origin(plan_file: Path, usage: str) -> Origin:
     """
     try:
         document = json.loads(plan_file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(
             f"the plan {plan_file} can't be read: {error.strerror if isinstance(error, OSError) else error}",
             now=f"Make one: m2flow plan FLOW --out {plan_file}",

@@ -188,13 +188,17 @@ def _device(name: str, entries: dict[str, dict[str, _Value]], defaults: dict[str
     return Device(name=name, title=str(title.value) if title else name, sources=sources, **numbers)  # type: ignore[arg-type]
 
 
+_MOST = 1e30
+"""Of any number of a device."""
+
+
 def _sections(file: Path) -> list[tuple[str, str, dict[str, _Value]]]:
     """(`defaults` or `devices`, name, entry) of a file, in its order."""
     try:
         root = yaml.compose(file.read_text(), yaml.SafeLoader)
     except OSError as error:
         raise SpecError(f"the device list {file} can't be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"not YAML: {error}", where=str(file)) from None
     found = []
     for section, node, line in _items(root, file, "a device list is a mapping, with `devices:`"):
@@ -229,7 +233,7 @@ def _checked(name: str, node: yaml.Node, source: str, where: str, file: Path) ->
         value = _plain(node)
     if name in ("title", "like") or (name == "shares_host_memory" and isinstance(value, bool)):
         return _Value(str(value).lower() if name == "like" else value if isinstance(value, bool) else str(value), source, where)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST:
         raise SpecError(f"{name}: {value!r:.40} is no number", where=where)
     lowest_ok = value >= 0 if (name.endswith("_s") and not name.endswith("gb_s")) or name == "hidden" else value > 0
     if not lowest_ok or (name in _FRACTIONS and value > 1):
@@ -244,7 +248,10 @@ def _items(node: yaml.Node | None, file: Path, what: str) -> list[tuple[str, yam
 
 
 def _plain(node: yaml.Node) -> object:
-    return yaml.SafeLoader("").construct_object(node, deep=True)
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except ValueError as error:  # A date that there is not, a number of thousands of digits.
+        raise SpecError(f"{node.value!s:.40} can't be read: {error}", where=f"line {node.start_mark.line + 1} of the device list") from None
 
 
 def _known(name: str, names: set[str], where: str) -> None:

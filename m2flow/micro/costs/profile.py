@@ -308,13 +308,13 @@ def read_profile(path: Path) -> Profile:
         raise SpecError(f"the profile {file} can't be read: {error.strerror}", now=now) from None
     try:
         head = msgspec.json.decode(text, type=_Head)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise SpecError(f"{file} is no profile: {error}", now=now) from None
     if head.version != VERSION:
         raise SpecError(f"the profile {file} has the format {head.version}; this m2flow reads {VERSION}", now="Measure again.")
     try:
         return msgspec.json.decode(text, type=Profile)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise SpecError(f"{file} is a damaged profile: {error}", now="Measure again.") from None
 
 

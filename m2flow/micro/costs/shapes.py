@@ -215,7 +215,7 @@ def _read(file: Path) -> Mapping[str, object]:
         config = json.loads(file.read_text())
     except OSError as error:
         raise ModelError(f"{file} can't be read: {error.strerror}", now="Give the directory that config.json is in.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}", now="Restore the file.") from None
     if not isinstance(config, dict):
         raise ModelError(f"{file} is no config.json of a model: it is no mapping")

@@ -23,6 +23,8 @@ IntArray = npt.NDArray[np.int64]
 TRACES = Path(__file__).parent / "traces"
 """Lengths of two public runs. Source: PolyTrace, github.com/Zhou-jiecheng/PolyTrace at 4246156, arXiv 2509.25279."""
 
+MOST_TOKENS = 2**31 - 1
+"""Of a prompt or an answer."""
 _PROMPTS_STREAM = 11
 
 

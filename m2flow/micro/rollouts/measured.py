@@ -13,7 +13,7 @@ from m2flow.errors import SpecError
 from m2flow.micro.record.ledger import read_lengths
 from m2flow.micro.rollouts.correlation import icc
 from m2flow.micro.rollouts.identity import uniforms
-from m2flow.micro.rollouts.lengths import Correlation, IntArray, Lengths, StepLengths
+from m2flow.micro.rollouts.lengths import MOST_TOKENS, Correlation, IntArray, Lengths, StepLengths
 from m2flow.micro.rollouts.survival import kaplan_meier
 
 _WHICH_GROUP, _WHICH_MEMBER = 1, 2
@@ -186,14 +186,20 @@ def _group_of(line: str, where: str) -> tuple[int, int, list[int]]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise SpecError(f"not JSON: {error.msg} at column {error.colno}", where=where, now=now) from None
+    except (ValueError, RecursionError) as error:  # A number of thousands of digits; lists in lists in lists.
+        raise SpecError(f"not a prompt group: {error}", where=where, now=now) from None
     if not isinstance(record, dict) or set(record) != _KEYS:
         wrong = sorted(set(record) ^ _KEYS) if isinstance(record, dict) else [type(record).__name__]
         raise SpecError(f"not a prompt group: {', '.join(wrong)} missing or unknown", where=where, now=now)
     step, prompt, responses = record["step"], record["prompt_tokens"], record["response_tokens"]
     if type(step) is not int or step < 0:
         raise SpecError(f"step is {step!r}, not a number from 0", where=where, now=now)
-    if type(prompt) is not int or prompt < 0:
+    if type(prompt) is not int or not 0 <= prompt <= MOST_TOKENS:
         raise SpecError(f"prompt_tokens is {prompt!r}, not a number of tokens", where=where, now=now)
-    if not isinstance(responses, list) or not responses or not all(type(tokens) is int and tokens > 0 for tokens in responses):
-        raise SpecError("response_tokens is not a list of one or more positive whole numbers", where=where, now=now)
+    if (
+        not isinstance(responses, list)
+        or not responses
+        or not all(type(tokens) is int and 0 < tokens <= MOST_TOKENS for tokens in responses)
+    ):
+        raise SpecError("response_tokens is not a list of one or more numbers of tokens, from 1", where=where, now=now)
     return step, prompt, responses

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from m2flow.errors import SpecError, did_you_mean
 from m2flow.micro.rollouts.identity import normals
-from m2flow.micro.rollouts.lengths import Correlation, IntArray, Lengths
+from m2flow.micro.rollouts.lengths import MOST_TOKENS, Correlation, IntArray, Lengths
 
 KINDS = ("lognormal", "mixture")
 
@@ -24,6 +24,8 @@ _GROUP, _SAMPLE = 3, 5
 _GRID = np.linspace(-8.0, 8.0, 4001)
 """Standard normal scores at which the mixture's inverse is tabulated."""
 _HALVINGS = 80
+_MOST_SIGMA = 20.0
+"""Of a logarithm: lengths that differ by a factor of 10^8 are one sigma apart."""
 
 
 class Mixture(Lengths):
@@ -201,9 +203,13 @@ def _check(
         )
     if (shares < 0).any() or shares.sum() <= 0 or min(medians) <= 0 or min(sigmas) <= 0:
         raise SpecError("weights can't be negative, medians and sigmas are above 0")
+    if max(medians) > MOST_TOKENS or max(sigmas) > _MOST_SIGMA:
+        raise SpecError(f"medians above {MOST_TOKENS:,} tokens, or sigmas above {_MOST_SIGMA:g}, are no lengths of answers")
+    if cap is not None and cap > MOST_TOKENS:
+        raise SpecError(f"cap={cap} is more than {MOST_TOKENS:,} tokens", now="Leave it out, or give the limit of the answers.")
     if cap is not None and cap < 1:
         raise SpecError(f"cap={cap} leaves no answer", now="Give a cap of 1 token or more.")
     if not 0 <= icc <= 1:
         raise SpecError(f"icc={icc} is no correlation within groups", now="Give 0 (members differ as any two) to 1 (all the same).")
-    if prompt_tokens < 0:
+    if not 0 <= prompt_tokens <= MOST_TOKENS:
         raise SpecError(f"prompt={prompt_tokens} is no number of tokens")
