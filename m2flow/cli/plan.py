@@ -19,6 +19,7 @@ from m2flow.macro.graph import MacroGraph
 from m2flow.macro.known import Assumption, Known
 from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
 from m2flow.macro.pinning import structure_of
+from m2flow.micro.costs.profile import read_profile
 from m2flow.micro.forecasting import Forecast, forecast
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
 from m2flow.micro.lowering.lower import lower
@@ -121,6 +122,7 @@ def command(
     plan = paced(plan, graph, models, spec, profile)
     foreseen = None
     if plan.choice is None and profile is not None:
+        read_profile(profile).check(models, spec)
         foreseen = forecast(plan, spec, lambda other: question_of(graph, models, other, lengths=lengths, profile=profile))
     origin = origin_of(target, options, spec, lengths=lengths, profile=profile, assume=assume, seed=seed)
     if out is not None:

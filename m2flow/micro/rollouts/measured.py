@@ -196,10 +196,7 @@ def _group_of(line: str, where: str) -> tuple[int, int, list[int]]:
         raise SpecError(f"step is {step!r}, not a number from 0", where=where, now=now)
     if type(prompt) is not int or not 0 <= prompt <= MOST_TOKENS:
         raise SpecError(f"prompt_tokens is {prompt!r}, not a number of tokens", where=where, now=now)
-    if (
-        not isinstance(responses, list)
-        or not responses
-        or not all(type(tokens) is int and 0 < tokens <= MOST_TOKENS for tokens in responses)
-    ):
-        raise SpecError("response_tokens is not a list of one or more numbers of tokens, from 1", where=where, now=now)
+    is_list = isinstance(responses, list) and bool(responses)
+    if not is_list or not all(type(tokens) is int and 0 < tokens <= MOST_TOKENS for tokens in responses):
+        raise SpecError("response_tokens is not a list of one or more positive whole numbers", where=where, now=now)
     return step, prompt, responses
