@@ -45,9 +45,13 @@ def drained(recorder: Recorder) -> SpanBlock:
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("simulated") / "run"
     asked = "--cluster clusters/h100-8.yaml --shape policy=Qwen2.5-32B --lengths lognormal:median=60,sigma=0.6,cap=200,icc=0.3 --steps 2"
+    asked += " --batch 4 --n 2 --warm-steps 1 --max-new-tokens 200"
     flow = str(ROOT / "flows" / "grpo.py")
     asked = asked.replace("clusters/", f"{ROOT}/clusters/")
-    done = CliRunner().invoke(cli, ["simulate", flow, *asked.split(), "--batch", "4", "--n", "2", "--warm-steps", "1", "--out", str(place)])
+    done = CliRunner().invoke(
+        cli,
+        ["simulate", flow, *asked.split(), "--out", str(place)],
+    )
     assert done.exit_code == 0, done.output
     return place
 

@@ -149,6 +149,7 @@ def test_whatever_overlaps_each_slice_ends_where_its_span_did(tmp_path: Path, sp
 def test_the_command_takes_the_format_from_the_name_and_names_devices(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     asked = "--shape policy=Qwen2.5-7B --lengths lognormal:median=40,sigma=0.5,cap=90,icc=0.3 --batch 4 --n 2 --warm-steps 1"
+    asked += " --max-new-tokens 90"
     root = Path(__file__).parents[1]
     simulated = ["simulate", str(root / "flows" / "grpo.py"), "--cluster", str(root / "clusters" / "h100-8.yaml"), *asked.split()]
     done = CliRunner().invoke(cli, [*simulated, "--out", str(run)])

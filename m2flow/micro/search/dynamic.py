@@ -35,10 +35,13 @@ NUM_HOWS = 3
 APART, TOGETHER, UNKNOWN = 1, 0, -1
 _NUM_TIMES = 4
 _MOST_WHOLE = 100
+_COMPARED = 0.05
+"""Of the pairs of rows that may be looked at: rows that may be compared with each other, which takes longer. Where no plan is known,
+none is dropped for being slower, and they would be too many."""
 
 
 class TooLarge(Exception):
-    """More pairs of rows than were allowed."""
+    """More pairs of rows than were allowed, or more of them left to be compared with each other."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Solver:
         self._hows = hows
         self._within = within
         self._pairs_left = most_pairs
+        self._compared_left = most_pairs * _COMPARED
         self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
         self._slack[self._times] = slack_s
         sets = np.ones(self.memory.shape[2])
@@ -219,6 +223,9 @@ class Solver:
             best = np.argsort(self._objective(self._read(front)), kind="stable")[:_MOST_WHOLE]
             return front.take(np.sort(best))
         if not self._most_rows:
+            self._compared_left -= len(front)
+            if self._compared_left < 0:
+                raise TooLarge
             return pruned(front, self._slack)
         found = pruned(self._few(calls, front, 2 * self._most_rows), self._slack, self._compared)
         return self._few(calls, found, self._most_rows)

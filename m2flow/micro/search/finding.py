@@ -29,12 +29,12 @@ from m2flow.micro.search.choice import Bound, Choice, Loser, Mode
 from m2flow.micro.search.dynamic import LENT, SPLIT, TURNS, Solver, Tables, TooLarge
 from m2flow.micro.search.lending import WORTH
 from m2flow.micro.search.limits import Limits
-from m2flow.micro.search.options import pin_of, pinned_counts
+from m2flow.micro.search.options import Options, pin_of, pinned_counts
 from m2flow.micro.search.problem import Problem
 from m2flow.micro.search.refining import candidates, refined
 from m2flow.micro.search.seats import Places, mode_of, places_of, seats_of
 from m2flow.micro.search.thinning import thin
-from m2flow.micro.search.trees import Node, parts_of, step_s, tree_of, ways_of
+from m2flow.micro.search.trees import Node, leaves_of, parts_of, step_s, tree_of, ways_of
 from m2flow.micro.search.workload import Workload
 from m2flow.spec import ClusterSpec
 
@@ -51,6 +51,8 @@ _SLACK = 1e-3
 """Of the time of the step: what a quick search takes for equal."""
 _ROUNDING = 1e-9
 """Relative: of two plans that are equal up to so much, one that is known to be the best is taken."""
+_NEARLY = 1.02
+"""Times as long as the best plan, at most: what a better chunk may make the best."""
 _MOST_PAIRS = 1e6
 _MOST_OPTIONS = 100
 """Of rows, and of options of all engines, in an exact search: some seconds."""
@@ -163,11 +165,14 @@ def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[F
     with seldom_collecting():
         search = _Search.of(problem)
         several = len(hows) > 1
-        tried = [search.best(hows)]
-        tried += [search.best((TURNS,)), search.best((SPLIT,)), search.mixed()] if several else []
-        found = sorted((one for one in tried if one is not None), key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
-        if not found:
+        tried = [(search.best(hows), hows)]
+        tried += [(search.best((TURNS,)), (TURNS,)), (search.best((SPLIT,)), (SPLIT,)), (search.mixed(), hows)] if several else []
+        some = [(one, by) for one, by in tried if one is not None]
+        if not some:
             raise problem.no_room()
+        near_s = min(one.step_s for one, _ in some) * _NEARLY
+        found = [search.in_all_chunks(one, by) if one.step_s <= near_s else one for one, by in some]
+        found.sort(key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
         if several and search.lends:
             lent = search.lent(found[0])
             found = [lent, *found] if lent else found
@@ -225,6 +230,15 @@ class _Search:
                 break
         exact = self._exact(quick, hows) if self.is_small else None
         return exact or quick
+
+    def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
+        """The best plan with the same place for each engine, of which all sizes of chunks are tried."""
+        if found.is_exact:
+            return found
+        here = found.problem.with_options(Options({leaf.engine: [leaf.option] for leaf in leaves_of(found.node)}))
+        tables = Solver(here, found.step_s, most_rows=_MORE_ROWS, hows=hows).solve()
+        more = _best_of(tables, found.bounds, is_exact=False)
+        return more if more and more.mode == found.mode and more.step_s < found.step_s else found
 
     def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
         """None where that is too much work, or nothing is better and nothing is known."""
