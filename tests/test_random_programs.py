@@ -260,6 +260,21 @@ WRONG = {
         share=0.3,
         num_losses=2,
     ),
+    "a refill runs dry whose samples are of weights that time decided": Case(
+        Program(
+            num_policies=1,
+            num_steps=1,
+            before=(),
+            body=(
+                Generate(policy=1, source="take", which=1, count=3, n=1, longest=14, more=1, carries=True, defers=True),
+                Update(policy=1, samples=2, numbers=2, minibatch=0, epochs=2, form="advantages"),
+                Refill(policy=1, dataset=0, n=2, count=3, reward=5, keep=2, most=3),
+            ),
+            staleness=1,
+        ),
+        split_spec(3, 2, 60, 1, max_samples=5),
+        order_seed=626244062,
+    ),
 }
 """Cases that have ended otherwise than eager, as `make fuzz` prints them."""
 

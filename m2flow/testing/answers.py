@@ -37,9 +37,8 @@ class Answer:
     """The line that it names, and how the program got there."""
 
     def forget(self, failed: Collection[int]) -> None:
-        """Drop what calls made that failed: how much that was by then goes by the plan."""
+        """Drop what calls made that failed, of which the plan decides how much there is, and not what time decided, which eager needs."""
         self.samples = {packed: one for packed, one in self.samples.items() if SampleId.unpack(packed).call not in failed}
-        self.decisions = {packed: one for packed, one in self.decisions.items() if SampleId.unpack(packed).call not in failed}
         self.rewards = {key: one for key, one in self.rewards.items() if key[0] not in failed}
         self.parts = {key: one for key, one in self.parts.items() if key[0] not in failed}
 
