@@ -18,12 +18,12 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from m2flow.micro.rollouts.assignment import assign
-from m2flow.micro.rollouts.decode import DecodeModel
-from m2flow.micro.rollouts.lengths import TRACES, Lengths, parse_lengths
-from m2flow.micro.rollouts.policies import POLICIES, make_policy, make_predictor
-from m2flow.micro.rollouts.predictors import Oracle
-from m2flow.micro.rollouts.study import Given, steps_of, study_known, study_policy, total
+from m2flow.rollout_scheduling.assignment import assign
+from m2flow.rollout_scheduling.decode_model import DecodeModel
+from m2flow.rollout_scheduling.lengths import TRACES, Lengths, parse_lengths
+from m2flow.rollout_scheduling.policies import POLICIES, make_policy, make_predictor
+from m2flow.rollout_scheduling.predictors import Oracle
+from m2flow.rollout_scheduling.study import Given, steps_of, study_known, study_policy, total
 
 INSTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 SIGMAS = (0.8, 1.0, 1.2)

@@ -5,7 +5,7 @@
 stream  Rollout samples (256 prompt and 1,024 response tokens, with all token columns and texts) go to another process in parcels of 16 and
         64, through codec, `ZmqOutbox` and `ZmqInbox`, over ipc, tcp, and with large columns in shared memory or over Gloo; and as the same
         bytes, encoded once and in one frame, through the bare library: pyzmq's PUSH and PULL; for Gloo, torch.distributed's send and
-        recv, into one buffer. All processes keep freed memory, as workers do (`m2flow.channels.kept_memory`).
+        recv, into one buffer. All processes keep freed memory, as workers do (`m2flow.channels.shared_memory`).
 cost    Processor time of a parcel, both ends in one process, against bare sockets with as many frames and with one.
 sizes   The same with one column of 1 KB, 64 KB, 1 MB and 64 MB.
 shared  The way from the producer's array to a read-only view in the consumer, one parcel at a time with warm buffers, by one clock; against
@@ -39,11 +39,10 @@ import numpy as np
 import zmq
 
 from m2flow.channels import codec
-from m2flow.channels.arena import Arena
-from m2flow.channels.contract import Parcel
-from m2flow.channels.kept_memory import keep_freed_memory
-from m2flow.channels.pairs import PairReceiver, PairSender
-from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
+from m2flow.channels.channel import Parcel
+from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
+from m2flow.channels.process_groups import PairReceiver, PairSender
+from m2flow.channels.shared_memory import Arena, keep_freed_memory
 from m2flow.samples import Batch, Column, Ragged, Segment, make_ids
 
 NUM_PROMPT_TOKENS, NUM_RESPONSE_TOKENS = 256, 1024

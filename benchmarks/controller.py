@@ -3,7 +3,7 @@
     python benchmarks/controller.py [--workers 16 64 256] [--samples 10240 102400] [--steps 2] [--hosts 8]
 
 Controller, scheduler, ledger, segment files, the control link and the channels are the real ones, over TCP on loopback. The workers are
-real too (`m2flow.micro.work.worker`), with fake engines, and take turns in a few processes: 256 processes of Python would be 16 GB. A
+real too (`m2flow.micro.worker.worker`), with fake engines, and take turns in a few processes: 256 processes of Python would be 16 GB. A
 step generates all its samples at once, scores them, and trains on them. What is measured is the controller's thread, in seconds of its
 own processor time: on a shared machine these say more than the clock. `scheduler`, `records` (ledger, metrics, trace) and `link` are the
 time inside these, `else` is what is left. `in_flight` is the most samples that workers had and had not finished.
@@ -32,19 +32,18 @@ import psutil
 from sides.unbroken import Unbroken
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
-from m2flow.channels.beacon import Beacon
-from m2flow.channels.zeromq import LinkDialer, LinkListener, wait
-from m2flow.channels.zeromq_parcels import ZmqInbox, ZmqOutbox
-from m2flow.micro import messages as m
-from m2flow.micro import run as runs
-from m2flow.micro.control.controller import Controller
-from m2flow.micro.control.launcher import Job
-from m2flow.micro.record.audit import audit
-from m2flow.micro.record.journal import Journal
-from m2flow.micro.scheduling.events import Event, FromWorker
-from m2flow.micro.scheduling.scheduler import Scheduler
-from m2flow.micro.work.settings import WorkerSettings
-from m2flow.micro.work.worker import Worker
+from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
+from m2flow.channels.zeromq import HeartbeatSender, LinkDialer, LinkListener, wait
+from m2flow.micro.controller.controller import Controller
+from m2flow.micro.controller.launcher import Job
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.events import Event, FromWorker
+from m2flow.micro.records.audit import audit
+from m2flow.micro.records.journal import Journal
+from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.worker.worker import Worker
+from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.runner import run as runs
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.looking import Looking
 
@@ -77,7 +76,7 @@ def host() -> None:
         link.open(one.controller, one.tag, token)
         worker = Worker(one, link, inbox, outbox)
         pulse = functools.partial(_pulse, worker)
-        Beacon(one.controller, one.tag, token, period_s=one.heartbeat_s, payload=pulse).open()
+        HeartbeatSender(one.controller, one.tag, token, period_s=one.heartbeat_s, payload=pulse).open()
         worker.open()
         made.append((worker, link, inbox, outbox))
     parent = os.getppid()
@@ -93,7 +92,7 @@ def host() -> None:
 
 
 def _pulse(worker: Worker) -> bytes:
-    return m.encode(m.Pulse(worker.num_turns, time.process_time(), worker.is_in_users_code))
+    return m.encode(m.Heartbeat(worker.num_turns, time.process_time(), worker.is_in_users_code))
 
 
 class Hosts(Unbroken):

@@ -26,9 +26,9 @@ import warnings
 
 from m2flow import Dataset, Sample, flow, op, steps
 from m2flow.macro.flow import Flow
-from m2flow.macro.recording import Around
+from m2flow.macro.replay import Around
 from m2flow.macro.session import Backend
-from m2flow.micro.run import Run
+from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 
 _FEW = 2

@@ -22,10 +22,10 @@ import torch
 from training import PPO, make_samples, write_model
 
 from m2flow.engines.contract import EngineSettings
-from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.macro.graph import Call, Granularity, Site
-from m2flow.micro.record import checkpoints
-from m2flow.micro.record.journal import Journal
+from m2flow.micro.records import checkpoints
+from m2flow.micro.records.journal import Journal
 from m2flow.recipe import AdamW, Model
 from m2flow.samples import make_ids
 

@@ -33,18 +33,15 @@ from sides.workload import FULL, SKEWED, Workload
 
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.macro.flow import load_flow
-from m2flow.micro.costs.extents import extents_of
-from m2flow.micro.costs.modelled import ModelledCosts, shapes_of
-from m2flow.micro.costs.profile import Profile, read_profile
-from m2flow.micro.costs.profiled import ProfiledCosts
-from m2flow.micro.lowering.lower import lower
-from m2flow.micro.rollouts.lengths import Lengths, parse_lengths
-from m2flow.micro.search.workload import workload_of
-from m2flow.micro.simulation.program import follow_program
-from m2flow.micro.simulation.simulate import simulate
-from m2flow.observe.spans import Span
+from m2flow.micro.lowering.passes import lower
+from m2flow.observe.spans import Span, overlap_seconds
 from m2flow.observe.store import read_spans
-from m2flow.observe.summary import overlap_seconds
+from m2flow.planner.cost_model import ModelledCosts, shapes_of
+from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
+from m2flow.planner.workload import extents_of, workload_of
+from m2flow.rollout_scheduling.lengths import Lengths, parse_lengths
+from m2flow.simulator.simulation import follow_program
+from m2flow.simulator.simulation_report import simulate
 
 _ROOT = Path(__file__).parent.parent
 _PLACEMENTS = {"time-shared": "placement: time-shared", "split": "placement: split\ntrain: {token_budget: 2048}"}

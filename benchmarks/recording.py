@@ -19,8 +19,7 @@ from pathlib import Path
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
-from m2flow.observe.recorder import Recorder, now_ns
-from m2flow.observe.spans import SpanBlock
+from m2flow.observe.spans import Recorder, SpanBlock, now_ns
 from m2flow.observe.store import TraceStore, read_trace, to_otel
 
 

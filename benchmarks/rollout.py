@@ -24,8 +24,8 @@ import torch
 import transformers
 
 from m2flow.engines.contract import EngineSettings, Request
-from m2flow.engines.embedded_rollout import EmbeddedRollout
-from m2flow.engines.hf_model import load_model, use_threads
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
+from m2flow.engines.models.hf_model import load_model, use_threads
 from m2flow.recipe import Model, Sampling
 from m2flow.samples import make_ids
 

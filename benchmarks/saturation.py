@@ -41,12 +41,12 @@ import zmq
 from sides.unbroken import Unbroken
 
 from m2flow import Dataset, Policy, Reward, Sample, flow
+from m2flow.channels.parcels import ZmqInbox
 from m2flow.channels.weights import Manifest
 from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE
-from m2flow.channels.zeromq_parcels import ZmqInbox
-from m2flow.micro import messages as m
-from m2flow.micro import run as runs
-from m2flow.micro.control.controller import Controller
+from m2flow.micro.controller.controller import Controller
+from m2flow.micro.protocol import messages as m
+from m2flow.runner import run as runs
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 
 GROUP = 8
@@ -114,7 +114,7 @@ class Crowd:
         self.links[name].send(m.encode(message))
 
     def beat(self) -> None:
-        pulse = m.encode(m.Pulse(self._number, time.process_time(), is_in_users_code=False))
+        pulse = m.encode(m.Heartbeat(self._number, time.process_time(), is_in_users_code=False))
         for link in self._beats:
             link.send(pulse)
 
@@ -161,7 +161,7 @@ class Crowd:
                 self._left[name, number] = len(ids)
                 self._waiting[name] += [(message, packed) for packed in ids]
                 self._begin(name, time.monotonic())
-            case m.Perform(number=number, call=call, ids=ids):
+            case m.RunFunction(number=number, call=call, ids=ids):
                 self.say(name, m.Finished(number, call, ids, [0] * len(ids), [], [1.0] * len(ids), [], [], None, ends=True))
             case m.PublishWeights(number=number):
                 self.say(name, m.TaskDone(number, manifest=Manifest("none", 0, ())))
@@ -171,7 +171,7 @@ class Crowd:
                 self.say(name, m.TaskDone(number, {"loss": 0.0} if is_last else None))
             case m.Task(number=number):
                 self.say(name, m.TaskDone(number))
-            case m.Severed(peer=peer):
+            case m.PeerLost(peer=peer):
                 self.say(name, m.Missing(peer, {}))
             case m.Stop():
                 self.stopped.add(name)

@@ -32,10 +32,10 @@ from m2flow import Dataset, Policy, Reward, Sample, flow, op, steps
 from m2flow.channels.weights import Manifest
 from m2flow.macro.graph import Call
 from m2flow.macro.tracing import trace
-from m2flow.micro import messages as m
-from m2flow.micro.lowering.lower import Lowering, lower
-from m2flow.micro.scheduling.events import CallAdded, Command, Event, FromWorker, Released, Send, Sourced
-from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.lowering.passes import Lowering, lower
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.events import CallAdded, Command, Event, FromWorker, Released, Send, Sourced
+from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 
@@ -112,7 +112,7 @@ class Workers:
         ids = getattr(task, "ids", [])
         end_s = max(self._busy_until_s.get(worker, 0.0), self.now_s) + 1e-6 * (1 + len(ids))
         self._busy_until_s[worker] = end_s
-        if isinstance(task, m.Perform) and self._calls[task.call].is_aligned:
+        if isinstance(task, m.RunFunction) and self._calls[task.call].is_aligned:
             self._say(end_s, worker, _finished(task, ids, ends=True))
             return
         manifest = Manifest("weights", 1, ()) if isinstance(task, m.PublishWeights) else None
@@ -123,7 +123,7 @@ class Workers:
         heapq.heappush(self._heap, (when_s, self._num_said, FromWorker(worker, message)))
 
 
-def _finished(task: m.Generate | m.Perform, ids: list[int], *, ends: bool = False) -> m.Finished:
+def _finished(task: m.Generate | m.RunFunction, ids: list[int], *, ends: bool = False) -> m.Finished:
     return m.Finished(
         task.number, task.call, ids, [TOKENS] * len(ids), [1 + row % TOKENS for row in ids], [], [0] * len(ids), [], None, ends=ends
     )

@@ -4,7 +4,8 @@
 
 The step is PPO's: generate, a reward, a reference's log-probabilities, a critic's values, and two updates, of a 7B model each. Costs are
 modelled (H100, SGLang, DeepSpeed); working them out is part of `search_s`, which is the fastest of a few searches on one core. `known`
-has steps of two to four calls with a few written layouts, for which every plan is tried (tests/every_plan.py): the ratio of what the
+has steps of two to four calls with a few written layouts, for which every plan is tried (tests/support/every_plan.py): the ratio of
+what the
 search predicts to the best of all. The last line is JSON.
 """
 
@@ -16,14 +17,13 @@ import sys
 import time
 from pathlib import Path
 
-from m2flow.micro.costs.extents import extents_of
-from m2flow.micro.costs.modelled import ModelledCosts
-from m2flow.micro.costs.shapes import shape_named
-from m2flow.micro.costs.terms import EngineId
-from m2flow.micro.rollouts.parametric import lognormal
-from m2flow.micro.search.finding import best_plan
-from m2flow.micro.search.problem import Problem
-from m2flow.micro.search.workload import CallLoad, Workload
+from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.planner.cost_model import ModelledCosts
+from m2flow.planner.model_shapes import shape_named
+from m2flow.planner.problem import Problem
+from m2flow.planner.search import best_plan
+from m2flow.planner.workload import CallLoad, Workload, extents_of
+from m2flow.rollout_scheduling.lengths import lognormal
 from m2flow.spec import ClusterSpec, PoolSpec, RolloutSpec, TrainSpec
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)

@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 from m2flow import Dataset, Policy, Reward, Sample, flow, steps
-from m2flow.micro.record.audit import audit
-from m2flow.micro.run import Run
+from m2flow.micro.records.audit import audit
+from m2flow.runner.run import Run
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
 from m2flow.testing.looking import Looking
 

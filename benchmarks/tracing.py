@@ -36,11 +36,11 @@ from m2flow.macro.flow import Flow
 from m2flow.macro.graph import Call, MacroGraph, Observation
 from m2flow.macro.session import Backend
 from m2flow.macro.tracing import trace
-from m2flow.micro import messages as m
-from m2flow.micro.bodies import call_body
-from m2flow.micro.lowering.lower import Lowering, lower
-from m2flow.micro.scheduling.events import CONTROLLER, CallAdded, Event, FromWorker, Released, Send, Sourced
-from m2flow.micro.scheduling.scheduler import Scheduler
+from m2flow.micro.lowering.passes import Lowering, lower
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.call_bodies import call_body
+from m2flow.micro.protocol.events import CONTROLLER, CallAdded, Event, FromWorker, Released, Send, Sourced
+from m2flow.micro.scheduler.scheduler import Scheduler
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 
@@ -227,7 +227,7 @@ class Planned(Timed):
         received = m.decode_to_worker(m.encode(message))
         if not isinstance(received, m.Task):
             return
-        if isinstance(received, m.Generate | m.Perform) and self._calls[received.call].is_aligned:
+        if isinstance(received, m.Generate | m.RunFunction) and self._calls[received.call].is_aligned:
             num = len(received.ids)
             said = m.Finished(received.number, received.call, received.ids, [9] * num, [4] * num, [], [0] * num, [], None, ends=True)
             self._say(worker, said)

@@ -24,7 +24,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from m2flow.engines.contract import EngineSettings, Objective
-from m2flow.engines.embedded_train import EmbeddedTrain
+from m2flow.engines.embedded.trainer import EmbeddedTrain
 from m2flow.recipe import AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged, make_ids
 

@@ -30,11 +30,10 @@ from typing import Any
 
 import torch
 
-from m2flow.channels.groups import Group, open_store
+from m2flow.channels.process_groups import Group, open_store
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.checksum import checksum, copy_with_checksum
 from m2flow.channels.weights.manifest import differing
-from m2flow.channels.weights.tensors import Tied, once
+from m2flow.channels.weights.tensors import Tied, checksum, copy_with_checksum, once
 from m2flow.channels.weights.torch_tensors import given, seen_tensors, travelling
 
 TARGET = 0.7

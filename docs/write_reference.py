@@ -28,9 +28,8 @@ from pydantic import BaseModel
 import m2flow
 from m2flow import errors, spec
 from m2flow.cli.main import cli
-from m2flow.engines.deepspeed_options import Options as DeepSpeedOptions
-from m2flow.engines.registry import engines
-from m2flow.engines.table import capability_tables
+from m2flow.engines.distributed.deepspeed import Options as DeepSpeedOptions
+from m2flow.engines.registry import capability_tables, engines
 
 NOTE = "<!-- Written by docs/write_reference.py. Do not edit. -->\n"
 

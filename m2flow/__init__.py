@@ -12,21 +12,44 @@ def grpo(num_steps: int = 80):
         policy.update(responses, rewards)
 """
 
-from m2flow.macro.combining import concat, join, where
-from m2flow.macro.critics import Critic, RewardModel, gae
-from m2flow.macro.datasets import Dataset
-from m2flow.macro.flow import Flow, flow, load_flow
-from m2flow.macro.handles import Metrics, Number, Rows, Scores
-from m2flow.macro.losses import clipped_value, distill, loss, nll, ppo_clip, reinforce
-from m2flow.macro.ops import log, op, steps
-from m2flow.macro.refill import informative
-from m2flow.macro.roles import Policy, Reference, Reward
-from m2flow.macro.user_roles import Role, call
-from m2flow.observe.propagation import traceparent
-from m2flow.recipe import AdamW, Counts, Lora, Loss, Sampling
-from m2flow.samples import Batch, Finish, Sample, SampleId
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from m2flow.macro.datasets import Dataset
+    from m2flow.macro.flow import Flow, flow, load_flow
+    from m2flow.macro.handles import Metrics, Rows, Scores, concat, join, where
+    from m2flow.macro.loss_declarations import clipped_value, distill, loss, nll, ppo_clip, reinforce
+    from m2flow.macro.number import Number
+    from m2flow.macro.ops import Role, call, log, op, steps
+    from m2flow.macro.refill import informative
+    from m2flow.macro.roles import Critic, Policy, Reference, Reward, RewardModel, gae
+    from m2flow.observe.otel import traceparent
+    from m2flow.recipe import AdamW, Counts, Lora, Loss, Sampling
+    from m2flow.samples import Batch, Finish, Sample, SampleId
 
 __version__ = "0.1.0"
+
+_WORDS = {
+    "m2flow.macro.datasets": "Dataset",
+    "m2flow.macro.flow": "Flow flow load_flow",
+    "m2flow.macro.handles": "Metrics Rows Scores concat join where",
+    "m2flow.macro.loss_declarations": "clipped_value distill loss nll ppo_clip reinforce",
+    "m2flow.macro.number": "Number",
+    "m2flow.macro.ops": "Role call log op steps",
+    "m2flow.macro.refill": "informative",
+    "m2flow.macro.roles": "Critic Policy Reference Reward RewardModel gae",
+    "m2flow.observe.otel": "traceparent",
+    "m2flow.recipe": "AdamW Counts Lora Loss Sampling",
+    "m2flow.samples": "Batch Finish Sample SampleId",
+}
+"""Module -> the words of a flow that it holds. They are loaded when they are first used: the package itself stands below every module
+of it.
+"""
+
+_MODULE_OF = {word: module for module, words in _WORDS.items() for word in words.split()}
 
 __all__ = [
     "AdamW",
@@ -69,3 +92,16 @@ __all__ = [
     "traceparent",
     "where",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Load a word of a flow (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
 """`python -m m2flow` is the command `m2flow`."""
 
-from m2flow.cli.main import main
+import runpy
 
 if __name__ == "__main__":
-    main()
+    runpy.run_module("m2flow.cli", run_name="__main__", alter_sys=True)

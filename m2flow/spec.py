@@ -1,6 +1,6 @@
 """The cluster spec and the run settings: what is there, and how a run is to be made. Never what it means (that is the flow's).
 
-clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.lowering.lower)--> Plan
+clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.lowering.passes)--> Plan
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class ClusterSpec(_Strict):
     pools: dict[str, PoolSpec] = {}
     """The devices to plan for and to simulate, by kind. Empty: this machine, as `device` and `cores` say."""
     devices: str | None = None
-    """A device list of yours, for pools of what m2flow's own does not have; from where this file is. See m2flow/micro/costs/devices.py."""
+    """A device list of yours, for pools of what m2flow's own does not have; from where this file is. See m2flow/planner/pools.py."""
     shapes: dict[str, str] = {}
     """A model to plan for instead of the flow's own, by role: a name like `Qwen2.5-7B`, or a directory with a config.json."""
     pin: dict[str, PinSpec] = {}

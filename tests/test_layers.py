@@ -9,37 +9,44 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+from packages import BEGIN, END, package_graph, picture  # noqa: E402
+
 PACKAGE = ROOT / "m2flow"
 
 GROUND = {"errors", "samples", "recipe", "spec"}
-MAY_KNOW = {
-    "algorithms": GROUND,
-    "macro": GROUND,
-    "channels": GROUND,
-    "observe": GROUND,
-    "engines": GROUND | {"algorithms"},
-    "micro": GROUND | {"algorithms", "macro", "channels", "observe", "engines"},
-    "testing": GROUND | {"macro", "channels", "observe", "engines", "micro"},
-    "cli": GROUND | {"macro", "observe", "engines", "micro"},
-}
-"""Layer -> the layers that its files may import, besides itself."""
-
 GROUND_MAY_KNOW = {"errors": set(), "samples": {"errors"}, "recipe": {"errors"}, "spec": {"errors"}}
-FACADE = {"macro", "observe", "recipe", "samples"}
-"""What `import m2flow` brings: the words of a flow."""
+NEIGHBOURS = {
+    "algorithms": set(),
+    "observe": set(),
+    "channels": set(),
+    "macro": set(),
+    "engines": {"algorithms"},
+    "rollout_scheduling": {"micro", "macro"},
+    "micro": {"algorithms", "macro", "channels", "observe", "engines", "rollout_scheduling"},
+    "planner": {"macro", "observe", "engines", "micro", "rollout_scheduling"},
+    "simulator": {"macro", "channels", "observe", "engines", "micro", "rollout_scheduling", "planner"},
+    "runner": {"macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator"},
+    "viewer": {"macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner"},
+    "testing": {"macro", "channels", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner"},
+    "cli": {"macro", "observe", "engines", "micro", "rollout_scheduling", "planner", "simulator", "runner", "viewer"},
+}
+"""Layer -> the layers beside the ground that its files may import, besides itself."""
 
 VENDORS = {
-    "zmq": {"channels/zeromq.py", "channels/zeromq_parcels.py", "channels/zeromq_peer.py"},
-    "ray": {"micro/control/ray_cluster.py"},
+    "zmq": {"channels/zeromq.py", "channels/parcels.py"},
+    "ray": {"micro/controller/ray_cluster.py"},
     "sglang": set(),
-    "deepspeed": {"engines/deepspeed.py"},
-    "starlette": {"micro/viewing/serving.py"},
-    "uvicorn": {"micro/viewing/serving.py"},
+    "deepspeed": {"engines/distributed/deepspeed.py"},
+    "starlette": {"viewer/serving.py"},
+    "uvicorn": {"viewer/serving.py"},
 }
-"""Vendor -> the one file that imports it, or none yet."""
+"""Vendor -> the files that import it, or none."""
 
 HEAVY = ("torch", "transformers", "ray", "sglang", "deepspeed")
 
@@ -67,20 +74,40 @@ def _layer(module: str) -> str:
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_imports_only_what_lies_below_its_layer(path: Path) -> None:
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if own == "__init__":
-        allowed = FACADE
-    elif own == "__main__":
-        allowed = {"cli"}
+    if own in ("__init__", "__main__"):
+        allowed: set[str] = GROUND | set(NEIGHBOURS)  # Types alone: what is loaded, and when, is the next test's.
     else:
-        allowed = GROUND_MAY_KNOW[own] if own in GROUND else MAY_KNOW[own] | {own}
+        allowed = GROUND_MAY_KNOW[own] if own in GROUND else GROUND | NEIGHBOURS[own] | {own}
     known = {_layer(module) for module in _imports(path) if module.startswith("m2flow.")}
     if own == "cli":
         known.discard("__version__")
     assert known <= allowed, f"{path.relative_to(ROOT)} imports {sorted(known - allowed)}"
 
 
+def test_no_package_imports_itself_by_way_of_another() -> None:
+    cycles = [sorted(each) for each in nx.strongly_connected_components(package_graph()) if len(each) > 1]
+    assert not cycles
+
+
+def test_the_picture_of_the_packages_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert f"{BEGIN}\n{picture()}{END}" in text, "python docs/packages.py writes it"
+
+
+def test_importing_the_facade_loads_none_of_its_words() -> None:
+    program = (
+        "import sys, m2flow\n"
+        "loaded = [name for name in sys.modules if name.startswith('m2flow.')]\n"
+        "assert not loaded, loaded\n"
+        "assert not [word for word in m2flow.__all__ if getattr(m2flow, word) is None]\n"
+        "assert set(m2flow.__all__) <= set(dir(m2flow))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_one_file_alone_imports_a_vendor(vendor: str) -> None:
+def test_the_files_that_import_a_vendor_are_few_and_named(vendor: str) -> None:
     importers = {str(path.relative_to(PACKAGE)) for path in _modules() if any(m.split(".")[0] == vendor for m in _imports(path))}
     assert importers == VENDORS[vendor]
 
@@ -98,7 +125,11 @@ def test_torch_is_imported_by_engines_and_algorithms_and_inside_functions_elsewh
 
 
 def test_neither_the_flow_language_nor_the_command_line_nor_a_plan_loads_a_heavy_package() -> None:
-    above = [p for p in _modules() if p.relative_to(PACKAGE).parts[0] in ("macro", "micro", "cli", "channels", "observe", *_ground_files())]
+    above = [
+        p
+        for p in _modules()
+        if p.relative_to(PACKAGE).parts[0] in (*sorted(set(NEIGHBOURS) - {"engines", "algorithms", "testing"}), *_ground_files())
+    ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in above]
     assert "m2flow.cli.main" in modules
     program = (
@@ -118,7 +149,7 @@ def _ground_files() -> list[str]:
 
 def test_every_file_of_the_package_belongs_to_a_layer() -> None:
     firsts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in _modules()}
-    assert firsts <= {"__init__", "__main__"} | GROUND | set(MAY_KNOW)
+    assert firsts <= {"__init__", "__main__"} | GROUND | set(NEIGHBOURS)
 
 
 def _repository_files() -> list[Path]:

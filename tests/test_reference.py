@@ -13,9 +13,9 @@ import pytest
 import m2flow
 from m2flow import errors, spec
 from m2flow.cli.main import cli
-from m2flow.engines.deepspeed_options import Options
-from m2flow.engines.served_options import ServedOptions
-from m2flow.engines.sglang_options import OWN_OPTIONS
+from m2flow.engines.distributed.deepspeed import Options
+from m2flow.engines.servers.server_process import ServedOptions
+from m2flow.engines.servers.sglang import OWN_OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITER = runpy.run_path(str(ROOT / "docs" / "write_reference.py"), run_name="write_reference")

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from sides.workload import Workload
 
-from m2flow.observe.spans import Span
+from m2flow.observe.spans import Span, overlap_seconds
 from m2flow.observe.store import read_spans
-from m2flow.observe.summary import overlap_seconds
 
 _FLOW = Path(__file__).parent.parent / "flows" / "throughput.py"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from m2flow.micro.control.launcher import Launcher
+from m2flow.micro.controller.launcher import Launcher
 
 
 class Unbroken(Launcher):

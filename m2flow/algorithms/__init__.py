@@ -1,0 +1,1 @@
+"""Advantages, losses and KL estimates: pure functions on tensors."""

@@ -1,0 +1,1 @@
+"""Bytes between processes: codec, ZeroMQ, shared memory, process groups."""

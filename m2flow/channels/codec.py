@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.contract import Parcel
+from m2flow.channels.channel import Parcel
 from m2flow.errors import ChannelError, DecodeError
 from m2flow.samples import Batch, Column, Ragged
 
@@ -35,7 +35,7 @@ FORMAT = 1
 
 INLINE_BYTES = 128 * 1024
 """Columns up to this size are copied into the head frame. A frame costs two processes some 30 microseconds, whatever its size; a copy of
-so many bytes less, as long as it goes to memory that was used before (`m2flow.channels.kept_memory`)."""
+so many bytes less, as long as it goes to memory that was used before (`m2flow.channels.shared_memory`)."""
 
 FRAME_BYTES = 4 << 20
 """Large columns travel in pieces of this size."""

@@ -1,10 +1,10 @@
-"""ZeroMQ's sockets, and the control link on them: opaque messages between the controller and its workers.
+"""ZeroMQ's sockets, the control link on them, and the heartbeats of a worker on a link of its own.
 
-    LinkDialer --DEALER-->      ROUTER  LinkListener
+LinkDialer --DEALER-->      ROUTER  LinkListener
 
-Parcels go over the same kind of sockets (`m2flow.channels.zeromq_parcels`); no other file imports ZeroMQ.
+Parcels go over the same kind of sockets (`m2flow.channels.parcels`); no other file imports ZeroMQ.
 
-Sockets bind to the loopback interface or in a private directory (`m2flow.channels.places`); to another interface only with a key,
+Sockets bind to the loopback interface or in a private directory (`m2flow.channels.endpoints`); to another interface only with a key,
 and then all that passes is encrypted, and a peer that has not the same key is told nothing and heard by nobody (CURVE). On loopback a run
 without a key has a secret of its own (PLAIN): ZeroMQ reads the whole of a message, however many frames it has, before anybody can look at
 it, so who may send at all is settled before. Without either, on TCP every user of the host can reach an inbox.
@@ -14,11 +14,13 @@ One thread uses one object; each has a context of its own, so closing one waits 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import logging
 import secrets
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,9 +30,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from m2flow.channels.contract import Dropped
-from m2flow.channels.keys import Keys
-from m2flow.channels.places import address_of, is_private, private_directory
+from m2flow.channels.channel import Dropped
+from m2flow.channels.endpoints import Keys, address_of, is_private, private_directory
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, PortInUse, SpecError
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -364,3 +365,62 @@ def _is_readable(socket: Socket, timeout_s: float) -> bool:
 def milliseconds(duration_s: float) -> int:
     """Rounded up: a wait of half a millisecond must not become a spin."""
     return max(int(duration_s * 1000 + 0.999), 0)
+
+
+_ANSWER_S = 0.1
+"""What comes later is taken with the next beat; so long may `close` take."""
+
+
+class HeartbeatSender:
+    """Beats from a thread of its own.
+
+    Every `period_s` it sends `payload()` as the peer `<name>.beat`, and hands what is answered to `hear`. It beats as long as other threads
+    get the interpreter: a C extension that holds its lock for seconds silences it. A beat that can't leave is skipped.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        token: str,
+        *,
+        period_s: float = 1.0,
+        payload: Callable[[], bytes] = lambda: b"",
+        hear: Callable[[bytes], None] = lambda answer: None,
+        keys: Keys | None = None,
+    ) -> None:
+        self._address = address
+        self._name = f"{name}.beat"
+        self._token = token
+        self._period_s = period_s
+        self._payload = payload
+        self._hear = hear
+        self._keys = keys
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Start to beat; the first beat leaves at once."""
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop. May be called twice."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        dialer = LinkDialer(max_messages=16, timeout_s=0.0, keys=self._keys)
+        try:
+            dialer.open(self._address, self._name, self._token)
+            while True:
+                # The controller is slow or gone; the next beat, or its absence, says the same.
+                with contextlib.suppress(BrokenChannel):
+                    dialer.send(self._payload())
+                for answer in dialer.receive(min(self._period_s, _ANSWER_S)):
+                    self._hear(answer)
+                if self._stopping.wait(self._period_s):
+                    return
+        finally:
+            dialer.close()

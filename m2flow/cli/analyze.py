@@ -1,4 +1,4 @@
-"""`m2flow analyze`: why a run's steps took what they took, and what would make them shorter."""
+"""`m2flow analyze` and `m2flow compare`: why a run's steps took what they took, what would be faster, and what differs between two runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from m2flow.cli.planned import recorded_options
-from m2flow.cli.rundirs import find_run
-from m2flow.cli.simulate_flow import causes, table
-from m2flow.engines.accounting import size_of
+from m2flow.cli.main import find_run
+from m2flow.cli.plan import recorded_options
+from m2flow.cli.simulate import causes, table
+from m2flow.engines.contract import size_of
 from m2flow.errors import M2FlowError
 
 if TYPE_CHECKING:
-    from m2flow.micro.analysis.peaks import WorkerMemory
-    from m2flow.micro.analysis.report import Analysis, StepAnalysis
-    from m2flow.micro.analysis.suggestions import Suggestions
+    from collections.abc import Sequence
+
+    from m2flow.viewer.analysis import Analysis, StepAnalysis, WorkerMemory
+    from m2flow.viewer.comparison import Comparison, Pair
+    from m2flow.viewer.suggestions import Suggestions
 
 _MOST_STEPS = 20
 
@@ -38,9 +40,9 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
     Example:
       m2flow analyze runs/grpo-20260102-030405
     """
-    from m2flow.micro.analysis.idle import idle_of
-    from m2flow.micro.analysis.report import analysis_of
-    from m2flow.micro.analysis.run_trace import RunTrace
+    from m2flow.viewer.analysis import analysis_of
+    from m2flow.viewer.idle import idle_of
+    from m2flow.viewer.run_trace import RunTrace
 
     run_dir = find_run(run, runs_dir)
     trace = RunTrace(run_dir)
@@ -62,8 +64,8 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
 def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, str]:
     """Or why there are none."""
     from m2flow.macro.flow import load_flow
-    from m2flow.micro.analysis.suggestions import suggestions_of
-    from m2flow.micro.record.rundir import read_config
+    from m2flow.micro.records.rundir import read_config
+    from m2flow.viewer.suggestions import suggestions_of
 
     if (run_dir / "report.json").is_file():
         return None, "it is a simulation, which measured nothing; `m2flow simulate FLOW --compare` simulates it placed otherwise"
@@ -185,3 +187,92 @@ def _how_well(suggestions: Suggestions) -> str:
     if suggestions.error is None:
         return "; how well that fits is not known, for none of its steps is whole"
     return f"; these steps took {suggestions.measured_step_s:,.3f} s, so the simulation is off by {suggestions.error:+.0%}"
+
+
+_MOST_METRICS = 16
+_MOST_SETTINGS = 24
+
+
+@click.command("compare")
+@click.argument("one")
+@click.argument("other")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def compare_command(one: str, other: str, as_json: bool, runs_dir: Path) -> None:
+    """Say what differs between two runs, ONE and OTHER, and why.
+
+    Each is a run directory or a run's name; simulated ones will do. Only steps that both have are compared. The difference of a step is
+    taken apart along the critical path, by line of the flow, and over all devices, by cause of idle time. Beside it stand lengths,
+    staleness, tokens and metrics, and what was asked for and planned differently.
+
+    \b
+    Example:
+      m2flow compare runs/grpo-20260102-030405 runs/grpo-20260102-031500
+    """
+    from m2flow.viewer.analysis import analysis_of
+    from m2flow.viewer.comparison import comparison_of
+    from m2flow.viewer.idle import idle_of
+    from m2flow.viewer.run_trace import RunTrace
+
+    found = [find_run(run, runs_dir) for run in (one, other)]
+    traces = [RunTrace(path) for path in found]
+    for trace in traces:
+        trace.refresh()
+    first, second = ((trace, analysis_of(trace, idle_of(trace))) for trace in traces)
+    comparison = comparison_of(first, second, (found[0].resolve().name, found[1].resolve().name))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(comparison)).decode())
+        return
+    click.echo("\n".join(_comparison_text(comparison)))
+
+
+def _comparison_text(found: Comparison) -> list[str]:
+    one, other = found.one, found.other
+    lines = table([("A", one.name, _placed(one.mode, one.cluster)), ("B", other.name, _placed(other.mode, other.cluster))])
+    lines += ["", _steps(found.steps) if found.steps else "", *(f"  {said}" if at else said for at, said in enumerate(found.explained))]
+    if found.steps:
+        heads = [("", "A", "B", "B - A")]
+        heads.append(("seconds a step", f"{one.step_s:,.3f}", f"{other.step_s:,.3f}", f"{other.step_s - one.step_s:+,.3f}"))
+        if one.efficiency is not None and other.efficiency is not None:
+            heads.append(("of the bound", f"{one.efficiency:.0%}", f"{other.efficiency:.0%}", f"{other.efficiency - one.efficiency:+.0%}"))
+        heads.append(
+            ("tokens a second", f"{one.tokens_per_s:,.0f}", f"{other.tokens_per_s:,.0f}", f"{other.tokens_per_s - one.tokens_per_s:+,.0f}")
+        )
+        heads.append(("devices", str(one.num_devices), str(other.num_devices), ""))
+        lines += ["", *table(heads)]
+    lines += _section("critical path, s a step", found.path, 3, least=0.0005)
+    lines += _section("device seconds a step", found.idle, 3, least=0.0005)
+    lines += _section("tokens of a response", found.lengths, 1)
+    lines += _section("versions behind, share", found.staleness, 3)
+    lines += _section("tokens", found.tokens, 0)
+    if found.metrics:
+        rows: list[tuple[str, ...]] = [("metric, mean", "A", "B", "last A", "last B", "steps")]
+        for metric in found.metrics[:_MOST_METRICS]:
+            means, last = (metric.one, metric.other), (metric.one_last, metric.other_last)
+            rows.append((metric.name, *(f"{value:,.4g}" for value in (*means, *last)), str(metric.num_steps)))
+        lines += ["", *table(rows), *_left_out(len(found.metrics) - _MOST_METRICS)]
+    for title, said in (("asked for differently", found.settings), ("planned differently", found.plans)):
+        if said:
+            lines += ["", title, *(f"  {line}" for line in said[:_MOST_SETTINGS]), *_left_out(len(said) - _MOST_SETTINGS)]
+    return lines
+
+
+def _section(title: str, pairs: Sequence[Pair], digits: int, *, least: float = 0.0) -> list[str]:
+    rows = [(title, "", "A", "B", "B - A")]
+    for pair in pairs:
+        if max(pair.one or 0.0, pair.other or 0.0) >= least:
+            one, other = ("" if value is None else f"{value:,.{digits}f}" for value in (pair.one, pair.other))
+            rows.append((pair.what, pair.line, one, other, f"{pair.more:+,.{digits}f}"))
+    return ["", *table(rows)] if len(rows) > 1 else []
+
+
+def _placed(mode: str, cluster: str) -> str:
+    return f"{mode} on {cluster}" if mode else "no plan"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"{len(steps)} steps that both have, {steps[0]} to {steps[-1]}"
+
+
+def _left_out(number: int) -> list[str]:
+    return [f"  (and {number} more; --json has all)"] if number > 0 else []

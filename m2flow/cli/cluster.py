@@ -1,10 +1,448 @@
-"""`m2flow cluster`: cluster specs, from nothing to one that is known to work. Its commands are imported when they are called."""
+"""`m2flow cluster` and `m2flow keys`: a spec for what is here, its JSON Schema, keys, and workers for a run that goes on."""
 
 from __future__ import annotations
 
-import click
+import ast
+import inspect
+import json
+import os
+import platform
+import re
+import secrets
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from m2flow.cli.lazy import LazyGroup
+import click
+import psutil
+
+from m2flow import __version__, spec
+from m2flow.cli.cluster_file import load_cluster
+from m2flow.cli.doctor import Finding, examine
+from m2flow.cli.main import LazyGroup, find_run
+from m2flow.engines.contract import EngineKind
+from m2flow.errors import M2FlowError, MissingExtra, OptionError, SpecError
+from m2flow.micro.controller.launcher import make_keys
+from m2flow.spec import ClusterSpec, RaySpec, RolloutSpec, TrainSpec
+
+_HEAD = """\
+# {what}. Written by `m2flow cluster init`; `m2flow cluster schema` has every field.
+#
+#     m2flow cluster check {file}
+#     m2flow run flows/grpo.py --cluster {file}
+
+name: {name}
+"""
+_LOCAL = """\
+device: {device:<15} # {gpus}
+cores: {cores:<16} # of {all_cores}; {memory} GiB of memory
+
+placement: {placement:<12} # {why}
+
+rollout:
+  engine: embedded      # `m2flow engines` lists those that work here
+  workers: 1
+
+train:
+  engine: embedded
+  token_budget: 8192    # tokens of a micro-batch; lower it if training runs out of memory
+
+functions:
+  workers: 1            # processes for rewards and ops
+"""
+_RAY = """\
+launcher: ray
+ray:
+  address: {address}
+
+# The cluster has now:
+{nodes}
+placement: split
+cores: {cores:<16} # of the cluster's {all_cores}, to share out among engines, each's from one node; function workers take one more each
+device: {device}
+
+rollout:
+  engine: embedded
+  workers: {workers:<12} # one a node, but for the trainer's
+
+train:
+  engine: embedded
+
+functions:
+  workers: 1
+
+# channels:
+#   keys: ~/.m2flow/cluster.key   # the same file on every node (`m2flow keys`); without it each run makes a key and sends it through Ray
+"""
+
+
+@click.command("init")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=Path("cluster.yaml"))
+@click.option("--ray", "address", metavar="ADDRESS", help="Describe a Ray cluster: HOST:PORT, ray://HOST:10001 or auto.")
+@click.option("--force", is_flag=True, help="Write over a file that is there.")
+def init_command(file: Path, address: str | None, *, force: bool) -> None:
+    """Write a cluster spec to FILE (cluster.yaml), for this machine or for a Ray cluster.
+
+    \b
+    Examples:
+      m2flow cluster init mine.yaml
+      m2flow cluster init mine.yaml --ray auto
+    """
+    if file.exists() and not force:
+        raise SpecError(f"{file} exists already", now="Name another file, or give --force to write over it.")
+    name = re.sub(r"[^A-Za-z0-9-]+", "-", file.stem).strip("-") or "cluster"
+    what, body = _of_ray(address) if address else _of_this_machine()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(_HEAD.format(what=what, name=name, file=file) + body)
+    load_cluster(file)
+    click.echo(f"{file}: {what}\nNext: m2flow cluster check {file}")
+
+
+def _of_this_machine() -> tuple[str, str]:
+    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    cores, all_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.cpu_count() or 1
+    memory = psutil.virtual_memory().total >> 30
+    found = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}" if gpus else "no GPU"
+    body = _LOCAL.format(
+        device="cuda:0" if gpus else "cpu",
+        gpus=f"{found}; workers here share the first" if len(gpus) > 1 else found,
+        cores=cores,
+        all_cores=all_cores,
+        memory=memory,
+        placement="time-shared" if gpus or cores < 4 else "split",
+        why="rollout and training take turns"
+        if gpus or cores < 4
+        else "rollout and training work side by side, each on its share of the cores",
+    )
+    return f"{socket.gethostname()}: {cores} cores, {found}, {memory} GiB", body
+
+
+def _of_ray(address: str) -> tuple[str, str]:
+    from m2flow.micro.controller.ray_cluster import RayCluster
+
+    cluster = RayCluster(RaySpec(address=address))
+    cluster.open()
+    try:
+        nodes = [(int(node.resources.get("CPU", 0)), int(node.resources.get("GPU", 0))) for node in cluster.nodes()]
+    finally:
+        cluster.close()
+    kinds = Counter(node for node in nodes if any(node))
+    listed = [f"#   {count} x {cores} cores, {gpus} GPUs" for (cores, gpus), count in sorted(kinds.items(), reverse=True)]
+    all_cores, all_gpus = (sum(node[i] for node in nodes) for i in (0, 1))
+    body = _RAY.format(
+        address=address,
+        nodes="\n".join(listed) + "\n",
+        cores=max(1, all_cores - 1),
+        all_cores=all_cores,
+        device="cuda:0                # in each worker: Ray gives it a GPU of its own" if all_gpus else "cpu",
+        workers=max(1, (all_gpus or sum(kinds.values())) - 1),
+    )
+    return f"Ray cluster of {len(nodes)} node{'s' * (len(nodes) != 1)}: {all_cores} cores, {all_gpus} GPUs", body
+
+
+@click.command("schema")
+def schema_command() -> None:
+    """Print the JSON Schema of cluster specs.
+
+    An editor that knows it completes and checks a spec while it is written: name it in the spec's first line, as the examples do.
+
+    \b
+    Example:
+      m2flow cluster schema > schema.json
+      and in a spec:   # yaml-language-server: $schema=schema.json
+    """
+    click.echo(as_text(), nl=False)
+
+
+def as_text() -> str:
+    """As it is published in `clusters/schema.json`."""
+    return json.dumps(schema(), indent=1) + "\n"
+
+
+def schema() -> dict[str, object]:
+    """JSON Schema, with each field's description."""
+    found = spec.ClusterSpec.model_json_schema()
+    documented = documentation()
+    for name, model in {**found["$defs"], "ClusterSpec": found}.items():
+        for field, shape in model["properties"].items():
+            shape["description"] = documented[name, field]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
+def documentation() -> dict[tuple[str, str], str]:
+    """What stands under each field of each section. A field under which nothing stands is not there."""
+    found = {}
+    for part in ast.parse(inspect.getsource(spec)).body:
+        if isinstance(part, ast.ClassDef):
+            for field, below in zip(part.body, part.body[1:], strict=False):
+                text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, str):
+                    found[part.name, field.target.id] = " ".join(text.split())
+    return found
+
+
+@click.command("scale")
+@click.argument("run")
+@click.argument("change", metavar="rollout=+N|-N")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+@click.option("--patience", "patience_s", type=float, default=15.0, show_default=True, metavar="S", help="Seconds to wait for its answer.")
+def scale_command(run: str, change: str, runs_dir: Path, patience_s: float) -> None:
+    """Have N rollout workers join a RUN that goes on, or leave it. The samples are the same; only the time changes.
+
+    As many may join as its cluster spec has spare: `rollout: {workers: 2, spare: 4}`. Who leaves is killed: what it was at goes on
+    elsewhere from what was last written down. A run that is resumed begins with its spec's workers again.
+
+    \b
+    Example:
+      m2flow cluster scale grpo-20260102-030405 rollout=+2
+    """
+    from m2flow.micro.controller.autoscaler import ask
+    from m2flow.viewer.health import is_held, state_of
+
+    found = re.fullmatch(r"rollout=([+-]\d+)", change)
+    if found is None:
+        raise OptionError(f"{change}: only rollout workers join and leave, by a number with its sign", now="Example: rollout=+2")
+    run_dir = find_run(run, runs_dir)
+    state = state_of(run_dir)
+    if state.ended_s is not None and not is_held(run_dir):  # Else somebody takes it up again at this moment.
+        if state.name == "done":
+            raise SpecError(f"the run in {run_dir} is over")
+        now = f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
+        raise SpecError(f"the run in {run_dir} has stopped: {state.reason}", now=now)
+    if state.name == "simulated":
+        raise SpecError(
+            f"the run in {run_dir} is simulated: it has no workers", now="Change `rollout: {workers: ...}` and simulate it anew."
+        )
+    click.echo(ask(run_dir, int(found[1]), patience_s=patience_s))
+
+
+_HERE = "this machine"
+_NO_ANSWER = (
+    "It hangs, it is going, or it still prepares itself (ray: {patience_s: ...} waits for longer): see `ray status` and its Ray logs."
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What each node is asked. It goes there as it is."""
+
+    spec: ClusterSpec
+    is_driver: bool
+    """It is asked where `m2flow run` would be."""
+    python: str
+    version: str
+    runs: str
+    """The directory for runs, or the storage that every node must see."""
+    mark: str
+    """A file there that every node must see; empty if only one must."""
+    models: tuple[str, ...]
+    """Files or directories that must be there."""
+
+
+@click.command("check")
+@click.argument("file", metavar="SPEC.yaml", type=click.Path(path_type=Path))
+@click.option("--flow", "flow", metavar="FLOW.py", help="Also look for the models of this flow.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs would go.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_command(file: Path, flow: str | None, runs_dir: Path, *, as_json: bool) -> None:
+    """Say what is missing for runs with SPEC.yaml, and on which node.
+
+    Looks at versions, engines, GPUs, ports, disk, shared memory, model files, keys and, on several nodes, whether all see the directory for
+    runs. Ends with status 1 if something is missing.
+
+    \b
+    Examples:
+      m2flow cluster check clusters/laptop.yaml
+      m2flow cluster check mine.yaml --flow flows/grpo.py
+    """
+    spec = load_cluster(file)
+    found = check(spec, runs_dir=runs_dir, models=models_of(flow) if flow else ())
+    missing = [(node, finding.name) for node, findings in found.items() for finding in findings if finding.state == "missing"]
+    if as_json:
+        click.echo(json.dumps({node: [asdict(finding) for finding in findings] for node, findings in found.items()}, indent=2))
+    else:
+        for node, findings in found.items():
+            click.echo(node)
+            width = max(len(finding.name) for finding in findings)
+            for finding in findings:
+                click.echo(f"  {finding.state:8}  {finding.name:{width}}  {finding.value}{f'  {finding.now}' if finding.now else ''}")
+    for node, name in missing:
+        click.echo(f"missing: {name} ({node})", err=True)
+    if missing:
+        sys.exit(1)
+    if not as_json:
+        verb = "plan" if _is_a_thought(spec) else "run"
+        click.echo(f"Nothing is missing: m2flow {verb} {flow or 'flows/grpo.py'} --cluster {file}")
+
+
+def _is_a_thought(spec: ClusterSpec) -> bool:
+    """It is of devices that nobody has said where to find: `m2flow run` would refuse it."""
+    return bool(spec.pools) and spec.launcher == "local"
+
+
+def models_of(flow: str) -> tuple[str, ...]:
+    """The paths of a flow's models."""
+    from m2flow.macro.flow import load_flow
+    from m2flow.macro.tracing import trace
+
+    _, models, _ = trace(load_flow(flow), {}, steps=1, assume=0.5)
+    return tuple(dict.fromkeys(model.path for model in models.values()))
+
+
+def check(spec: ClusterSpec, *, runs_dir: Path, models: tuple[str, ...] = ()) -> dict[str, list[Finding]]:
+    """Node -> what was found there."""
+    asked = Question(spec, True, platform.python_version(), __version__, str(runs_dir.expanduser().resolve()), "", models)
+    here = [*answer(asked), *_devices(spec)]
+    if _is_a_thought(spec):
+        here.append(Finding("pools", "optional", "to plan and simulate with: the local launcher runs on this machine alone"))
+    if spec.launcher == "local":
+        return {_HERE: here}
+    return {_HERE: here, **_on_ray(spec, asked, runs_dir)}
+
+
+def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, list[Finding]]:
+    from m2flow.micro.controller.ray_cluster import RayCluster
+
+    cluster = RayCluster(spec.ray)
+    try:
+        cluster.open()
+    except SpecError as error:
+        return {"ray": [Finding("cluster", "missing", error.what, error.now)]}
+    mark = Path(spec.storage.directory or runs_dir).expanduser().resolve() / f".m2flow-check-{secrets.token_hex(4)}"
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        question = replace(asked, is_driver=False, runs=str(mark.parent), mark=str(mark))
+        answers = cluster.on_each_node(_Asking(question), timeout_s=spec.ray.patience_s)
+    finally:
+        mark.unlink(missing_ok=True)
+        cluster.close()
+    found = {}
+    for number, (node, findings) in enumerate(answers):
+        has = ", ".join(f"{amount:g} {name}" for name, amount in node.resources.items() if name in ("CPU", "GPU") or not _is_rays_own(name))
+        name = f"node {number + 1} ({node.address}, {has or 'nothing for workers'})"
+        found[name] = findings if isinstance(findings, list) else [Finding("answer", "missing", findings, _NO_ANSWER)]
+    return found
+
+
+def _is_rays_own(resource: str) -> bool:
+    return resource in ("memory", "object_store_memory") or resource.startswith("node:")
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """`answer` as a function without arguments, by which it goes to a node."""
+
+    question: Question
+
+    def __call__(self) -> list[Finding]:
+        return list(answer(self.question))
+
+
+def answer(asked: Question) -> Iterator[Finding]:
+    """What one node has and lacks."""
+    spec = asked.spec
+    python = platform.python_version()
+    if python.rpartition(".")[0] != asked.python.rpartition(".")[0]:
+        yield Finding(
+            "same python", "missing", f"{python}; {asked.python} where the run is started", "What is sent between them would not fit."
+        )
+    if __version__ != asked.version:
+        yield Finding("same m2flow", "missing", f"{__version__}; {asked.version} where the run is started", "Install the same.")
+    wanted = "extra ray" if spec.launcher == "ray" else ""
+    for finding in examine(Path(asked.runs)):
+        if finding.name.startswith("extra "):
+            if finding.name == wanted:
+                yield finding if finding.state == "ok" else Finding(finding.name, "missing", finding.value, finding.now)
+        elif finding.name == "gpu devices" and spec.device.startswith("cuda") and finding.state != "ok":
+            yield Finding(finding.name, "missing", f"none, and the spec says device: {spec.device}", "Say device: auto.")
+        else:
+            yield finding
+    yield from _engines(spec, run_here=spec.launcher == "local" or not asked.is_driver)
+    yield from _keys(spec)
+    if asked.is_driver and spec.channels.port is not None:
+        yield _port(spec.channels.host, spec.channels.port)
+    for path in asked.models:
+        is_there = Path(path).exists()
+        yield Finding(
+            "model", "ok" if is_there else "missing", path, "" if is_there else "Copy it there, or name a path that all nodes see."
+        )
+    if asked.mark:
+        is_seen = Path(asked.mark).exists()
+        directory = str(Path(asked.mark).parent)
+        now = "" if is_seen else "Workers write samples there: give --runs-dir on storage that all nodes mount."
+        yield Finding("runs directory", "ok" if is_seen else "missing", directory if is_seen else f"{directory} is not seen here", now)
+
+
+def _engines(spec: ClusterSpec, *, run_here: bool) -> Iterator[Finding]:
+    """What engines need, with the interpreter that a server of theirs is to have. `run_here`: this is a machine that they would run on."""
+    from m2flow.engines.registry import check_engine
+
+    device = "cpu" if spec.device == "auto" and not Path("/dev/nvidia0").exists() else spec.device
+    kinds: tuple[tuple[EngineKind, RolloutSpec | TrainSpec], ...] = (("rollout", spec.rollout), ("train", spec.train))
+    for kind, wanted in kinds:
+        try:
+            check_engine(wanted.engine, kind, device, wanted.options if run_here else None)
+        except M2FlowError as error:
+            is_needed = not (_is_a_thought(spec) and isinstance(error, MissingExtra))  # A plan is made without it.
+            yield Finding(f"{kind} engine", "missing" if is_needed else "optional", error.what, error.now)
+        else:
+            yield Finding(f"{kind} engine", "ok", wanted.engine)
+
+
+def _devices(spec: ClusterSpec) -> Iterator[Finding]:
+    """Whether the device list has what the pools are of."""
+    if spec.pools:
+        from m2flow.planner.pools import pools_of
+
+        try:
+            pools = pools_of(spec)
+        except SpecError as error:
+            yield Finding("devices", "missing", f"{error.where}: {error.what}" if error.where else error.what, error.now)
+        else:
+            yield Finding("devices", "ok", ", ".join(f"{pool.num_devices} {spec.pools[name].device}" for name, pool in pools.items()))
+
+
+def _keys(spec: ClusterSpec) -> Iterator[Finding]:
+    if spec.channels.keys:
+        from m2flow.micro.controller.launcher import keys_of
+
+        try:
+            keys_of(spec)
+            yield Finding("key", "ok", spec.channels.keys)
+        except SpecError as error:
+            yield Finding("key", "missing", error.what, error.now)
+
+
+def _port(host: str, port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return Finding("port", "missing", f"{host}:{port}: {error.strerror}", f"Find who has it with `ss -ltnp 'sport = :{port}'`.")
+    return Finding("port", "ok", f"{host}:{port} is free")
+
+
+@click.command("keys")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+def keys_command(file: Path) -> None:
+    """Make a key for the channels of a cluster, in a FILE that only you can read.
+
+    Every host of the cluster needs the same file. Copy it by a way that keeps it private, like `scp -p`; who has it can read and
+    send everything.
+
+    \b
+    Example:
+      m2flow keys ~/.m2flow/cluster.key
+      and in the cluster spec:   channels: {transport: tcp, host: 10.0.0.7, keys: ~/.m2flow/cluster.key}
+    """
+    make_keys(file)
+    click.echo(f"{file}: name it in the cluster spec, channels: {{keys: {file}}}")
+
 
 _COMMANDS = {
     "init": "Write a spec for this machine, or for a Ray cluster.",
@@ -12,14 +450,15 @@ _COMMANDS = {
     "scale": "Have rollout workers join a run that goes on, or leave it.",
     "schema": "Print the JSON Schema of specs, for editors.",
 }
-"""Name -> a line; the command is `m2flow.cli.cluster_<name>.command`."""
+"""Name -> what it does, in a line; the command is `<name>_command` here."""
+_PLACES = {name: f"m2flow.cli.cluster:{name}_command" for name in _COMMANDS}
 
 
 class Clusters(LazyGroup):
     """The commands of `cluster`."""
 
     lines = _COMMANDS
-    module = "m2flow.cli.cluster_{}"
+    places = _PLACES
 
 
 @click.command("cluster", cls=Clusters)

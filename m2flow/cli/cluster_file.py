@@ -14,9 +14,9 @@ from pydantic_core import ErrorDetails
 
 from m2flow.engines.registry import engine_named
 from m2flow.errors import M2FlowError, SpecError, did_you_mean
-from m2flow.micro.costs.devices import device_list
-from m2flow.micro.costs.shapes import shape_named
-from m2flow.micro.rollouts.policies import make_policy, make_predictor
+from m2flow.planner.model_shapes import shape_named
+from m2flow.planner.pools import device_list
+from m2flow.rollout_scheduling.policies import make_policy, make_predictor
 from m2flow.spec import ClusterSpec
 
 _MOST_SHOWN = 40

@@ -1,6 +1,9 @@
 """What a run looks like in a terminal: a few lines of its plan, its progress, and its summary.
 
-    plan, tally --Progress--> a live table on a terminal | a line now and then elsewhere
+An analysis takes a hundredth of the time at most: after one that took long, the next is long in coming. Of a trace that has become too
+large for that, nothing more is said; `m2flow analyze` says it then.
+
+plan, tally --Progress--> a live table on a terminal | a line now and then elsewhere
 
 The run goes on in the main thread; a second one reads its tally, which costs the run nothing.
 """
@@ -16,7 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, final
 
 from rich.console import Console
 from rich.live import Live
@@ -24,12 +27,71 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from m2flow.cli.live_efficiency import LiveEfficiency, final_efficiency
-
 if TYPE_CHECKING:
-    from m2flow.micro.plan import Plan
-    from m2flow.micro.record.tally import Tally
-    from m2flow.micro.run import Summary
+    from m2flow.micro.protocol.plan import Plan
+    from m2flow.micro.records.tally import Tally
+    from m2flow.runner.run import Summary
+
+_FIRST_S = 5.0
+"""Between two analyses at least."""
+_SHARE = 100
+"""An analysis that took t seconds is made again after so many times t."""
+_MOST_BYTES = 64 << 20
+"""Of a trace."""
+
+
+@final
+class LiveEfficiency:
+    """Of one run."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        """Its bound over what it took, of all steps that are over; None: not known."""
+        self._due_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def look(self, run_dir: Path, now_s: float) -> float | None:
+        """What is known by now; begins an analysis if it is time."""
+        if self._thread is None and now_s >= self._due_s and _size(run_dir) in range(1, _MOST_BYTES):
+            self._thread = threading.Thread(target=self._analyse, args=(run_dir,), name="m2flow-efficiency", daemon=True)
+            self._thread.start()
+        return self.value
+
+    def _analyse(self, run_dir: Path) -> None:
+        began_s = time.monotonic()
+        with contextlib.suppress(Exception):  # The files are being written; a display must not fail for that.
+            self.value = efficiency_of(run_dir)
+        took_s = time.monotonic() - began_s
+        self._due_s = time.monotonic() + max(_FIRST_S, _SHARE * took_s)
+        self._thread = None
+
+
+def efficiency_of(run_dir: Path) -> float | None:
+    """The bound of a run's steps over what they took, 0 to 1; None: not known."""
+    from m2flow.viewer.analysis import analysis_of
+    from m2flow.viewer.idle import idle_of
+    from m2flow.viewer.run_trace import RunTrace
+
+    trace = RunTrace(run_dir)
+    trace.refresh()
+    return analysis_of(trace, idle_of(trace)).efficiency
+
+
+def final_efficiency(run_dir: Path) -> float | None:
+    """Of a run that is over; None where its trace is too large to be asked in passing, or can't be read."""
+    if _size(run_dir) not in range(1, _MOST_BYTES):
+        return None
+    with contextlib.suppress(Exception):
+        return efficiency_of(run_dir)
+    return None
+
+
+def _size(run_dir: Path) -> int:
+    try:
+        return (run_dir / "trace" / "spans.msgpack").stat().st_size
+    except OSError:
+        return 0
+
 
 _WINDOW_S = 15.0
 """Rates are over this long."""
@@ -44,7 +106,7 @@ _STOPPING = "stopping the workers; Ctrl-C once more ends at once"
 
 
 class Watched(Protocol):
-    """What is shown of a run: `m2flow.micro.run.Run`."""
+    """What is shown of a run: `m2flow.runner.run.Run`."""
 
     run_dir: Path
 

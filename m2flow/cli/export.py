@@ -1,4 +1,4 @@
-"""`m2flow export`: a trained model, for other tools."""
+"""`m2flow export`, `trace` and `send`: a run's model, schedule and records, for other tools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
-from m2flow.cli.rundirs import find_run
+from m2flow.cli.main import find_run
+from m2flow.cli.run import to_option
+from m2flow.errors import OptionError, SpecError
 
 
 @click.command("export")
@@ -28,7 +30,7 @@ def command(run: str | None, step: int | None, role: str | None, adapters: bool,
       m2flow export grpo-20260102-030405 --step 40 --out sorted-digits
       m2flow export grpo-20260102-030405 --adapters
     """
-    from m2flow.micro.record.exporting import export_part, export_part_adapters, find_part
+    from m2flow.micro.records.checkpoints import export_part, export_part_adapters, find_part
 
     run_dir = find_run(run, runs_dir)
     part = find_part(run_dir, step, role)
@@ -39,3 +41,78 @@ def command(run: str | None, step: int | None, role: str | None, adapters: bool,
         return
     digest = export_part(part, target)
     click.echo(f"{target}: {part.role} at {part.which}, weights {digest[:12]}, loaded by transformers and compared")
+
+
+@click.command("trace")
+@click.argument("run", required=False)
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Where it goes.  [default: in RUN]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def trace_command(run: str | None, out: Path | None, runs_dir: Path) -> None:
+    """Write the schedule of a run as a file for Perfetto, and print its path.
+
+    RUN is a run directory or its name; the newest one by default. Open the file at https://ui.perfetto.dev, which keeps it in your
+    browser. A name that ends in .pftrace is written in Perfetto's own format; any other as JSON, which chrome://tracing opens too. With a
+    further .gz it is compressed.
+
+    \b
+    Examples:
+      m2flow trace runs/grpo-20260102-030405 -o trace.pftrace
+      m2flow trace runs/grpo-20260102-030405 -o trace.json.gz
+    """
+    from m2flow.observe.perfetto import write_trace
+    from m2flow.observe.store import spans_path
+    from m2flow.viewer.run_trace import read_plan_of
+
+    run_dir = find_run(run, runs_dir)
+    if not spans_path(run_dir).is_file() or not spans_path(run_dir).stat().st_size:
+        raise SpecError(f"the run in {run_dir} has recorded nothing", now="Wait for its first call to begin, or name another run.")
+    file = out or run_dir / "trace.json.gz"
+    try:
+        plan = read_plan_of(run_dir)
+        write_trace(run_dir, file, devices=plan.device_names if plan else None)
+    except OSError as error:
+        raise SpecError(f"can't write {file}: {error.strerror}", now="Give another place with -o.") from None
+    click.echo(file)
+
+
+_A_DAY_S = 86_400.0
+
+
+@click.command("send")
+@click.argument("run", required=False)
+@click.option("--otlp", default="", metavar="URL", help="An OpenTelemetry collector.  [default: what the environment names]")
+@to_option
+@click.option("--again", is_flag=True, help="All of it, also what arrived before.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
+def send_command(run: str | None, otlp: str, metrics_to: tuple[str, ...] | None, again: bool, runs_dir: Path) -> None:
+    """Send the spans and metrics of a run to an OpenTelemetry collector, Weights & Biases or MLflow.
+
+    RUN is a run directory or its name; the newest one by default. A run does this while it goes on, if it is told to
+    (`m2flow run --otlp URL`); this is for runs that were not, and for what could not be delivered then.
+
+    \b
+    Example:
+      m2flow send runs/grpo-20260102-030405 --otlp http://localhost:4318
+    """
+    import threading
+
+    from m2flow.observe.forwarding import carry, destinations
+    from m2flow.spec import RunSettings
+
+    run_dir = find_run(run, runs_dir)
+    settings = RunSettings.model_validate({"otlp": otlp, "metrics_to": metrics_to})
+    wanted = destinations(settings, run_dir, run_dir.name.rpartition("-")[0].rpartition("-")[0], lambda said: click.echo(said, err=True))
+    if not wanted:
+        raise OptionError("nobody is named to send to", now="Say --otlp http://HOST:4318, --metrics-to wandb or --metrics-to mlflow.")
+    ends = threading.Event()
+    ends.set()
+    sinks = wanted.sinks()
+    for sink in sinks if again else ():
+        sink.begin_again()
+    failed = []
+    for report in carry(sinks, ends, _A_DAY_S):
+        click.echo(f"{report.where}: {report.num_spans:,} spans, {report.num_points:,} numbers")
+        if report.error or report.num_left_bytes:
+            failed.append(f"{report.where} did not take everything, {report.num_left_bytes:,} bytes are left: {report.error}")
+    if failed:
+        raise SpecError("; ".join(failed), now="What did arrive is not sent a second time.")

@@ -1,6 +1,9 @@
 """The command `m2flow`: finds the command that was asked for, and turns every failure into a message and an exit status.
 
-    m2flow COMMAND ... --Commands--> m2flow.cli.<command>.command
+An `M2FlowError` says all that itself. Any other exception is the flow's if the flow's code is nearer to it than ours is, and ours
+otherwise; then the traceback goes into the run's logs, and its last lines to the terminal.
+
+m2flow COMMAND ... --Commands--> the command in the module of m2flow.cli that `_PLACES` names
 
 A command's file is imported when it is called, not before, so `m2flow --help` and shell completion stay fast. Exit statuses: 0 done,
 1 the run failed, 2 the command line, the flow's file or the spec is wrong, 130 stopped by Ctrl-C.
@@ -8,15 +11,149 @@ A command's file is imported when it is called, not before, so `m2flow --help` a
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import IO
 
 import click
 
 from m2flow import __version__
-from m2flow.cli.failures import Failure, failure_of
-from m2flow.cli.lazy import LazyGroup
-from m2flow.errors import M2FlowError, RunInterrupted, did_you_mean
+from m2flow.errors import (
+    FlowError,
+    FlowLoadError,
+    InternalError,
+    M2FlowError,
+    OptionError,
+    RunInterrupted,
+    SpecError,
+    did_you_mean,
+    host_error,
+)
+
+_MARK = "config.json"
+"""Each run directory has this from its beginning."""
+
+
+def find_run(run: str | None, runs_dir: Path) -> Path:
+    """The directory of a run: by its path, by its name in `runs_dir`, or the newest there.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if run is None:
+        found = sorted(runs_dir.glob(f"*/{_MARK}"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise SpecError(f"there is no run in {runs_dir}", now="Make one with `m2flow run flows/grpo.py`, or name another --runs-dir.")
+        return found[-1].parent
+    for path in (Path(run), runs_dir / run):
+        if (path / _MARK).is_file():
+            return path
+    known = ", ".join(sorted(path.parent.name for path in runs_dir.glob(f"*/{_MARK}"))[-3:])
+    now = f"The newest in {runs_dir}: {known}." if known else f"There is no run in {runs_dir} either."
+    what = f"{run} is no run directory: it has no {_MARK}" if Path(run).is_dir() else f"there is no run {run}"
+    raise SpecError(what, now=now)
+
+
+class LazyGroup(click.Group):
+    """Commands by name. A subclass says which there are, and where."""
+
+    lines: dict[str, str]
+    """Name -> what it does, in a line: said here too, so that listing the commands imports none."""
+    places: dict[str, str]
+    """Name -> `module:attribute` of the command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.lines)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.lines:
+            return None
+        module, _, attribute = self.places[cmd_name].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.lines.items()))
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
+"""Of any environment: one may stand on another."""
+_LAST_LINES = 8
+
+
+class Failure(click.ClickException):
+    """An error as the command line ends with it; `notes` are lines about what is left of the run."""
+
+    def __init__(self, error: M2FlowError, notes: str = "") -> None:
+        super().__init__(error.what)
+        self.error = error
+        self.notes = notes
+        self.exit_code = status_of(error)  # type: ignore[misc]  # click reads it from the instance
+
+    def format_message(self) -> str:
+        text = f"{type(self.error).__name__}: {self.error}"
+        if isinstance(self.error, InternalError):
+            text += "\n  This is a fault of m2flow's own, not of your flow: please report it, with the run directory if there is one."
+        return f"{text}\n{self.notes}".rstrip()
+
+    def show(self, file: IO[str] | None = None) -> None:
+        click.echo(self.format_message(), file=file or sys.stderr)
+
+
+def status_of(error: M2FlowError) -> int:
+    """130 for Ctrl-C, 2 for what must be changed in the command line, the file or the spec, 1 for a run that failed."""
+    if isinstance(error, RunInterrupted):
+        return 130
+    return 2 if isinstance(error, FlowLoadError | OptionError | SpecError) else 1
+
+
+def failure_of(error: Exception, run_dir: Path | None = None, notes: str = "") -> Failure:
+    """The failure for any exception."""
+    if isinstance(error, M2FlowError):
+        return Failure(error, notes)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _owner(frame.filename) != "library"]
+    theirs = [frame for frame in frames if _owner(frame.filename) == "user"]
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if theirs and frames[-1] is theirs[-1]:
+        *outer, inner = theirs
+        lines = [f"{_shown(inner.filename)}:{inner.lineno}  {inner.line}"]
+        lines += [f"  called from {_shown(f.filename)}:{f.lineno} in {f.name}" for f in reversed(outer)]
+        return Failure(FlowError(f"the flow raised {said}", where="\n".join(lines)), notes)
+    refused = host_error("the machine refused something that m2flow needs", error)
+    if refused is not None:
+        return Failure(refused, notes)
+    text = "".join(traceback.format_exception(error))
+    now = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
+    if run_dir is not None:
+        log = run_dir / "logs" / "m2flow.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(text)
+        now += f"\nThe whole traceback is in {log}."
+    return Failure(InternalError(said, now=now), notes)
+
+
+def _owner(filename: str) -> str:
+    path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
+    if path.startswith(_PACKAGE):
+        return "m2flow"
+    is_librarys = path.startswith((*_LIBRARIES, "<frozen")) or not _LIBRARY_FOLDERS.isdisjoint(Path(path).parts)
+    return "library" if is_librarys else "user"
+
+
+def _shown(filename: str) -> str:
+    try:
+        return str(Path(filename).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return filename
+
 
 _COMMANDS = {
     "run": "Run a flow: train, and leave a run directory.",
@@ -38,11 +175,24 @@ _COMMANDS = {
 }
 
 
+_ELSEWHERE = {
+    "diff": "plan:diff_command",
+    "profile": "plan:profile_command",
+    "compare": "analyze:compare_command",
+    "engines": "doctor:engines_command",
+    "trace": "export:trace_command",
+    "send": "export:send_command",
+    "keys": "cluster:keys_command",
+}
+"""Name -> `module:attribute` under `m2flow.cli`, of commands that are not `command` in a module of their name."""
+_PLACES = {name: f"m2flow.cli.{_ELSEWHERE.get(name, f'{name}:command')}" for name in _COMMANDS}
+
+
 class Commands(LazyGroup):
-    """The commands, each imported from a file of its name when it is needed."""
+    """The commands, each imported when it is needed."""
 
     lines = _COMMANDS
-    module = "m2flow.cli.{}"
+    places = _PLACES
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]

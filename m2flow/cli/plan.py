@@ -1,36 +1,147 @@
-"""`m2flow plan`: the macro graph of a flow, where Python waits, and the plan. Runs no engine, and loads none."""
+"""`m2flow plan`, `diff` and `profile`: the macro graph of a flow, its plan, what differs between two, and the measured costs of one.
+
+m2flow simulate plan.json        m2flow plan --check plan.json        m2flow run --plan plan.json
+
+What is given on the command line beside it counts instead of what the file says: other lengths, another cluster, an option; with a FLOW
+all of it is the command line's.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import click
 import msgspec
 
-from m2flow.cli.flow_options import flow_command
-from m2flow.cli.planned import PlannedCommand, asked
+from m2flow.cli.cluster_file import load_cluster
+from m2flow.cli.flow_options import FlowCommand, find_target, flow_command, option_type
 from m2flow.errors import OptionError
-from m2flow.macro.drawing import as_dot, place
-from m2flow.macro.exploring import Exploration, anticipate, copies_made, explore
-from m2flow.macro.exploring import Path as FlowPath
 from m2flow.macro.flow import Flow
 from m2flow.macro.graph import MacroGraph
-from m2flow.macro.known import Assumption, Known
-from m2flow.macro.listing import barriers_listing, bounds_listing, calls_listing
+from m2flow.macro.graph_display import as_dot, barriers_listing, bounds_listing, calls_listing, place
 from m2flow.macro.pinning import structure_of
-from m2flow.micro.costs.profile import read_profile
-from m2flow.micro.forecasting import Forecast, forecast
+from m2flow.macro.tracing import Assumption, Exploration, Known, anticipate, copies_made, explore
+from m2flow.macro.tracing import ExploredPath as FlowPath
 from m2flow.micro.lowering.arithmetic import TRACED_STEPS
-from m2flow.micro.lowering.lower import lower
-from m2flow.micro.pace import paced
-from m2flow.micro.plan import Plan
-from m2flow.micro.plan_file import check_edited, read_plan, write_plan_file
-from m2flow.micro.plan_origin import KEY, Origin, origin_of
-from m2flow.micro.planning import is_searched, question_of, with_shapes
-from m2flow.micro.record.flow_record import read_record
-from m2flow.micro.search.explaining import as_document, explain, step_lines
-from m2flow.spec import ClusterSpec
+from m2flow.micro.lowering.passes import lower
+from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.records.flow_record import read_record
+from m2flow.micro.records.plan_file import KEY, Origin, check_edited, origin_of, read_plan, write_plan_file
+from m2flow.planner.explaining import as_document, differences, explain, step_lines
+from m2flow.planner.planning import Forecast, forecast, is_searched, question_of, with_shapes
+from m2flow.planner.profiles import read_profile
+from m2flow.simulator.machines import paced
+from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
+
+_ORIGIN = "m2flow.plan_origin"
+
+
+class PlannedCommand(FlowCommand):
+    """A command on a flow, or on a plan file that says of which flow it is: in the flow's place, or as the value of an option."""
+
+    plan_option: ClassVar[str] = "--plan"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        target = find_target(args, self.params)
+        if target is not None and target.partition(":")[0].endswith(".py"):
+            return super().parse_args(ctx, args)
+        named, alone = value_of(self.plan_option, args), self._alone(args, target)
+        if named is not None and alone is not None:
+            raise OptionError(f"{alone} is a plan, and {self.plan_option} gives another one", now="Say which of the two.")
+        plan = alone if named is None else named
+        if plan is None:
+            return super().parse_args(ctx, args)
+        from m2flow.micro.records.plan_file import read_origin
+
+        name = ctx.command_path.partition(" ")[2].removesuffix(" flow")
+        usage = f"m2flow {name} FLOW {self.plan_option} {plan}"
+        origin = ctx.meta[_ORIGIN] = read_origin(Path(plan), usage)
+        flow = origin.flow_target(plan, usage)
+        if alone is None:
+            return super().parse_args(ctx, [flow, *args])
+        place = args.index(alone)
+        return super().parse_args(ctx, [*args[:place], flow, *args[place + 1 :], f"{self.plan_option}={alone}"])
+
+    def _alone(self, args: Sequence[str], target: str | None) -> str | None:
+        """A plan file in the flow's place; what follows an option that may be the flow's is that one's value."""
+        if target is None or not target.endswith(".json"):
+            return None
+        place = args.index(target)
+        before = args[place - 1] if place else ""
+        flags = {name for param in self.params if isinstance(param, click.Option) and param.is_flag for name in param.opts}
+        return None if before.startswith("--") and "=" not in before and before not in flags else target
+
+    def _given(self, ctx: click.Context) -> dict[str, object]:
+        given = super()._given(ctx)
+        origin: Origin | None = ctx.meta.get(_ORIGIN)
+        return given if origin is None else {**recorded_options(self.flow_of(ctx), origin.options, "plan"), **given}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line and the plan file say together."""
+
+    spec: ClusterSpec
+    lengths: str
+    profile: Path | None
+    assume: tuple[str, ...]
+    seed: int
+
+
+def asked(
+    ctx: click.Context, cluster: Path | None, seed: int, *, profile: Path | None = None, lengths: str = "", assume: tuple[str, ...] = ()
+) -> Asked:
+    """The command line's values; where it gives none, the plan file's."""
+    origin: Origin | None = ctx.meta.get(_ORIGIN)
+    if origin is None:
+        return Asked(load_cluster(cluster) if cluster else LAPTOP, lengths, profile, assume, seed)
+    is_seed_given = ctx.get_parameter_source("seed") is click.core.ParameterSource.COMMANDLINE
+    recorded = Path(origin.directory) / origin.profile if origin.profile else None
+    return Asked(
+        load_cluster(cluster) if cluster else origin.cluster,
+        lengths or _from(origin.directory, origin.lengths),
+        profile or recorded,
+        assume or origin.assume,
+        seed if is_seed_given else origin.seed,
+    )
+
+
+def _from(directory: str, lengths: str) -> str:
+    """A file of lengths is from where the plan was made; a trace's name or a formula is from nowhere."""
+    place = Path(directory) / lengths
+    return str(place) if lengths and place.exists() else lengths
+
+
+def recorded_options(flow: Flow, written: dict[str, object], made: str = "run") -> dict[str, object]:
+    """The flow's options as values, from what a file has of them.
+
+    Raises:
+        OptionError: the flow has no such parameter any more, or one that a file can't hold.
+    """
+    found: dict[str, object] = {}
+    for name, value in written.items():
+        parameter = next((parameter for parameter in flow.parameters if parameter.name == name), None)
+        kind = None if parameter is None else option_type(parameter.type)
+        if kind is None:
+            what = "has no such parameter any more" if parameter is None else f"takes a {parameter.type}, which no file holds"
+            raise OptionError(f"the {made} was made with {name}={value}, and the flow {flow.name} {what}", now=f"Begin a new {made}.")
+        found[name] = kind.convert(value, None, None) if isinstance(value, str) else value
+    return found
+
+
+def value_of(option: str, args: Sequence[str]) -> str | None:
+    """What follows an option on the command line."""
+    for position, arg in enumerate(args):
+        if arg.startswith(f"{option}="):
+            return arg.partition("=")[2]
+        if arg == option:
+            return args[position + 1] if position + 1 < len(args) else None
+    return None
 
 
 class PlanCommand(PlannedCommand):
@@ -151,7 +262,7 @@ def _foreseen(forecast: Forecast) -> list[str]:
 
 
 def _draw(path: FlowPath, file: Path, suffix: str) -> None:
-    from m2flow.macro.picture import write_picture
+    from m2flow.macro.graph_display import write_picture
 
     if file.suffix != suffix:
         raise OptionError(f"--{suffix[1:]} {file}: the file's name must end in {suffix}")
@@ -235,3 +346,80 @@ def _calls(graph: MacroGraph) -> list[dict[str, object]]:
         }
         for call in graph.calls
     ]
+
+
+@click.command("diff")
+@click.argument("one", type=click.Path(path_type=Path), metavar="PLAN")
+@click.argument("other", type=click.Path(path_type=Path), metavar="PLAN")
+def diff_command(one: Path, other: Path) -> None:
+    """Show what differs between two plans: files of `m2flow plan --out` or --json, run directories, or a run's plan.json.
+
+    \b
+    Examples:
+      m2flow diff before.json after.json
+      m2flow diff runs/grpo-20260102-030405 plan.json
+    """
+    plans = [read_plan(path / "plan.json" if path.is_dir() else path) for path in (one, other)]
+    lines = differences(plans[0], plans[1])
+    click.echo("\n".join(lines) if lines else "no difference: the plans would run alike")
+
+
+@flow_command("profile")
+@click.option("--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="The machines; by default one time-shared device.")
+@click.option(
+    "--from", "run_dir", type=click.Path(path_type=Path), metavar="RUN", help="Measure nothing: fit what an earlier run recorded."
+)
+@click.option("--seconds", type=click.FloatRange(min=0), default=15.0, show_default=True, help="About how long to measure a placement.")
+@click.option("--only-this-placement", is_flag=True, help="Leave out the placement that the spec does not name.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the profile here too.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The run's seed.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directories go.")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON; all else goes to stderr.")
+def profile_command(
+    target: str,
+    flow: Flow,
+    options: dict[str, object],
+    cluster: Path | None,
+    run_dir: Path | None,
+    seconds: float,
+    only_this_placement: bool,
+    out: Path | None,
+    seed: int,
+    runs_dir: Path,
+    as_json: bool,
+) -> None:
+    """Measure what a flow's work takes, and write it down for the planner.
+
+    Runs the flow's first steps in several sizes on the workers of its plan, time-shared and split, and fits the constants of the cost
+    model to what they took. The profile is beside the first of these runs. Measure on a machine that does nothing else.
+
+    \b
+    Examples:
+      m2flow profile flows/grpo.py --out grpo.profile.json
+      m2flow profile flows/grpo.py --from runs/grpo-20260102-030405
+      m2flow plan flows/grpo.py --profile grpo.profile.json
+    """
+    from m2flow.runner.probing import measure, measured_run
+
+    spec = load_cluster(cluster) if cluster else LAPTOP
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        if run_dir is not None:
+            profile = measured_run(run_dir, flow, options)
+            path = run_dir / "profile.json"
+        else:
+            settings = RunSettings(seed=seed, runs_dir=str(runs_dir))
+            profile, path = measure(flow, options, spec, settings, budget_s=seconds, only=only_this_placement)
+    profile.save(out or path)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(profile)).decode())
+        return
+    found = profile.constants()
+    wide = max(map(len, found), default=0)
+    click.echo(f"profile of {flow.name} on {profile.machine.processor}, {profile.machine.cores} cores, {profile.machine.device}")
+    for name, constant in found.items():
+        click.echo(f"  {name:{wide}}  {constant.value:<10.4g} {constant.unit:10}  {constant.source}")
+    num_answers = sum(map(len, profile.responses))
+    click.echo(f"  lengths of {num_answers:,} answers to {len(profile.prompts):,} prompts; within-group correlation {profile.icc:.2f}")
+    if profile.load > 1:
+        click.echo(f"  The machine did other things before (load {profile.load:.1f}): measure again when it does not.")
+    click.echo(str(out or path))

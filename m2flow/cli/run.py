@@ -1,4 +1,14 @@
-"""`m2flow run`: train with a flow, and show it while it goes on.
+"""`m2flow run`: train with a flow, or go on with a run that stopped, and show it while it goes on.
+
+--setting stopped_after_s=4 --setting turn_limit_s=none --> RunSettings
+
+They change neither the mathematics nor the placement, so a run that goes on may be told anew.
+
+m2flow run --resume runs/grpo-20260101-120000       flow, its options, seed, cluster: config.json; who runs where: plan.json
+
+A run that goes on is the run that it was. An option given beside `--resume` that says something else is refused by name; those
+that change neither the mathematics nor the placement (`--json`, `--quiet`, `--checkpoint-every`) may be given; and `--runs-dir`, for what a
+run has on a storage, which then goes on in a directory of its own.
 
 Ctrl-C (or SIGTERM, or SIGHUP) finishes the update that is under way, stops the workers in order and says how to go on; a second one
 writes the ledger, kills the workers and ends the process at once.
@@ -14,26 +24,254 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
+from pydantic import ValidationError
 from rich.console import Console
 
 from m2flow.cli import display
-from m2flow.cli.cadence import Cadence, Every
-from m2flow.cli.failures import Failure, failure_of
-from m2flow.cli.flow_options import flow_command
-from m2flow.cli.planned import asked
-from m2flow.cli.record_options import record_options, recording
-from m2flow.cli.resume import RunCommand, resumed
-from m2flow.cli.run_settings import settings_option, with_given
-from m2flow.errors import DivergenceError, OptionError, RunInterrupted
+from m2flow.cli.flow_options import find_target, flow_command
+from m2flow.cli.main import Failure, failure_of, find_run
+from m2flow.cli.plan import PlannedCommand, asked, recorded_options, value_of
+from m2flow.errors import DivergenceError, OptionError, RunInterrupted, SpecError, did_you_mean
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
-from m2flow.spec import RunSettings
+from m2flow.spec import ClusterSpec, RunSettings
 
 if TYPE_CHECKING:
-    from m2flow.micro.run import Run
+    from m2flow.runner.run import Run
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]  # generic in newer releases of click only
+else:
+    ParamType = click.ParamType
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Every(NamedTuple):
+    """Steps, seconds, or both: whichever comes first. Neither: never."""
+
+    steps: int | None
+    seconds: float | None
+
+
+class Cadence(ParamType):
+    """As click reads it."""
+
+    name = "steps|time"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        if isinstance(value, Every):
+            return value
+        steps, seconds = None, None
+        for part in str(value).split(","):
+            text = part.strip()
+            unit = _SECONDS.get(text[-1:])
+            try:
+                if text == "never":
+                    continue
+                if unit is None:
+                    steps = int(text)
+                else:
+                    seconds = float(text[:-1]) * unit
+            except ValueError:
+                self.fail(f"{value!r} is no number of steps (20), no time (90s, 5m, 1h), not both (20,5m), and not `never`", param, ctx)
+        if (steps is not None and steps < 1) or (seconds is not None and not 0 < seconds < float("inf")):
+            self.fail(f"{value!r}: it must be more than nothing", param, ctx)
+        return Every(steps, seconds)
+
+
+_F = TypeVar("_F", bound=Callable[..., object])
+_PLACES = ("tensorboard", "wandb", "mlflow")
+
+
+class Places(ParamType):
+    """Names with commas between them; `none` for none."""
+
+    name = "name,..."
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(name.strip() for name in str(value).split(",") if name.strip() not in ("", "none"))
+        wrong = [name for name in names if name not in _PLACES]
+        if wrong:
+            self.fail(f"{wrong[0]!r} is none of {', '.join(_PLACES)}, none.", param, ctx)
+        return names
+
+
+to_option = click.option(
+    "--metrics-to",
+    type=Places(),
+    metavar="NAME,...",
+    help="Of tensorboard, wandb, mlflow; or none.  [default: tensorboard, and those that the environment configures]",
+)
+
+
+def record_options(function: _F) -> _F:
+    """`--otlp`, `--metrics-to` and `--record-every`."""
+    for option in (
+        click.option(
+            "--record-every", type=click.IntRange(min=1), metavar="N", help="N decode steps as one span, one group in N sample by sample."
+        ),
+        to_option,
+        click.option("--otlp", metavar="URL", help="Spans and metrics also go there.  [default: OTEL_EXPORTER_OTLP_ENDPOINT]"),
+    ):
+        function = option(function)
+    return function
+
+
+def recording(settings: RunSettings, otlp: str | None, metrics_to: tuple[str, ...] | None, record_every: int | None) -> RunSettings:
+    """The settings with what was given; a run that is taken up again may be told anew."""
+    given = {"otlp": otlp, "metrics_to": metrics_to, "record_every": record_every}
+    return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+_OWN = {
+    "seed": "--seed",
+    "eager": "--eager",
+    "deterministic": "--deterministic",
+    "runs_dir": "--runs-dir",
+    "checkpoint_steps": "--checkpoint-every",
+    "checkpoint_s": "--checkpoint-every",
+    "checkpoints_kept": "--keep-checkpoints",
+    "record_every": "--record-every",
+    "otlp": "--otlp",
+    "metrics_to": "--metrics-to",
+}
+SETTINGS = tuple(name for name in RunSettings.model_fields if name not in _OWN)
+"""What can be given."""
+
+settings_option = click.option(
+    "--setting",
+    "given_settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A run setting, like stopped_after_s=4; docs/guide/reliability.md lists them. May be repeated.",
+)
+
+
+def with_given(settings: RunSettings, given: tuple[str, ...]) -> RunSettings:
+    """The settings with what the command line says.
+
+    Raises:
+        OptionError: there is no such setting, it has an option of its own, or it can't have this value.
+    """
+    found: dict[str, str | None] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if name in _OWN:
+            raise OptionError(f"--setting {text}: {name} has an option of its own", now=f"Give {_OWN[name]}.")
+        if name not in SETTINGS or not equals:
+            hint = f"Give {name}=VALUE." if name in SETTINGS else did_you_mean(name, SETTINGS)
+            raise OptionError(f"--setting {text}: {'no value' if name in SETTINGS else f'there is no run setting {name!r}'}", now=hint)
+        found[name] = None if value == "none" else value
+    try:
+        return RunSettings.model_validate({**settings.model_dump(), **found})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        names = [str(part) for part in wrong.get("ctx", {}).get("at", wrong["loc"])]
+        raise OptionError(f"--setting {'.'.join(names)}: {wrong['msg']}", now="docs/guide/reliability.md lists the settings.") from None
+
+
+_OPTION = "--resume"
+_CONFIG = "m2flow.resumed"
+_ONLY_NEW = {
+    "pin_plan": "--pin-plan",
+    "pin_to": "--pin-to",
+    "plan_file": "--plan",
+    "profile": "--profile",
+    "decisions": "--decisions",
+    "runs_dir": "--runs-dir",
+}
+"""Of no use for a run that has begun."""
+
+
+class RunCommand(PlannedCommand):
+    """`m2flow run`: the flow comes from the command line, with `--plan` from the plan, or with `--resume` from a run's directory."""
+
+    plan_option = "--plan"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        run = value_of(_OPTION, args)
+        if run is None:
+            return super().parse_args(ctx, args)
+        from m2flow.micro.records.rundir import read_config
+
+        config = ctx.meta[_CONFIG] = read_config(find_run(run, Path("runs")))
+        target = find_target(args, self.params)
+        if target is None or not target.partition(":")[0].endswith(".py"):  # What else stands alone is the value of a flow's option.
+            args = [config.flow, *args]
+        elif target != config.flow:
+            raise OptionError(f"{target} is not the flow of {run}, which is {config.flow}", now=f"Say only: m2flow run {_OPTION} {run}")
+        if not Path(config.flow.partition(":")[0]).is_file():
+            raise SpecError(f"the flow of {run} is {config.flow}, and there is no such file here", now=f"Begin in {config.directory}.")
+        return super().parse_args(ctx, args)
+
+    def _given(self, ctx: click.Context) -> dict[str, object]:
+        given = super()._given(ctx)
+        if _CONFIG not in ctx.meta:
+            return given
+        recorded = recorded_options(self.flow_of(ctx), ctx.meta[_CONFIG].options)
+        for name, value in given.items():
+            if value != recorded.get(name, next(p.default for p in self.flow_of(ctx).parameters if p.name == name)):
+                raise _refused(f"--{name.replace('_', '-')} {value}", f"with {name}={recorded.get(name, 'its default')}")
+        return recorded
+
+
+class Before(NamedTuple):
+    """A run that goes on."""
+
+    run_dir: Path
+    spec: ClusterSpec
+    settings: RunSettings
+    is_moved: bool
+    """The spec is not what it was begun with, so that it needs a new plan."""
+
+
+def resumed(ctx: click.Context) -> Before | None:
+    """The run that goes on, on which cluster and how; None if a new one begins.
+
+    Raises:
+        OptionError: an option says something else than the run does.
+    """
+    if _CONFIG not in ctx.meta:
+        return None
+    from m2flow.micro.records.storage import is_on_storage
+
+    config = ctx.meta[_CONFIG]
+    settings = config.settings
+    comes_home = is_on_storage(config.run_dir)
+    if comes_home and _is_given(ctx, "runs_dir"):
+        settings = settings.model_copy(update={"runs_dir": str(ctx.params["runs_dir"])})
+    for name, option in _ONLY_NEW.items():
+        if name == "runs_dir" and comes_home:
+            continue
+        if _is_given(ctx, name):
+            raise OptionError(f"{option} is for a new run, and {_OPTION} goes on with one", now=f"Leave {option} out.")
+    for name in ("seed", "deterministic", "eager"):
+        before = getattr(config.settings, name)
+        if _is_given(ctx, name) and ctx.params[name] != before:
+            raise _refused(f"--{name} {ctx.params[name]}", f"with {name} {before}")
+    spec = config.cluster
+    if _is_given(ctx, "cluster"):
+        from m2flow.cli.cluster_file import load_cluster
+
+        spec = load_cluster(ctx.params["cluster"])
+    if config.repeats_decisions:
+        raise SpecError("an eager run that repeats the decisions of another one can't be resumed", now="Begin it anew.")
+    return Before(config.run_dir, spec, settings, spec != config.cluster)
+
+
+def _refused(given: str, recorded: str) -> OptionError:
+    return OptionError(f"{given}: the run was begun {recorded}, and goes on as it began", now="Leave it out, or begin a new run.")
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
 
 _RESTARTED = "M2FLOW_RESTARTED"
 
@@ -133,9 +371,9 @@ def command(
     settings = with_given(recording(settings, otlp, metrics_to, record_every), given_settings)
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
-    from m2flow.micro.plan_file import read_plan
-    from m2flow.micro.record.ledger import read_decisions
-    from m2flow.micro.run import Run
+    from m2flow.micro.records.ledger import read_decisions
+    from m2flow.micro.records.plan_file import read_plan
+    from m2flow.runner.run import Run
 
     if decisions is not None and not eager:
         raise OptionError("--decisions goes with --eager", now="A planned run decides by its own time. Add --eager.")
@@ -185,7 +423,7 @@ def command(
 
 def _prepare_environment(threads: int, *, deterministic: bool) -> None:
     """Set what the matrix libraries read when they are loaded. If the flow has loaded torch already, start this process anew."""
-    from m2flow.micro.control.spawning import engine_environment
+    from m2flow.micro.controller.launcher import engine_environment
 
     wanted = engine_environment(threads, deterministic=deterministic)
     os.environ.update(wanted if deterministic else {name: value for name, value in wanted.items() if name not in os.environ})

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 import msgspec
 
-from m2flow.cli.rundirs import find_run
+from m2flow.cli.main import find_run
 from m2flow.errors import OptionError
-from m2flow.micro.record.length_bias import Class, bias_of_run
-from m2flow.micro.record.sample_book import COLUMNS, Entry, SampleBook, export
+from m2flow.micro.records.length_bias import Class, bias_of_run
+from m2flow.micro.records.sample_query import COLUMNS, Entry, SampleQuery, export
 
 
 @click.command("samples")
@@ -59,7 +59,7 @@ def command(
     if has_lengths:
         click.echo("\n".join(_lengths(bias_of_run(run_dir), as_json=as_json)))
         return
-    with SampleBook(run_dir) as book:
+    with SampleQuery(run_dir) as book:
         if out is not None:
             number = export(book.entries(where, order=order), out)
             click.echo(f"{number:,} samples in {out}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from m2flow.cli.rundirs import find_run
+from m2flow.cli.main import find_run
 from m2flow.errors import SpecError
 
 
@@ -37,8 +37,7 @@ def command(run: str | None, out: Path | None, is_opened: bool, host: str, port:
     if out is not None:
         _export(find_run(run, runs_dir), out, is_opened=is_opened)
         return
-    from m2flow.micro.viewing.folder import Folder
-    from m2flow.micro.viewing.serving import LOOPBACK, open_socket, serve
+    from m2flow.viewer.serving import LOOPBACK, Folder, open_socket, serve
 
     folder = Folder(_place(run, runs_dir))
     token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
@@ -62,7 +61,7 @@ def _place(run: str | None, runs_dir: Path) -> Path:
 
 
 def _export(run_dir: Path, out: Path, *, is_opened: bool) -> None:
-    from m2flow.micro.viewing.exporting import write_page
+    from m2flow.viewer.serving import write_page
 
     try:
         write_page(run_dir, out)

@@ -1,4 +1,16 @@
-"""What an engine is: the contract of each kind, and what an engine can do, as data.
+"""What an engine is: the contract of each kind, what it can do as data, what it holds of its device, and how far two engines agree.
+
+Engine.memory() -> Memory: weights, gradients, optimiser, cache    (the rest of what a process takes are activations)
+
+Counted from the tensors that are there, so an engine that has put something away shows it.
+
+rollout's log-probabilities, trainer's --agreement_of--> Agreement --plus those of other micro-batches--> metrics of an update
+
+Both compute the same function, so what is between them is rounding, another kernel, or a fault: a weight that went to the wrong place, a
+mask, another temperature. A policy gradient takes the difference for a change of the policy.
+
+Source: the estimator k3 of the divergence is Schulman's, http://joschu.net/blog/kl-approx.html; that rollout and training engines
+differ, and what that does: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 
 An engine executes a role's calls inside one worker process. Constructors only assign; `start` loads, `stop` frees. The
 planner reads `Capabilities` and never asks for what an engine can't do. `m2flow.testing.engines` holds the suites that prove
@@ -7,19 +19,141 @@ an engine to be one; the built-in ones pass them too.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.accounting import Memory
-from m2flow.engines.agreement import NO_AGREEMENT, Agreement
 from m2flow.errors import EngineError, OpError
 from m2flow.recipe import AdamW, Loss, Model, Sampling
 from m2flow.samples import Batch, Finish, Sample
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the engine's device; of a trainer of several ranks, on the first one's."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    """Moments, and float32 copies of weights."""
+    kv: int = 0
+    """Keys and values."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.kv
+
+    def words(self) -> str:
+        """What there is, the largest first.
+
+        >>> Memory(weights=3 << 20, kv=5 << 30).words()
+        'kv 5.00 GiB, weights 3.00 MiB'
+        """
+        parts = sorted(((getattr(self, each.name), each.name) for each in fields(self)), reverse=True)
+        return ", ".join(f"{name} {size_of(count)}" for count, name in parts if count) or "nothing"
+
+
+def size_of(num_bytes: float) -> str:
+    """
+    >>> size_of(512), size_of(3 << 20)
+    ('512 B', '3.00 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def bytes_on(device: str, tensors: Iterable[Any]) -> int:
+    """Of torch tensors that lie on a device of this kind; each piece of memory counts once."""
+    kind = device.partition(":")[0]
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        local = _local(tensor)
+        if local.device.type == kind and local.numel():
+            found[local.data_ptr()] = max(found.get(local.data_ptr(), 0), local.numel() * local.element_size())
+    return sum(found.values())
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part: of a DTensor, or of a parameter that DeepSpeed's stage 3 has spread."""
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    part = getattr(tensor, "ds_tensor", None)
+    return tensor if part is None or tensor.numel() else part
+
+
+PREFIX = "rollout_diff/"
+"""Of the metrics' names."""
+MEAN = f"{PREFIX}mean"
+MAX = f"{PREFIX}max"
+K3 = f"{PREFIX}k3"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Sums over tokens, so that no number depends on how they were cut."""
+
+    num_tokens: int = 0
+    total: float = 0.0
+    """Of the absolute differences, in nats."""
+    largest: float = 0.0
+    total_k3: float = 0.0
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Agreement]) -> Agreement:
+        """Of the tokens of all parts, in whatever order they come."""
+        return cls(
+            sum(part.num_tokens for part in parts),
+            math.fsum(part.total for part in parts),
+            max((part.largest for part in parts), default=0.0),
+            math.fsum(part.total_k3 for part in parts),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Absolute difference of a token, in nats."""
+        return self.total / max(self.num_tokens, 1)
+
+    def metrics(self) -> dict[str, float]:
+        """By their names; none if no token was compared.
+
+        >>> agreement_of([-1.0, -2.0], [-1.0, -2.5]).metrics()["rollout_diff/mean"]
+        0.25
+        """
+        if not self.num_tokens:
+            return {}
+        return {MEAN: self.mean, MAX: self.largest, K3: self.total_k3 / self.num_tokens, f"{PREFIX}tokens": float(self.num_tokens)}
+
+
+NO_AGREEMENT = Agreement()
+"""Nothing was compared."""
+
+
+def agreement_of(trained: npt.ArrayLike, sampled: npt.ArrayLike) -> Agreement:
+    """Of tokens that the rollout engine sampled.
+
+        k3 = exp(d) - 1 - d,   d = log p_trainer - log p_rollout:   an estimate of KL(rollout || trainer), never negative
+
+    Args:
+        trained: log-probabilities by the trainer, [T]. sampled: by the rollout engine, [T].
+    """
+    difference = np.asarray(trained, np.float64) - np.asarray(sampled, np.float64)
+    if not len(difference):
+        return NO_AGREEMENT
+    # Beyond 700 exp would be infinite, and so far apart are only engines that have nothing in common.
+    k3 = np.expm1(np.minimum(difference, 700.0)) - difference
+    absolute = np.abs(difference)
+    return Agreement(len(difference), float(absolute.sum()), float(absolute.max()), float(k3.sum()))
+
 
 MOVED = "weights_moved"
 """The metric of an optimiser step on weights in half precision: the share of those (of this rank) that have another value after it."""

@@ -1,9 +1,11 @@
-"""Which engines there are: by name and kind, without importing any of them.
+"""Which engines there are, by name and kind, and what each can do, as data and as tables; without importing any.
 
 The built-in ones are listed here; others register an `EngineInfo` under the entry point group `m2flow.engines`:
 
     [project.entry-points."m2flow.engines"]
     mine = "mypackage.engine:INFO"
+
+registry --capability_tables--> one table for rollout engines, one for trainers
 """
 
 from __future__ import annotations
@@ -12,13 +14,12 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from m2flow.engines.compiling import check_compiler
 from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
-from m2flow.engines.server_installed import Product, check_options
+from m2flow.engines.installed import Product, check_compiler, check_options
 from m2flow.errors import EngineError, MissingExtra, did_you_mean
 from m2flow.recipe import Model
 
@@ -37,7 +38,7 @@ class EngineInfo:
     extra: str = ""
     """The extra that brings them."""
     compiles: bool = False
-    """On a CPU it compiles a part of itself when it is first used (`m2flow.engines.compiling`)."""
+    """On a CPU it compiles a part of itself when it is first used (`m2flow.engines.installed`)."""
     server: str = ""
     """`module:name` of the `Product` that it starts in an interpreter of its own; looked at before a run too."""
     untested: str = ""
@@ -74,7 +75,7 @@ _HEADS = ("lm", "value", "score")
 _BUILT_IN = (
     EngineInfo(
         "embedded",
-        "m2flow.engines.embedded_rollout:EmbeddedRollout",
+        "m2flow.engines.embedded.rollout_engine:EmbeddedRollout",
         Capabilities("rollout", devices=_DEVICES, weights_under_requests=True, lora=True, rests=True, condenses=True, probes=True),
         "Continuous batching for Hugging Face causal language models, in PyTorch.",
         ("torch", "transformers"),
@@ -82,7 +83,7 @@ _BUILT_IN = (
     ),
     EngineInfo(
         "embedded",
-        "m2flow.engines.embedded_train:EmbeddedTrain",
+        "m2flow.engines.embedded.trainer:EmbeddedTrain",
         Capabilities("train", heads=_HEADS, lora=True, gives_away=True, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
         ("torch", "transformers"),
@@ -90,7 +91,7 @@ _BUILT_IN = (
     ),
     EngineInfo(
         "sglang",
-        "m2flow.engines.sglang:SglangRollout",
+        "m2flow.engines.servers.sglang:SglangRollout",
         Capabilities(
             "rollout",
             keyed_seeds=False,
@@ -106,12 +107,12 @@ _BUILT_IN = (
         ),
         "An SGLang server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),
-        server="m2flow.engines.sglang_installed:SGLANG",
+        server="m2flow.engines.installed:SGLANG",
         untested="cuda: CUDA IPC and NCCL into the server, tp, memory that it frees by tag; pp, ep",
     ),
     EngineInfo(
         "vllm",
-        "m2flow.engines.vllm:VllmRollout",
+        "m2flow.engines.servers.vllm:VllmRollout",
         Capabilities(
             "rollout",
             keyed_seeds=False,
@@ -125,12 +126,12 @@ _BUILT_IN = (
         ),
         "A vLLM server in an interpreter of its own (rollout.options.python), over HTTP.",
         ("torch", "transformers", "httpx2"),
-        server="m2flow.engines.vllm_installed:VLLM",
+        server="m2flow.engines.installed:VLLM",
         untested="cuda",
     ),
     EngineInfo(
         "fsdp",
-        "m2flow.engines.fsdp:FsdpTrain",
+        "m2flow.engines.distributed.fsdp:FsdpTrain",
         Capabilities("train", heads=_HEADS, lora=True, devices=_DEVICES, parallel_layouts=ParallelLayouts(tp=None, dp=None, zero=(3,))),
         "The embedded trainer over any number of ranks: weights, gradients and optimiser spread by FSDP2.",
         ("torch", "transformers"),
@@ -138,7 +139,7 @@ _BUILT_IN = (
     ),
     EngineInfo(
         "deepspeed",
-        "m2flow.engines.deepspeed:DeepSpeedTrain",
+        "m2flow.engines.distributed.deepspeed:DeepSpeedTrain",
         Capabilities(
             "train",
             heads=_HEADS,
@@ -161,13 +162,13 @@ _BUILT_IN = (
     ),
     EngineInfo(
         "fake",
-        "m2flow.testing.fake_train:FakeTrain",
+        "m2flow.testing.fakes:FakeTrain",
         Capabilities("train", heads=_HEADS, gives_away=True),
         "Exact integers in place of gradients: for tests of schedules.",
     ),
     EngineInfo(
         "fake-ranks",
-        "m2flow.testing.fake_ranks:FakeRanks",
+        "m2flow.testing.fakes:FakeRanks",
         Capabilities("train", heads=_HEADS, parallel_layouts=ParallelLayouts(dp=None)),
         "The fake trainer over any number of ranks: for tests of trainers of several processes.",
     ),
@@ -265,3 +266,74 @@ def make_function(name: str, settings: EngineSettings) -> FunctionEngine:
 def _load(info: EngineInfo):  # type: ignore[no-untyped-def]
     module, _, name = info.factory.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+_Row = tuple[str, Callable[[Capabilities], str]]
+
+
+def _truth(name: str) -> Callable[[Capabilities], str]:
+    return lambda can: "yes" if getattr(can, name) else "no"
+
+
+def _degree(name: str) -> Callable[[Capabilities], str]:
+    def words(can: Capabilities) -> str:
+        most = getattr(can.parallel_layouts, name)
+        return "any number" if most is None else "no" if most == 1 else f"up to {most}"
+
+    return words
+
+
+def _layout(words: Callable[[ParallelLayouts], str]) -> Callable[[Capabilities], str]:
+    return lambda can: words(can.parallel_layouts)
+
+
+_ROLLOUT: tuple[_Row, ...] = (
+    ("samples leave one by one", _truth("streaming")),
+    ("a sample can be taken out, with its tokens", _truth("abort")),
+    ("goes on from tokens made elsewhere", _truth("resume_with_prefix")),
+    ("random numbers by sample and position", _truth("keyed_seeds")),
+    ("bitwise with `--deterministic`", _truth("deterministic")),
+    ('new weights under running samples (`kv="keep"`)', _truth("weights_under_requests")),
+    ("takes adapters alone (`lora=`)", _truth("lora")),
+    ("weights proved by a probe", _truth("probes")),
+    ("weights can stay on the device while others work there", _truth("rests")),
+    ("cache that running samples do not need can be given back", _truth("condenses")),
+    ("decodes in processes of its own", _truth("self_paced")),
+    ("weights into its server (`into_server`)", lambda can: ", ".join(can.into_server) or "has none"),
+    ("says which experts a token went to", _truth("routed_experts")),
+    ("tensor parallel", _degree("tp")),
+    ("pipeline parallel", _degree("pp")),
+    ("expert parallel", _degree("ep")),
+)
+_TRAIN: tuple[_Row, ...] = (
+    ("heads", lambda can: ", ".join(f"`{head}`" for head in can.heads)),
+    ("adapters (`lora=`)", _truth("lora")),
+    ("bitwise with `--deterministic`", _truth("deterministic")),
+    ("weights can be copied while it is off its device", _truth("gives_away")),
+    ("data parallel", _degree("dp")),
+    ("ZeRO stages", _layout(lambda layouts: ", ".join(map(str, layouts.zero)))),
+    ("optimiser in the host's memory, as the plan says", _layout(lambda layouts: "yes" if layouts.offload else "no")),
+    ("layers recomputed, as the plan says", _layout(lambda layouts: "yes" if layouts.recomputes else "no")),
+    ("tensor parallel", _degree("tp")),
+    ("sequence parallel", _degree("sp")),
+    ("pipeline parallel", _degree("pp")),
+    ("expert parallel", _degree("ep")),
+)
+
+
+def capability_tables(infos: Sequence[EngineInfo]) -> str:
+    """Of these engines, those for tests left out."""
+    real = [info for info in infos if not info.factory.startswith("m2flow.testing.")]
+    parts = []
+    for kind, rows in (("rollout", _ROLLOUT), ("train", _TRAIN)):
+        of_kind = [info for info in real if info.kind == kind]
+        lines = [_line([kind, *(f"`{info.name}`" for info in of_kind)]), _line(["---"] * (len(of_kind) + 1))]
+        lines += [_line([name, *(words(info.capabilities) for info in of_kind)]) for name, words in rows]
+        lines.append(_line(["devices", *(", ".join(info.capabilities.devices) for info in of_kind)]))
+        lines.append(_line(["of these untested", *(info.untested or "none" for info in of_kind)]))
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,1 @@
+"""The flow language: roles, handles, ops, the tracer and the eager interpreter."""

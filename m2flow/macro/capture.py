@@ -1,34 +1,426 @@
-"""What a call takes is taken as it is then: functions are snapshot with all that they capture, containers are copied.
+"""Capture what a call takes as it is when the call is made: functions with all that they reach, containers as copies, values as
+fingerprints.
 
-    function --Captures.take--> Snapshot (bytes) --called, here or on a worker--> a copy of the function
+limit, ANSWERS = 20, {...}
+    lambda s: s.text in ANSWERS and s.length > limit   ->   ANSWERS (can change), limit (can't)
+
+Read off the code object, so a name that is only an attribute is no global. Limit: what code reaches by `globals()`, `eval` or
+`importlib` is not seen.
+
+function --Captures.take--> Snapshot (bytes) --called, here or on a worker--> a copy of the function
 
 So a value that changes after the call changes nothing, late binding in a loop gives what each turn had, and what a function changes
 in its own captures stays in its copy. A function that captures only what can't change has one copy a process, and its snapshot is
 made once; any other gets a copy for each unit that it is run on, so that no chunking shows in what it gives. Limits: above
 `LARGE_BYTES` one copy serves a whole task; a module is no capture: each process has its own, and what is there is shared by all calls.
+
+Session.record --Kinds.of--> CallKind, options
+
+Two calls are of one kind if the same instruction of the program made them, on inputs of the same names, with options that a snapshot
+would find the same: numbers of one type and value, the same functions, in whose captures nothing has changed. What such a call is
+given is then not taken anew, and what others make of a kind (its bytes for the workers, the number of its shape) is made once. What
+is new with each call (a dataset's rows, versions) is `CHANGING`, and belongs to no kind.
+
+Numbers of equal value are equal words. Rows are known by a checksum, functions by their bytecode: neither by an address, nor by
+the lines where they stand. Limits: what a function calls may change unseen, and so may an object's inside;
+of a function with large captures only the name is known.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
 import dataclasses
+import dis
+import enum
 import functools
+import hashlib
 import io
+import linecache
 import pickle
+import random
+import re
 import socket
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, final
 
 import cloudpickle
 import numpy as np
 
 from m2flow.errors import LostState, OpError, TraceError
-from m2flow.macro.closures import fixed_leaves, is_importable, is_same, is_users, kept_state, parts
-from m2flow.macro.graph import Site
+from m2flow.macro.graph import CallKind, EngineKind, Granularity, Site
+from m2flow.macro.sites import owner
+from m2flow.samples import Batch, Ragged
+
+EMPTY = object()
+"""Stands for a cell that nothing is in yet."""
+
+_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...), type(NotImplemented), range, re.Pattern})
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a code object does with names from outside."""
+
+    globals: tuple[str, ...]
+    """Read, by it or by functions inside it."""
+    rebinds: bool
+    """It may change what it captures without a mutable object being there: a `global` or `nonlocal` that it sets, or an attribute."""
+
+
+_MOST_KNOWN = 4096
+_known: dict[int, tuple[types.CodeType, Facts]] = {}
+"""By the id of a code object, which is held so that no id is given anew: its hash would be made of all its names and constants."""
+
+
+def facts(code: types.CodeType) -> Facts:
+    """What a code object does with names from outside; read once."""
+    known = _known.get(id(code))
+    if known is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[id(code)] = code, _facts(code)
+    return known[1]
+
+
+def _facts(code: types.CodeType) -> Facts:
+    names: dict[str, None] = {}
+    rebinds = False
+    for one in _nested(code):
+        for step in dis.get_instructions(one):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names[str(step.argval)] = None
+            elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR"):
+                rebinds = True
+            elif step.opname in ("STORE_DEREF", "DELETE_DEREF"):
+                rebinds |= step.argval in code.co_freevars
+    return Facts(tuple(names), rebinds)
+
+
+def is_importable(value: types.FunctionType | type) -> bool:
+    """Whether another process finds this under its name."""
+    found: object = sys.modules.get(value.__module__) if value.__module__ != "__main__" else None
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def is_users(function: types.FunctionType) -> bool:
+    """Whether it stands in the user's own code, and not in a library's."""
+    return owner(function.__code__.co_filename) == "user"
+
+
+def parts(value: object) -> Iterator[tuple[str, object]]:
+    """What a value is made of, each with its name as the user would write it after the value's own."""
+    match value:
+        case types.FunctionType():
+            yield from captures(value)
+        case types.MethodType():
+            yield "self", value.__self__
+            yield from parts(value.__func__)
+        case functools.partial():
+            yield from parts(value.func)
+            yield from ((f"[{i}]", item) for i, item in enumerate(value.args))
+            yield from value.keywords.items()
+        case functools._lru_cache_wrapper():
+            yield from parts(value.__wrapped__)
+        case dict():
+            yield from ((f"[{key!r:.40}]", item) for key, item in value.items())
+        case list() | tuple() | set() | frozenset():
+            yield from ((f"[{i}]", item) for i, item in enumerate(value))
+        case _:
+            yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items() if not isinstance(value, type))
+
+
+def captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Cells, globals that are read, and defaults, by name."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            yield name, EMPTY
+    yield from ((name, function.__globals__[name]) for name in facts(code).globals if name in function.__globals__)
+    defaults = function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def fixed_leaves(function: object) -> list[object] | None:
+    """All that a function captures, if nothing of it can change; None if something can.
+
+    Two functions of one code with the same leaves do the same. A function that is cached (`functools.cache`) counts as pure.
+    """
+    leaves: list[object] = []
+    return leaves if _gather(function, leaves, set()) else None
+
+
+def is_same(leaves: list[object], others: list[object]) -> bool:
+    if len(leaves) != len(others):
+        return False
+    for a, b in zip(leaves, others, strict=True):
+        if a is not b and not (type(a) is type(b) and type(a) in (int, str, bytes) and a == b):
+            return False
+    return True
+
+
+class Watch:
+    """Where the parts of a function are that could be exchanged, none of which can change in itself."""
+
+    __slots__ = ("_cells", "_functions", "_globals")
+
+    def __init__(self) -> None:
+        self._functions: list[tuple[types.FunctionType, types.CodeType, tuple[object, ...] | None]] = []
+        self._globals: list[tuple[dict[str, object], str, object]] = []
+        self._cells: list[tuple[types.CellType, object]] = []
+
+    def holds(self) -> bool:
+        """Whether each is what it was."""
+        for function, code, defaults in self._functions:
+            if function.__code__ is not code or function.__defaults__ is not defaults or function.__kwdefaults__ or function.__dict__:
+                return False
+        for scope, name, value in self._globals:
+            if scope.get(name, EMPTY) is not value:
+                return False
+        for cell, value in self._cells:  # noqa: SIM110  # each call of the program comes by here
+            if cell.cell_contents is not value:
+                return False
+        return True
+
+    def add(self, value: object) -> bool:
+        """Watch a value and what it reaches; False if that is not possible, or some of it can change."""
+        kind = type(value)
+        if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | types.ModuleType):
+            return True
+        if kind in (tuple, frozenset):
+            return all(map(self.add, value))  # type: ignore[call-overload]
+        if isinstance(value, types.BuiltinFunctionType):
+            return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+        if isinstance(value, type):
+            return is_importable(value)
+        if not isinstance(value, types.FunctionType) or any(function is value for function, _, _ in self._functions):
+            return isinstance(value, types.FunctionType)
+        if value.__kwdefaults__ or value.__dict__:
+            return False
+        self._functions.append((value, value.__code__, value.__defaults__))
+        if not is_users(value) and is_importable(value):
+            return True
+        try:
+            self._cells += [(cell, cell.cell_contents) for cell in value.__closure__ or ()]
+        except ValueError:  # Nothing is in it yet.
+            return False
+        names = facts(value.__code__).globals
+        self._globals += [(value.__globals__, name, value.__globals__.get(name, EMPTY)) for name in names]
+        return not facts(value.__code__).rebinds and all(self.add(part) for _, part in captures(value))
+
+
+def watch(function: types.FunctionType) -> Watch | None:
+    """A watch on a function that captures nothing which can change; None if it does, or that is not certain."""
+    found = Watch()
+    return found if fixed_leaves(function) is not None and found.add(function) else None
+
+
+def _gather(value: object, leaves: list[object], seen: set[int]) -> bool:
+    """Add the leaves of a value; False as soon as one can change."""
+    if type(value) in _ATOMS or value is EMPTY:
+        leaves.append(value)
+        return True
+    if id(value) in seen:
+        return True
+    match value:
+        case types.FunctionType():
+            return _gather_function(value, leaves, seen)
+        case tuple() | frozenset() if type(value) in (tuple, frozenset):
+            leaves.append(len(value))
+            return _all(value, leaves, seen)
+        case functools._lru_cache_wrapper():
+            leaves.append(value)
+            return _gather(value.__wrapped__, leaves, seen)
+        case functools.partial():
+            leaves.append(tuple(value.keywords))
+            return not value.__dict__ and _all((value.func, *value.args, *value.keywords.values()), leaves, seen)
+        case types.BuiltinFunctionType():
+            leaves.append(value)
+            return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+        case types.ModuleType():
+            leaves.append(value)
+            return sys.modules.get(value.__name__) is value
+        case type():
+            leaves.append(value)
+            return is_importable(value)
+        case enum.Enum():
+            leaves.append(value)
+            return is_importable(type(value))
+        case np.generic():
+            leaves.append(value)
+            return True
+    if type(value).__module__.startswith("m2flow.") and is_importable(type(value)):
+        leaves.append(type(value))
+        return _all(vars(value).values(), leaves, seen) if hasattr(value, "__dict__") else False
+    return False
+
+
+def _gather_function(function: types.FunctionType, leaves: list[object], seen: set[int]) -> bool:
+    leaves.append(function.__code__)
+    if not is_users(function) and is_importable(function):
+        return True
+    seen.add(id(function))
+    if (function.__dict__ and function.__dict__.keys() != {"__wrapped__"}) or facts(function.__code__).rebinds:
+        return False
+    return _all((part for _, part in captures(function)), leaves, seen)
+
+
+def _all(values: Iterable[object], leaves: list[object], seen: set[int]) -> bool:
+    for value in values:  # A loop, since every call of the program comes by here.
+        if type(value) in _ATOMS:
+            leaves.append(value)
+        elif not _gather(value, leaves, seen):
+            return False
+    return True
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+_MUTATORS = frozenset(
+    {
+        "add",
+        "append",
+        "appendleft",
+        "clear",
+        "discard",
+        "extend",
+        "extendleft",
+        "insert",
+        "move_to_end",
+        "pop",
+        "popitem",
+        "popleft",
+        "put",
+        "remove",
+        "setdefault",
+        "subtract",
+        "update",
+    }
+)
+"""Methods of containers that change them."""
+_STATEFUL = (random.Random, np.random.Generator, np.random.RandomState)
+"""What changes with each of its methods that is called."""
+
+
+def kept_state(function: object) -> dict[str, str]:
+    """What a function keeps in its captures, as far as its source shows it: name -> the function that changes it, which it may call.
+
+    Sees a name that is set (`global`, `nonlocal`), an item or an attribute that is, and methods that change a container, a generator
+    of random numbers, or an object of the user's that sets attributes in them. Limit: not what happens under another name.
+    """
+    found: dict[str, str] = {}
+    _add_kept(function, found, set())
+    return found
+
+
+def _add_kept(value: object, found: dict[str, str], seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, types.FunctionType):
+        if is_users(value):
+            captured = dict(captures(value))
+            found.update(dict.fromkeys(_changed(value, captured), value.__qualname__.replace("<locals>.", "")))
+            for part in captured.values():
+                if isinstance(part, types.FunctionType | functools.partial | types.MethodType):
+                    _add_kept(part, found, seen)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _add_kept(part, found, seen)
+    elif isinstance(value, types.MethodType) or _is_users_object(value):
+        called = value.__func__ if isinstance(value, types.MethodType) else getattr(type(value), "__call__", None)  # noqa: B004
+        if isinstance(called, types.FunctionType) and is_users(called):
+            me = called.__code__.co_varnames[0] if called.__code__.co_argcount else ""
+            by = called.__qualname__.replace("<locals>.", "")
+            found.update({f"{name}'s object": by for name in _changed(called, {me: value})})
+            _add_kept(called, found, seen)
+        for _, part in parts(value):
+            if isinstance(part, types.FunctionType):
+                _add_kept(part, found, seen)
+
+
+def _is_users_object(value: object) -> bool:
+    """Whether a class of the user's made it."""
+    module = sys.modules.get(type(value).__module__)
+    return not isinstance(value, type) and (module is None or owner(getattr(module, "__file__", None) or "<string>") == "user")
+
+
+def _changed(function: types.FunctionType, captured: dict[str, object]) -> Iterator[str]:
+    """The names of what a function of the user's changes that it has captured."""
+    node = _source(function.__code__)
+    if node is None:
+        return
+    outer = {name for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    outer -= set(function.__code__.co_cellvars)  # A function inside sets what is this one's own.
+    for one in ast.walk(node):
+        match one:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) if name in outer:
+                yield name
+            case ast.Subscript(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
+                name = _root(one)
+                if name in captured and not isinstance(captured[name], types.ModuleType | type):
+                    yield name
+            case ast.Call(func=ast.Attribute(value=held, attr=method)):
+                name = _root(held)
+                if name in captured and _changes(captured[name], method, is_direct=isinstance(held, ast.Name)):
+                    yield name
+            case ast.Call(func=ast.Name(id="next"), args=[ast.Name(id=name), *_]) if name in captured:
+                yield name
+
+
+def _changes(value: object, method: str, *, is_direct: bool) -> bool:
+    """Whether a method that is called on a value, or on a part of it, changes it."""
+    if isinstance(value, types.ModuleType | type):
+        return False
+    if isinstance(value, _STATEFUL):
+        return True
+    called = getattr(type(value), method, None)
+    if is_direct and isinstance(called, types.FunctionType) and is_users(called):
+        return facts(called.__code__).rebinds
+    return method in _MUTATORS and not isinstance(value, str | bytes | frozenset | types.FunctionType)
+
+
+def _root(node: ast.expr) -> str:
+    """The name that an expression of items and attributes begins with; empty where it begins with none."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _source(code: types.CodeType) -> ast.AST | None:
+    """What a function was compiled from; None where that is not to be had."""
+    return _functions_of(code.co_filename).get((code.co_name, code.co_firstlineno))
+
+
+@functools.lru_cache(maxsize=64)
+def _functions_of(filename: str) -> dict[tuple[str, int], ast.AST]:
+    """The functions of a file, by name and first line; of several lambdas on a line the first."""
+    found: dict[tuple[str, int], ast.AST] = {}
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse("".join(linecache.getlines(filename)))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[node.name, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])] = node
+            elif isinstance(node, ast.Lambda):
+                found.setdefault(("<lambda>", node.lineno), node)
+    return found
+
 
 LARGE_BYTES = 65_536
 """Size of a snapshot above which a copy for each unit would cost more than most units do: some 300 microseconds at this size."""
@@ -290,3 +682,179 @@ _loaded = functools.lru_cache(maxsize=64)(_load)
 def forget_copies() -> None:
     """Have the next run in this process begin with copies of its own: what a function has cached belongs to the run that is over."""
     _loaded.cache_clear()
+
+
+CHANGING = frozenset({"rows", "cursor", "repeat", "windows", "carries_from", "num_carried", "updates_since", "loop_step"})
+"""Options that say something of one call alone."""
+
+_CONSTANTS = frozenset({str, int, bool, bytes, type(None)})
+
+
+@final
+class _Known:
+    """The last call of a place: what it was given, and what was made of that."""
+
+    __slots__ = ("given", "kind", "site", "watches")
+
+    def __init__(self, kind: CallKind, site: Site, given: dict[str, object], watches: dict[str, Watch]) -> None:
+        self.kind = kind
+        self.site = site
+        """Held, so that its id is not given anew."""
+        self.given = given
+        """The options as they came, without the changing ones."""
+        self.watches = watches
+        """For the functions among them."""
+
+    def is_given(self, options: Mapping[str, object]) -> bool:
+        """Whether a call with these options is of the kind."""
+        given, taken = self.given, self.kind.options
+        num_changing = 0
+        for name, value in options.items():
+            if name in given:
+                if type(value) is types.FunctionType:
+                    if value is not given[name] or not (name in self.watches and self.watches[name].holds()):
+                        return False
+                elif value is not taken[name] and not _is_alike(value, taken[name]):
+                    return False
+            elif name in CHANGING:
+                num_changing += 1
+            else:
+                return False
+        return len(options) - num_changing == len(given)
+
+
+@final
+class Kinds:
+    """The kinds of one session's calls, by place."""
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+        self._known: dict[tuple[int, str, str], _Known] = {}
+
+    def of(
+        self,
+        site: Site,
+        role: str,
+        method: str,
+        engine: EngineKind,
+        granularity: Granularity,
+        inputs: tuple[str, ...],
+        options: Mapping[str, object],
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        is_aligned: bool,
+    ) -> tuple[CallKind, Mapping[str, object]]:
+        """The kind of a call that is about to be made, and its options as they are now.
+
+        Raises:
+            TraceError: a function captures something that can't be snapshot; it is named.
+        """
+        key = id(site), role, method
+        known = self._known.get(key)
+        if known is not None:
+            kind = known.kind
+            is_same = kind.granularity is granularity and kind.inputs == inputs and kind.reads == reads and kind.writes == writes
+            if not is_same or kind.engine != engine or kind.is_aligned is not is_aligned:
+                known = None
+            elif known.is_given(options):
+                if len(kind.options) == len(options):
+                    return kind, kind.options
+                return kind, {**kind.options, **{name: value for name, value in options.items() if name in CHANGING}}
+        taken = self._captures.options(options, site)
+        fixed = taken if CHANGING.isdisjoint(taken) else {name: value for name, value in taken.items() if name not in CHANGING}
+        if known is not None and _is_alike(fixed, known.kind.options):  # A lambda is a new function each time.
+            kind = known.kind
+        else:
+            kind = CallKind(role, method, engine, granularity, inputs, fixed, reads, writes, site, is_aligned)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        given = {name: value for name, value in options.items() if name in fixed}
+        functions = {name: value for name, value in given.items() if type(value) is types.FunctionType}
+        watches = {name: found for name, value in functions.items() if (found := watch(value)) is not None}
+        self._known[key] = _Known(kind, site, given, watches)
+        return kind, taken
+
+
+def _is_alike(value: object, taken: object) -> bool:
+    """Whether a snapshot of a value would be what was taken before. It may say no where it is."""
+    if value is taken:  # What can change is copied when it is taken.
+        return True
+    kind = type(value)
+    if kind is not type(taken):
+        return False
+    if kind in _CONSTANTS:
+        return value == taken
+    if kind is float:
+        return value == taken and (value != 0.0 or str(value) == str(taken))
+    if kind is dict and not value and not taken:
+        return True
+    if isinstance(value, tuple | list):
+        return _are_alike(value, taken)  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        return _are_alike(value, taken) and _are_alike(value.values(), taken.values())  # type: ignore[arg-type, attr-defined]
+    names = fields_of(kind)  # type: ignore[arg-type]  # mypy takes the hash of a class for that of its instances
+    return names is not None and all(_is_alike(getattr(value, name), getattr(taken, name)) for name in names)
+
+
+def _are_alike(values: Collection[object], taken: Collection[object]) -> bool:
+    return len(values) == len(taken) and all(_is_alike(one, other) for one, other in zip(values, taken, strict=True))
+
+
+def told(value: object) -> str:
+    """A value in words that are the same in every process: no addresses, functions by their code, rows by a checksum."""
+    if isinstance(value, str | bytes | None):
+        return repr(value)
+    if isinstance(value, bool | int | float | np.generic):
+        return format(value, ".17g") if not isinstance(value, int) or abs(value) < 1 << 53 else str(value)
+    if isinstance(value, Batch):
+        return f"{len(value)} rows, checksum {_checksum(value):08x}"
+    if isinstance(value, type):
+        return value.__qualname__
+    try:
+        return _told_hashable(value)
+    except TypeError:
+        return _told_compound(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _told_hashable(value: object) -> str:
+    return _told_compound(value)
+
+
+def _told_compound(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{told(key)}: {told(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [told(item) for item in value]
+        return f"[{', '.join(items if isinstance(value, list | tuple) else sorted(items))}]"
+    if is_dataclass(value):
+        return f"{type(value).__name__}({', '.join(f'{f.name}={told(getattr(value, f.name))}' for f in fields(value))})"
+    if isinstance(value, functools.partial):
+        return f"partial({told(value.func)}, {told(value.args)}, {told(value.keywords)})"
+    if isinstance(value, Snapshot):
+        return told(value.fresh()) if len(value.body) <= LARGE_BYTES else value.__qualname__
+    code = getattr(value, "__code__", None)
+    if isinstance(code, types.CodeType):
+        return f"{getattr(value, '__name__', 'function')} (code {_code_digest(code)})"
+    call = getattr(type(value).__call__, "__code__", None) if callable(value) else None
+    return type(value).__qualname__ + (f" (code {_code_digest(call)})" if isinstance(call, types.CodeType) else "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_digest(code: types.CodeType) -> str:
+    """Of what a function does: neither its file nor its lines."""
+    total = hashlib.sha256(code.co_code)
+    total.update(repr((code.co_names, code.co_varnames, code.co_argcount)).encode())
+    for constant in code.co_consts:
+        total.update((_code_digest(constant) if isinstance(constant, types.CodeType) else told(constant)).encode())
+    return total.hexdigest()[:12]
+
+
+def _checksum(batch: Batch) -> int:
+    """CRC-32 over identities and columns."""
+    total = zlib.crc32(np.ascontiguousarray(batch.ids).data)
+    for name, column in batch.columns.items():
+        total = zlib.crc32(name.encode(), total)
+        for array in (column.offsets, column.values) if isinstance(column, Ragged) else (column,):
+            total = zlib.crc32(np.ascontiguousarray(array).data.cast("B") if array.size else b"", total)
+    return total

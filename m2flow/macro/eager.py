@@ -14,8 +14,7 @@ from m2flow.errors import M2FlowError, TraceError, unexpected
 from m2flow.macro.columns import metric
 from m2flow.macro.failures import Failures
 from m2flow.macro.graph import Call, Observation
-from m2flow.macro.remembering import Remembered
-from m2flow.macro.session import Backend
+from m2flow.macro.session import Backend, Remembered
 from m2flow.samples import Batch
 
 

@@ -1,6 +1,9 @@
-"""The macro graph: the calls of a flow, what each needs, and what it reads and writes.
+"""The macro graph: the calls of a flow, what each needs, what it reads and writes, and what of them is structure.
 
-    flow --(run under a recording session)--> MacroGraph --(m2flow.micro)--> Plan
+Sizes that rows come in (`n`) and what kind of result a function gives are structure. Functions, their captured values,
+temperatures, token limits and versions are values: a flow that changes them is planned once.
+
+flow --(run under a recording session)--> MacroGraph --(m2flow.micro)--> Plan
 
 A call is a node; edges are data (one call's result is another's input) or effects (a write of a versioned resource must follow
 or precede another call on it). The graph is frozen data with a checker (`verify`) and a printed form; what executes it is elsewhere.
@@ -11,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,10 +24,44 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from m2flow.errors import TraceError
-from m2flow.macro.structure import structure_hash
 
 if TYPE_CHECKING:
     import networkx as nx
+
+STRUCTURAL = frozenset({"advantages", "column", "epochs", "gives", "minibatch_size", "n", "refill", "source", "state", "style"})
+"""The options that a lowering pass may read. The passes get calls without the others, so that none can be forgotten here."""
+
+_IN_ORDER = tuple(sorted(STRUCTURAL))
+
+Shape = tuple[object, ...]
+
+
+def shape_of(call: Call) -> Shape:
+    """A call by itself: equal shapes with equal consumers are lowered to equal stages."""
+    options = call.options
+    return (
+        call.role,
+        call.method,
+        call.engine,
+        call.granularity,
+        call.is_aligned,
+        tuple([name for name, _ in call.inputs]),
+        tuple([effect.resource for effect in call.reads]),
+        tuple([effect.resource for effect in call.writes]),
+        tuple([(name, options[name]) for name in _IN_ORDER if name in options]),
+    )
+
+
+def wiring_of(call: Call, first: int) -> tuple[int, ...]:
+    """Where a call's inputs are from, counted from the segment's first call; -1 for earlier segments."""
+    return tuple([max(ref.call - first, -1) for _, ref in call.inputs])
+
+
+def structure_hash(calls: Sequence[Call]) -> str:
+    """The same in every process for calls of the same shapes, wiring and lines."""
+    first = calls[0].ordinal if calls else 0
+    text = "\n".join(f"{shape_of(call)!r} {wiring_of(call, first)} {call.site}" for call in calls)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class Granularity(StrEnum):
@@ -90,7 +128,7 @@ class Effect(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, eq=False)
 class CallKind:
-    """What the calls that one place of the program makes have in common (`m2flow.macro.kinds`): of one kind are those of one object."""
+    """What the calls that one place of the program makes have in common (`m2flow.macro.capture`): of one kind are those of one object."""
 
     role: str
     method: str
@@ -206,7 +244,7 @@ class Call:
 
     @property
     def carries_from(self) -> int | None:
-        """The call whose late samples it takes over (`m2flow.macro.late`): the previous one of its line."""
+        """The call whose late samples it takes over (`m2flow.macro.oversampling`): the previous one of its line."""
         found = self.options.get("carries_from")
         return found if isinstance(found, int) else None
 

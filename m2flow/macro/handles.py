@@ -1,4 +1,24 @@
-"""Handles: the lazy results of calls.
+"""Handles: the lazy results of calls, of rows and of single values, and what can be calculated from them without waiting.
+
+Those of rows are in `m2flow.macro.handles`.
+
+A worker gives a function a `Sample`, or a list of those of a group. These stand between, for handles of one column.
+
+rewards.groupby(responses.level).mean()                 numbers by level, as metrics are
+    rewards.groupby(responses.level).transform("mean")      rows: for each sample the mean of its level
+    responses.groupby("level").mean(rewards)                the same as the first
+
+The groups here are of any column; the responses to one prompt are `over="group"` of a reduction. All rows must be there before a key's
+number is known, so both are barriers.
+
+joined, narrowed      the call gives rows; its function puts the columns in their place
+brought_back          what was said of samples that were generated from other samples, as numbers of those
+
+rewards.mean()                 a Number: over all samples
+    rewards.mean(over="group")     rows: for each sample the mean over the responses to its prompt
+    kl.sum(over="sample")          rows: for each sample the sum over its tokens
+
+None of them waits. The functions that compute them are in `m2flow.macro.columns`.
 
 A handle stands for what a call will give. Passing it to another call draws an edge; looking at it (`float`, `len`, a loop, an
 index) makes Python wait for it, and for nothing else. Calculating with it does not: `rewards - 0.1 * kl.sum(over="sample")`,
@@ -7,28 +27,533 @@ index) makes Python wait for it, and for nothing else. Calculating with it does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import overload
+import functools
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar, cast, final, overload
 
 import numpy as np
 
-from m2flow.errors import FieldError, RowError, TraceError, did_you_mean
+from m2flow.errors import FieldError, OpError, RowError, TraceError, did_you_mean
 from m2flow.macro.algebra import Inputs, as_operand
-from m2flow.macro.columns import Elementwise, Given, Operand, Rowwise
-from m2flow.macro.graph import Call, Granularity
-from m2flow.macro.grouping import GroupBy
-from m2flow.macro.joining import brought_back, joined, narrowed
-from m2flow.macro.number import Number as Number
-from m2flow.macro.operators import Operators
-from m2flow.macro.reducible import Over, Reducible
-from m2flow.macro.reductions import How, Lengths, Mask, Positions, Reduce, ReduceEach
-from m2flow.macro.results import Handle as Handle
-from m2flow.macro.results import Metrics as Metrics
-from m2flow.macro.results import describe as describe
+from m2flow.macro.columns import (
+    Elementwise,
+    Given,
+    How,
+    Lengths,
+    Mask,
+    Operand,
+    Positions,
+    Reduce,
+    ReduceByKey,
+    ReduceEach,
+    Rowwise,
+    TransformByKey,
+    Whole,
+    is_of_no_rows,
+    key_text,
+    numbers,
+    value_of,
+)
+from m2flow.macro.graph import Call, Granularity, Ref
+from m2flow.macro.number import Number, Operators
+from m2flow.macro.oversampling import carries
 from m2flow.macro.session import Session
-from m2flow.macro.units import OnGroup, OnValue, is_isolated, name_of
-from m2flow.recipe import check_choice, check_seconds
-from m2flow.samples import Batch, Ragged
+from m2flow.recipe import check_choice, check_flag, check_seconds
+from m2flow.samples import Batch, Column, Ragged, Sample, SampleId, prompt_positions
+
+
+class Handle:
+    """The result of one call.
+
+    Args:
+        owner: the handle that this is a view of: of the same call, whose result lives as long as either.
+    """
+
+    def __init__(self, session: Session, call: Call, *, owner: Handle | None = None) -> None:
+        self._session = session
+        self._call = call
+        self._owner = owner
+        if owner is None:
+            session.held(call, has_past=isinstance(self, Metrics))
+
+    def __del__(self) -> None:
+        """Nobody can ask for the result by this handle any more: its call may be forgotten. Python says so at any moment."""
+        held = self.__dict__
+        if "_owner" in held and held["_owner"] is None and self._session.is_open:
+            self._session.released(self._call.ordinal)
+
+    def __copy__(self) -> Handle:
+        """A handle stands for a result: a copy would be the same one."""
+        return self
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self._call.ordinal)
+
+    @property
+    def call(self) -> Call:
+        return self._call
+
+    @property
+    def session(self) -> Session:
+        return self._session
+
+    @property
+    def maker(self) -> Call:
+        """The call that made the samples that this has rows of."""
+        return self._session.lineage.makers(self._call.ordinal)[0]
+
+    def check(self, session: Session, what: str) -> Ref:
+        """This handle as an input of a call in that session."""
+        if self._session is not session:
+            raise TraceError(f"{what} got a handle of another flow: {self!r}")
+        return self.ref
+
+    def observe(self, why: str) -> object:
+        """The result. Python waits for it."""
+        return self._session.observe(self._call.ordinal, why)
+
+    def operand(self, inputs: Inputs, label: str) -> Rowwise | Whole:
+        """This value as an input of a call."""
+        return inputs.whole(self.check(inputs.session, inputs.what), None, label)
+
+    def result_of(self, call: Call) -> Handle:
+        """A handle of another call of the same session."""
+        return Handle(self._session, call)
+
+    def __repr__(self) -> str:
+        call = self._call
+        unit = "" if call.engine == "source" else f" @{call.granularity}"
+        return f"<{call.name}: {self._kind()}, from {call.site}{unit}; not computed by looking at it like this>"
+
+    def _kind(self) -> str:
+        return "one value"
+
+    def __bool__(self) -> bool:
+        return bool(self.observe("bool()"))
+
+
+class Metrics(Handle):
+    """Numbers by name: what an update reports, or what a `groupby` gives for each key."""
+
+    def __getitem__(self, name: object) -> Number:
+        return Number(self, key_text(name))
+
+    def lagged(self, steps: int) -> dict[str, float] | None:
+        """The numbers of `steps` steps ago, at the same place of the program; `None` in the first ones."""
+        value = self._past(steps)
+        assert isinstance(value, dict | None)
+        return value
+
+    def _past(self, steps: int) -> object:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise TraceError(f"lagged({steps!r}): the number of steps is a whole number, 0 or more")
+        ordinal = self._session.recall(self._call, steps)
+        if ordinal is None:
+            return None
+        value = self._session.observe(ordinal, f"lagged({steps})", lag=steps)
+        return _own(value) if isinstance(value, dict) else value
+
+    def items(self) -> dict[str, float]:
+        value = self.observe("items()")
+        assert isinstance(value, dict)
+        return _own(value)
+
+    def operand(self, inputs: Inputs, label: str) -> Rowwise | Whole:
+        raise TraceError(f"{inputs.what} got {describe(self)}, which is more than one number", now="Say which: metrics['reward'].")
+
+    def _kind(self) -> str:
+        return "one value, numbers by name"
+
+
+class OpValue(Metrics, Operators[Number]):
+    """What an op on a batch gives: a number, to calculate with; or numbers by name, `value["name"]`; or a text."""
+
+    def operate(self, operation: str, *operands: object) -> Number:
+        return Number(self).operate(operation, *(Number(operand) if isinstance(operand, OpValue) else operand for operand in operands))
+
+    def operand(self, inputs: Inputs, label: str) -> Rowwise | Whole:
+        return Handle.operand(self, inputs, label)
+
+    def __float__(self) -> float:
+        return float(Number(self))
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(Number(self), digits)
+
+    def lagged(self, steps: int) -> object:  # type: ignore[override]  # its value may be anything
+        """What it was `steps` steps ago, at the same place of the program; `None` in the first ones."""
+        return self._past(steps)
+
+    def _kind(self) -> str:
+        return "one value"
+
+
+def _own(numbers: dict[str, float]) -> dict[str, float]:
+    """The user's own copy. What a trace assumes is no plain dict, and nobody else's."""
+    if type(numbers) is not dict:
+        return numbers
+    return _OfNoRows(numbers) if is_of_no_rows(numbers) else dict(numbers)
+
+
+class _OfNoRows(dict[str, float]):
+    """Metrics of an update over no rows: what it does not report is nan."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
+
+
+def describe(value: object) -> str:
+    """What a call was given, for an error: whose result, or of what type."""
+    if isinstance(value, Handle):
+        return f"the {'rows' if value.call.is_aligned else 'value'} of {value.call.name} ({value.call.site})"
+    return "a number that is not computed yet" if isinstance(value, Number) else f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class OnValue:
+    """The function on one column's value of a sample."""
+
+    function: Callable[..., object]
+    column: str
+
+    def __post_init__(self) -> None:
+        _take_name(self, self.function)
+
+    def __call__(self, sample: Sample) -> object:
+        return self.function(sample[self.column])
+
+
+@dataclass(frozen=True)
+class OnGroup:
+    """The function on a whole group, whose answer is that of each of its samples."""
+
+    function: Callable[..., object]
+    column: str | None
+
+    def __post_init__(self) -> None:
+        _take_name(self, self.function)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[bool]:
+        answer = self.function(list(samples) if self.column is None else [sample[self.column] for sample in samples])
+        if not isinstance(answer, bool):
+            raise OpError(f"the function returned {answer!r:.60}, which is neither True nor False")
+        return [answer] * len(samples)
+
+
+def name_of(function: Callable[..., object], default: str) -> str:
+    """What a call on it is called in plans and errors."""
+    inner = function.function if isinstance(function, OnValue | OnGroup) else function
+    name = str(getattr(inner, "__name__", default))
+    return name if name.isidentifier() else default
+
+
+def _take_name(unit: object, function: Callable[..., object]) -> None:
+    """What errors name is the user's."""
+    object.__setattr__(unit, "__qualname__", str(getattr(function, "__qualname__", type(function).__name__)))
+
+
+def is_isolated(function: Callable[..., object], isolated: bool | None, timeout_s: float | None) -> bool:
+    """Whether a function's units run in processes that can be killed alone: as asked for, else plain functions with a time limit.
+
+    An async function with a time limit is cancelled where it waits, and stays where its clients are.
+    """
+    if isolated is not None:
+        check_flag("isolated", isolated)
+        return isolated
+    while isinstance(function, functools.partial):
+        function = function.func
+    is_plain = inspect.isroutine(function) or inspect.isclass(function)
+    called = function if is_plain else getattr(type(function), "__call__", function)  # noqa: B004  # its code is looked at
+    return timeout_s is not None and not inspect.iscoroutinefunction(called)
+
+
+@final
+class GroupBy:
+    """Rows by a key. Nothing is recorded before a reduction is asked for."""
+
+    def __init__(self, key: Rows, values: Rows | None) -> None:
+        self._key = key
+        self._values = values
+
+    def mean(self, values: Rows | None = None) -> Metrics:
+        return self._by_key("mean", values)
+
+    def sum(self, values: Rows | None = None) -> Metrics:
+        return self._by_key("sum", values)
+
+    def min(self, values: Rows | None = None) -> Metrics:
+        return self._by_key("min", values)
+
+    def max(self, values: Rows | None = None) -> Metrics:
+        return self._by_key("max", values)
+
+    def std(self, values: Rows | None = None) -> Metrics:
+        return self._by_key("std", values)
+
+    def count(self) -> Metrics:
+        """Rows of each key."""
+        inputs, key, _, _ = self._inputs("count", None, is_count=True)
+        call = inputs.record(
+            "groupby", ReduceByKey("count", None, key), granularity=Granularity.BATCH, is_aligned=False, gives="table", shown=_by("count")
+        )
+        return self._key.metrics_of(call)
+
+    def transform(self, how: How, values: Rows | None = None) -> Rows:
+        """For each row the number of its key."""
+        inputs, key, column, mask = self._inputs(how, values, is_count=how == "count")
+        call = inputs.record("groupby", TransformByKey(how, column, key, mask), granularity=Granularity.BATCH, shown=_by(how))
+        return self._key.result_of(call)
+
+    def __repr__(self) -> str:
+        return f"<rows by {self._key!r}>"
+
+    def _by_key(self, how: How, values: Rows | None) -> Metrics:
+        inputs, key, column, mask = self._inputs(how, values)
+        call = inputs.record(
+            "groupby", ReduceByKey(how, column, key, mask), granularity=Granularity.BATCH, is_aligned=False, gives="table", shown=_by(how)
+        )
+        return self._key.metrics_of(call)
+
+    def _inputs(self, how: str, values: Rows | None, *, is_count: bool = False) -> tuple[Inputs, str, str | None, str | None]:
+        inputs = Inputs(self._key.session, f"groupby(...).{how}")
+        values = values if values is not None else self._values
+        if is_count:
+            return inputs, self._key.operand(inputs, "key").name, None, None
+        if values is None:
+            raise TraceError(f"groupby(...).{how}() of whole samples: of what?", now=f"Say of which numbers: .{how}(rewards).")
+        column = values.operand(inputs, "values").name
+        return inputs, self._key.operand(inputs, "key").name, column, values.mask(inputs)
+
+
+def _by(how: str) -> dict[str, object]:
+    return {"how": how}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The rows with operands as columns of these names, and without the columns that were joined under an input's name."""
+
+    columns: tuple[tuple[str, Operand | Elementwise], ...]
+    joined: tuple[str, ...]
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
+        found = {name: _column(name, operand, rows, values) for name, operand in self.columns}
+        return rows.without(self.joined).with_columns(**found)
+
+
+@dataclass(frozen=True)
+class Without:
+    """The rows without these columns."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Batch:
+        return rows.without(self.names)
+
+
+@dataclass(frozen=True)
+class MeanByPrompt:
+    """For each prompt's position in the generate call the mean over its samples."""
+
+    column: str
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> dict[str, float]:
+        if not len(rows):
+            return {}
+        column = numbers(rows[self.column], "back_to", rows)
+        if isinstance(column, Ragged):
+            raise OpError("back_to got several numbers a sample", now="Reduce them first: .mean(over='sample').")
+        positions = prompt_positions(rows.ids)
+        return {str(at): float(np.mean(column[positions == at].astype(np.float64))) for at in np.unique(positions).tolist()}
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """Each row's number, by its position among all."""
+
+    name: str
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> Column:
+        found = values[self.name]
+        assert isinstance(found, Mapping)
+        for at, packed in enumerate(rows.ids.tolist()):
+            if str(at) not in found:
+                now = "A filter dropped all that was generated from it; filter the prompts in the same way, or keep one of each."
+                raise OpError(f"back_to found nothing that was generated from sample {SampleId.unpack(packed)}", now=now)
+        return np.array([found[str(at)] for at in range(len(rows))], np.float64)
+
+
+def joined(what: str, rows: Sequence[Rows], columns: Mapping[str, object]) -> Rows:
+    """The first rows with all columns of the further ones (a single column goes by its name), and with these columns by name.
+
+    Of columns of one name the last wins.
+    """
+    first = rows[0]
+    given = _labelled(rows, columns)
+    filtered = Inputs(first.session, what)  # Only to find which of them has been filtered most.
+    for label, handle in given:
+        filtered.rows(handle.check(first.session, what), None, label)
+    narrowest = next(handle for _, handle in given if handle.ref == filtered.base)
+    first = first.within(narrowest)
+    inputs = Inputs(first.session, what)
+    inputs.rows(first.ref, None, "rows")
+    fields: list[frozenset[str] | None] = [first.fields]
+    placed: list[tuple[str, Operand | Elementwise]] = []
+    for handle in rows[1:]:
+        if handle.column is None:
+            inputs.rows(handle.check(first.session, what), None, "rows")
+            fields.append(handle.fields)
+        elif handle.column in dict(placed) or handle.column in columns:
+            now = f"Name them: {what}(responses, first=..., second=...)."
+            raise TraceError(f"{what} got two columns named {handle.column!r}", now=now)
+        else:
+            placed.append((handle.column, handle.operand(inputs, f"{handle.column}=")))
+    for name, value in columns.items():
+        operand = as_operand(value, inputs, f"{name}=")
+        if operand is None:
+            raise TraceError(f"{what}({name}=...) got a {type(value).__name__}; it takes a handle, a number or a text")
+        placed.append((name, operand))
+    known = None if None in fields else frozenset().union(*(of for of in fields if of), (name for name, _ in placed))
+    call = inputs.record(what, Placed(tuple(placed), inputs.single), gives="rows", fields=known, shown={"columns": [n for n, _ in placed]})
+    return first.samples_of(call)
+
+
+def narrowed(rows: Rows, to: Rows) -> Rows:
+    """The rows that a more filtered handle of the same samples has."""
+    inputs = Inputs(rows.session, "join")
+    inputs.rows(to.ref, None, "filtered")
+    inputs.rows(rows.ref, None, "rows")
+    surplus = (to.fields or frozenset()) - rows.fields if rows.fields is not None else frozenset()
+    call = inputs.record("join", Without(tuple(sorted(surplus))), gives="rows", fields=rows.fields, shown={"only": "rows"})
+    return rows.like(call)
+
+
+def brought_back(grades: Rows, prompts: Rows) -> Rows:
+    """For each of the prompts' rows the mean of what was said of the samples generated from it."""
+    if not isinstance(prompts, Handle):
+        raise TraceError(f"back_to got {describe(prompts)}; it takes the rows that these were generated from")
+    session = grades.session
+    makers = session.lineage.makers(grades.ref.call)
+    asked = makers[0].input("prompts") if len(makers) == 1 else None
+    prompts.check(session, "back_to")
+    if asked is None or session.lineage.known(asked.call).parts != session.lineage.known(prompts.ref.call).parts:
+        raise TraceError(
+            f"back_to got rows of {prompts.call.name} ({prompts.call.site}), and these samples were not generated from them",
+            now="Pass the rows that the generate call was given, or rows of the same samples.",
+        )
+    if carries(makers[0].options):
+        raise TraceError(
+            "back_to got samples of which some were carried over, and those are of earlier prompts",
+            now="Leave out late='carry' where samples are brought back to their prompts.",
+        )
+    inputs = Inputs(session, "back_to")
+    column = grades.operand(inputs, "grades").name
+    table = inputs.record("mean_by_prompt", MeanByPrompt(column), granularity=Granularity.BATCH, is_aligned=False)
+    holder = grades.metrics_of(table)
+    inputs = Inputs(session, "back_to")
+    inputs.rows(prompts.ref, None, "rows")
+    found = inputs.whole(holder.ref, None, "grades")
+    return prompts.result_of(inputs.record("back_to", ByPosition(found.name), granularity=Granularity.BATCH))
+
+
+def _labelled(rows: Sequence[Rows], columns: Mapping[str, object]) -> list[tuple[str, Rows]]:
+    """All handles with rows among them, by what an error calls them."""
+    named = [(f"{name}=", cast("Rows", value)) for name, value in columns.items() if isinstance(value, Reducible)]
+    return [("rows", handle) for handle in rows] + named
+
+
+def _column(name: str, operand: Operand | Elementwise, rows: Batch, values: Mapping[str, object]) -> Column:
+    found = value_of(operand, rows, values)
+    if isinstance(found, str):
+        found = Ragged.texts([found] * len(rows))
+    elif isinstance(found, bool | int | float):
+        found = np.full(len(rows), found)
+    if name != "prompt" or (isinstance(found, Ragged) and found.kind == "text"):
+        return found
+    texts = [found.item(i) for i in range(len(found))] if isinstance(found, Ragged) else list(found.tolist())
+    for packed, text in zip(rows.ids.tolist(), texts, strict=True):
+        if not isinstance(text, str):
+            raise OpError(f"the prompt of sample {SampleId.unpack(packed)} is {text!r:.60}; it must be a text")
+    return Ragged.texts([str(text) for text in texts])
+
+
+R = TypeVar("R")
+Over = Literal["group", "sample"]
+
+
+class Reducible(ABC, Generic[R]):
+    """Of no rows, `mean`, `std`, `min` and `max` are nan. A column of tokens counts with the generated ones."""
+
+    @abstractmethod
+    def reduce(self, how: How, over: Over | None) -> Number | R:
+        """A `Number` without `over`, else rows."""
+
+    @overload
+    def mean(self) -> Number: ...
+    @overload
+    def mean(self, over: Over) -> R: ...
+    def mean(self, over: Over | None = None) -> Number | R:
+        return self.reduce("mean", over)
+
+    @overload
+    def sum(self) -> Number: ...
+    @overload
+    def sum(self, over: Over) -> R: ...
+    def sum(self, over: Over | None = None) -> Number | R:
+        """Of truths, how many hold."""
+        return self.reduce("sum", over)
+
+    @overload
+    def min(self) -> Number: ...
+    @overload
+    def min(self, over: Over) -> R: ...
+    def min(self, over: Over | None = None) -> Number | R:
+        return self.reduce("min", over)
+
+    @overload
+    def max(self) -> Number: ...
+    @overload
+    def max(self, over: Over) -> R: ...
+    def max(self, over: Over | None = None) -> Number | R:
+        return self.reduce("max", over)
+
+    @overload
+    def std(self) -> Number: ...
+    @overload
+    def std(self, over: Over) -> R: ...
+    def std(self, over: Over | None = None) -> Number | R:
+        """The population's standard deviation: divided by the count."""
+        return self.reduce("std", over)
+
+    @overload
+    def any(self) -> Number: ...
+    @overload
+    def any(self, over: Over) -> R: ...
+    def any(self, over: Over | None = None) -> Number | R:
+        """Whether one is true, or not 0. Its truth may decide an `if`, which waits for it."""
+        return self.reduce("any", over)
+
+    @overload
+    def all(self) -> Number: ...
+    @overload
+    def all(self, over: Over) -> R: ...
+    def all(self, over: Over | None = None) -> Number | R:
+        """Whether each is true, or not 0. Its truth may decide an `if`, which waits for it."""
+        return self.reduce("all", over)
+
+    @overload
+    def count(self) -> Number: ...
+    @overload
+    def count(self, over: Over) -> R: ...
+    def count(self, over: Over | None = None) -> Number | R:
+        """How many there are, whatever they are: rows, or tokens."""
+        return self.reduce("count", over)
+
 
 TOKENS = frozenset({"tokens", "loss_mask", "logprobs", "versions", "kv_stale"})
 """Columns of samples with a value for each of their tokens."""
@@ -325,3 +850,67 @@ class Scores(Rows):
     """One number a sample: what a reward gives."""
 
     column = "reward"
+
+
+@overload
+def where(condition: Rows, first: object, second: object) -> Rows: ...
+@overload
+def where(condition: Number, first: Number | float, second: Number | float) -> Number: ...
+@overload
+def where(condition: object, first: object, second: object) -> Rows | Number: ...
+def where(condition: object, first: object, second: object) -> Rows | Number:
+    """For each sample the first where the condition holds, else the second.
+
+    Each of the three is a column, a number that is not computed yet, or a plain value. Both choices are computed, whatever the condition.
+    """
+    operands = tuple(Number(operand) if isinstance(operand, OpValue) else operand for operand in (condition, first, second))
+    rows = next((operand for operand in operands if isinstance(operand, Rows)), None)
+    by = next((operand for operand in operands if isinstance(operand, Number)), None) if rows is None else rows
+    result = NotImplemented if by is None else by.operate("where", *operands)
+    if result is NotImplemented:
+        given = ", ".join(map(describe, operands))
+        raise TraceError(f"where got {given}", now="It takes columns and numbers: where(rewards > 0.5, rewards, 0.0).")
+    return result
+
+
+def join(first: Rows, *others: Rows, **columns: object) -> Rows:
+    """Rows with the columns of all, sample by sample: `join(responses, rewards)`, `join(responses, kl=kl)`.
+
+    Of handles that went through filters, the one that went through all of them decides which rows are left. Of columns of one name
+    the last wins.
+
+    Raises:
+        TraceError: they are of different samples, or filtered in different ways; both are named.
+    """
+    for handle in (first, *others):
+        if not isinstance(handle, Rows):
+            raise TraceError(f"join got {describe(handle)}; it takes rows", now="One value for all goes by name: join(responses, level=3).")
+    return joined("join", [first, *others], columns)
+
+
+def concat(handles: Sequence[Rows]) -> Rows:
+    """The rows of all, which must be different samples; with the columns that they share."""
+    handles = list(handles) if isinstance(handles, Iterable) else [handles]
+    for handle in handles:
+        if not isinstance(handle, Rows):
+            raise TraceError(f"concat got {describe(handle)}; it takes a list of rows: concat([first, second])")
+    if not handles:
+        raise TraceError("concat got no rows")
+    columns = {handle.column for handle in handles}
+    if len(columns) > 1:
+        names = ", ".join(sorted(repr(name) if name else "whole samples" for name in columns))
+        now = "Bring them to one name: first.with_columns(value=...), or first + 0."
+        raise TraceError(f"concat got different things: {names}", now=now)
+    session = handles[0].session
+    inputs = Inputs(session, "concat")
+    for handle in handles:
+        inputs.rows(handle.check(session, "concat"), None, "rows")
+    known = [handle.fields for handle in handles]
+    shared = None if None in known else frozenset.intersection(*(fields for fields in known if fields is not None))
+    call = inputs.record("concat", None, gives="concat", fields=shared)
+    of = [handle.tokens_of for handle in handles]
+    if all(samples is None for samples in of):
+        return handles[0].like(call)
+    if any(samples is None for samples in of):
+        raise TraceError("concat got values of tokens, and values that are none", now="Reduce the tokens first: .sum(over='sample').")
+    return handles[0].like(call, tokens_of=concat([samples for samples in of if samples is not None]))

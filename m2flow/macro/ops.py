@@ -1,19 +1,269 @@
-"""The user's own functions as calls of the graph: `@op`, and what a flow logs."""
+"""The user's own functions and roles as calls of the graph: `@op`, roles with state, and how their arguments are passed on.
+
+near(responses, rewards, 0.5, rng)  ->  inputs {responses, rewards}, arguments saying what each parameter gets
+
+Handles with rows must be of the same samples, and are joined by identity; of filtered ones, that which went through all filters says
+which samples the call works on. Of rows with one value a sample (rewards, an op's results) the function gets that value, of whole
+samples a `Sample`; of a group, a mini-batch or a batch it gets lists of them. A call's single value arrives as it is.
+
+class Judge(Role):
+        def __init__(self, strictness: float) -> None:
+            self.strictness, self.memory = strictness, []
+
+        @call(granularity="sample", returns="reward", writes=["judge.memory"])
+        def score(self, sample: Sample) -> float: ...
+
+    judge = Judge(0.5)                      # in a flow: nothing is made yet, the arguments are a snapshot
+    rewards = judge.score(responses)
+
+The object that a flow holds stands for the role. The real one is made on the worker that runs its first call, from those arguments.
+Calls that declare a resource run where the role's state is, on one worker, and are ordered by their effects as the program text is;
+calls that declare none may run on several workers at once, each with an object of its own, which they can't change. Limit: state
+is what one process holds, so it ends with the run.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import SupportsFloat
+import inspect
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsFloat, final
 
-from m2flow.errors import TraceError, lone_surrogate
-from m2flow.macro.arguments import UnitName, check_unit, gather, resources, signature_of
-from m2flow.macro.graph import Granularity
-from m2flow.macro.handles import Handle, Metrics, Number, Rows, describe
-from m2flow.macro.results import OpValue as OpValue
-from m2flow.macro.session import current_session
-from m2flow.macro.units import is_isolated
-from m2flow.recipe import check_flag, check_seconds
+from m2flow.errors import OpError, OptionError, TraceError, lone_surrogate
+from m2flow.macro.graph import Granularity, Ref
+from m2flow.macro.handles import Handle, Metrics, OpValue, Rows, Scores, describe, is_isolated
+from m2flow.macro.number import Number
+from m2flow.macro.session import Session, current_session
+from m2flow.macro.sites import user_site
+from m2flow.recipe import check_choice, check_flag, check_names, check_seconds, check_text, is_count
+from m2flow.samples import Batch, Column, Ragged
+
+RNG = "rng"
+"""A parameter of this name gets a generator of random numbers, unless the call gives it something."""
+
+UnitName = Literal["sample", "group", "minibatch", "batch"]
+
+
+_Kind = Literal["rows", "column", "value", "constant", "random", "numpy"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What one parameter of the user's function gets."""
+
+    parameter: str
+    kind: _Kind
+    """The last two are generators of random numbers."""
+    is_keyword: bool
+    field: str | None = None
+    """Of a whole value: the one number of it that counts."""
+
+
+@final
+class Arguments(tuple[Argument, ...]):
+    """In the order of the signature. A type of its own, since what a call's options hold in plain tuples is looked through for captures."""
+
+
+_Passed = tuple[str, _Kind, bool, str | None]
+"""What an `Argument` is made of."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _arguments(passed: tuple[_Passed, ...]) -> Arguments:
+    """A line passes its arguments on in the same way each time."""
+    return Arguments(Argument(*one) for one in passed)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A call's arguments, sorted."""
+
+    inputs: dict[str, Ref]
+    arguments: Arguments
+    columns: dict[str, str]
+    """Input -> the column of its rows that counts."""
+    constants: dict[str, object]
+    base: Rows | None
+    """A handle with rows, if there is one."""
+
+    def options(self, session: Session, name: str) -> dict[str, object]:
+        """What the call's options say of them, for `m2flow.micro.worker.function_tasks`."""
+        wants_random = any(argument.kind in ("random", "numpy") for argument in self.arguments)
+        repeat = session.next_ordinal
+        if wants_random and self.base is not None:
+            repeat = session.count_generation(f"op {name}", self.base.ref.call)
+        return {
+            "arguments": self.arguments,
+            "columns": self.columns,
+            "constants": self.constants,
+            **({"repeat": repeat} if wants_random else {}),
+        }
+
+
+def check_unit(what: str, granularity: str, size: int | None) -> Granularity:
+    """The granularity that a decorator was given.
+
+    Raises:
+        OptionError: there is no such; or `size`, the prompts in a mini-batch, is missing, no count, or given for another one.
+    """
+    check_choice("granularity", granularity, UnitName, of=what)
+    if (granularity == "minibatch") != (size is not None) or not (size is None or is_count(size)):
+        raise OptionError(
+            f"{what}(granularity={granularity!r}, size={size!r}): size is the number of prompts in a mini-batch, 1 or more",
+            now="Give it for granularity='minibatch', and only there.",
+        )
+    return Granularity(granularity)
+
+
+def resources(what: str, names: Sequence[str], kind: str) -> tuple[str, ...]:
+    """The resources that a decorator names.
+
+    Raises:
+        OptionError: a name is none, or belongs to m2flow: weights and cursors have writers of their own.
+    """
+    for name in check_names(kind, names, example=("judge.memory",), of=what):
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise OptionError(f"{what}({kind}=[{name!r}]): a resource has a name such as 'judge.memory'")
+        if kind == "writes" and name.endswith((".weights", ".cursor")):
+            raise OptionError(f"{what}(writes=[{name!r}]): only m2flow's own roles and datasets write that")
+    return tuple(dict.fromkeys(names))
+
+
+def signature_of(function: Callable[..., object], *, is_method: bool = False) -> inspect.Signature:
+    """What the function is called with; of a method, without the object. Read once."""
+    found = _signatures.get(function)
+    if found is None:
+        found = inspect.signature(function)
+        if is_method:
+            found = found.replace(parameters=list(found.parameters.values())[1:])
+        _signatures[function] = found
+    return found
+
+
+_signatures: weakref.WeakKeyDictionary[Callable[..., object], inspect.Signature] = weakref.WeakKeyDictionary()
+
+
+def gather(
+    session: Session, name: str, signature: inspect.Signature, unit: Granularity, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Given:
+    """Sort what a call was given by the function's signature.
+
+    Raises:
+        TraceError: the arguments do not fit it, or there are no rows to work on.
+    """
+    bound, has_free_rng = _bind(name, signature, args, kwargs)
+    inputs: dict[str, Ref] = {}
+    arguments: list[_Passed] = []
+    columns: dict[str, str] = {}
+    constants: dict[str, object] = {}
+    base: Rows | None = None
+    for parameter, is_keyword, value in bound:
+        if isinstance(value, Number):
+            ordinal, field = value.source(session, name)
+            inputs[parameter] = Ref(ordinal)
+            arguments.append((parameter, "value", is_keyword, field))
+        elif isinstance(value, Handle):
+            inputs[parameter] = value.check(session, name)
+            column = value.column if isinstance(value, Rows) else None
+            kind: Literal["rows", "column", "value"] = "column" if column else "rows" if isinstance(value, Rows) else "value"
+            arguments.append((parameter, kind, is_keyword, None))
+            columns |= {parameter: column} if column else {}
+            base = value if base is None and isinstance(value, Rows) else base
+        else:
+            _refuse_hidden(name, parameter, value)
+            constants[parameter] = value
+            arguments.append((parameter, "constant", is_keyword, None))
+    if has_free_rng:
+        arguments.append((RNG, _generator_kind(signature), True, None))
+    if base is None and unit is not Granularity.BATCH:
+        got = ", ".join(describe(value) for _, _, value in bound) or "nothing"
+        raise TraceError(
+            f"{name} runs on each {unit.value}, and got {got}; it needs rows: a dataset's, responses, rewards",
+            now="Pass a handle with rows, or declare granularity='batch'.",
+        )
+    passed = _arguments(tuple(arguments))
+    return Given(_narrowest_first(session, inputs, passed), passed, columns, constants, base)
+
+
+def _narrowest_first(session: Session, inputs: dict[str, Ref], arguments: Sequence[Argument]) -> dict[str, Ref]:
+    """The inputs, that whose rows all others have before them: it says which samples the call works on."""
+    if len(inputs) < 2:
+        return inputs
+    aligned = {a.parameter: inputs[a.parameter] for a in arguments if a.kind in ("rows", "column")}
+    if len(aligned) < 2:
+        return {**aligned, **inputs}
+    base = session.lineage.narrowest(aligned.values())
+    first = {name: ref for name, ref in aligned.items() if ref == base}
+    return {**first, **inputs}
+
+
+def _bind(
+    name: str, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[list[tuple[str, bool, object]], bool]:
+    """(parameter, whether by keyword, value) for each argument, each under a name of its own; and whether `rng` is left to us."""
+    names = _in_order(signature)
+    if names is not None and len(args) == len(names) and not kwargs:
+        return [(parameter, False, value) for parameter, value in zip(names, args, strict=True)], False
+    wants_rng = RNG in signature.parameters and RNG not in kwargs
+    free = {RNG: None} if wants_rng and signature.parameters[RNG].kind is not inspect.Parameter.POSITIONAL_ONLY else {}
+    try:
+        bound = signature.bind(*args, **kwargs, **free)
+    except TypeError as error:
+        try:
+            bound, free = signature.bind(*args, **kwargs), {}  # `rng` was given by position.
+        except TypeError:
+            shown = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+            raise TraceError(f"{name}{inspect.Signature(shown)} can't be called like this: {error}") from None
+    found: list[tuple[str, bool, object]] = []
+    for parameter, value in bound.arguments.items():
+        kind = signature.parameters[parameter].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found += [(f"{parameter}_{i}", False, item) for i, item in enumerate(value)]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            found += [(key, True, item) for key, item in value.items()]
+        elif not (parameter == RNG and free):
+            found.append((parameter, kind is inspect.Parameter.KEYWORD_ONLY, value))
+    return found, bool(free)
+
+
+def _in_order(signature: inspect.Signature) -> tuple[str, ...] | None:
+    """The parameters of a function that takes each by position, none of them a generator of ours; None if there are others."""
+    known = _names_in_order.get(id(signature))
+    if known is None:
+        if len(_names_in_order) >= _MOST_KNOWN:
+            _names_in_order.clear()
+        parameters = signature.parameters
+        is_plain = RNG not in parameters and all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+        known = _names_in_order[id(signature)] = signature, tuple(parameters) if is_plain else None
+    return known[1]
+
+
+_MOST_KNOWN = 4096
+_names_in_order: dict[int, tuple[inspect.Signature, tuple[str, ...] | None]] = {}
+"""By the id of a signature, which is held so that no id is given anew: its hash would be made of all its parameters."""
+
+
+def _refuse_hidden(name: str, parameter: str, value: object) -> None:
+    """A handle inside a container is no input: nobody would wait for it."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for item in items:
+        if isinstance(item, Handle | Number):
+            raise TraceError(
+                f"{name} got {describe(item)} inside a {type(value).__name__}, for {parameter}",
+                now="Pass each handle as an argument of its own, with *args in the function's signature if there are many.",
+            )
+        _refuse_hidden(name, parameter, item)
+
+
+def _generator_kind(signature: inspect.Signature) -> Literal["random", "numpy"]:
+    """What the annotation of `rng` asks for: NumPy's `Generator`, or Python's `random.Random`."""
+    annotation = signature.parameters[RNG].annotation
+    if annotation in (inspect.Parameter.empty, random.Random):
+        return "random"
+    return "numpy" if "Generator" in str(getattr(annotation, "__name__", annotation)) else "random"
 
 
 class OpRows(Rows):
@@ -36,7 +286,7 @@ def op(
     A function on a `sample` returns one value; on a `group` (the samples of one prompt) or a `minibatch` (those of `size` prompts, in
     the order of identity) a list of as many values, or an array; on a `batch` one value for all.
 
-    What it is called with may be handles and constants: see `m2flow.macro.arguments`. A parameter `rng` that the call leaves out gets a
+    What it is called with may be handles and constants: see `m2flow.macro.ops`. A parameter `rng` that the call leaves out gets a
     `random.Random`, or a `numpy.random.Generator` if it is annotated so, which depends on the run's seed, the op and the unit alone.
 
     Args:
@@ -114,3 +364,242 @@ def log(**values: Number | Handle | float) -> None:
 def steps(count: int) -> Iterator[int]:
     """Count the steps of a loop: `for step in steps(80)`. The outermost of them are the steps of the run."""
     return current_session("steps()").iterate(count)
+
+
+_MAY_WRITE = "_m2flow_may_write"
+_names: weakref.WeakKeyDictionary[Session, set[str]] = weakref.WeakKeyDictionary()
+"""Of the roles of each flow that runs."""
+
+
+@final
+@dataclass(frozen=True)
+class CallMethod:
+    """A method under `@call`. On the worker it is the plain method."""
+
+    function: Callable[..., object]
+    unit: Granularity
+    size: int | None
+    returns: Literal["value", "reward"] | tuple[str, ...]
+    timeout_s: float | None
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    is_isolated: bool
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        return self if instance is None else self.function.__get__(instance, owner)
+
+
+def call(
+    *,
+    granularity: UnitName = "sample",
+    size: int | None = None,
+    returns: Literal["value", "reward"] | Sequence[str] = "value",
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    timeout_s: float | None = None,
+    isolated: bool = False,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Make a method of a `Role`, plain or async, a call of the graph.
+
+    Units, arguments and `rng` are as for `m2flow.op`.
+
+    Args:
+        returns: `value`, any; `reward`, one finite number a sample, or one with its parts as `m2flow.Reward` has it; or the names of
+            fields, of a mapping that it returns for each sample (or for the batch): each is then an attribute of the result.
+        reads, writes: what the call reads and changes, by names such as `judge.memory`. A name that begins with the class's (in small
+            letters) is the instance's own. A call that writes takes its units one after the other, in the order of identity.
+        timeout_s: seconds that one unit may take.
+        isolated: whether each unit runs in a process that can be killed alone, which makes a role's object of its own. Not for a call that
+            reads or writes: its state is on the worker.
+    """
+    what = "@call"
+    unit = check_unit(what, granularity, size)
+    check_seconds("timeout_s", timeout_s)
+    check_flag("isolated", isolated)
+    read, written = resources(what, reads, "reads"), resources(what, writes, "writes")
+    given: Literal["value", "reward"] | tuple[str, ...]
+    if isinstance(returns, str):
+        check_choice("returns", returns, ("value", "reward"), "or a list of the names of fields", of=what)
+        given = "reward" if returns == "reward" else "value"
+    else:
+        given = check_names("returns", returns, example=("grade", "reason"), of=what)
+        if not given or not all(name.isidentifier() for name in given):
+            raise OptionError(f"@call(returns={returns!r}); known are 'value', 'reward', or a list of the names of fields")
+    if given == "reward" and unit is Granularity.BATCH:
+        raise OptionError("@call(returns='reward', granularity='batch'): a reward is one number for each sample")
+    if isolated and (read or written):
+        raise OptionError(
+            "@call(isolated=True) declares what it reads or writes: the role's state is on a worker, and no other process sees it",
+            now="Move what may hang or crash into a call that declares neither.",
+        )
+
+    def decorate(function: Callable[..., Any]) -> CallMethod:
+        return CallMethod(function, unit, size, given, timeout_s, tuple(dict.fromkeys((*read, *written))), written, isolated)
+
+    return decorate
+
+
+class _RoleType(type):
+    """Calling a role's class in a flow gives what stands for the role."""
+
+    def __call__(cls, *args: object, name: str | None = None, **kwargs: object) -> Any:
+        session = current_session(f"the role {cls.__name__}")
+        known = _names.setdefault(session, set())
+        name = cls.__name__.lower() if name is None else name
+        check_text("name", name)
+        if name in known or name in session.models:
+            now = f"Name one of them: name='{name}_2'."
+            raise TraceError(f"this flow has two roles named {name!r}", where=user_site().describe(), now=now)
+        try:
+            inspect.signature(inspect.getattr_static(cls, "__init__")).bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise TraceError(f"{cls.__name__}(...) can't be made like this: {error}", where=user_site().describe()) from None
+        known.add(name)
+        return RoleInFlow(cls, session, name, functools.partial(_make, cls, *args, **kwargs))
+
+
+class Role(metaclass=_RoleType):
+    """What a user's role inherits."""
+
+    def __init_subclass__(cls) -> None:
+        """Raises `OptionError` for a resource of its own that is read and that nothing writes: most likely it is misspelt."""
+        super().__init_subclass__()
+        methods = _methods(cls)
+        written = {name for method in methods.values() for name in method.writes}
+        for name, method in methods.items():
+            for resource in method.reads:
+                if resource.startswith(f"{cls.__name__.lower()}.") and resource not in written:
+                    has = f"they write {', '.join(sorted(written))}" if written else "they write nothing"
+                    raise OptionError(f"{cls.__name__}.{name} reads {resource!r}, which no call of {cls.__name__} writes; {has}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not vars(self).get(_MAY_WRITE, True):
+            raise OpError(
+                f"{type(self).__name__} sets {name!r} in a call that declares no write",
+                now=f"Declare it: @call(writes=['{type(self).__name__.lower()}.{name}']).",
+            )
+        super().__setattr__(name, value)
+
+
+@final
+class RoleInFlow:
+    """Stands for a role in its flow: its methods under `@call` record calls."""
+
+    _kind: type
+    _session: Session
+    _name: str
+    _make: object
+
+    def __init__(self, kind: type, session: Session, name: str, make: Callable[[], object]) -> None:
+        site = user_site()
+        vars(self).update(_kind=kind, _session=session, _name=name, _make=session.snapshot(make, site))
+
+    def __repr__(self) -> str:
+        return f"<the role {self._name}: a {self._kind.__name__}>"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TraceError(
+            f"{name!r} of the role {self._name} was set in the flow, and its state is on a worker",
+            where=user_site().describe(),
+            now="Pass what it needs to its constructor, or to a call that sets it.",
+        )
+
+    def __getattr__(self, name: str) -> Callable[..., Handle]:
+        kind = vars(self)["_kind"]
+        found = inspect.getattr_static(kind, name, None)
+        if isinstance(found, CallMethod):
+            return functools.partial(self._record, name, found)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        calls = ", ".join(sorted(_methods(kind))) or "none"
+        what = f"{kind.__name__}.{name} is no call" if found is not None else f"{kind.__name__} has no {name!r}"
+        now = "Put @call(...) on it, or call it from a method that has it: the object itself is on a worker."
+        raise TraceError(f"{what}; its calls are {calls}", where=user_site().describe(), now=now)
+
+    def _record(self, name: str, method: CallMethod, /, *args: object, **kwargs: object) -> Handle:
+        full = f"{self._name}.{name}"
+        given = gather(self._session, full, signature_of(method.function, is_method=True), method.unit, args, kwargs)
+        is_aligned = method.unit is not Granularity.BATCH
+        fields = method.returns if isinstance(method.returns, tuple) else ()
+        recorded = self._session.record(
+            role=full,
+            method="",
+            engine="function",
+            granularity=method.unit,
+            inputs=given.inputs,
+            options={
+                "function": self._make,
+                "instance": self._name,
+                "method": name,
+                "timeout_s": method.timeout_s,
+                "column": "reward" if method.returns == "reward" else "value",
+                **given.options(self._session, full),
+                **({"fields": fields} if fields else {}),
+                **({"state": self._name} if method.reads else {}),
+                **({"isolated": True} if method.is_isolated else {}),
+                **({"minibatch_size": method.size} if method.size is not None else {}),
+            },
+            shown=given.constants,
+            reads=tuple(map(self._own, method.reads)),
+            writes=tuple(map(self._own, method.writes)),
+            is_aligned=is_aligned,
+        )
+        if method.returns == "reward":
+            return Scores(self._session, recorded)
+        if fields:
+            return FieldRows(self._session, recorded) if is_aligned else OpValue(self._session, recorded)
+        return OpRows(self._session, recorded) if is_aligned else OpValue(self._session, recorded)
+
+    def _own(self, resource: str) -> str:
+        """A resource of the class as that of this instance."""
+        default = self._kind.__name__.lower()
+        return f"{self._name}.{resource.removeprefix(f'{default}.')}" if resource.startswith(f"{default}.") else resource
+
+
+@final
+class FieldRows(OpRows):
+    """A mapping for each sample, whose fields are attributes: rows of their own."""
+
+    def __getattr__(self, name: str) -> Rows:
+        fields = self._call.options["fields"] if "_call" in vars(self) else ()
+        assert isinstance(fields, tuple)
+        if name not in fields:
+            raise AttributeError(f"{self!r} has the fields {', '.join(fields)}, and no {name!r}")
+        recorded = self._session.record(
+            role=f"{self._call.role}.{name}",
+            method="",
+            engine="function",
+            granularity=Granularity.SAMPLE,
+            inputs={"rows": Ref(self._call.ordinal)},
+            options={"function": FieldOf(name), "timeout_s": None, "style": "columns", "column": "value", "columns": {}},
+            shown={},
+        )
+        return OpRows(self._session, recorded)
+
+
+@final
+class FieldOf:
+    """One field of each row's mapping, as a function on columns."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.name = name
+
+    def __call__(self, rows: Batch, values: dict[str, object]) -> Column:
+        column = rows.columns["value"]
+        assert isinstance(column, Ragged)
+        return Ragged.json([dict(column.item(row))[self.name] for row in range(len(rows))])  # type: ignore[call-overload]
+
+
+def may_write(instance: object, is_allowed: bool) -> None:
+    """Let a role's attributes be set, or not, by the call that comes next."""
+    vars(instance)[_MAY_WRITE] = is_allowed
+
+
+def _make(kind: type, /, *args: object, **kwargs: object) -> object:
+    """The real object, on a worker."""
+    return type.__call__(kind, *args, **kwargs)
+
+
+def _methods(kind: type) -> dict[str, CallMethod]:
+    return {name: member for name in dir(kind) if isinstance(member := inspect.getattr_static(kind, name), CallMethod)}

@@ -16,7 +16,7 @@ import msgspec
 
 from m2flow.errors import DivergenceError, SpecError
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.macro.recording import Around, CallRecord
+from m2flow.macro.replay import Around, CallRecord
 from m2flow.macro.session import Backend
 
 _NOW = "Without --pin-plan such a step is lowered anew, which costs time and changes no answer."

@@ -1,39 +1,271 @@
-"""The parties of a flow: Policy, Reference and Reward, and what each of their calls declares.
+"""The parties of a flow: Policy, Reference, Reward, Critic and RewardModel, and what each of their calls declares.
+
+A `Wanted` says which handles fit an input. Whether the numbers behind a handle are of the right shape is seen where they are used
+(`m2flow.micro.protocol.train_tasks`): a trace has no values.
 
 A role says what a call reads and writes, on which unit it may be run, and what kind of engine performs it. It knows nothing of
 where that engine is.
+
+values = critic.values(responses)
+estimate = gae(rewards, values, lam=0.95)
+policy.update(responses, rewards, advantages=estimate.advantages)
+critic.update(responses, returns=estimate.returns, old_values=values)
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from m2flow.errors import OptionError, TraceError
 from m2flow.macro.datasets import Dataset
-from m2flow.macro.deferring import deferring
-from m2flow.macro.graph import Granularity, Ref
-from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe
-from m2flow.macro.inputs import NUMBERS, PROMPTS, REFERENCE, RESPONSES, REWARDS, ROWS, Passes, Role, check_optimizer
-from m2flow.macro.late import carries, check_late, check_line
-from m2flow.macro.losses import nll, ppo_clip
+from m2flow.macro.graph import Call, Granularity, Ref
+from m2flow.macro.handles import Handle, Metrics, Rows, Scores, describe, is_isolated
+from m2flow.macro.loss_declarations import check_update, clipped_value, nll, ppo_clip
+from m2flow.macro.oversampling import carries, check_late, check_line, windows
 from m2flow.macro.refill import Keep, refill
-from m2flow.macro.units import is_isolated
+from m2flow.macro.session import Session, current_session
+from m2flow.macro.sites import user_site
+from m2flow.macro.tail_batching import deferring
 from m2flow.recipe import (
     COMPUTED,
+    HEAD_OUTPUTS,
     AdamW,
     Lora,
     Loss,
     Model,
     Sampling,
     check_choice,
+    check_count,
+    check_flag,
     check_number,
     check_seconds,
+    check_text,
     is_count,
     model_path,
 )
 from m2flow.samples import MAX_GROUP, Batch, Column, Sample
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an input of a call must be."""
+
+    what: str
+    fit: Callable[[Rows], bool]
+    now: str
+
+
+def _has_target(rows: Rows) -> bool:
+    held = rows.call.options.get("rows")
+    return isinstance(held, Batch) and "target" in held
+
+
+def _has_samples(rows: Rows) -> bool:
+    """Whether whole samples are there: generated ones, or what a filter, a union or new columns made of some."""
+    return rows.column is None and (rows.call.engine == "rollout" or rows.call.options.get("gives") in ("kept", "concat", "rows"))
+
+
+ROWS = Wanted("responses", lambda rows: True, "Responses come from policy.generate(...).")
+PROMPTS = Wanted(
+    "prompts",
+    lambda rows: rows.column is None and rows.maker.engine in ("source", "rollout"),
+    "Prompts come from a Dataset: prompts=dataset.take(32).",
+)
+RESPONSES = Wanted(
+    "responses, or rows with a 'target'",
+    lambda rows: _has_samples(rows) or _has_target(rows),
+    "Responses come from policy.generate(...), demonstrations from a Dataset whose rows have a 'target'.",
+)
+REWARDS = Wanted(
+    "rewards", lambda rows: rows.column is not None, "Rewards are one number a sample: Reward(function).score(responses), or made from it."
+)
+REFERENCE = Wanted(
+    "a reference", lambda rows: rows.column is not None, "Pass a Reference, or log-probabilities such as its logprobs(responses)."
+)
+NUMBERS = Wanted(
+    "numbers of each sample",
+    lambda rows: rows.column is not None,
+    "Pass what a call computed from the responses: one number a sample, or one a token.",
+)
+
+
+class Role:
+    """What all roles share: a name in the flow, and the session that they belong to."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        check_text("name", name)
+        self.name = name
+        self._session = current_session(f"{kind}({name!r})")
+
+    @property
+    def _weights(self) -> str:
+        """The resource that calls of a role with a model read and write."""
+        return f"{self.name}.weights"
+
+    def _rows(self, handle: object, method: str, wants: Wanted) -> Ref:
+        """A handle as an input of one of this role's calls, if it has the rows that the call wants."""
+        return self._column(handle, method, wants)[0]
+
+    def _column(self, handle: object, method: str, wants: Wanted) -> tuple[Ref, str]:
+        """The same, with the column of its rows that counts; empty for whole samples."""
+        if not isinstance(handle, Rows) or not wants.fit(handle):
+            raise TraceError(f"{self.name}.{method} needs {wants.what}, and got {describe(handle)}", now=wants.now)
+        return handle.check(self._session, f"{self.name}.{method}"), handle.column or ""
+
+    def _common(self, responses: Handle, *others: object) -> Handle:
+        """The responses, less those that a filter of what goes with them has dropped."""
+        for other in others:
+            if isinstance(responses, Rows) and isinstance(other, Rows):
+                responses = responses.within(other)
+        return responses
+
+    def _copy(self, source: str, head: Literal["lm", "value"]) -> None:
+        """Take the weights that a policy has at this line, as far as a model with this head has them too. A reference may be made of the
+        same policy again: the role has the newer weights then, and only the newer object stands for it."""
+        session, site = self._session, user_site()
+        before, model = session.copies.get(self.name), replace(session.models[source], head=head, is_policy=False)
+        if before is None or before[1] != source or head != "lm" or session.models[self.name] != model:
+            session.add_model(self.name, model, is_copy=True)
+        session.copies[self.name] = (self, source, site)
+        session.record(
+            role=self.name,
+            method="copy_of",
+            engine="train",
+            granularity=Granularity.BATCH,
+            inputs={},
+            options={"source": source},
+            shown={"source": source},
+            reads=(f"{source}.weights",) if before is None else (f"{source}.weights", self._weights),
+            writes=(self._weights,),
+            is_aligned=False,
+        )
+
+    def _check_is_newest(self) -> None:
+        """Raises TraceError: another object has this role's name by now, and the role has its weights."""
+        newest = self._session.copies.get(self.name)
+        if newest is not None and newest[0] is not self:
+            raise TraceError(
+                f"the {self.name!r} that is used here was made anew at {newest[2]}, and its weights were replaced there",
+                now=f"Use the new one. To keep both, give each a name: Reference(policy, name='{self.name}_2').",
+            )
+
+    def _of_tokens(self, responses: Handle, method: str, column: str) -> Rows:
+        """What the role's model, with its weights as they are at this line, says of each token of the responses."""
+        call = self._session.record(
+            role=self.name,
+            method=method,
+            engine="train",
+            granularity=Granularity.SAMPLE,
+            inputs={"samples": self._rows(responses, method, RESPONSES)},
+            options={},
+            shown={},
+            reads=(self._weights,),
+        )
+        return Rows(self._session, call, column, tokens_of=responses if isinstance(responses, Rows) else None)
+
+    def _train(self, samples: Ref, given: Mapping[str, tuple[Ref, str]], passes: Passes, **options: object) -> Metrics:
+        """Record an update on these samples, with the columns that come from other calls."""
+        self._check_needs(samples, passes.loss, given)
+        shown: dict[str, object] = {"loss": passes.loss.name}
+        shown |= {"advantages": options["advantages"]} if options.get("advantages") else {}
+        shown |= {"minibatch_size": passes.minibatch_size} if passes.minibatch_size is not None else {}
+        shown |= {"epochs": passes.epochs} if passes.epochs != 1 else {}
+        shown |= {"allow_unsound": True} if passes.allow_unsound else {}
+        origins = [call for call in self._session.origins(samples.call) if call.engine == "rollout"]
+        if not passes.allow_unsound:
+            own = [call for call in origins if call.role == self.name]
+            check_update(
+                passes.loss,
+                own,
+                name=self.name,
+                version=self._session.version(self._weights),
+                epochs=passes.epochs,
+                minibatch_size=passes.minibatch_size,
+            )
+        optimizer, position = self._scheduled(passes.optimizer)
+        call = self._session.record(
+            role=self.name,
+            method="update",
+            engine="train",
+            granularity=Granularity.MINIBATCH if passes.minibatch_size else Granularity.BATCH,
+            inputs={"samples": samples, **{name: ref for name, (ref, _) in given.items()}},
+            options={
+                "advantages": None,
+                "columns": {name: column for name, (_, column) in given.items()},
+                "loss": passes.loss,
+                "optimizer": optimizer,
+                "minibatch_size": passes.minibatch_size,
+                "epochs": passes.epochs,
+                "windows": windows(origins),
+                **position,
+                **options,
+            },
+            shown=shown,
+            reads=(self._weights,),
+            writes=(self._weights,),
+            is_aligned=False,
+        )
+        return Metrics(self._session, call)
+
+    def _scheduled(self, optimizer: AdamW) -> tuple[AdamW, dict[str, object]]:
+        """The optimiser as it is in the flow's loop, and the option that says where in the loop the update is."""
+        if not optimizer.counts_flow_steps:
+            return optimizer, {}
+        if self._session.loop is None:
+            raise TraceError(
+                f"the schedule of {self.name}.update goes by the flow's steps, and the update is in no loop over steps(...)",
+                now="Give AdamW(...) total_steps, which then counts the optimiser's steps.",
+            )
+        step, num_steps = self._session.loop
+        return optimizer.in_loop(num_steps), {"loop_step": step}
+
+    def _check_needs(self, samples: Ref, loss: Loss, given: Mapping[str, tuple[Ref, str]]) -> None:
+        """Refuse a loss that needs what neither the model, nor the samples, nor this update have, as far as that is known."""
+        head = self._session.models[self.name].head
+        foreign = HEAD_OUTPUTS["value" if head == "lm" else "lm"]
+        fields = self._session.lineage.known(samples.call).fields
+        for need in loss.needs:
+            if need in foreign:
+                whose = "a language model's, and this is a critic" if head == "value" else "a critic's: Critic(...).update"
+                raise TraceError(f"the loss {loss.name} needs {need!r}, which are {whose}")
+            is_given = need in given or need in COMPUTED or need in ("advantages", "reference_logprobs")
+            if not is_given and fields is not None and need not in fields:
+                raise TraceError(
+                    f"the loss {loss.name} needs {need!r}, which neither the samples nor this {self.name}.update have; the samples have "
+                    f"{', '.join(sorted(fields))}",
+                    now=f"Pass it: update(..., columns={{{need!r}: ...}}), one number a sample or one a token.",
+                )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raises `OptionError`: it is none."""
+    if not isinstance(optimizer, AdamW):
+        raise OptionError(f"optimizer={optimizer!r:.60} is no optimizer", now="Pass AdamW(lr=...).")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What an update minimises, and in how many steps over its samples. Raises `OptionError` for what is none."""
+
+    loss: Loss
+    optimizer: AdamW
+    minibatch_size: int | None
+    epochs: int
+    allow_unsound: bool = False
+
+    def __post_init__(self) -> None:
+        if self.minibatch_size is not None:
+            check_count("minibatch_size", self.minibatch_size)
+        check_count("epochs", self.epochs)
+        check_flag("allow_unsound", self.allow_unsound)
+        if not isinstance(self.loss, Loss):
+            raise OptionError(f"loss={self.loss!r:.60} is no loss", now="Pass ppo_clip(), nll(), or a function under @loss(...).")
+        check_optimizer(self.optimizer)
+
 
 AdvantageName = Literal["grpo", "grpo_population", "dr_grpo", "rloo"]
 
@@ -227,7 +459,8 @@ class Policy(Role):
             means over the call: `reward` (if rewards were given), `loss`, `grad_norm`, `response_length` and what the loss reports. Where
             a filter has left no row nothing is trained, and each of them is nan; `num_sequences` and `num_steps` are 0.
         Raises:
-            TraceError: the loss takes the samples for those of the current weights, which they need not be (`m2flow.macro.soundness`).
+            TraceError: the loss takes the samples for those of the current weights, which they need not be
+            (`m2flow.macro.loss_declarations`).
             OpError (at the first look): numbers that do not fit the tokens of their samples.
         """
         if not isinstance(columns, Mapping | None):
@@ -397,3 +630,181 @@ def _scores_held(responses: Rows) -> Scores:
 
 def _reward_column(rows: Batch, values: Mapping[str, object]) -> Column:
     return rows["reward"]
+
+
+class Critic(Role):
+    """A model with a value head: what it expects, before each token, of the reward that is still to come.
+
+    Args:
+        model: a path as `Policy` takes, whose head starts at zero unless it has one; or a policy, whose body as it is at this line is
+            copied.
+        init: `random` draws the weights instead of loading them.
+        optimizer: for `update` calls that bring none.
+    """
+
+    def __init__(
+        self,
+        model: Policy | str | Path,
+        *,
+        name: str = "critic",
+        init: Literal["pretrained", "random"] = "pretrained",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        chat: bool = False,
+        optimizer: AdamW | None = None,
+    ) -> None:
+        super().__init__(name, "Critic")
+        self.optimizer = AdamW() if optimizer is None else optimizer
+        check_optimizer(self.optimizer)
+        if isinstance(model, Policy):
+            self._copy(model.name, "value")
+        else:
+            self._session.add_model(name, Model(model_path(model), init, self._session.seed, dtype, chat, head="value", is_policy=False))
+
+    def values(self, responses: Handle) -> Rows:
+        """What is expected before each token of the responses: a ragged row a response, in the unit of the reward, 0 for the prompt."""
+        return self._of_tokens(responses, "values", "values")
+
+    def update(
+        self,
+        responses: Handle,
+        *,
+        returns: Handle,
+        old_values: Handle | None = None,
+        clip: float = 0.2,
+        loss: Loss | None = None,
+        optimizer: AdamW | None = None,
+        minibatch_size: int | None = None,
+        epochs: int = 1,
+    ) -> Metrics:
+        """Move the values towards the returns; later lines see the new weights.
+
+        Args:
+            returns: what the values should have been: one number a token, or one a response.
+            old_values: the values that the returns were estimated with. With them, no value is rewarded for moving further than `clip`.
+            loss: `clipped_value(clip=clip)` by default; it may need `values`, `returns` and `old_values`.
+            minibatch_size, epochs: as `Policy.update`.
+        Returns:
+            means over the call: `loss`, `value`, `value_error`, `value_clipped` (with old values), `grad_norm`.
+        """
+        check_number("clip", clip, low=0)
+        loss = clipped_value(clip=clip if old_values is not None else 0.0) if loss is None else loss
+        passes = Passes(loss, self.optimizer if optimizer is None else optimizer, minibatch_size, epochs)
+        if "old_values" in loss.needs and old_values is None:
+            raise TraceError(f"the loss {loss.name} needs old_values", now="Pass the values that the returns were estimated with.")
+        samples = self._rows(self._common(responses, returns, old_values), "update", RESPONSES)
+        given = {"returns": self._column(returns, "update", NUMBERS)}
+        if old_values is not None:
+            given["old_values"] = self._column(old_values, "update", NUMBERS)
+        return self._train(samples, given, passes)
+
+
+class RewardModel(Role):
+    """A model that scores a whole response: a Hugging Face sequence-classification model with one label.
+
+    Args:
+        model: its directory. It reads prompt and response as texts, by its own tokenizer.
+        chat: put them through the tokenizer's chat template, as a user's message and the assistant's; otherwise an end-of-sequence
+            token follows the response.
+        init: `random` draws the weights instead of loading them.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        name: str = "reward_model",
+        init: Literal["pretrained", "random"] = "pretrained",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        chat: bool = False,
+    ) -> None:
+        super().__init__(name, "RewardModel")
+        self._session.add_model(
+            name, Model(model_path(model), init, self._session.seed, dtype, chat, head="score", is_policy=False, is_frozen=True)
+        )
+
+    def score(self, responses: Handle) -> Scores:
+        """One number for each response."""
+        call = self._session.record(
+            role=self.name,
+            method="score",
+            engine="train",
+            granularity=Granularity.SAMPLE,
+            inputs={"samples": self._rows(responses, "score", ROWS)},
+            options={},
+            shown={},
+            reads=(self._weights,),
+        )
+        return Scores(self._session, call)
+
+
+def gae(responses: Handle, rewards: Handle, values: Handle, *, kl: Handle | None = None, gamma: float = 1.0, lam: float = 0.95) -> Estimate:
+    """Advantages and returns of every generated token, from rewards and a critic's values.
+
+    Args:
+        rewards: one number a response, which its last token gets, or one a token.
+        values: what `critic.values(responses)` gave.
+        kl: a penalty for each token, taken off its reward: `0.05 * (responses.logprobs - reference.logprobs(responses))`.
+        gamma: discount of a token. lam: 0 trusts the values alone, 1 the rewards alone.
+    Source:
+        Schulman et al. 2016, arXiv:1506.02438. The equations are at `m2flow.algorithms.gae.gae`; the penalty in the reward is that of
+        Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
+    """
+    session = current_session("gae()")
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        check_number(name, value, low=0, high=1)
+    given = {"rewards": (rewards, REWARDS), "values": (values, NUMBERS)} | ({"penalties": (kl, NUMBERS)} if kl is not None else {})
+    inputs, columns = {"samples": _fitting(responses, "responses", RESPONSES).check(session, "gae")}, {}
+    for name, (handle, wants) in given.items():
+        rows = _fitting(handle, "kl" if name == "penalties" else name, wants)
+        inputs[name], columns[name] = rows.check(session, "gae"), rows.column or ""
+    call = session.record(
+        role="gae",
+        method="",
+        engine="function",
+        granularity=Granularity.SAMPLE,
+        inputs=inputs,
+        options={
+            "function": _Columns("m2flow.algorithms.gae", "gae_rows", (("gamma", float(gamma)), ("lam", float(lam)))),
+            "style": "columns",
+            "gives": "rows",
+            "columns": columns,
+            "fields": frozenset({"advantages", "returns"}),
+            "timeout_s": None,
+        },
+        shown={"gamma": gamma, "lam": lam},
+    )
+    return Estimate(session, call, responses)
+
+
+class Estimate(Handle):
+    """What `gae` gives: `advantages` and `returns`, each a ragged row a response, aligned with its tokens."""
+
+    def __init__(self, session: Session, call: Call, responses: Handle) -> None:
+        super().__init__(session, call)
+        self._responses = responses if isinstance(responses, Rows) else None
+
+    @property
+    def advantages(self) -> Rows:
+        return Rows(self._session, self._call, "advantages", owner=self, tokens_of=self._responses)
+
+    @property
+    def returns(self) -> Rows:
+        return Rows(self._session, self._call, "returns", owner=self, tokens_of=self._responses)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A function on columns by its name: what it computes with is loaded by the worker that runs it."""
+
+    module: str
+    name: str
+    options: tuple[tuple[str, float], ...]
+
+    def __call__(self, rows: Batch, values: Mapping[str, object]) -> object:
+        return getattr(importlib.import_module(self.module), self.name)(rows, values, **dict(self.options))
+
+
+def _fitting(handle: object, name: str, wants: Wanted) -> Rows:
+    if not isinstance(handle, Rows) or not wants.fit(handle):
+        raise TraceError(f"gae needs {name}: {wants.what}; and got {describe(handle)}", now=wants.now)
+    return handle

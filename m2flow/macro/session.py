@@ -1,37 +1,184 @@
-"""The session: what a flow's calls are recorded into while it runs as ordinary Python.
+"""The session: what a flow's calls are recorded into while it runs as ordinary Python, and how that run may end.
 
-    flow function --record--> Session --submit--> Backend (eager | planned | tracing)
+Python looks through its young objects every 700 that it made more than it dropped, and each call of a flow leaves some dozens for as
+long as it is under way: with a thousand calls a step these looks were a fifth of what a call costs, and all for nothing, since a
+call's records hold no cycles. Limit: cycles in the program's own objects are found later, after some tens of thousands more.
+
+A result is used by a call that takes it, by a look at it, by `log`, or by whoever still holds its handle when the flow ends. A call
+that writes a resource is there for that. Python says when a handle is gone, so a warning comes at the end of the step, once a line, and
+none for a line whose result was ever used: a branch, a `break` or an error that the flow caught may pass over the use in one step.
+
+flow function --record--> Session --submit--> Backend (eager | planned | tracing)
 
 A session numbers the calls, knows each resource's version, and asks its backend for a value when the program observes one.
 Backends differ only in when they do the work: `m2flow.macro.eager` at once, `m2flow.macro.tracing` never, and
-`m2flow.micro.control.controller` on workers.
+`m2flow.micro.controller.controller` on workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import traceback
+import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar, final
 
-from m2flow.errors import FlowError, M2FlowError, OptionError, TraceError
-from m2flow.macro.capture import Captures
-from m2flow.macro.collecting import seldom_collecting
+from m2flow.errors import FlowError, M2FlowError, OptionError, RunInterrupted, TraceError, UnusedResult
+from m2flow.macro.capture import Captures, Kinds
 from m2flow.macro.graph import Call, Effect, EngineKind, Granularity, Observation, Ref, Site
-from m2flow.macro.interruption import endless, interrupted
-from m2flow.macro.kinds import Kinds
-from m2flow.macro.late import carries, is_cut, num_late, num_wanted
 from m2flow.macro.lineage import Lineage
-from m2flow.macro.remembering import MOST_LAG
-from m2flow.macro.sites import forget_sites, is_of_user, raised_at, user_site
-from m2flow.macro.unused import Uses
+from m2flow.macro.oversampling import carries, is_cut, num_late, num_wanted
+from m2flow.macro.sites import forget_sites, is_of_user, owner, raised_at, site_of, user_site
 from m2flow.recipe import Model
 from m2flow.samples import Batch
 
 if TYPE_CHECKING:
-    from m2flow.macro.deferring import Waiting
+    from m2flow.macro.tail_batching import Waiting
+
+_LONGEST = 50
+"""Lines in a cycle that is looked for."""
+
+
+def interrupted(stop: KeyboardInterrupt) -> RunInterrupted:
+    """Ctrl-C, with where Python was. What was computed is in the run directory."""
+    if isinstance(stop, RunInterrupted):
+        return stop
+    site = raised_at(stop)
+    return RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}", where=f"Python was at {site.describe()}" if site else "")
+
+
+def endless(error: RecursionError) -> FlowError | None:
+    """A recursion of the user's, as the lines that go round; None if no user's lines do."""
+    lines = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__) if owner(f.filename) == "user"]
+    middle = lines[len(lines) // 4 : 3 * len(lines) // 4]  # The first lines lead there, the last ones are where it broke off.
+    for size in range(1, min(_LONGEST, len(middle) // 3) + 1):
+        if middle[size:] == middle[:-size]:
+            first = next(i for i, line in enumerate(lines) if line in middle[:size])
+            cycle = lines[first : first + size]
+            named = [f"{site_of([line])} in {line[2]}" for line in cycle]
+            return FlowError(
+                f"the flow calls itself without end: {' -> '.join([*named, named[0]])}",
+                where=site_of(cycle[:1]).describe(),
+                now="A function that calls itself needs a case in which it does not.",
+            )
+    return None
+
+
+_YOUNG = 50_000
+"""Objects between two looks at the young ones: some megabytes."""
+
+
+@contextlib.contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """Leave what is there alone, and look at what comes seldom. Whoever has set other thresholds, or none, keeps them."""
+    before = gc.get_threshold()
+    changes = gc.isenabled() and 0 < before[0] < _YOUNG
+    freezes = changes and gc.get_freeze_count() == 0
+    if changes:
+        gc.set_threshold(_YOUNG, *before[1:])
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if changes:
+            gc.set_threshold(*before)
+
+
+T = TypeVar("T")
+
+MOST_LAG = 1_000
+"""Steps back that a flow may look. A run of any length keeps no more than these."""
+
+
+@final
+class Remembered(Generic[T]):
+    """Something of each call, by its ordinal."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, T] = {}
+        self._let_go: deque[tuple[int, int]] = deque()
+        """(step, call), in the order in which they were let go."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._kept
+
+    def __getitem__(self, ordinal: int) -> T:
+        return self._kept[ordinal]
+
+    def __setitem__(self, ordinal: int, item: T) -> None:
+        self._kept[ordinal] = item
+
+    def forget(self, ordinal: int) -> None:
+        """Nothing can ask for it."""
+        self._kept.pop(ordinal, None)
+
+    def let_go(self, ordinal: int, step: int) -> None:
+        """The program has no handle of it any more; only `lagged` can ask for it, from this step on or the next ones."""
+        if ordinal in self._kept:
+            self._let_go.append((step, ordinal))
+        while self._let_go and self._let_go[0][0] < step - MOST_LAG:
+            self._kept.pop(self._let_go.popleft()[1], None)
+
+
+_Line = tuple[str, str, int]
+
+
+class Uses:
+    """What of one session's calls was used."""
+
+    def __init__(self) -> None:
+        self._unused: dict[int, Call] = {}
+        self._gone: dict[int, Call] = {}
+        self._settled: set[_Line] = set()
+        """Lines that were named, or whose result was used."""
+
+    def added(self, call: Call) -> None:
+        for _, ref in call.inputs:
+            self.used(ref.call)
+        if not call.writes:
+            self._unused[call.ordinal] = call
+
+    def used(self, ordinal: int) -> None:
+        """Also when its own handle is gone: `lagged` finds the call by its place."""
+        call = self._unused.pop(ordinal, None) or self._gone.pop(ordinal, None)
+        if call is not None:
+            self._settled.add(_line(call))
+
+    def interrupted(self) -> None:
+        """The program is raised an error: what it has by now it may have been about to use."""
+        self._settled.update(map(_line, [*self._unused.values(), *self._gone.values()]))
+        self._unused, self._gone = {}, {}
+
+    def dropped(self, ordinal: int) -> None:
+        """The program can't reach this call's result any more. May be said at any moment: a collection of garbage says it."""
+        call = self._unused.pop(ordinal, None)
+        if call is not None:
+            self._gone[ordinal] = call
+
+    def warn(self) -> None:
+        """Name the lines whose result was dropped, those that were not named before."""
+        gone, self._gone = self._gone, {}
+        for _, call in sorted(gone.items()):
+            if _line(call) not in self._settled:
+                self._settled.add(_line(call))
+                said = f"nothing uses what {call.name} gives; it runs all the same. Use it, log() it, or take it out."
+                warnings.warn_explicit(said, UnusedResult, call.site.file, call.site.line)
+
+
+def _line(call: Call) -> _Line:
+    return call.name, call.site.file, call.site.line
+
 
 _FEW_CALLS = 1_000
 """Calls that a session may know before it looks for those of no use."""
@@ -136,7 +283,7 @@ class Session:
         self._carriers: dict[tuple[object, ...], Call] = {}
         """Place in the program -> the last call there that may leave late samples to the next; of this loop."""
         self.waiting: dict[tuple[object, ...], Waiting] = {}
-        """Place in the program, source -> the prompts of this loop that wait there for a long round (`m2flow.macro.deferring`)."""
+        """Place in the program, source -> the prompts of this loop that wait there for a long round (`m2flow.macro.tail_batching`)."""
         self.lineage = Lineage()
         self.thread = threading.get_ident()
         self.raised: set[int] = set()
@@ -266,7 +413,7 @@ class Session:
 
     def add_model(self, role: str, model: Model, *, is_copy: bool = False) -> None:
         """Make a role known. Two roles of one name would share weights by accident. One that is a copy of another's needs no file and no
-        engine of another kind: the plan may know it without a trace that comes there (`m2flow.macro.exploring.copies_made`)."""
+        engine of another kind: the plan may know it without a trace that comes there (`m2flow.macro.tracing.copies_made`)."""
         if role in self.models:
             raise TraceError(
                 f"this flow has two roles named {role!r}", where=user_site().describe(), now=f"Name one of them: name='{role}_2'."

@@ -1,0 +1,1 @@
+"""The runtime of a plan: protocol, lowering, scheduler, controller, worker, records."""

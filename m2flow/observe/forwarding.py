@@ -24,7 +24,7 @@ from typing import final
 import msgspec
 
 from m2flow.observe.otlp import OtlpSink, check_otlp, endpoint_named
-from m2flow.observe.sinks import Report, Sink, Undelivered
+from m2flow.observe.record_sinks import Report, Sink, Undelivered
 from m2flow.observe.trackers import MlflowSink, WandbSink, check_tracker, is_installed, trackers_configured
 from m2flow.spec import RunSettings
 

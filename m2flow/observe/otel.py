@@ -1,11 +1,21 @@
-"""Spans and counters in OpenTelemetry's data model, made from what a run has stored.
+"""Spans and counters in OpenTelemetry's data model: the identities of traces, their propagation into users' code, and the records.
 
-    Span, key --OtelSpans.of--> ReadableSpan of the run, ReadableSpans of its samples
+So every process knows them without a further byte on the way, and what is sent a second time has the same ones.
+
+Source: W3C Trace Context (2021), traceparent, version 00.
+
+a unit of a task --Trace.enter--> the current context of OpenTelemetry's API --traceparent--> a header
+
+A function that is called on one sample is in that sample's trace, below its first life in a rollout engine; one that is called on
+several is in the run's. m2flow's own spans are there too, so a collector shows them together. m2flow starts no SDK on workers: where a
+function's own spans go is for its module to set up, as in any other service.
+
+Span, key --OtelSpans.of--> ReadableSpan of the run, ReadableSpans of its samples
     Count, a line of metrics.jsonl --data_points--> MetricsData
 
 A run is a trace: its root is the span `run`, the work on chunks is below that. Each sample is a trace of its own: its first life in a
 rollout engine is the root, and whatever was done with it later, by whichever process, is below that. Both go by identities that every
-parcel of every channel carries (`m2flow.observe.identities`). Work on a chunk links to its samples.
+parcel of every channel carries (`m2flow.observe.otel`). Work on a chunk links to its samples.
 
 Names follow OpenTelemetry's semantic conventions where they have some (`gen_ai.*`, `code.*`, `messaging.*`, `error.*`, `process.*`,
 `hw.gpu.*`); the rest is `m2flow.*`.
@@ -15,12 +25,12 @@ Source: OpenTelemetry specification 1.50, trace API (SpanContext, links); semant
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from m2flow.observe.identities import SpanId, is_kept, run_span, sample_span, share_of_samples, span_id
 from m2flow.observe.spans import Attribute, Count, Span, SpanName, sample_of, samples_of
 
 if TYPE_CHECKING:
@@ -28,6 +38,94 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Link, SpanContext, Status
+
+
+class SpanId(NamedTuple):
+    """A span, and the trace that it is in."""
+
+    trace: int
+    """128 bits."""
+    span: int
+    """64 bits, never 0."""
+
+
+def run_span(run: str) -> SpanId:
+    """The root of a run's trace."""
+    return _of(run)
+
+
+def sample_span(run: str, sample: int) -> SpanId:
+    """The root of a sample's trace: its first life in a rollout engine."""
+    return _of(f"{run}/{sample}")
+
+
+def span_id(name: str) -> int:
+    """Of a span within a trace; the name tells it from every other one of the run."""
+    return _of(name).span
+
+
+def is_kept(of: SpanId, share: float) -> bool:
+    """Whether a sample's trace is among the share that is sent."""
+    return share >= 1 or (of.trace & (1 << 64) - 1) < share * (1 << 64)
+
+
+def share_of_samples(environment: Mapping[str, str]) -> float:
+    """The share of the samples' traces that is sent, by OTEL_TRACES_SAMPLER. The run's own trace always is."""
+    sampler = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower().removeprefix("parentbased_")
+    if sampler == "always_off":
+        return 0.0
+    if sampler != "traceidratio":
+        return 1.0
+    try:
+        return min(max(float(environment.get("OTEL_TRACES_SAMPLER_ARG", "1")), 0.0), 1.0)
+    except ValueError:
+        return 1.0
+
+
+def traceparent_of(of: SpanId, *, is_sampled: bool) -> str:
+    """
+    >>> traceparent_of(SpanId(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7), is_sampled=True)
+    '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'
+    """
+    return f"00-{of.trace:032x}-{of.span:016x}-{int(is_sampled):02x}"
+
+
+def _of(name: str) -> SpanId:
+    digest = hashlib.blake2b(name.encode(), digest_size=24).digest()
+    return SpanId(int.from_bytes(digest[:16], "big"), int.from_bytes(digest[16:], "big") or 1)
+
+
+def traceparent() -> str:
+    """The header `traceparent` of W3C Trace Context for a request that a user's function makes.
+
+    It names the span that is open there: the function's own, or else the sample's; empty where there is none.
+
+    >>> traceparent()
+    ''
+    """
+    from opentelemetry import trace
+
+    current = trace.get_current_span().get_span_context()
+    return traceparent_of(SpanId(current.trace_id, current.span_id), is_sampled=current.trace_flags.sampled) if current.is_valid else ""
+
+
+@final
+class Trace:
+    """Of one run."""
+
+    def __init__(self, run: str, environment: Mapping[str, str] = os.environ) -> None:
+        self._run = run
+        self._share = share_of_samples(environment)
+
+    def enter(self, sample: int | None) -> None:
+        """From here on, in this context, work is done on this sample; None: on several. The context is the caller's to end."""
+        from opentelemetry import context, trace
+
+        of = run_span(self._run) if sample is None else sample_span(self._run, sample)
+        is_sampled = sample is None or is_kept(of, self._share)
+        around = trace.SpanContext(*of, is_remote=True, trace_flags=trace.TraceFlags(int(is_sampled)))
+        context.attach(trace.set_span_in_context(trace.NonRecordingSpan(around)))
+
 
 _MOST_LINKS = 128
 """OpenTelemetry's default limit for a span."""

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, final
 
 from m2flow.errors import MissingExtra, SpecError
-from m2flow.observe.following import BlockFollower, LineFollower
 from m2flow.observe.otel import OtelSpans, Point, data_of, point_of, points_of_step
-from m2flow.observe.sinks import Sink, Undelivered
+from m2flow.observe.record_sinks import BlockFollower, LineFollower, Sink, Undelivered
 from m2flow.observe.spans import counts_of, spans_of
 
 _BATCH = 512

@@ -1,4 +1,4 @@
-"""The span: a named stretch of time on a track, and the names that m2flow gives.
+"""The span: a named stretch of time on a track, the names that m2flow gives, its recording as a tuple, and sums over spans.
 
 A track is `worker` or `worker/engine`. Its lane is where a viewer draws the span: the engine comes from the track, or, where one
 worker hosts several engines and records them on one track, from the name. Names outside `SpanName` are allowed (a user's role
@@ -27,13 +27,27 @@ Attributes that viewers understand:
                  of a weight sync: 10^9 bytes a second, over what, what was decided about sending changes alone and why, and the share of
                  values that changed
     error        the exception's name, if the work raised
+
+The hot path appends (name, start, end, attributes) to a list; naming, anchoring, checking and writing happen elsewhere and later
+(`drain`, then `m2flow.observe.store`). Appending is safe from several threads; `drain` belongs to one. The list grows until it is
+drained: a worker drains with every message to the controller, or at least every few seconds.
+
+Times are `time.monotonic_ns()`, anchored once to the wall clock. On Linux the processes of a host share that clock, so their spans
+can be compared to the microsecond, whatever happens to the wall clock meanwhile; those of other hosts are moved into the controller's
+time when they are stored (`m2flow.micro.controller.supervisor`).
+
+All are lengths of unions of intervals, so nested or doubled spans count once.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, final
 
 import msgspec
 
@@ -202,3 +216,150 @@ def _plain(value: object) -> Attribute:
         items = [_plain(item) for item in value]
         return [item if not isinstance(item, list) else str(item) for item in items]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+now_ns = time.monotonic_ns
+"""The recorder's clock."""
+
+
+@final
+class Recorder:
+    """Gathers the spans and counts of one track.
+
+    >>> recorder = Recorder("trainer-0/train")
+    >>> with recorder.span("train.accumulate", call=4, num_tokens=512) as span:
+    ...     span.set(num_samples=3)
+    >>> [(name, attributes) for name, _, _, attributes in recorder.drain().spans]
+    [('train.accumulate', {'call': 4, 'num_tokens': 512, 'num_samples': 3})]
+    """
+
+    def __init__(self, track: str) -> None:
+        self.track = track
+        self.anchor_ns = unix_anchor_ns()
+        self._spans: list[tuple[str, int, int, dict[str, Any]]] = []
+        self._counts: list[tuple[str, float, int]] = []
+
+    def __len__(self) -> int:
+        """Spans and counts not yet drained."""
+        return len(self._spans) + len(self._counts)
+
+    def add(self, name: str, start_ns: int, end_ns: int, **attributes: object) -> None:
+        """Record a span whose times (by `now_ns`) are known."""
+        self._spans.append((name, start_ns, end_ns, attributes))
+
+    def span(self, name: str, **attributes: object) -> OpenSpan:
+        """Record the body of a `with`. If the body raises, the span has `error`, the exception's name, and the exception goes on."""
+        return OpenSpan(self, name, attributes)
+
+    def count(self, name: str, value: float, at_ns: int | None = None) -> None:
+        """Record a counter's new value."""
+        self._counts.append((name, value, now_ns() if at_ns is None else at_ns))
+
+    def drain(self) -> SpanBlock:
+        """Hand over all that was recorded since the last drain, ready for the wire."""
+        # Copy, then delete that many: a thread that appends in between keeps its span for the next drain.
+        spans, counts = self._spans[:], self._counts[:]
+        del self._spans[: len(spans)], self._counts[: len(counts)]
+        return SpanBlock(
+            self.track,
+            self.anchor_ns,
+            [(str(name), int(start), int(end), plain_attributes(attributes)) for name, start, end, attributes in spans],
+            [(str(name), float(value), int(at_ns)) for name, value, at_ns in counts],
+        )
+
+
+@final
+class OpenSpan:
+    """A span that is being recorded; it takes further attributes until it closes."""
+
+    __slots__ = ("_attributes", "_name", "_recorder", "_start_ns")
+
+    def __init__(self, recorder: Recorder, name: str, attributes: dict[str, object]) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._attributes = attributes
+        self._start_ns = 0
+
+    def set(self, **attributes: object) -> None:
+        self._attributes.update(attributes)
+
+    def __enter__(self) -> OpenSpan:
+        self._start_ns = now_ns()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            self._attributes["error"] = kind.__name__
+        self._recorder._spans.append((self._name, self._start_ns, now_ns(), self._attributes))
+
+
+def unix_anchor_ns() -> int:
+    """Unix time minus monotonic time: of a few readings, the one that was interrupted least."""
+    readings = []
+    for _ in range(5):
+        before, wall, after = now_ns(), time.time_ns(), now_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+Predicate = Callable[[Span], bool]
+Interval = tuple[int, int]
+"""[start, end) in ns."""
+
+
+def busy_seconds(spans: Iterable[Span], during: Interval | None = None) -> dict[str, float]:
+    """Seconds in which each track worked, of that interval if one is given. Waiting, sending and samples' lives are not work; a track
+    without work has 0."""
+    work = _work_by(spans, lambda span: span.track)
+    return {track: _length(found if during is None else _intersection(found, [during])) / 1e9 for track, found in work.items()}
+
+
+def overlap_seconds(spans: Iterable[Span], a: Predicate, b: Predicate) -> float:
+    """Seconds in which a span that fits `a` and a span that fits `b` both ran.
+
+    A span that fits both overlaps with itself: predicates are meant to be disjoint.
+    """
+    spans = list(spans)
+    return _length(_intersection(_union(map(_interval, filter(a, spans))), _union(map(_interval, filter(b, spans))))) / 1e9
+
+
+def _work_by(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Interval]]:
+    found: defaultdict[_Key, list[Interval]] = defaultdict(list)
+    for span in spans:
+        work = found[key(span)]
+        if span.is_work:
+            work.append(_interval(span))
+    return {name: _union(intervals) for name, intervals in found.items()}
+
+
+def _interval(span: Span) -> Interval:
+    return span.start_ns, span.end_ns
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals in order, covering the same time."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in intervals)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from m2flow.errors import MissingExtra
-from m2flow.observe.following import LineFollower
-from m2flow.observe.sinks import Sink, Undelivered
+from m2flow.observe.record_sinks import LineFollower, Sink, Undelivered
 
 Tracker = Literal["wandb", "mlflow"]
 _MOST_TEXT = 500

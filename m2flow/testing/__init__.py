@@ -1,0 +1,1 @@
+"""Conformance suites, fakes, and a whole cluster in one thread: public."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from m2flow.micro.rollouts.policy import Move, Policy, Seen
+from m2flow.rollout_scheduling.policy import Move, SchedulingPolicy, Seen
 
 
-class Adversary(Policy):
+class Adversary(SchedulingPolicy):
     """Draws every answer by its seed, and looks at all that it is shown."""
 
     name = "adversary"
@@ -52,7 +52,7 @@ class Adversary(Policy):
         return [Move(sample, self._dice.randrange(self.seen.num_instances)) for sample in running[: self._dice.randrange(3)]]
 
 
-class Shuffled(Policy):
+class Shuffled(SchedulingPolicy):
     """Ranks at random, anew each time; for a queue that is composed of several."""
 
     name = "shuffled"

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from m2flow.channels.contract import Inbox, Outbox, Parcel, Statistics
+from m2flow.channels.channel import Inbox, Outbox, Parcel, Statistics
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, EndOfStream
 from m2flow.samples import Batch, Column, Ragged, make_ids
 

@@ -1,23 +1,55 @@
-"""A rollout engine without a model: every token is a hash, in exact integers, so that schedules can be compared bit by bit.
+"""Engines without a model: tokens and gradients are hashes in exact integers, so that schedules can be compared bit by bit.
 
 A token is a function of (weights, prompt, seed, position), and of nothing else: not of what else runs, nor of when; where weights changed
 under it, also of which weights its earlier tokens were read by. The weights are one int64 array, `FAKE_WEIGHT`, which
-`m2flow.testing.fake_train.FakeTrain` changes. Text is its bytes.
+`m2flow.testing.fakes.FakeTrain` changes. Text is its bytes.
+
+accumulate: gradient += hash(weights, sample, what the loss reads of it)   mod 2^61 - 1, for each sample
+    apply:      weights[i] = hash(weights[i], gradient, denominator, recipe, number of the step)
+
+A sum does not show its order: any cutting, any order of micro-batches gives the same weights. A sample that is lost, counted
+twice, given other rewards, or trained in another mini-batch gives others. Torch-free.
+
+rank 1, 2, ... --own sums--> rank 0 --the whole--> every rank        at each accumulate, apply, save, load, and list of weights
+
+Weights and results are bitwise those of `m2flow.testing.fakes.FakeTrain`, on any number of ranks. Like a real one it waits for ever
+for a rank that does not come, and fails when one is gone. Options: `fails: "1@3"`: rank 1 raises at its third micro-batch, and the others
+do not; `dies: "1@3"`: it is killed there; `all_fail: 3`: every rank raises; `room: "1@8"`: rank 1 has no memory for micro-batches of
+more than 8 samples. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import json
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Occupancy, Request, RolloutEngine
-from m2flow.errors import EngineError, PromptTooLong
-from m2flow.recipe import Model
-from m2flow.samples import Finish, SampleId
+from m2flow.engines.contract import (
+    Capabilities,
+    EngineSettings,
+    Generated,
+    Objective,
+    Occupancy,
+    ParallelLayouts,
+    Request,
+    RolloutEngine,
+    Sums,
+    TrainEngine,
+)
+from m2flow.errors import EngineError, ModelError, PromptTooLong
+from m2flow.recipe import HEAD_OUTPUTS, AdamW, Model
+from m2flow.samples import Batch, Finish, Ragged, SampleId
 
 FAKE_WEIGHT = "fake.weight"
 FAKE_EOS = 1
@@ -245,3 +277,244 @@ def _generated(sequence: _Sequence, finish: Finish | None) -> Generated:
         finish=finish,
         text=decode_fake(sequence.tokens),
     )
+
+
+PRIME = (1 << 61) - 1
+_STATE = "fake_train.json"
+_COMPUTED = {"sequence_lengths"}.union(*HEAD_OUTPUTS.values())
+
+
+class FakeTrain(TrainEngine):
+    """Everything that a train engine does, in integers. Log-probabilities, values and scores are multiples of 1/1024."""
+
+    name = "fake"
+    capabilities = Capabilities(kind="train", heads=("lm", "value", "score"), gives_away=True)
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._weights = np.zeros(0, np.int64)
+        self._gradient = 0
+        self._num_accumulated = 0
+        self._num_steps: dict[str, int] = {}
+        self._is_away = False
+
+    def start(self) -> None:
+        self._weights = initial_fake_weights(self._model)
+        self.discard()
+        self._num_steps = {}
+
+    def stop(self) -> None:
+        self._weights = np.zeros(0, np.int64)
+
+    def onload(self) -> None:
+        self._is_away = False
+
+    def offload(self) -> None:
+        self._is_away = True
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        self._check_place()
+        foreign = HEAD_OUTPUTS["lm" if self._model.head == "value" else "value"]
+        for name in foreign.intersection(objective.loss.needs):
+            raise EngineError(f"the loss {objective.loss.name} needs {name}, which a model with a {self._model.head} head does not give")
+        batch = _tokenised(batch)
+        names = ["behaviour_logprobs" if name == "logprobs" else name for name in sorted(batch.columns) if name == "logprobs"]
+        names = sorted({*names, *objective.loss.needs} - _COMPUTED)
+        columns = {name: "logprobs" if name == "behaviour_logprobs" else name for name in names}
+        missing = [name for name, column in columns.items() if column not in batch]
+        if missing:
+            raise EngineError(f"the loss {objective.loss.name} needs {missing[0]}, and the batch has {', '.join(sorted(batch.columns))}")
+        recipe = repr((objective.loss.name, objective.loss.needs, objective.loss.options)).encode()
+        tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
+        loss = 0
+        for row, sample in enumerate(batch.ids.tolist()):
+            parts = [_row_bytes(batch, column, row) for column in ("tokens", "loss_mask", *columns.values())]
+            value = _digest(self._weights.tobytes(), struct.pack("<q", sample), recipe, *parts)
+            self._gradient = (self._gradient + value) % PRIME
+            # Small enough for sums of them to be exact in float64.
+            loss += value % (1 << 20)
+        num_tokens = int(np.count_nonzero(mask.values))
+        self._num_accumulated += num_tokens
+        return Sums(len(batch), num_tokens, len(tokens.values), {"loss": float(loss)})
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        self._check_place()
+        gradient, num_accumulated = self._gradient, self._num_accumulated
+        self.discard()
+        if not num_accumulated:
+            raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
+        if not 0 < denominator < float("inf"):
+            raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
+        key = repr(optimizer)
+        step = self._num_steps[key] = self._num_steps.get(key, 0) + 1
+        change = _digest(struct.pack("<Qdq", gradient, denominator, step), key.encode())
+        self._weights = np.array([fake_hash(value & _MASK, change) >> 33 for value in self._weights.tolist()], np.int64)
+        return {"grad_norm": float(gradient % (1 << 20)) / denominator, "lr": optimizer.lr}
+
+    def discard(self) -> None:
+        self._gradient = 0
+        self._num_accumulated = 0
+
+    def logprobs(self, batch: Batch) -> Batch:
+        return self._of_tokens(batch, "lm", "reference_logprobs", -1)
+
+    def values(self, batch: Batch) -> Batch:
+        return self._of_tokens(batch, "value", "values", 1)
+
+    def scores(self, batch: Batch) -> Batch:
+        self._check_place("score")
+        prompts, texts = batch.ragged("prompt"), batch.ragged("text")
+        said = [f"{prompts.item(i)}\0{texts.item(i)}".encode("utf-8", "surrogatepass") for i in range(len(batch))]
+        return Batch(batch.ids, {"reward": np.array([_digest(self._weights.tobytes(), text) % 1021 / 1024 for text in said], np.float64)})
+
+    def _of_tokens(self, batch: Batch, head: str, column: str, sign: int) -> Batch:
+        """For each token under the mask a number between 0 and the sign, 0 for the others."""
+        self._check_place(head)
+        batch = _tokenised(batch)
+        tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask").values.astype(bool)
+        values = np.zeros(len(tokens.values), np.float32)
+        position = np.arange(len(values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+        values[mask] = sign * fake_numbers(self._weights, tokens.values.astype(np.int64), position)[mask]
+        return Batch(batch.ids, {column: Ragged(values, tokens.offsets)})
+
+    def num_training_tokens(self, batch: Batch) -> npt.NDArray[np.int64]:
+        return _tokenised(batch).ragged("tokens").lengths
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        yield FAKE_WEIGHT, self._weights
+
+    def save(self, path: str) -> None:
+        directory = Path(path)
+        directory.mkdir(parents=True, exist_ok=True)
+        fresh = directory / f".{_STATE}.{os.getpid()}"
+        fresh.write_text(json.dumps({"weights": self._weights.tolist(), "num_steps": self._num_steps}))
+        fresh.rename(directory / _STATE)
+
+    def _check_place(self, head: str | None = None) -> None:
+        if self._is_away:
+            raise EngineError("the engine is off its device", now="Call `onload` first.")
+        if head is not None and head != self._model.head:
+            raise EngineError(f"this needs a model with a {head} head, and this one has a {self._model.head} head")
+
+    def load(self, path: str) -> None:
+        try:
+            saved = json.loads((Path(path) / _STATE).read_text())
+            self._weights = np.array(saved["weights"], np.int64)
+            self._num_steps = dict(saved["num_steps"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"the checkpoint {path} can't be read: {error}", now="Use an earlier checkpoint.") from error
+        self.discard()
+
+
+def _tokenised(batch: Batch) -> Batch:
+    if "tokens" in batch:
+        return batch
+    texts = [[encode_fake(str(batch.ragged(name).item(row))) for name in ("prompt", "target")] for row in range(len(batch))]
+    tokens = Ragged.of([[*prompt, *target, FAKE_EOS] for prompt, target in texts], np.int32)
+    mask = Ragged.of([np.arange(len(prompt) + len(target) + 1) >= len(prompt) for prompt, target in texts], np.bool_)
+    return batch.with_columns(tokens=tokens, loss_mask=mask)
+
+
+def _row_bytes(batch: Batch, name: str, row: int) -> bytes:
+    column = batch[name]
+    values = column.row(row) if isinstance(column, Ragged) else column[row]
+    return np.ascontiguousarray(values).tobytes()
+
+
+def _digest(*parts: bytes) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return int.from_bytes(digest.digest(), "little") % PRIME
+
+
+_POLL_S = 0.01
+
+
+@final
+class FakeRanks(FakeTrain):
+    """One rank of it."""
+
+    name = "fake-ranks"
+    capabilities = Capabilities(kind="train", heads=("lm", "value", "score"), parallel_layouts=ParallelLayouts(dp=None))
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._rank, self._num_ranks = settings.rank, settings.num_ranks
+        self._links: list[Connection] = []
+        """Of rank 0, to each of the others; of another, to rank 0."""
+        self._num_micro_batches = 0
+
+    def start(self) -> None:
+        super().start()
+        if self._num_ranks > 1:
+            self._meet(f"{self._settings.rendezvous.removeprefix('file://')}.{self._model.seed}")
+        self._together()
+
+    def stop(self) -> None:
+        super().stop()
+        for link in self._links:
+            link.close()
+        self._links = []
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        self._num_micro_batches += 1
+        if self._settings.options.get("fails") == f"{self._rank}@{self._num_micro_batches}":
+            raise EngineError(f"this rank was told to fail at micro-batch {self._num_micro_batches}")
+        if self._settings.options.get("dies") == f"{self._rank}@{self._num_micro_batches}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._settings.options.get("all_fail") == self._num_micro_batches:
+            raise EngineError(f"every rank was told to fail at micro-batch {self._num_micro_batches}")
+        rank, _, room = str(self._settings.options.get("room", "")).partition("@")
+        if rank == str(self._rank) and len(batch) > int(room):
+            raise MemoryError
+        gradient, num_accumulated = self._gradient, self._num_accumulated
+        own = super().accumulate(batch.take(range(self._rank, len(batch), self._num_ranks)), objective)
+        grown, loss, num_sequences, num_tokens, num_context_tokens = self._together(
+            (self._gradient - gradient) % PRIME, int(own.metrics["loss"]), own.num_sequences, own.num_tokens, own.num_context_tokens
+        )
+        self._gradient, self._num_accumulated = (gradient + grown) % PRIME, num_accumulated + num_tokens
+        return Sums(num_sequences, num_tokens, num_context_tokens, {"loss": float(loss)})
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        self._together()
+        return super().apply(optimizer, denominator)
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        self._together()
+        yield from super().weights()
+
+    def save(self, path: str) -> None:
+        if self._rank == 0:
+            super().save(path)
+        self._together()
+
+    def load(self, path: str) -> None:
+        super().load(path)
+        self._together()
+
+    def _together(self, *own: int) -> Sequence[int]:
+        """Numbers below 2^61, each summed over all ranks; all come to this place before any goes on."""
+        try:
+            if self._rank:
+                self._links[0].send_bytes(struct.pack(f"<{len(own)}Q", *own))
+                return struct.unpack(f"<{len(own)}Q", self._links[0].recv_bytes())
+            parts = [own, *(struct.unpack(f"<{len(own)}Q", link.recv_bytes()) for link in self._links)]
+            whole = [sum(column) % PRIME for column in zip(*parts, strict=True)]
+            for link in self._links:
+                link.send_bytes(struct.pack(f"<{len(own)}Q", *whole))
+            return whole
+        except (EOFError, OSError, struct.error) as error:
+            raise EngineError(f"a rank is gone, or is somewhere else: {error!r}") from error
+
+    def _meet(self, place: str) -> None:
+        if self._rank == 0:
+            with Listener(place, "AF_UNIX", self._num_ranks) as listener:
+                self._links = [listener.accept() for _ in range(1, self._num_ranks)]
+            return
+        while not self._links:
+            try:
+                self._links = [Client(place, "AF_UNIX")]
+            except (FileNotFoundError, ConnectionRefusedError):
+                time.sleep(_POLL_S)

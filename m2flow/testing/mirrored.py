@@ -23,8 +23,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.accounting import Memory
-from m2flow.engines.contract import EngineSettings, Objective, Sums, Tensor, TrainEngine
+from m2flow.engines.contract import EngineSettings, Memory, Objective, Sums, Tensor, TrainEngine
 from m2flow.errors import InternalError, M2FlowError
 from m2flow.recipe import AdamW, Model
 from m2flow.samples import Batch

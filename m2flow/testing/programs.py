@@ -1,6 +1,11 @@
 """Small programs as data, and the flow that each of them is: what random tests of schedules run, planned and eager.
 
-    Program --as_flow--> Flow --run_planned, run_eager--> two Answers --difference--> nothing, or where they differ
+Interpreter --generated, updated, lagged--> Account --wrong--> nothing, or what is not as the program says
+
+The session stamps calls with versions and finds the calls of earlier steps; if it counted wrongly, it would do so in eager and planned
+runs alike, and they would agree. So a program counts again, with nothing but its own text: the updates of each policy, by step.
+
+Program --as_flow--> Flow --run_planned, run_eager--> two Answers --difference--> nothing, or where they differ
 
 A statement names what it works on by counting back (`samples=0` are the newest samples, `1` those before), modulo what there is, and
 does nothing where there is nothing. So every program is legal, however it was drawn or shrunk. What a program may still get wrong is
@@ -9,12 +14,179 @@ what users get wrong: a reward that raises, a refill that finds too few groups. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from m2flow.errors import M2FlowError
 from m2flow.macro.flow import Flow
-from m2flow.testing.account import Account
+from m2flow.macro.graph import Call
+from m2flow.micro.protocol.staleness import Decision, Decisions
+from m2flow.micro.records.segments import Place, read_segment
+from m2flow.observe.spans import SpanBlock
+from m2flow.samples import Batch, SampleId
+
+
+@dataclass
+class Answer:
+    """What a run came to: everything that must not depend on the plan."""
+
+    samples: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Identity -> token ids, versions."""
+    rewards: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(call, sample) -> reward."""
+    parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
+    """(call, sample) -> what its reward is made of, where the function said so."""
+    consumed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(update call, epoch, sample), sorted."""
+    logs: list[tuple[int, str, float]] = field(default_factory=list)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    """Sample -> which call gave it and which versions made its tokens, where that depended on time."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Role -> digest of its trained weights."""
+    error: str = ""
+    """The error that the flow ended with."""
+    where: str = ""
+    """The line that it names, and how the program got there."""
+
+    def forget(self, failed: Collection[int]) -> None:
+        """Drop what calls made that failed, of which the plan decides how much there is, and not what time decided, which eager needs."""
+        self.samples = {packed: one for packed, one in self.samples.items() if SampleId.unpack(packed).call not in failed}
+        self.rewards = {key: one for key, one in self.rewards.items() if key[0] not in failed}
+        self.parts = {key: one for key, one in self.parts.items() if key[0] not in failed}
+
+    def rewarded(self, call: int, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]]) -> None:
+        """A call judged these samples; `parts` is empty where none of its rewards has any."""
+        self.rewards.update(((call, packed), value) for packed, value in zip(ids, values, strict=True))
+        self.parts.update(((call, packed), of) for packed, of in zip(ids, parts, strict=False) if of)
+
+
+def samples_of(rows: Batch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Identity -> token ids, versions."""
+    tokens, versions = rows.ragged("tokens"), rows.ragged("versions")
+    return {packed: (tuple(tokens.row(i).tolist()), tuple(versions.row(i).tolist())) for i, packed in enumerate(rows.ids.tolist())}
+
+
+class Notes:
+    """Keeps what an eager run writes down (`m2flow.micro.worker.eager_executor.Notes`, `m2flow.macro.eager.Journal`)."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.answer = Answer()
+        self.failed: set[int] = set()
+        """Calls, and those under a refill that is one of them."""
+        self._run_dir = run_dir
+
+    def call_added(self, call: Call) -> None:
+        pass
+
+    def samples_done(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        finish: Sequence[int],
+        place: Place,
+        example: Sequence[str],
+    ) -> None:
+        self.answer.samples.update(samples_of(read_segment(self._run_dir / "segments", place)))
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
+        self.answer.rewarded(call.ordinal, ids, values, parts)
+
+    def decided(self, call: Call, decisions: Decisions) -> None:
+        self.answer.decisions.update(decisions)
+
+    def late(self, call: Call, ids: Sequence[int]) -> None:
+        pass
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        pass
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
+        self.answer.consumed += [(call.ordinal, epoch, packed) for packed in ids]
+
+    def filtered(self, call: Call, ids: Sequence[int]) -> None:
+        pass
+
+    def call_done(self, call: Call, value: object) -> None:
+        pass
+
+    def call_failed(self, call: Call, error: M2FlowError) -> None:
+        self.failed.update((*call.under_refill, call.ordinal))
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self.answer.logs.append((step, name, value))
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def spans(self, block: SpanBlock) -> None:
+        pass
+
+
+@dataclass
+class Account:
+    """One run of a program; the next run begins anew."""
+
+    windows: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Generate call -> the oldest and the newest version that it may use."""
+    lags: list[tuple[int | None, object]] = field(default_factory=list)
+    """Looks at an earlier step's metrics, in program order: the update whose they should be (None: none), and what they were."""
+    _updates: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """(policy, step) -> its updates there."""
+    _place_of: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    """Update -> policy, step, how many of that policy came before it in the step."""
+    _num_updates: dict[str, int] = field(default_factory=dict)
+    _before: dict[str, int] = field(default_factory=dict)
+    _lines: dict[int, str] = field(default_factory=dict)
+    """Generate call that carries what is late -> the policy, whose next one goes on with it."""
+
+    def begin(self) -> None:
+        """A run of the program begins."""
+        for kept in (self.windows, self.lags, self._updates, self._place_of, self._num_updates, self._before, self._lines):
+            kept.clear()
+
+    def loop_begins(self) -> None:
+        """What was trained before the loop is no older version of anything."""
+        self._before = dict(self._num_updates)
+
+    def generated(self, policy: str, call: int, staleness: int, *, carries: bool = False) -> None:
+        if carries:
+            self._lines[call] = policy
+        newest = self._num_updates.get(policy, 0)
+        self.windows[call] = max(newest - staleness, min(self._before.get(policy, 0), newest)), newest
+
+    def updated(self, policy: str, call: int, step: int) -> None:
+        self._num_updates[policy] = self._num_updates.get(policy, 0) + 1
+        there = self._updates.setdefault((policy, step), [])
+        self._place_of[call] = policy, step, len(there)
+        there.append(call)
+
+    def lagged(self, call: int, steps: int, seen: object) -> None:
+        """The program looked at the metrics of as many steps before this update."""
+        policy, step, place = self._place_of[call]
+        there = self._updates.get((policy, step - steps), []) if step >= steps else []
+        self.lags.append((there[place] if step >= 0 and place < len(there) else None, seen))
+
+    def wrong(self, answer: Answer, value: Callable[[int], object] | None = None) -> str | None:
+        """What of an answer is not as the program says, in words. With `value`, what each call came to, lagged ones too."""
+        for packed, (_, versions) in answer.samples.items():
+            decision = answer.decisions.get(packed)
+            drawn = SampleId.unpack(packed).call
+            giver = drawn if decision is None else decision.call
+            if giver != drawn and (giver < drawn or self._lines.get(giver) is None or self._lines.get(giver) != self._lines.get(drawn)):
+                return f"a sample of call {drawn} was given by call {giver}, which does not carry its line on"
+            oldest, newest = self.windows[giver]
+            used = {version for version in versions if version >= 0}
+            if used and not (oldest <= min(used) and max(used) <= newest):
+                return f"a sample of call {giver} has tokens of versions {used}, and may have {oldest} to {newest}"
+        for expected, seen in self.lags:
+            if (expected is None) != (seen is None) or (value is not None and expected is not None and seen != value(expected)):
+                return f"lagged gave {seen}, which is not what call {expected} came to"
+        return None
+
 
 # Statements. Whole numbers that name a role, a dataset or a result are taken modulo what there is.
 
@@ -250,7 +422,7 @@ class Program:
 
     def as_flow(self, account: Account | None = None) -> Flow:
         """The flow; what it counts for itself while it runs goes into the account."""
-        from m2flow.testing.interpreter import Interpreter  # it knows programs, which need not know it
+        from m2flow.testing.program_calls import Interpreter  # it knows programs, which need not know it
 
         def program() -> None:
             Interpreter(self, account or Account()).run()

@@ -25,11 +25,10 @@ from hypothesis import strategies as st
 from m2flow.errors import StateLost
 from m2flow.macro.flow import Flow
 from m2flow.macro.session import Backend
-from m2flow.micro.plan import Plan
+from m2flow.micro.protocol.plan import Plan
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
 from m2flow.testing import programs as p
-from m2flow.testing.account import Account
-from m2flow.testing.answers import Answer
+from m2flow.testing.programs import Account, Answer
 from m2flow.testing.world import run_eager, run_planned
 
 T = TypeVar("T")

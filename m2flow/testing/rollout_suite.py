@@ -1,6 +1,8 @@
 """What any rollout engine must do: checks to run against yours.
 
-    @pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
+Its samples are hundreds of tokens long, so that they still run when something happens to them: the model's context must have room.
+
+@pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
     def test_my_engine(check):
         check(lambda settings: MyEngine(model, settings))
 
@@ -8,36 +10,584 @@ A check gets a factory and makes as many engines as it needs. The model should h
 characters `0123456789=`, and not yet be sure of anything (random weights do). Checks of what an engine says that it can't do pass at once.
 """
 
-# ruff: noqa: PT018
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from m2flow.engines.contract import EngineSettings, Generated, RolloutEngine
+from m2flow.engines.contract import EngineSettings, Generated, Request, RolloutEngine
 from m2flow.errors import EngineError, PromptTooLong
 from m2flow.recipe import Sampling
 from m2flow.samples import Finish, SampleId
-from m2flow.testing.rollout_cases import (
-    GREEDY,
-    LOGPROB_TOLERANCE,
-    SAMPLED,
-    Factory,
-    assert_same_samples,
-    drain,
-    each_alone,
-    generate,
-    group_requests,
-    make_request,
-    raises,
-    repeatable,
-    started,
+
+# ruff: noqa: PT017, PT018
+
+
+Factory = Callable[[EngineSettings], RolloutEngine]
+
+LOGPROB_TOLERANCE = 1e-4
+PROMPTS = ("31=", "90210=", "5=", "31=")
+GREEDY = Sampling(12, temperature=0.0, min_new_tokens=12)
+SAMPLED = Sampling(12, min_new_tokens=6)
+
+
+def assert_same_samples(expected: dict[int, Generated], got: dict[int, Generated], *, is_bitwise: bool = False) -> None:
+    """The same samples: bitwise, or as far as sums in another order allow.
+
+    Then log-probabilities agree to 1e-4 up to the first token that differs, and at most one sample in sixteen has such a token
+    (its random number fell on the edge between two)."""
+    assert sorted(expected) == sorted(got)
+    num_different = 0
+    for i, a in expected.items():
+        b = got[i]
+        np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
+        if is_bitwise:
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32))
+            assert a.finish is b.finish and a.text == b.text
+            continue
+        length = min(len(a.tokens), len(b.tokens))
+        unequal = np.flatnonzero(a.tokens[:length] != b.tokens[:length])
+        same = int(unequal[0]) if len(unequal) else length
+        num_different += same < max(len(a.tokens), len(b.tokens))
+        np.testing.assert_allclose(a.logprobs[:same], b.logprobs[:same], atol=LOGPROB_TOLERANCE)
+    assert num_different * 16 <= len(expected), f"{num_different} of {len(expected)} samples differ"
+
+
+def repeatable(engine: RolloutEngine) -> Sampling:
+    """What gives the same samples when it is asked for again: random numbers that are not a sample's and a position's begin anew."""
+    return SAMPLED if engine.capabilities.keyed_seeds else GREEDY
+
+
+@contextlib.contextmanager
+def started(factory: Factory, settings: EngineSettings | None = None) -> Iterator[RolloutEngine]:
+    engine = factory(settings or EngineSettings())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        engine.stop()
+
+
+@contextlib.contextmanager
+def raises(kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        assert str(error)
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def make_request(prompt: int, index: int, sampling: Sampling) -> Request:
+    who = SampleId(0, prompt, index).pack()
+    return Request(who, PROMPTS[prompt % len(PROMPTS)], (who * 0x9E3779B97F4A7C15 + 1) % 2**64, sampling)
+
+
+def group_requests(sampling: Sampling, num_per_prompt: int = 1) -> list[Request]:
+    return [make_request(prompt, index, sampling) for prompt in range(len(PROMPTS)) for index in range(num_per_prompt)]
+
+
+def continued(request: Request, sample: Generated, num_tokens: int) -> Request:
+    return Request(
+        request.id,
+        request.prompt,
+        request.seed,
+        request.sampling,
+        tuple(sample.tokens[:num_tokens].tolist()),
+        tuple(sample.logprobs[:num_tokens].tolist()),
+        tuple(sample.versions[:num_tokens].tolist()),
+        tuple(sample.kv_stale[:num_tokens].tolist()),
+    )
+
+
+def drain(engine: RolloutEngine) -> dict[int, Generated]:
+    done = {}
+    while engine.num_unfinished:
+        done.update({sample.id: sample for sample in engine.step()})
+    return done
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> dict[int, Generated]:
+    engine.add(requests)
+    return drain(engine)
+
+
+def each_alone(factory: Factory, requests: Sequence[Request], settings: EngineSettings | None = None) -> dict[int, Generated]:
+    done = {}
+    with started(factory, settings) as engine:
+        for request in requests:
+            done.update(generate(engine, [request]))
+    return done
+
+
+# ruff: noqa: PT018
+
+
+def check_abort_returns_the_tokens_so_far(factory: Factory) -> None:
+    requests = group_requests(GREEDY, num_per_prompt=2)
+    with started(factory) as engine:
+        if engine.capabilities.self_paced or not engine.capabilities.abort:
+            return
+        whole = generate(engine, requests)
+        engine.add(requests)
+        for _ in range(5):
+            assert engine.step() == []
+        gone = engine.abort([requests[1].id, requests[4].id, SampleId(9, 9, 9).pack()])
+        assert sorted(sample.id for sample in gone) == sorted([requests[1].id, requests[4].id])
+        for sample in gone:
+            assert sample.finish is Finish.ABORT
+            assert len(sample.tokens) == 5
+            np.testing.assert_array_equal(sample.tokens, whole[sample.id].tokens[:5])
+        rest = drain(engine)
+        assert engine.abort([requests[1].id]) == []
+    assert_same_samples({i: sample for i, sample in whole.items() if i in rest}, rest)
+    assert len(rest) == len(requests) - 2
+
+
+def check_a_snapshot_is_what_an_abort_would_give_and_disturbs_nothing(factory: Factory) -> None:
+    """Also of a request that has not begun, of one that goes on from a prefix, and in the middle of being read again."""
+    for settings in (EngineSettings(max_running=4), EngineSettings(deterministic=True)):
+        requests = group_requests(SAMPLED, num_per_prompt=2)
+        with started(factory, settings) as engine:
+            can = engine.capabilities
+            if can.self_paced or not (can.abort and can.resume_with_prefix and (can.deterministic or not settings.deterministic)):
+                continue
+            whole = generate(engine, requests)
+        goes_on = [continued(requests[0], whole[requests[0].id], 4), *requests[1:]]
+        with started(factory, settings) as engine:
+            undisturbed = generate(engine, goes_on)
+        with started(factory, settings) as engine:
+            assert engine.snapshot([requests[0].id]) == []
+            engine.add(goes_on)
+            done: dict[int, Generated] = {}
+            while engine.num_unfinished:
+                progress = engine.progress()
+                seen = {sample.id: sample for sample in engine.snapshot([*progress, SampleId(9, 9, 9).pack()])}
+                assert {packed: len(sample.tokens) for packed, sample in seen.items()} == dict(progress)
+                assert all(sample.finish is Finish.ABORT for sample in seen.values())
+                for packed, sample in seen.items():
+                    length = len(sample.tokens)
+                    assert len(sample.logprobs) == len(sample.versions) == len(sample.kv_stale) == length
+                    np.testing.assert_array_equal(sample.tokens, undisturbed[packed].tokens[:length])
+                    np.testing.assert_array_equal(sample.logprobs, undisturbed[packed].logprobs[:length])
+                done |= {sample.id: sample for sample in engine.step()}
+        assert_same_samples(undisturbed, done, is_bitwise=True)
+
+
+def check_what_goes_on_from_a_snapshot_is_the_same_sample(factory: Factory) -> None:
+    """Another engine goes on where the first was seen last; bit by bit where results are a function of identity."""
+    for settings in (EngineSettings(), EngineSettings(deterministic=True)):
+        requests = group_requests(SAMPLED, num_per_prompt=3)
+        with started(factory, settings) as engine:
+            can = engine.capabilities
+            if can.self_paced or not (can.abort and can.resume_with_prefix and (can.deterministic or not settings.deterministic)):
+                continue
+            engine.add(requests)
+            early = {sample.id: sample for _ in range(3) for sample in engine.step()}
+            seen = {sample.id: sample for sample in engine.snapshot([request.id for request in requests])}
+            whole = early | drain(engine)
+        with started(factory, settings) as other:
+            left = [request for request in requests if request.id in seen]
+            done = early | generate(other, [continued(request, seen[request.id], len(seen[request.id].tokens)) for request in left[::-1]])
+        assert seen
+        assert_same_samples(whole, done, is_bitwise=settings.deterministic)
+
+
+def check_a_queued_request_can_be_aborted(factory: Factory) -> None:
+    with started(factory) as engine:
+        if engine.capabilities.self_paced or not engine.capabilities.abort:
+            return
+        request = make_request(0, 0, GREEDY)
+        engine.add([request])
+        (gone,) = engine.abort([request.id])
+        assert gone.finish is Finish.ABORT and len(gone.tokens) == 0
+        assert engine.num_unfinished == 0 and engine.step() == []
+
+
+def check_a_prefix_continues_as_if_it_had_not_stopped(factory: Factory) -> None:
+    with started(factory) as engine:
+        if not engine.capabilities.resume_with_prefix:
+            return
+        requests = group_requests(repeatable(engine), num_per_prompt=2)
+        whole = generate(engine, requests)
+    with started(factory) as engine:
+        done = generate(engine, [continued(request, whole[request.id], 4) for request in requests])
+    assert_same_samples(whole, done)
+
+
+def check_a_finished_prefix_comes_back_as_it_is(factory: Factory) -> None:
+    requests = group_requests(SAMPLED)
+    with started(factory) as engine:
+        if not engine.capabilities.resume_with_prefix:
+            return
+        whole = generate(engine, requests)
+        done = generate(engine, [continued(request, whole[request.id], len(whole[request.id].tokens)) for request in requests])
+    assert_same_samples(whole, done, is_bitwise=True)
+
+
+def check_weights_travel_and_stamp_their_version(factory: Factory) -> None:
+    requests = group_requests(GREEDY)
+    with started(factory) as first, started(factory) as second:
+        before = generate(first, requests)
+        first.load_weights([(name, tensor * 2) for name, tensor in first.weights()], 7)
+        assert first.version == 7 and second.version == 0
+        after = generate(first, requests)
+        assert all((sample.versions == 7).all() for sample in after.values())
+        assert any(not np.array_equal(after[i].logprobs, before[i].logprobs) for i in before)
+        second.load_weights(_in_one_buffer(first.weights()), 7)
+        # Which requests share a pass of an engine that paces itself is a matter of time.
+        assert_same_samples(after, generate(second, requests), is_bitwise=not first.capabilities.self_paced)
+
+
+def check_weights_that_come_while_it_is_away_are_those_it_computes_with(factory: Factory) -> None:
+    requests = group_requests(GREEDY)
+    with started(factory) as engine:
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        before = generate(engine, requests)
+        engine.offload()
+        engine.load_weights(changed, 1)
+        engine.onload()
+        after = generate(engine, requests)
+    with started(factory) as engine:
+        engine.load_weights(changed, 1)
+        assert_same_samples(generate(engine, requests), after)
+    assert all((sample.versions == 1).all() for sample in after.values())
+    assert any(not np.array_equal(after[i].logprobs, before[i].logprobs) for i in before)
+
+
+def _in_one_buffer(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """As they come in buckets: each is gone when the next is asked for."""
+    for name, tensor in tensors:
+        passing = tensor * 1
+        yield name, passing
+        passing[...] = 0
+
+
+def check_a_resumed_sample_has_the_versions_that_made_it(factory: Factory) -> None:
+    request = make_request(0, 0, GREEDY)
+    with started(factory) as engine:
+        if engine.capabilities.self_paced or not (engine.capabilities.abort and engine.capabilities.resume_with_prefix):
+            return
+        engine.add([request])
+        for _ in range(4):
+            engine.step()
+        (gone,) = engine.abort([request.id])
+        engine.load_weights([(name, tensor * 2) for name, tensor in engine.weights()], 1)
+        done = generate(engine, [continued(request, gone, 4)])[request.id]
+    assert done.versions.tolist() == [0] * 4 + [1] * 8
+    np.testing.assert_array_equal(done.tokens[:4], gone.tokens)
+    np.testing.assert_array_equal(done.logprobs[:4], gone.logprobs)
+
+
+def check_what_goes_on_with_new_weights_reads_its_prefix_by_them(factory: Factory) -> None:
+    """What is stopped, and goes on after a change of weights, is what an engine gives that never had other weights."""
+    settings = EngineSettings(deterministic=True)
+    requests = group_requests(SAMPLED, num_per_prompt=3)
+    with started(factory, settings) as engine:
+        can = engine.capabilities
+        if not (can.abort and can.resume_with_prefix and can.deterministic):
+            return
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add(requests)
+        for _ in range(5):
+            assert engine.step() == []
+        stopped = {sample.id: sample for sample in engine.abort([request.id for request in requests])}
+        engine.load_weights(changed, 1)
+        goes_on = [continued(request, stopped[request.id], 5) for request in requests]
+        done = generate(engine, goes_on)
+    with started(factory, settings) as engine:
+        engine.load_weights(changed, 1)
+        assert_same_samples(generate(engine, goes_on[::-1]), done, is_bitwise=True)
+    for request in requests:
+        before, after = stopped[request.id], done[request.id]
+        assert len(after.tokens) > 5
+        assert after.versions.tolist() == [0] * 5 + [1] * (len(after.tokens) - 5)
+        assert not after.kv_stale.any()
+        np.testing.assert_array_equal(after.logprobs[:5], before.logprobs)
+
+
+def check_what_a_prefix_was_made_with_is_remembered(factory: Factory) -> None:
+    request = make_request(0, 0, GREEDY)
+    with started(factory) as engine:
+        if not engine.capabilities.resume_with_prefix:
+            return
+        whole = generate(engine, [request])[request.id]
+        stale = (False, True, True)
+        done = generate(engine, [replace(continued(request, whole, 3), prefix_kv_stale=stale)])[request.id]
+    assert done.kv_stale.tolist() == [*stale, *[False] * (len(done.tokens) - 3)]
+
+
+def check_progress_counts_the_tokens_of_each_request(factory: Factory) -> None:
+    requests = group_requests(GREEDY, num_per_prompt=2)
+    with started(factory, EngineSettings(max_running=2)) as engine:
+        if engine.capabilities.self_paced:
+            return
+        assert engine.progress() == {}
+        engine.add(requests)
+        assert engine.progress() == {request.id: 0 for request in requests}
+        seen: dict[int, int] = {}
+        while engine.num_unfinished:
+            done = {sample.id for sample in engine.step()}
+            progress = engine.progress()
+            assert not done & set(progress)
+            assert all(seen.get(i, 0) <= count <= seen.get(i, 0) + 1 for i, count in progress.items())
+            seen |= progress
+        engine.add(requests[:1])
+        engine.step()
+        (stopped,) = engine.abort([requests[0].id])
+        if engine.capabilities.resume_with_prefix:
+            engine.add([continued(requests[0], stopped, len(stopped.tokens))])
+            assert engine.progress() == {requests[0].id: len(stopped.tokens)}
+
+
+def check_weights_that_do_not_fit_are_refused(factory: Factory) -> None:
+    with started(factory) as engine:
+        held = list(engine.weights())
+        for wrong in (held[:-1], [*held, ("no.such.weight", held[0][1])], [(held[0][0], held[0][1][:-1]), *held[1:]]):
+            with raises(EngineError):
+                engine.load_weights(wrong, 1)
+            assert engine.version == 0
+        engine.load_weights(held, 1)
+        assert generate(engine, [make_request(0, 0, GREEDY)])
+
+
+def check_weights_do_not_change_under_a_running_request(factory: Factory) -> None:
+    with started(factory) as engine:
+        if engine.capabilities.self_paced:
+            return
+        engine.add([make_request(0, 0, GREEDY)])
+        engine.step()
+        with raises(EngineError):
+            engine.load_weights(list(engine.weights()), 1)
+        assert engine.version == 0
+        assert len(drain(engine)) == 1
+
+
+def check_weights_may_change_under_running_requests_that_allow_it(factory: Factory) -> None:
+    """What runs goes on; what had not begun is wholly of the new weights; nothing is read again unless the engine says so."""
+    requests = group_requests(GREEDY)
+    with started(factory) as engine:
+        if engine.capabilities.self_paced or not engine.capabilities.weights_under_requests:
+            return
+        whole = generate(engine, requests)
+    with started(factory) as engine:
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add(requests[:-1])
+        for _ in range(4):
+            engine.step()
+        engine.load_weights(changed, 1, under_requests=True)
+        assert engine.version == 1
+        engine.add(requests[-1:])
+        done = drain(engine)
+        after = generate(engine, requests)
+    for request in requests[:-1]:
+        sample = done[request.id]
+        assert sample.versions.tolist() == [0] * 4 + [1] * 8
+        assert sample.kv_stale.tolist() in ([False] * 4 + [True] * 8, [False] * 12)
+        np.testing.assert_array_equal(sample.tokens[:4], whole[request.id].tokens[:4])
+        np.testing.assert_allclose(sample.logprobs[:4], whole[request.id].logprobs[:4], atol=LOGPROB_TOLERANCE)
+    begun_after = done[requests[-1].id]
+    assert (begun_after.versions == 1).all() and not begun_after.kv_stale.any()
+    assert not any(sample.kv_stale.any() for sample in after.values())
+    assert_same_samples({begun_after.id: begun_after}, {begun_after.id: after[begun_after.id]})
+
+
+def check_what_goes_on_from_a_stale_cache_reads_it_again(factory: Factory) -> None:
+    request = make_request(0, 0, GREEDY)
+    with started(factory) as engine:
+        can = engine.capabilities
+        if can.self_paced or not (can.weights_under_requests and can.abort and can.resume_with_prefix):
+            return
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        engine.add([request])
+        for _ in range(3):
+            engine.step()
+        engine.load_weights(changed, 1, under_requests=True)
+        for _ in range(2):
+            engine.step()
+        (stopped,) = engine.abort([request.id])
+        done = generate(engine, [continued(request, stopped, 5)])[request.id]
+    assert done.versions.tolist() == [0] * 3 + [1] * 9
+    np.testing.assert_array_equal(done.kv_stale, [*stopped.kv_stale, *[False] * 7])
+    with started(factory) as engine:
+        engine.load_weights(changed, 1)
+        fresh = generate(engine, [continued(request, stopped, 5)])[request.id]
+    assert_same_samples({fresh.id: fresh}, {done.id: done})
+
+
+def check_deterministic_samples_depend_on_when_their_weights_changed_alone(factory: Factory) -> None:
+    """Not on what else runs while they do: in the group, alone, or after a change that came while they were read again."""
+    settings = EngineSettings(deterministic=True)
+    requests = group_requests(SAMPLED, num_per_prompt=3)
+    with started(factory, settings) as engine:
+        can = engine.capabilities
+        if not (can.weights_under_requests and can.deterministic):
+            return
+        weights = [[(name, tensor * factor) for name, tensor in engine.weights()] for factor in (2, 3)]
+
+    def with_changes(requests: Sequence[Request]) -> dict[int, Generated]:
+        with started(factory, settings) as engine:
+            engine.add(requests)
+            for version, tensors in enumerate(weights, 1):
+                for _ in range(2):
+                    assert engine.step() == []
+                engine.load_weights(tensors, version, under_requests=True)
+            return drain(engine)
+
+    together = with_changes(requests)
+    assert all(sample.versions[:5].tolist() == [0, 0, 1, 1, 2] for sample in together.values())
+    assert_same_samples(together, with_changes(requests[::-1]), is_bitwise=True)
+    for request in requests[::2]:
+        alone = with_changes([request])
+        assert_same_samples({request.id: together[request.id]}, alone, is_bitwise=True)
+        np.testing.assert_array_equal(together[request.id].kv_stale, alone[request.id].kv_stale)
+
+
+def check_deterministic_samples_survive_abort_and_resume_bitwise(factory: Factory) -> None:
+    settings = EngineSettings(deterministic=True)
+    requests = group_requests(SAMPLED, num_per_prompt=3)
+    with started(factory, settings) as engine:
+        if not (engine.capabilities.deterministic and engine.capabilities.abort and engine.capabilities.resume_with_prefix):
+            return
+        whole = generate(engine, requests)
+        engine.add(requests)
+        for _ in range(5):
+            assert engine.step() == []
+        moved = {sample.id: sample for sample in engine.abort([request.id for request in requests[::2]])}
+        done = drain(engine)
+    with started(factory, settings) as engine:
+        engine.add([continued(request, moved[request.id], 5) for request in requests[::2]])
+        for _ in range(2):
+            done.update({sample.id: sample for sample in engine.step()})
+        again = {sample.id: sample for sample in engine.abort([request.id for request in requests[::4]])}
+        assert all(len(sample.tokens) >= 5 for sample in again.values())
+        engine.add([continued(request, again[request.id], len(again[request.id].tokens)) for request in requests if request.id in again])
+        done.update(drain(engine))
+    assert_same_samples(whole, done, is_bitwise=True)
+
+
+GOING_ON_CHECKS: tuple[Callable[[Factory], None], ...] = tuple(
+    function for name, function in list(globals().items()) if name.startswith("check_")
 )
-from m2flow.testing.rollout_going_on import GOING_ON_CHECKS
-from m2flow.testing.rollout_self_paced import SELF_PACED_CHECKS
+"""Every check, in the order of this file."""
+
+
+# ruff: noqa: PT018
+
+
+LONG = Sampling(1000, temperature=0.0, min_new_tokens=1000)
+_PATIENCE_S = 60.0
+
+
+def check_what_runs_can_be_aborted_and_goes_on(factory: Factory) -> None:
+    requests = [make_request(prompt, 0, LONG) for prompt in range(3)]
+    with started(factory) as engine:
+        if not engine.capabilities.self_paced:
+            return
+        engine.add(requests)
+        run_until(engine, [request.id for request in requests], 4)
+        stopped = {sample.id: sample for sample in engine.abort([request.id for request in requests])}
+        assert engine.num_unfinished == 0
+        assert sorted(stopped) == sorted(request.id for request in requests)
+        for sample in stopped.values():
+            assert sample.finish is Finish.ABORT and 4 <= len(sample.tokens) < 1000
+            assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions)
+        done = generate(engine, [continued(request, stopped[request.id], len(stopped[request.id].tokens)) for request in requests])
+    for request in requests:
+        before, after = stopped[request.id], done[request.id]
+        assert len(after.tokens) == 1000 and after.finish is Finish.LENGTH
+        np.testing.assert_array_equal(after.tokens[: len(before.tokens)], before.tokens)
+        np.testing.assert_array_equal(after.logprobs[: len(before.logprobs)], before.logprobs)
+
+
+def check_what_is_queued_can_be_aborted(factory: Factory) -> None:
+    request = make_request(0, 0, LONG)
+    with started(factory) as engine:
+        if not engine.capabilities.self_paced:
+            return
+        engine.add([request])
+        (gone,) = engine.abort([request.id])
+        assert gone.finish is Finish.ABORT and len(gone.tokens) < 1000
+        assert engine.num_unfinished == 0 and engine.step() == [] and engine.abort([request.id]) == []
+
+
+def check_progress_grows(factory: Factory) -> None:
+    request = make_request(0, 0, LONG)
+    with started(factory) as engine:
+        if not engine.capabilities.self_paced:
+            return
+        assert engine.progress() == {}
+        engine.add([request])
+        assert engine.progress() == {request.id: 0}
+        seen = [0]
+        while engine.num_unfinished:
+            engine.step()
+            seen += engine.progress().values()
+        assert seen == sorted(seen) and len(set(seen)) > 2
+
+
+def check_weights_stay_under_what_runs(factory: Factory) -> None:
+    request = make_request(0, 0, LONG)
+    with started(factory) as engine:
+        if not engine.capabilities.self_paced:
+            return
+        held = list(engine.weights())
+        engine.add([request])
+        run_until(engine, [request.id], 1)
+        with raises(EngineError):
+            engine.load_weights(held, 1)
+        assert engine.version == 0
+        assert (drain(engine)[request.id].versions == 0).all()
+
+
+def check_weights_change_under_what_runs_if_it_is_allowed(factory: Factory) -> None:
+    requests = [make_request(prompt, 0, LONG) for prompt in range(2)]
+    with started(factory) as engine:
+        if not (engine.capabilities.self_paced and engine.capabilities.weights_under_requests):
+            return
+        changed = [(name, tensor * 2) for name, tensor in engine.weights()]
+        whole = generate(engine, requests)
+        engine.add(requests[:1])
+        run_until(engine, [requests[0].id], 4)
+        engine.load_weights(changed, 1, under_requests=True)
+        engine.add(requests[1:])
+        done = drain(engine)
+        after = generate(engine, requests)
+    sample, begun_after = done[requests[0].id], done[requests[1].id]
+    changes = np.flatnonzero(np.diff(sample.versions))
+    assert len(changes) == 1 and sample.versions[0] == 0 and sample.versions[-1] == 1
+    first = int(changes[0]) + 1
+    assert not sample.kv_stale[:first].any() and len(set(sample.kv_stale[first:].tolist())) == 1
+    np.testing.assert_array_equal(sample.tokens[:first], whole[sample.id].tokens[:first])
+    np.testing.assert_allclose(sample.logprobs[:first], whole[sample.id].logprobs[:first], atol=LOGPROB_TOLERANCE)
+    assert (begun_after.versions == 1).all() and not begun_after.kv_stale.any()
+    same = int(np.argmin(np.append(begun_after.tokens == after[begun_after.id].tokens, False)))
+    assert same > 4
+    np.testing.assert_allclose(begun_after.logprobs[:same], after[begun_after.id].logprobs[:same], atol=LOGPROB_TOLERANCE)
+
+
+def run_until(engine: RolloutEngine, ids: Iterable[int], num_tokens: int) -> None:
+    """Until each of these has so many tokens, and none has ended."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while min(engine.progress()[i] for i in ids) < num_tokens:
+        assert engine.step() == []
+        assert time.monotonic() < deadline, "the engine generates nothing"
+
+
+SELF_PACED_CHECKS: tuple[Callable[[Factory], None], ...] = tuple(
+    function for name, function in list(globals().items()) if name.startswith("check_")
+)
+"""Every check, in the order of this file."""
+
+
+# ruff: noqa: PT018
 
 
 def check_every_request_comes_back_whole(factory: Factory) -> None:

@@ -1,6 +1,12 @@
 """A whole cluster in one thread: the real scheduler and the real workers, on in-memory channels, in an order that a seed decides.
 
-    run_planned(flow, options, spec, order_seed=7) == run_eager(flow, options, spec)
+Send(Generate) --began--> Impatience --due--> TimedOut, now and then
+
+a worker dies -> what it had said and sent is heard and comes in part -> it is missed -> all have answered -> it is back
+
+A trainer and a worker with a role's state are spared: what they have, no other has.
+
+run_planned(flow, options, spec, order_seed=7) == run_eager(flow, options, spec)
 
 Which worker takes its next turn, and when the controller hears what a worker said, is drawn at random; each link keeps its own
 order, as the real ones do. So every interleaving that processes could show can be produced, and produced again.
@@ -8,40 +14,43 @@ order, as the real ones do. So every interleaving that processes could show can 
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import final
 
+import msgspec
 import numpy as np
 
-from m2flow.channels.contract import Parcel
-from m2flow.channels.memory import MemoryInbox, MemoryOutbox
+from m2flow.channels.channel import MemoryInbox, MemoryOutbox, Parcel
 from m2flow.errors import InternalError, M2FlowError, error_from_record
 from m2flow.macro.eager import EagerBackend, number_of
-from m2flow.macro.exploring import copies_made
-from m2flow.macro.flow import Flow
+from m2flow.macro.flow import Flow, randomness_kept
 from m2flow.macro.graph import Call, MacroGraph, Observation
-from m2flow.macro.randomness import randomness_kept
+from m2flow.macro.oversampling import timeout_of
 from m2flow.macro.session import Backend
 from m2flow.macro.sites import user_site
-from m2flow.macro.tracing import trace
-from m2flow.micro import messages as m
-from m2flow.micro.bodies import call_body
-from m2flow.micro.control.census import Census
-from m2flow.micro.control.settling import Settling
-from m2flow.micro.lowering.lower import Lowering, lower
-from m2flow.micro.plan import Plan, WorkerPlan
-from m2flow.micro.record.decisions import Decisions, given_by
-from m2flow.micro.record.logbook import Logbook, Logged
-from m2flow.micro.record.segments import read_segment
-from m2flow.micro.scheduling.events import (
+from m2flow.macro.tracing import copies_made, trace
+from m2flow.micro.controller.call_futures import FirstError
+from m2flow.micro.controller.sample_lifecycle import SampleLifecycle
+from m2flow.micro.controller.supervisor import InflightRecovery
+from m2flow.micro.lowering.passes import Lowering, lower
+from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.call_bodies import call_body
+from m2flow.micro.protocol.events import (
     CONTROLLER,
     LEDGER,
     CallAdded,
+    Command,
     Discarded,
     Dropped,
     Event,
+    Expired,
+    Forgotten,
     FromWorker,
     Given,
     Late,
@@ -50,22 +59,251 @@ from m2flow.micro.scheduling.events import (
     Resolve,
     Send,
     Sourced,
+    TimedOut,
     Wanted,
     WorkerJoined,
     WorkerLost,
 )
-from m2flow.micro.scheduling.scheduler import Scheduler
-from m2flow.micro.work import performing
-from m2flow.micro.work.inprocess import InProcess
-from m2flow.micro.work.store import RowStore
-from m2flow.micro.work.worker import Worker
+from m2flow.micro.protocol.plan import Plan, WorkerPlan
+from m2flow.micro.protocol.row_store import RowStore
+from m2flow.micro.protocol.staleness import Decisions, given_by
+from m2flow.micro.records.flow_log import FlowLog, Logged
+from m2flow.micro.records.journal import Journal
+from m2flow.micro.records.segments import read_segment
+from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.worker.eager_executor import EagerExecutor
+from m2flow.micro.worker.weight_sync import weight_settings
+from m2flow.micro.worker.worker import Worker
+from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.recipe import Model
+from m2flow.rollout_scheduling.policies import report_every
 from m2flow.samples import Batch, SampleId
 from m2flow.spec import ClusterSpec, RunSettings
-from m2flow.testing.answers import Answer, Notes, samples_of
-from m2flow.testing.impatience import Impatience
-from m2flow.testing.made_workers import Link, made_worker
-from m2flow.testing.mortality import Mortality
-from m2flow.testing.writing_down import NotWritten, Written
+from m2flow.testing.programs import Answer, Notes, samples_of
+
+_SHARE = 0.01
+"""Of the moments at which somebody looks, those at which a sample is late."""
+
+
+@final
+class Impatience:
+    """Of one run. Without a time-out no number is drawn."""
+
+    def __init__(self, order: random.Random) -> None:
+        self._order = order
+        self._running: list[tuple[int, int]] = []
+        """(call, sample), with those that are done by now."""
+
+    def began(self, message: m.ToWorker, call: Call | None) -> None:
+        if isinstance(message, m.Generate) and call is not None and timeout_of(call.options) is not None:
+            self._running += [(message.call, row) for row in message.ids if (message.call, row) not in self._running]
+
+    def due(self) -> TimedOut | None:
+        if not self._running or self._order.random() >= _SHARE:
+            return None
+        call, row = self._running.pop(self._order.randrange(len(self._running)))
+        return TimedOut(call, [row])
+
+
+_ONCE_IN = 60
+"""Turns between two deaths, and how long each stage of one takes, on average."""
+
+
+@final
+class Mortality:
+    """When something happens to whom."""
+
+    def __init__(self, seed: int, num_deaths: int) -> None:
+        self._random = random.Random(seed)
+        self._num_left = num_deaths
+        self.dying: list[str] = []
+        """Dead, and not missed yet."""
+        self.away: list[str] = []
+        """Known to be lost, and not back yet."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Somebody is away, and will be back."""
+        return bool(self.dying or self.away)
+
+    @property
+    def is_used(self) -> bool:
+        """Somebody is away, or will die."""
+        return bool(self._num_left or self.dying or self.away)
+
+    def _is_time(self) -> bool:
+        return self._random.randrange(_ONCE_IN) == 0
+
+    def dies(self, candidates: Sequence[str]) -> str | None:
+        """Who dies now."""
+        if not self._num_left or not candidates or not self._is_time():
+            return None
+        self._num_left -= 1
+        self.dying.append(self._random.choice(candidates))
+        return self.dying[-1]
+
+    def is_missed(self) -> str | None:
+        """Whose death is noticed now."""
+        return self.dying.pop(0) if self.dying and self._is_time() else None
+
+    def returns(self) -> str | None:
+        """Who is back now."""
+        return self.away.pop(0) if self.away and self._is_time() else None
+
+    def part_of(self, count: int) -> int:
+        """How many of so many messages or parcels get through."""
+        return self._random.randint(0, count)
+
+
+Unsaid = tuple[m.Finished | m.Aborted | m.Flushed, ...]
+
+
+class NotWritten:
+    """None is kept: nobody will be lost."""
+
+    def open(self) -> None:
+        pass
+
+    def close(self, workers: Iterable[str]) -> None:
+        """The run is over, and these have ended."""
+
+    def call_added(self, call: Call) -> None:
+        pass
+
+    def told(self, message: m.ToController) -> None:
+        """A worker said something."""
+
+    def consumed(self, task: m.Accumulate) -> None:
+        """A micro-batch is done."""
+
+    def commanded(self, command: Command) -> None:
+        """The scheduler says something."""
+
+    def settle(self, worker: str) -> Unsaid:
+        """A worker is lost; what it could not say."""
+        return ()
+
+    def read_back(self, push: m.Push) -> Batch:
+        raise InternalError("nothing was written down")
+
+
+@final
+class Written(NotWritten):
+    """Of one run."""
+
+    def __init__(self, run_dir: Path, calls: Mapping[int, Call]) -> None:
+        self._calls = calls
+        self._journal = Journal(run_dir)
+        self._custody = SampleLifecycle(self._journal, run_dir, calls)
+
+    def open(self) -> None:
+        self._journal.open()
+
+    def close(self, workers: Iterable[str]) -> None:
+        for name in workers:
+            self._custody.settle(name, "the run ended")
+        self._journal.close()
+
+    def call_added(self, call: Call) -> None:
+        self._journal.call_added(call)
+
+    def told(self, message: m.ToController) -> None:
+        if isinstance(message, m.Finished | m.Aborted | m.Flushed | m.GivenUp):
+            self._custody.told(message)
+
+    def consumed(self, task: m.Accumulate) -> None:
+        self._journal.consumed(self._calls[task.call], task.epoch, task.ids)
+
+    def commanded(self, command: Command) -> None:
+        match command:
+            case Send(worker, m.Generate() as task):
+                self._custody.begins(worker, task)
+            case Discarded() | Dropped() | Late() | Given() | Expired():
+                self._custody.decided(command)
+            case Resolve(ordinal, value):
+                self._journal.call_done(self._calls[ordinal], value)
+            case Reject(ordinal, error, _):
+                self._journal.call_failed(self._calls[ordinal], error)
+            case Forgotten(ordinal):
+                self._journal.forgotten(ordinal)
+            case _:
+                pass
+
+    def settle(self, worker: str) -> Unsaid:
+        return self._custody.settle(worker, f"{worker} was lost")
+
+    def read_back(self, push: m.Push) -> Batch:
+        return self._custody.read_back(push)
+
+
+class Link:
+    """Both directions between the controller and one worker."""
+
+    def __init__(self) -> None:
+        self.to_worker: deque[bytes] = deque()
+        self.to_controller: deque[bytes] = deque()
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        received = list(self.to_worker)
+        self.to_worker.clear()
+        return received
+
+    def send(self, message: bytes) -> None:
+        self.to_controller.append(message)
+
+
+def made_worker(
+    plan: Plan,
+    worker: WorkerPlan,
+    models: Mapping[str, Model],
+    spec: ClusterSpec,
+    seed: int,
+    directory: str,
+    incarnation: int,
+    *,
+    deterministic: bool,
+    flush_tokens: int,
+) -> tuple[Worker, Link, MemoryInbox]:
+    """One of a plan's, which was this often started before; not open."""
+    settings = _settings(worker, models, spec, seed, directory, incarnation, deterministic=deterministic)
+    settings = msgspec.structs.replace(settings, flush_tokens=flush_tokens)
+    weights = weight_settings(worker.name, plan.syncs, spec.weights, f"{directory}/weights")
+    settings = msgspec.structs.replace(settings, weights=weights)
+    link, inbox = Link(), MemoryInbox()
+    return Worker(settings, link, inbox, MemoryOutbox()), link, inbox
+
+
+def _settings(
+    worker: WorkerPlan, models: Mapping[str, Model], spec: ClusterSpec, seed: int, directory: str, incarnation: int, *, deterministic: bool
+) -> WorkerSettings:
+    return WorkerSettings(
+        name=worker.name,
+        controller="",
+        keys=None,
+        inbox="",
+        engines=worker.engines,
+        models=dict(models),
+        device="cpu",
+        threads=1,
+        deterministic=deterministic,
+        run_seed=seed,
+        run_dir=directory,
+        shared_prefix=f"m2flow-world-{os.getpid()}-{worker.name}",
+        rollout_options=spec.rollout.options,
+        train_options=spec.train.options,
+        function_concurrency=spec.functions.concurrency,
+        function_patience_s=spec.functions.patience_s,
+        max_running=spec.rollout.max_running,
+        report_every=report_every(spec.rollout.policy, spec.rollout.predictor, turns=3),
+        gather_s=0.0,
+        flush_tokens=1,
+        flush_s=1e9,
+        heartbeat_s=1.0,
+        parent=0,
+        incarnation=incarnation,
+        takes_turns=bool(worker.lease),
+    )
+
 
 MAX_TURNS = 2_000_000
 """Turns without an end that count as a deadlock, though somebody still moves."""
@@ -95,7 +333,7 @@ class World(Backend):
         self._make = make
         self._workers = {worker.name: make(worker, 0) for worker in plan.workers}
         self._mortality = Mortality(order_seed, num_losses)
-        self._census = Census()
+        self._census = InflightRecovery()
         self._buried: list[Worker] = []
         self._dead: set[str] = set()
         self._end: M2FlowError | None = None
@@ -110,10 +348,10 @@ class World(Backend):
         self._defined: dict[str, set[int]] = {name: set() for name in self._workers}
         self._segment: list[Call] = []
         self._values: dict[int, object] = {}
-        self._settling = Settling()
+        self._settling = FirstError()
         self._collected = RowStore()
         self._consuming: dict[int, m.Accumulate] = {}
-        self._logbook = Logbook(self, lambda step, name, number: self.answer.logs.append((step, name, number)))
+        self._logbook = FlowLog(self, lambda step, name, number: self.answer.logs.append((step, name, number)))
         self._logged: list[tuple[int, int]] = []
         self._released: list[int] = []
         self._discarded: dict[int, int] = {}
@@ -243,7 +481,7 @@ class World(Backend):
             rows = call.options.get("rows")
             if isinstance(rows, Batch):
                 self._rows.put(call.ordinal, rows)
-                self._handle(Sourced(call.ordinal, rows.ids.tolist(), performing.num_tokens_of(rows)))
+                self._handle(Sourced(call.ordinal, rows.ids.tolist(), execute.num_tokens_of(rows)))
         released, self._released = self._released, []
         for ordinal in released:
             self._handle(Released(ordinal))
@@ -492,7 +730,7 @@ def run_eager(
     with tempfile.TemporaryDirectory() as directory:
         notes = Notes(Path(directory))
         settings = RunSettings(seed=seed, deterministic=deterministic)
-        performer = InProcess(plan, spec, settings, models, Path(directory), notes, decisions)
+        performer = EagerExecutor(plan, spec, settings, models, Path(directory), notes, decisions)
         performer.open()
         try:
             flow.run(around(EagerBackend(performer, notes)), options, seed=seed)

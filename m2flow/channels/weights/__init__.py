@@ -9,9 +9,8 @@ Files, from the inside out: `tensors` (what travels), `checksum`, `manifest`, `s
 """
 
 from m2flow.channels.weights.manifest import Manifest, TensorEntry
-from m2flow.channels.weights.publishing import Publisher, WeightOptions
-from m2flow.channels.weights.receiving import Subscriber
-from m2flow.channels.weights.shared import SharedWeights, SharedWeightsReader, remove_segments
+from m2flow.channels.weights.publication import Publisher, Subscriber, WeightOptions
+from m2flow.channels.weights.shared_segment import SharedWeights, SharedWeightsReader, remove_segments
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight, digest
 
 __all__ = [

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.groups import Group, open_store, own_address, split_address
+from m2flow.channels.process_groups import Group, open_store, own_address, split_address
 from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving, pump
 from m2flow.channels.weights.manifest import Content
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.channels.weights.checksum import checksum
-from m2flow.channels.weights.tensors import Weight, bytes_of, num_bytes_of, weight_of
+from m2flow.channels.weights.tensors import Weight, bytes_of, checksum, num_bytes_of, weight_of
 from m2flow.errors import DecodeError
 
 ALIGNMENT = 64
@@ -29,7 +28,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     offset: int
     """Bytes from the start."""
     checksum: int
-    """Of its bytes (`m2flow.channels.weights.checksum`)."""
+    """Of its bytes (`m2flow.channels.weights.tensors`)."""
 
     @property
     def num_bytes(self) -> int:

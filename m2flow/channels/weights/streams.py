@@ -22,7 +22,7 @@ from typing import final
 import msgspec
 import numpy as np
 
-from m2flow.channels.keys import Keys
+from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights.broadcast import Bytes, Offer
 from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving
 from m2flow.channels.weights.manifest import Content

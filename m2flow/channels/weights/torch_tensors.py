@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from m2flow.channels.weights import checksum as sums
+from m2flow.channels.weights import tensors as sums
 from m2flow.channels.weights.manifest import Seen, seen
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight
 
@@ -84,7 +84,7 @@ def seen_tensors(tensors: Iterable[tuple[str, Any]]) -> Iterator[Seen]:
 
 
 def checksum_on_device(tensor: Any) -> int:
-    """`m2flow.channels.weights.checksum.checksum` of a torch tensor's bytes, computed where it lies."""
+    """`m2flow.channels.weights.tensors.checksum` of a torch tensor's bytes, computed where it lies."""
     import torch
 
     if not tensor.numel():

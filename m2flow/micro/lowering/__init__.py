@@ -1,0 +1,1 @@
+"""From the macro graph to the plan, pass by pass."""

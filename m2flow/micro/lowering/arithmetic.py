@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.micro.plan import Line
-from m2flow.micro.work.performing import num_tokens_of
+from m2flow.micro.protocol.execute import num_tokens_of
+from m2flow.micro.protocol.plan import Line
 from m2flow.recipe import AdamW, Sampling
 from m2flow.samples import Batch
 

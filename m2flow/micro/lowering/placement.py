@@ -1,12 +1,30 @@
-"""Second pass: which workers are there, and which of them runs each call?
+"""Placement: which workers there are, which of them runs each call and in what chunks, by rule from the spec or as the search found.
 
-    Stages, ClusterSpec --placement--> workers, Stages with a place
+pin of the spec, or the layout of a seat --degrees--> EngineSlot.tp, .pp, .ep --EngineSettings--> the server's arguments
+
+Where workers are placed by rule, the spec pins it (`pin: {policy.rollout: {layout: {tp: 2}}}`); a search chooses it. Found by a search
+among the cores of this machine, degrees are threads of a process, and no server is laid out by them
+(`m2flow.spec.ClusterSpec.planned_pools`).
+
+Stages --chunking--> Stages with `chunk`
+
+A rollout engine gets as many samples as decode together well; a function gets a few tens, so that its results can flow on
+while the next ones run. These are upper bounds: the scheduler hands on what is ready and does not wait for a chunk to fill.
+
+Stages, ClusterSpec --placement--> workers, Stages with a place
 
 By rule, from the spec's `placement`. Time-shared: one worker hosts rollout and training of every model, which take turns with a
 lease; further rollout workers only generate. Split: rollout workers and one trainer, side by side. Functions have processes of
 their own either way, since they may hang, block or be slow without touching a device. Where the trace ended because Python waits
 for a value, what comes after it is unknown: each model then gets both kinds of engine, but for references, critics and reward
 models, which are not sampled.
+
+Choice --seating--> WorkerPlans
+
+A rollout seat of n replicas is n workers; a trainer is one worker, however many devices it has, since its ranks work as one. Engines
+of one kind on the same devices in the same layout share a worker. An engine that generates and one that trains share a worker too
+if they take turns with a single device, so that samples and weights need not leave the process; on more devices than one they are
+processes of their own, which take turns by the lease. All engines of a kind have one turn, unless their devices can't hold them at once.
 """
 
 from __future__ import annotations
@@ -14,15 +32,85 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from m2flow.engines.registry import engines
 from m2flow.errors import PlanError, SpecError, did_you_mean
 from m2flow.macro.graph import Call, MacroGraph
-from m2flow.micro.lowering.degrees import pinned_degrees
-from m2flow.micro.plan import EngineSlot, Stage, WorkerPlan
+from m2flow.micro.lowering.capabilities import can_rest
+from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, Stage, WorkerPlan
 from m2flow.recipe import Model
-from m2flow.spec import ClusterSpec
+from m2flow.spec import ClusterSpec, WeightsSpec
+
+_NAMES = ("tp", "pp", "ep")
+
+
+def pinned_degrees(slot: EngineSlot, spec: ClusterSpec) -> EngineSlot:
+    """A rollout engine, laid out as the spec says."""
+    layout = spec.pin_of(slot.role, "rollout").layout
+    found = {name: getattr(layout, name) for name in _NAMES}
+    return msgspec.structs.replace(slot, **{name: degree for name, degree in found.items() if degree})
+
+
+def seated_degrees(slot: EngineSlot, seat: Seat, spec: ClusterSpec) -> EngineSlot:
+    """A rollout engine, laid out as the search found."""
+    if not spec.pools:
+        return slot
+    return msgspec.structs.replace(slot, **{name: getattr(seat.layout, name) for name in _NAMES})
+
+
+def check_degrees(workers: Iterable[WorkerPlan], weights: WeightsSpec) -> None:
+    """
+    Raises:
+        PlanError: a rollout engine is laid over more devices than it can be, or has no server that takes weights as the spec says.
+    """
+    known = {info.name: info.capabilities for info in engines() if info.kind == "rollout"}
+    for slot in (slot for worker in workers for slot in worker.engines if slot.kind == "rollout" and slot.engine in known):
+        can = known[slot.engine]
+        if weights.into_server not in ("auto", *can.into_server):
+            others = ", ".join(name for name, other in known.items() if weights.into_server in other.into_server)
+            raise PlanError(
+                f"the spec has weights: {{into_server: {weights.into_server}}}, and the rollout engine {slot.engine!r} has no server "
+                "that takes them so",
+                now=f"Leave it out, or take one of {others}.",
+            )
+        for name in _NAMES:
+            degree, most = getattr(slot, name), getattr(can.parallel_layouts, name)
+            if most is not None and degree > most:
+                limits = {other: getattr(one.parallel_layouts, name) for other, one in known.items()}
+                others = ", ".join(other for other, limit in limits.items() if limit is None or limit >= degree)
+                raise PlanError(
+                    f"the rollout engine {slot.engine!r} has {name} up to {most}, and {slot.role} is to have {degree}",
+                    now=f"With so many there are {others or 'none'}; or mend `pin` in the cluster spec.",
+                )
+
+
+def chunk(stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[Stage, ...]:
+    """Each stage with its chunk size."""
+    sizes = {"rollout": spec.rollout.max_running, "function": spec.functions.chunk, "train": spec.functions.chunk}
+    return tuple(msgspec.structs.replace(stage, chunk=sizes.get(stage.engine, 0)) for stage in stages)
+
+
+class Sizes(NamedTuple):
+    """How much of a call a task takes."""
+
+    chunk: int
+    token_budget: int
+
+
+def sizes_of(stages: tuple[Stage, ...]) -> dict[str, Sizes]:
+    """By the call's name: a later call of the same name has them too."""
+    return {stage.call: Sizes(stage.chunk, stage.token_budget) for stage in stages}
+
+
+def resize(stages: tuple[Stage, ...], sizes: Mapping[str, Sizes]) -> tuple[Stage, ...]:
+    """The stages with the sizes that a plan has for calls of their names."""
+    found = ((stage, sizes.get(stage.call)) for stage in stages)
+    return tuple(msgspec.structs.replace(s, chunk=z.chunk, token_budget=z.token_budget) if z else s for s, z in found)
+
 
 _CALL_EARLIER = "Processes are placed by what the first step of the flow calls. Make this call there too, in the first step."
 _COPY_EARLIER = "No trace of the flow came to this line. Make it before the loop too: made again here, it takes the weights of then."
@@ -142,3 +230,132 @@ def device_of(spec: ClusterSpec) -> str:
     if spec.device != "auto":
         return spec.device
     return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+_Place = tuple[str, int, int]
+"""A pool, the first device, and the one after the last."""
+
+
+def seat_workers(choice: Choice, spec: ClusterSpec, device: str, *, deterministic: bool = False) -> tuple[WorkerPlan, ...]:
+    """The processes of a choice, and those for functions.
+
+    Args:
+        device: what a device of this machine is called where the spec has no pools (`cpu`, `cuda:0`).
+        deterministic: engines on cores of this machine have one thread, however many cores the seat has.
+    Raises:
+        PlanError: two seats have a device in common and take no turns with it.
+    """
+    _check_overlaps(choice.seats)
+    slots: dict[tuple[str, _Place, str], list[EngineSlot]] = {}
+    threads: dict[_Place, int] = {}
+    turns = _turns(choice.seats)
+    for seat in choice.seats:
+        engine = spec.rollout.engine if seat.engine.kind == "rollout" else spec.train.engine
+        for place in _replicas(seat):
+            stays = bool(seat.lease) and not seat.is_swapped and (seat.engine.kind == "train" or can_rest(engine))
+            lease = seat.lease if _shares(seat, place, choice.seats) else ""
+            turn, stays = (turns.get(seat.engine, ""), stays) if lease else ("", False)
+            slot = EngineSlot(seat.engine.role, seat.engine.kind, engine, turn, stays, seat.lent_until if lease else 0.0, seat.comes_at)
+            laid = seated_degrees(slot, seat, spec) if seat.engine.kind == "rollout" else slot
+            slots.setdefault((seat.engine.kind, place, lease), []).append(laid)
+            threads[place] = place[2] - place[1] if device == "cpu" and not spec.pools and not deterministic else 1
+    workers = []
+    count = {"rollout": 0, "train": 0, "device": 0}
+    for (kind, place, lease), own_slots in slots.items():
+        other = ("train" if kind == "rollout" else "rollout", place, lease)
+        is_one_process = bool(lease) and other in slots and _has_one_process(place, spec)
+        if is_one_process and kind == "train":
+            continue  # Its slots go to the worker of the rollout engines there.
+        name = "device" if is_one_process else kind
+        both = own_slots + slots[other] if is_one_process else own_slots
+        ranks = _ranks(place, spec) if any(slot.kind == "train" for slot in both) else 1
+        own = max(1, threads[place] // ranks)
+        workers.append(
+            WorkerPlan(f"{name}-{count[name]}", _device_name(place, spec, device), own, tuple(dict.fromkeys(both)), lease, ranks)
+        )
+        count[name] += 1
+    functions = (EngineSlot("*", "function", "python"),)
+    return *workers, *(WorkerPlan(f"functions-{i}", "cpu", 1, functions) for i in range(spec.functions.workers))
+
+
+def _has_one_process(place: _Place, spec: ClusterSpec) -> bool:
+    """Whether engines that generate and train there by turns are in one process."""
+    return place[2] - place[1] == 1 or not spec.pools
+
+
+def share_a_process(rollout: Seat, trainer: Seat, spec: ClusterSpec) -> bool:
+    """Whether one of the replicas is in the trainer's process, which does one thing at a time, if the two seats take turns."""
+    place = trainer.pool, trainer.first_device, trainer.devices.stop
+    return place in _replicas(rollout) and _has_one_process(place, spec)
+
+
+def _shares(seat: Seat, place: _Place, seats: tuple[Seat, ...]) -> bool:
+    """Whether a replica takes turns: of a rollout engine that has lent devices, those that are on them do."""
+    if not seat.lent_until:
+        return bool(seat.lease)
+    others = (other for other in seats if other.engine != seat.engine and other.lease == seat.lease and other.pool == place[0])
+    return any(other.first_device < place[2] and place[1] < other.devices.stop for other in others)
+
+
+def _turns(seats: tuple[Seat, ...]) -> dict[EngineId, str]:
+    """The turns of engines that can't work on their devices while all others of their kind and lease do; nothing for those that can."""
+    alike: dict[tuple[str, str], dict[EngineId, Seat]] = {}
+    for seat in seats:
+        if seat.lease:
+            alike.setdefault((seat.lease, seat.engine.kind), {})[seat.engine] = seat
+    found = {}
+    for (_, kind), seat_of in alike.items():
+        groups: list[list[Seat]] = []
+        for seat in seat_of.values():
+            group = next((group for group in groups if all(_may_share_a_turn(seat, other) for other in group)), None)
+            groups += [[seat]] if group is None else []
+            if group is not None:
+                group.append(seat)
+        for group in groups if len(groups) > 1 else ():
+            found.update({seat.engine: f"{kind} {', '.join(other.engine.role for other in group)}" for seat in group})
+    return found
+
+
+def _may_share_a_turn(one: Seat, other: Seat) -> bool:
+    """Without a common device; or in one process, which does one thing at a time, where the devices hold both."""
+    is_apart = one.pool != other.pool or one.devices.stop <= other.first_device or other.devices.stop <= one.first_device
+    return is_apart or (_replicas(one) == _replicas(other) and not one.is_swapped and not other.is_swapped)
+
+
+def _ranks(place: _Place, spec: ClusterSpec) -> int:
+    """Of a trainer: in a pool each device is one; on this machine the spec says it."""
+    return place[2] - place[1] if spec.pools else spec.train.ranks
+
+
+def seat_sizes(choice: Choice, stages: tuple[Stage, ...]) -> dict[str, Sizes]:
+    """The sizes that the seats give calls. How many samples decode together is the engine's limit, not a seat's."""
+    chunks = {call.partition("@")[0]: seat.chunk for seat in choice.seats for call in seat.calls if seat.chunk}
+    return {s.call: Sizes(chunks[s.call], s.token_budget) for s in stages if s.engine != "rollout" and s.call in chunks}
+
+
+def _replicas(seat: Seat) -> list[_Place]:
+    if seat.engine.kind == "train":
+        return [(seat.pool, seat.first_device, seat.devices.stop)]
+    size = seat.num_devices // seat.layout.dp
+    return [(seat.pool, first, first + size) for first in range(seat.first_device, seat.devices.stop, size)]
+
+
+def _device_name(place: _Place, spec: ClusterSpec, device: str) -> str:
+    pool, first, stop = place
+    if not spec.pools:
+        return device
+    return f"{pool}[{first}]" if stop == first + 1 else f"{pool}[{first}:{stop}]"
+
+
+def _check_overlaps(seats: tuple[Seat, ...]) -> None:
+    for i, one in enumerate(seats):
+        for other in seats[i + 1 :]:
+            common = range(max(one.first_device, other.first_device), min(one.devices.stop, other.devices.stop))
+            if one.pool != other.pool or not common or one.engine.kind == other.engine.kind:
+                continue
+            if not one.lease or one.lease != other.lease:
+                where = one.pool or "this machine"
+                raise PlanError(
+                    f"{one.engine} and {other.engine} both have the devices {common.start} to {common.stop - 1} of {where}",
+                    now="Give them the same lease, so that they take turns, or devices of their own.",
+                )

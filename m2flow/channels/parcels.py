@@ -1,0 +1,574 @@
+"""Parcels between processes: over ZeroMQ alone, or with their large columns beside it, in shared memory or over torch.distributed.
+
+heard(descriptor, sender) ... ended(descriptors) ... next_gone() -> the sender
+
+ZeroMQ names a connection by its file descriptor, both with a message and when it ends. A descriptor is used again: whoever is turned away
+leaves one behind that the next friend may get, and word of its end may come after the friend's first message. So each is remembered
+with its inode, which no other has as long as it is open, and a connection has ended when its socket is not there any more. One that is
+there still is looked at again: ZeroMQ's thread may not have come to close it.
+
+A message goes whole or not at all, and waits for nobody longer than it may. ZeroMQ connects anew to an address that somebody listens at
+again; what has been there and is gone counts as gone here, since it can't be the same inbox.
+
+ZmqOutbox --PUSH--> PULL ZmqInbox
+
+    a parcel    the frames of `m2flow.channels.codec`
+    a loan      one frame that says where the large columns lie (`m2flow.channels.shared_memory`), then the parcel's head frame
+    a passage   one frame that says over which pair of processes they follow (`m2flow.channels.process_groups`), then the head frame
+    an end      one frame with the sender's name
+
+An inbox takes all four from whoever sends them; which way a parcel goes is the sender's choice (`Outbox.prefer`), per peer. It learns
+from ZeroMQ when a connection has ended, and raises `BrokenChannel` for a sender that had not said so before. Two workers that send to
+each other from the thread that also receives must keep less in flight than their queues hold, or they wait for each other: that is what
+credits are for (`m2flow.micro.scheduler.backpressure`).
+
+A peer that dies takes with it what lay in its queues: finding that out and sending again is the scheduler's part.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, final
+
+import msgspec
+import zmq
+
+from m2flow.channels.channel import Inbox, Outbox, Parcel, Statistics
+from m2flow.channels.codec import FRAME_BYTES, MAX_FRAMES, MAX_HEAD_BYTES, cut, decode, encode, num_frame_bytes
+from m2flow.channels.endpoints import Keys
+from m2flow.channels.process_groups import PAIRS, Backend, PairReceiver, PairSender, Passage
+from m2flow.channels.shared_memory import Arena, Borrower, Loan
+from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, NOBLOCK, Endpoint, Socket, connect, has_come, milliseconds, wait
+from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, EndOfStream
+
+_CLOSES_S = 0.05
+"""ZeroMQ tells of an end, and closes the socket a moment later."""
+_LOOK_S = 0.001
+
+
+@final
+class Connections:
+    """Of one inbox. One thread."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[str, int]] = {}
+        """File descriptor -> who was heard on it last, and the inode of its socket."""
+        self._ended: deque[int] = deque()
+        """Descriptors of connections that are said to have ended, and of which nothing was made yet."""
+        self._doubted: set[int] = set()
+        """Those whose socket was there all the same: ZeroMQ is slow to close it, or it is another's by now."""
+
+    def sender_on(self, connection: int) -> str | None:
+        """Who was heard there last."""
+        found = self._heard.get(connection)
+        return found[0] if found is not None else None
+
+    def heard(self, connection: int, sender: str) -> None:
+        self._heard[connection] = (sender, inode_of(connection))
+
+    @property
+    def are_doubted(self) -> bool:
+        """Whether one may end of which nothing more will be said."""
+        return bool(self._doubted)
+
+    def ended(self, descriptors: Iterable[int]) -> None:
+        """ZeroMQ says so; and those that it has closed since it said so."""
+        self._ended.extend(descriptors)
+        closed = [connection for connection in self._doubted if inode_of(connection) != self._heard[connection][1]]
+        self._doubted.difference_update(closed)
+        self._ended.extend(closed)
+
+    def next_gone(self) -> str | None:
+        """A sender whose connection has ended; each once. When there is nothing more to read: what came before an end counts."""
+        while self._ended:
+            connection = self._ended.popleft()
+            found = self._heard.get(connection)
+            if found is not None and _is_open(connection, found[1], _CLOSES_S):
+                self._doubted.add(connection)
+            elif found is not None:
+                self._doubted.discard(connection)
+                del self._heard[connection]
+                return found[0]
+        return None
+
+
+def inode_of(descriptor: int) -> int:
+    """Of the socket that is open under it; -1: none."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return -1
+
+
+def _is_open(descriptor: int, inode: int, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while inode >= 0 and inode_of(descriptor) == inode:
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(_LOOK_S)
+    return False
+
+
+COPY_BELOW_BYTES = 64 * 1024
+"""Below this, handing a frame to ZeroMQ without a copy costs more than the copy."""
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As a number: a member of an enumeration takes a microsecond each time."""
+END = b"m2e"
+"""Begins the frame that says that a sender has ended; its name follows."""
+
+
+class Peer(Endpoint):
+    """The way to one inbox."""
+
+    _what = "the way to an inbox"
+
+    def open(self, address: str, max_parcels: int) -> None:
+        self.address = address
+        self.senders: set[str] = set()
+        self._has_taken = self._is_gone = self._has_ended = False
+        socket = self._create(zmq.PUSH, max_parcels)
+        # Queue only for a peer that is there: what is queued for one that never comes would be lost without a word.
+        socket.immediate = True
+        self._watch()
+        connect(socket, address)
+
+    def send(self, frames: Sequence[bytes | memoryview], timeout_s: float, statistics: Statistics) -> None:
+        """Hand one message over, all of its frames or none."""
+        socket = self._opened()
+        if self._has_ended:
+            raise ChannelClosed(f"the channel to {self.address} was ended")
+        deadline: float | None = None
+        while True:
+            self.require_alive()
+            if _send_now(socket, frames):
+                self._has_taken = True
+                return
+            start = time.monotonic()
+            deadline = start + timeout_s if deadline is None else deadline
+            if start >= deadline:
+                raise self.took_nothing(timeout_s)
+            self._wait_until_writable(deadline - start)
+            statistics.wait_s += time.monotonic() - start
+
+    def require_alive(self) -> None:
+        """Raises BrokenChannel: the peer is gone. ZeroMQ would connect anew, to what can't be the same inbox any more."""
+        has_ended = bool(self._ended_connections())  # Before anything was taken it may have been turned away, or not be there yet.
+        self._is_gone = self._is_gone or (has_ended and self._has_taken)
+        if self._is_gone:
+            raise self.is_gone()
+
+    def is_gone(self) -> BrokenChannel:
+        return BrokenChannel(f"{self.address} is gone", now="Its worker has died, or was cut off; see its log.")
+
+    def took_nothing(self, timeout_s: float) -> BrokenChannel:
+        return BrokenChannel(
+            f"{self.address} took nothing for {timeout_s:g} s", now="Its worker is gone, or too slow for what it is sent; see its log."
+        )
+
+    def end(self, timeout_s: float, statistics: Statistics) -> None:
+        """Say that this was all."""
+        if not self._has_ended:
+            for sender in sorted(self.senders):
+                self.send([END + sender.encode()], timeout_s, statistics)
+            self._has_ended = True
+
+    def end_now(self) -> None:
+        """The same, if the peer takes it without waiting."""
+        if not self._has_ended and not self._is_gone:
+            self._has_ended = all(_send_now(self._opened(), [END + sender.encode()]) for sender in sorted(self.senders))
+
+    def close(self, drain_s: float) -> None:
+        self._release(drain_s)
+
+    def _wait_until_writable(self, timeout_s: float) -> None:
+        """Or until the peer is gone."""
+        poller = zmq.Poller()
+        poller.register(self._opened(), zmq.POLLOUT)
+        if self._monitor is not None:
+            poller.register(self._monitor, zmq.POLLIN)
+        poller.poll(milliseconds(timeout_s))
+
+
+def _send_now(socket: Socket, frames: Sequence[bytes | memoryview]) -> bool:
+    """Whether the message could go without waiting."""
+    try:
+        for frame in frames[:-1]:
+            socket.send(frame, _MORE, copy=len(frame) < COPY_BELOW_BYTES)
+        socket.send(frames[-1], NOBLOCK, copy=len(frames[-1]) < COPY_BELOW_BYTES)
+    except zmq.Again:  # ZeroMQ has rolled back the frames that went before: the whole message goes again.
+        return False
+    return True
+
+
+SHARED_MEMORY = "shared memory"
+
+_LOAN, _PASSAGE = b"m2l", b"m2p"
+_SRCFD = int(zmq.SRCFD)
+"""As a number: a member of an enumeration takes a microsecond each time."""
+_UNKNOWN = -1
+"""In the place of a connection: ZeroMQ does not say of a message of an unversioned peer (ZMTP 1.0) where it came from."""
+_INBOX_LOOK_S = 0.002
+"""Between two looks at what others have taken, which nobody rings a bell for."""
+_LOOKS_AGAIN_S = 0.05
+"""At connections that were said to have ended, and were there."""
+_DIES_S = 5.0
+"""A process that dies loses its sockets all at once, but not in one moment."""
+_MAX_NAME_BYTES = 1024
+_MAX_BYTES_AT_ONCE = 16 << 20
+"""That are given in one go: more would be taken out of the processor's cache, and out of memory that the system has to clear first."""
+Note = TypeVar("Note", Loan, Passage)
+_encoder = msgspec.msgpack.Encoder()
+_loan_decoder = msgspec.msgpack.Decoder(Loan)
+_passage_decoder = msgspec.msgpack.Decoder(Passage)
+
+
+class ZmqInbox(Endpoint, Inbox):
+    """An inbox at a place of this host. `max_parcels` of each sender wait in it, 0: as many as come; the senders' queues come on top.
+    Without `pairs` nothing is taken over torch.distributed, and torch not loaded."""
+
+    _what = "the inbox"
+
+    def __init__(
+        self, place: str = "ipc:", *, max_parcels: int = 1000, keys: Keys | None = None, pairs: PairReceiver | None = None
+    ) -> None:
+        Endpoint.__init__(self, keys)
+        Inbox.__init__(self)
+        self._pairs = pairs
+        self._place = place
+        self._max_parcels = max_parcels
+        self._pending: DecodeError | None = None
+        self._borrower = Borrower()
+        self._arenas: dict[str, set[str]] = {}
+        """Sender -> the arenas that it lent from."""
+        self._groups: dict[str, set[str]] = {}
+        """Sender -> its pairs with us."""
+        self._connections = Connections()
+        self._open_senders: set[str] = set()
+        self._ended_senders: set[str] = set()
+        self._gone_senders: set[str] = set()
+
+    def open(self) -> str:
+        address = self._bind(zmq.PULL, self._max_parcels, self._place, max(FRAME_BYTES, MAX_HEAD_BYTES))
+        self._watch()
+        return address
+
+    def receive(self, timeout_s: float) -> list[Parcel]:
+        socket = self._opened()
+        if self._pending is not None:
+            error, self._pending = self._pending, None
+            raise error
+        parcels: list[Parcel] = []
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._connections.ended(self._ended_connections())  # First, so that what came on them before is here too.
+            self._take(socket, parcels)
+            if parcels or self._pending is not None:
+                return parcels
+            self._raise_ends()
+            start = time.monotonic()
+            if start >= deadline:
+                return parcels
+            wait([self], min(deadline - start, _LOOKS_AGAIN_S) if self._connections.are_doubted else deadline - start)
+            self.waited_s += time.monotonic() - start
+
+    def _take(self, socket: Socket, parcels: list[Parcel]) -> None:
+        """Add what is here. That may be nothing though the socket is readable: a peer that is turned away makes it so."""
+        num_bytes = 0
+        while len(parcels) < MAX_MESSAGES_AT_ONCE and num_bytes < _MAX_BYTES_AT_ONCE:
+            frames, connection = _receive_frames(socket)
+            if not frames:
+                return
+            try:
+                parcel, size = self._read(frames, connection)
+            except DecodeError as error:
+                if not parcels:
+                    raise
+                self._pending = error  # The good ones before it go first.
+                return
+            if parcel is not None:
+                parcels.append(parcel)
+                num_bytes += size
+
+    def _read(self, frames: list[bytes | memoryview], connection: int) -> tuple[Parcel | None, int]:
+        """The parcel of a message, None for one that has none; and its bytes."""
+        if len(frames) > MAX_FRAMES:
+            raise DecodeError(f"a message of more than {MAX_FRAMES:,} frames")
+        if connection == _UNKNOWN:
+            raise DecodeError(f"a message of {num_frame_bytes(frames):,} bytes from a peer that speaks a protocol older than ZeroMQ 3")
+        kind = bytes(frames[0][:3])
+        if kind == END:
+            self._ended(frames)
+            return None, 0
+        num_bytes = num_frame_bytes(frames)
+        if kind == _LOAN:
+            loan = _loan_of(frames[0])
+            try:
+                shared = self._borrower.borrow(loan)
+            except BrokenChannel:
+                return None, 0  # It died with this on its way; the end of its connection will tell.
+            parcel = decode([*frames[1:], *shared])
+            self._arenas.setdefault(parcel.sender, set()).add(loan.arena)
+            aside = num_shared = sum(loan.sizes)
+        elif kind == _PASSAGE:
+            found = self._over_a_pair(frames, connection)
+            if found is None:
+                return None, 0
+            parcel, aside, num_shared = *found, 0
+        else:
+            parcel, aside, num_shared = decode(frames), 0, 0
+        statistics = self._counted(parcel.sender)
+        statistics.add(len(parcel.batch), num_bytes + aside)
+        statistics.num_shared_bytes += num_shared
+        statistics.num_pair_bytes += aside - num_shared
+        if self._connections.sender_on(connection) != parcel.sender or parcel.sender not in self._open_senders:
+            self._connections.heard(connection, parcel.sender)
+            self._open_senders.add(parcel.sender)
+            self._ended_senders.discard(parcel.sender)
+            self._gone_senders.discard(parcel.sender)
+        return parcel, num_bytes + aside
+
+    def _over_a_pair(self, frames: Sequence[bytes | memoryview], connection: int) -> tuple[Parcel, int] | None:
+        """The parcel, and how many of its bytes came so. None: its sender has died meanwhile, which the end of its connection will tell."""
+        passage, inode = _passage_of(frames[0]), inode_of(connection)
+        if self._pairs is None:
+            raise DecodeError("columns over torch.distributed, which this inbox does not take")
+        try:
+            parcel = decode([*frames[1:], *self._pairs.receive(passage)])
+        except BrokenChannel as error:
+            deadline = time.monotonic() + _DIES_S
+            while inode >= 0 and inode_of(connection) == inode:
+                if time.monotonic() > deadline:
+                    raise ChannelError(f"columns of a parcel did not come, and their sender lives: {error.what}") from None
+                time.sleep(_INBOX_LOOK_S)
+            return None
+        self._groups.setdefault(parcel.sender, set()).add(passage.group)
+        return parcel, sum(passage.sizes)
+
+    def _ended(self, frames: Sequence[bytes | memoryview]) -> None:
+        try:
+            sender = bytes(frames[0][len(END) :]).decode()
+        except UnicodeDecodeError:
+            raise DecodeError("the end of a channel whose sender's name is no text") from None
+        if len(frames) != 1 or len(sender) > _MAX_NAME_BYTES:
+            raise DecodeError("what follows the end of a channel")
+        if sender in self._open_senders:
+            self._open_senders.discard(sender)
+            self._ended_senders.add(sender)
+            self._let_go(sender)
+
+    def _raise_ends(self) -> None:
+        """Nothing is left to give. Connections may have ended: of senders that had not, one is told at a time."""
+        while (sender := self._connections.next_gone()) is not None:
+            if sender in self._open_senders:
+                self._open_senders.discard(sender)
+                self._gone_senders.add(sender)
+                self._let_go(sender)
+                raise BrokenChannel(
+                    f"{sender} is gone, and had not ended its channel", now="Its worker has died, or was cut off; see its log."
+                )
+        if self._ended_senders and not self._open_senders and not self._gone_senders:
+            raise EndOfStream("all that sent to this inbox have ended")
+
+    def _let_go(self, sender: str) -> None:
+        for arena in self._arenas.pop(sender, ()):
+            self._borrower.forget(arena)
+        for group in self._groups.pop(sender, ()):
+            assert self._pairs is not None
+            self._pairs.forget(group)
+
+    def close(self) -> None:
+        self._release(0.0)
+        self._borrower.close()
+        if self._pairs is not None:
+            self._pairs.close()
+
+    def _has_pending(self) -> bool:
+        return self._pending is not None
+
+
+class ZmqOutbox(Outbox):
+    """Sends to inboxes by address.
+
+    Each peer has a queue of `max_parcels` here, beside the inbox's own; when both are full, `send` waits up to `timeout_s`. With
+    an arena, large columns go to the peers for which the plan says so (`prefer`) in shared memory; where the arena is full, they
+    are sent like the rest, and counted. With pairs they go over torch.distributed where the plan says that.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        max_parcels: int = 1000,
+        timeout_s: float = 60.0,
+        keys: Keys | None = None,
+        arena: Arena | None = None,
+        pairs: PairSender | None = None,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._max_parcels = max_parcels
+        self._timeout_s = timeout_s
+        self._keys = keys
+        self._arena = arena
+        self._pairs = pairs
+        self._peers: dict[str, Peer] = {}
+        self._ways: dict[str, str] = {}
+        """Address -> the way that large columns take there beside the socket."""
+        self._is_closed = False
+        self._is_registered = False
+
+    def prefer(self, address: str, transport: str) -> None:
+        can = {SHARED_MEMORY: self._arena, **dict.fromkeys(PAIRS, self._pairs)}
+        if can.get(transport) is not None:
+            self._ways[address] = transport
+        else:
+            self._ways.pop(address, None)
+
+    def send(self, address: str, parcel: Parcel) -> None:
+        if self._is_closed:
+            raise ChannelClosed(f"the outbox {self._name} is closed")
+        frames = encode(parcel)
+        peer = self._peers.get(address) or self._new_peer(address)
+        statistics = self._counted(address)
+        way = self._ways.get(address) if len(frames) > 1 else None
+        if way in PAIRS:
+            self._send_over_a_pair(frames, peer, PAIRS[way], statistics)
+        elif way is None or not self._lent(frames, peer, statistics):
+            peer.send(frames if len(frames) == 1 else cut(frames), self._timeout_s, statistics)
+        peer.senders.add(parcel.sender)
+        statistics.add(len(parcel.batch), num_frame_bytes(frames))
+
+    def end(self, address: str) -> None:
+        if self._is_closed:
+            raise ChannelClosed(f"the outbox {self._name} is closed")
+        peer = self._peers.get(address)
+        if peer is not None:
+            peer.end(self._timeout_s, self._counted(address))
+
+    def forget(self, address: str) -> None:
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            peer.close(0.0)
+        if self._arena is not None:
+            self._arena.forget(address)
+        if self._pairs is not None:
+            self._pairs.forget(address)
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self.close)
+        deadline = time.monotonic() + drain_s
+        for peer in self._peers.values():
+            peer.end_now()
+        if self._pairs is not None:
+            self._pairs.close(deadline)
+        for peer in self._peers.values():
+            peer.close(max(deadline - time.monotonic(), 0.0))
+        self._peers.clear()
+        if self._arena is not None:
+            self._wait_for_loans(deadline)
+            self._arena.close()
+
+    def _lent(self, frames: list[bytes | memoryview], peer: Peer, statistics: Statistics) -> bool:
+        """Whether the large columns could be lent, and the rest was sent; the pool may be full."""
+        arena = self._arena
+        assert arena is not None
+        self._wait_for_room(arena, peer, statistics)
+        loan = arena.lend([memoryview(frame) for frame in frames[1:]], peer.address)
+        if loan is None:
+            statistics.num_unshared += 1
+            return False
+        try:
+            peer.send([_LOAN + _encoder.encode(loan), frames[0]], self._timeout_s, statistics)
+        except BaseException:
+            arena.take_back(loan)
+            raise
+        statistics.num_shared_bytes += sum(loan.sizes)
+        return True
+
+    def _send_over_a_pair(self, frames: list[bytes | memoryview], peer: Peer, backend: Backend, statistics: Statistics) -> None:
+        pairs = self._pairs
+        assert pairs is not None
+        self._wait_for_room(pairs, peer, statistics)
+        if pairs.is_broken(peer.address):
+            raise peer.is_gone()
+        large = [memoryview(frame) for frame in cut(frames)[1:]]
+        passage = pairs.announce(large, peer.address, backend)
+        peer.send([_PASSAGE + _encoder.encode(passage), frames[0]], self._timeout_s, statistics)
+        pairs.send(large, peer.address)  # Not before: a head that could not leave is sent again, and what follows it must follow once.
+        statistics.num_pair_bytes += sum(passage.sizes)
+
+    def _wait_for_room(self, aside: Arena | PairSender, peer: Peer, statistics: Statistics) -> None:
+        """Columns on their way beside the socket have the bound that a queue has: their heads are too small to fill one."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._max_parcels and aside.num_on_their_way(peer.address) >= self._max_parcels:
+            start = time.monotonic()
+            peer.require_alive()
+            if start >= deadline:
+                raise peer.took_nothing(self._timeout_s)
+            time.sleep(_INBOX_LOOK_S)
+            statistics.wait_s += time.monotonic() - start
+
+    def _wait_for_loans(self, deadline: float) -> None:
+        """A buffer whose loan is still on its way must be there when it comes."""
+        assert self._arena is not None
+        while self._arena.num_on_their_way() and time.monotonic() < deadline:
+            time.sleep(_INBOX_LOOK_S)
+
+    def _new_peer(self, address: str) -> Peer:
+        if not self._is_registered:
+            # Uncopied frames are Python's memory; pyzmq lets go of it at exit though ZeroMQ's thread may still be sending it, and the
+            # process would die of that. What is registered last is called first, so pyzmq's own hook must be there already.
+            importlib.import_module("zmq.utils.garbage")
+            atexit.register(self.close)
+            self._is_registered = True
+        peer = self._peers[address] = Peer(self._keys)
+        peer.open(address, self._max_parcels)
+        return peer
+
+
+def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
+    """The frames of the next message, or none, and the connection that they came on. Small ones are copied: in ZeroMQ's own buffer they
+    lie at any address. Of too many the first beyond the bound is the last that is kept."""
+    if not has_come(socket):
+        return [], _UNKNOWN
+    try:
+        received = socket.recv(NOBLOCK, copy=False)
+    except zmq.Again:  # Whoever is turned away makes a socket readable, too.
+        return [], _UNKNOWN
+    connection = _connection_of(received)
+    frames = [received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer]
+    while received.more:
+        received = socket.recv(NOBLOCK, copy=False)  # A message is here as a whole, or not at all.
+        if len(frames) <= MAX_FRAMES:
+            frames.append(received.bytes if len(received) < COPY_BELOW_BYTES else received.buffer)
+    return frames, connection
+
+
+def _connection_of(received: zmq.Frame) -> int:
+    try:
+        connection = received.get(_SRCFD)
+    except zmq.ZMQError:
+        return _UNKNOWN
+    return connection if isinstance(connection, int) else _UNKNOWN
+
+
+def _loan_of(frame: bytes | memoryview) -> Loan:
+    return _note_of(frame, _loan_decoder)
+
+
+def _passage_of(frame: bytes | memoryview) -> Passage:
+    return _note_of(frame, _passage_decoder)
+
+
+def _note_of(frame: bytes | memoryview, decoder: msgspec.msgpack.Decoder[Note]) -> Note:
+    try:
+        return decoder.decode(frame[len(_LOAN) :])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DecodeError(f"a message that should say where its columns lie is broken: {error}") from None

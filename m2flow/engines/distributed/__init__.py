@@ -1,0 +1,1 @@
+"""Trainers of several ranks: FSDP2 and DeepSpeed."""

@@ -1,0 +1,720 @@
+"""DeepSpeed as a trainer: ZeRO's stages over any number of ranks, with states in the host's memory or on a drive where a spec says so.
+
+Drive(DIR).taken(tensor) --> the same numbers, mapped from a file in DIR; the operating system moves pages as they are needed
+
+A file has its full size before it is mapped, so a full drive is an error then and no signal later. Once mapped, it has no name any more:
+its space is free again when the tensor is gone or the process has ended, however that was. No other process reads it; checkpoints are
+elsewhere.
+
+Source: Rajbhandari et al. 2021, arXiv:2104.07857 (ZeRO-Infinity), which reads and writes by calls of its own.
+
+train.options --read--> Options --configuration--> what `deepspeed.initialize` is told
+
+The plan sets the boundary of gradient accumulation, so the library is told that its caller does (`managed_gradient_accumulation: false`):
+every `step` is one. Clipping, the rate and AdamW itself are the recipe's, in `m2flow.engines.models.adamw`.
+
+Source: DeepSpeed's configuration reference, release 0.19.
+
+every rank:  the same micro-batch --shares--> its own samples --packed passes--> gradients --DeepSpeed--> parts, averaged
+                 apply: parts * ranks / denominator --clip--> `RecipeAdamW` on the parts that this rank holds --DeepSpeed--> weights
+
+What a rank does of a batch is in `m2flow.engines.distributed.ranks`, options are in `m2flow.engines.distributed.deepspeed`. Only the public
+interface of a release without patches is used. A checkpoint is the embedded trainer's: any trainer goes on from it, over any number of
+ranks and in any stage, so the library's own, which are bound to both, are not needed. Where it deviates from its documents or from the
+other trainers is told in `docs/internals/deepspeed.md`; `tests/engines/test_deepspeed.py` holds each of these.
+
+Limits: data parallel; every rank reads the whole model once, at its start, in the memory of its host. On a CPU the library compiles a
+part of itself when it is first used, so a C++ compiler must be there.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Ren et al. 2021, arXiv:2101.06840 (ZeRO-Offload).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import logging
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m2flow.engines import installed
+from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
+from m2flow.engines.distributed import tensor_parallel
+from m2flow.engines.distributed.ranks import RankedTrain, Root
+from m2flow.engines.embedded import trainer
+from m2flow.engines.models import lora, packing, scalar_head, trainer_checkpoint
+from m2flow.engines.models.adamw import RecipeAdamW, packed_state, unpacked_state
+from m2flow.engines.models.hf_model import load_model, load_tokenizer, use_threads
+from m2flow.engines.models.packing import Demonstrations
+from m2flow.errors import EngineError, MissingExtra, ModelError, did_you_mean
+from m2flow.recipe import AdamW, Model
+from m2flow.samples import Ragged, make_ids
+
+
+class Drive:
+    """A directory that takes tensors."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """A tensor's numbers on the drive, in the host's address space.
+
+        Raises:
+            EngineError: the directory can't be written, or has no room.
+        """
+        size = tensor.numel() * tensor.element_size()
+        if not size:
+            return tensor.detach().cpu()
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._path, prefix="m2flow-") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                found: Tensor = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        except OSError as error:
+            raise EngineError(
+                f"{size} bytes of an optimiser can't be put on the drive {self._path}: {error}", now="Give nvme_path a drive with room."
+            ) from error
+        return found.view(tensor.shape).copy_(tensor.detach())
+
+
+def recompute_layers(model: Any) -> None:
+    """Have every layer computed again in the backward pass.
+
+    Raises:
+        ModelError: the architecture can't, or has dropout, which would differ the second time.
+    """
+    config = model.config.get_text_config()
+    dropout = [name for name in dir(config) if ("dropout" in name or "pdrop" in name) and isinstance(getattr(config, name), float)]
+    if any(getattr(config, name) for name in dropout):
+        raise ModelError(f"activation checkpointing needs a model without dropout, and this one has {', '.join(dropout)}")
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelError(f"a {config.model_type!r} model has no activation checkpointing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Transformers 6 will have another name for it.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = True  # Of this module alone: its layers ask it before they keep less.
+
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+NVME = "nvme"
+"""Offloaded to a drive, not to the host's memory."""
+_OFFLOADS = ("offload_optimizer", "offload_parameters")
+_OF_THE_PASSES = ("logprob_tokens", "share_prompts")
+"""Options that the embedded trainer reads by itself."""
+
+_TENSOR_PARALLEL = ("no option of that name", "Write tp: 2 for ranks that split layers among them (AutoTP).")
+_SEQUENCE_PARALLEL = ("no option of that name", "Write sp: 2 for ranks that split sequences among them (Ulysses).")
+_REFUSED = {
+    **dict.fromkeys(("autotp_size", "tensor_parallel"), _TENSOR_PARALLEL),
+    **dict.fromkeys(("ulysses", "sequence_parallel", "sequence_parallel_size"), _SEQUENCE_PARALLEL),
+}
+"""The library's words: what to write instead."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `train: {engine: deepspeed}`."""
+
+    zero: int = 1
+    """ZeRO stage. 0: nothing is spread. 1: the optimiser's state. 2: gradients too. 3: weights too."""
+    tp: int = 1
+    """Neighbouring ranks that split the layers among them (AutoTP)."""
+    sp: int = 1
+    """Neighbouring ranks that have a part of each sequence, and in the attention a part of the heads (Ulysses)."""
+    compute_dtype: str = ""
+    """Type of the passes; by default the model's own. Below float32, weights and moments are kept in float32 beside it."""
+    offload_optimizer: bool | str = False
+    """Moments and float32 weights live in the host's memory, and are stepped there. `nvme`: moments on a drive, in stage 3 those weights
+    too."""
+    offload_parameters: bool | str = False
+    """Stage 3: the weights live in the host's memory, and come for their turn. `nvme`: on a drive."""
+    nvme_path: str = ""
+    """A directory on that drive."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer, and compute the rest again in the backward pass."""
+    loss_scale: float = 0.0
+    """float16: what a loss is multiplied by; 0 finds it by itself, from `initial_loss_scale`."""
+    initial_loss_scale: float = 65536.0
+    bucket_elements: int = 50_000_000
+    """Numbers that are sent at a time."""
+
+
+def read(given: Mapping[str, object], model_dtype: str) -> Options:
+    """The options, with the precision filled in.
+
+    Raises:
+        EngineError: one that is none, or two that do not go together.
+    """
+    kinds = {field.name: type(field.default) for field in fields(Options)}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _OF_THE_PASSES:
+            continue
+        if (refused := _REFUSED.get(name)) is not None:
+            raise EngineError(f"the train engine 'deepspeed' has {refused[0]}", now=refused[1])
+        if name not in kinds:
+            raise EngineError(f"the train engine 'deepspeed' has no option {name!r}", now=did_you_mean(name, kinds))
+        fits = isinstance(value, (int, float)) if kinds[name] is float else type(value) is kinds[name]
+        if not fits and not (name in _OFFLOADS and value == NVME):
+            raise EngineError(f"the option {name} of the train engine 'deepspeed' is {value!r}, not a {kinds[name].__name__}")
+        found[name] = value
+    options = Options(**{"compute_dtype": model_dtype, **found})
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    if options.zero not in (0, 1, 2, 3):
+        raise EngineError(f"there is no ZeRO stage {options.zero}", now="Write zero: 0, 1, 2 or 3.")
+    if options.compute_dtype not in _PRECISIONS:
+        raise EngineError(f"DeepSpeed has no passes in {options.compute_dtype!r}", now=f"Write {', '.join(_PRECISIONS)}.")
+    if options.compute_dtype != "float32" and options.zero == 0:
+        # Its wrapper keeps masters that nothing public can read, so no checkpoint could be written.
+        raise EngineError(
+            f"ZeRO stage 0 keeps its float32 weights out of reach in {options.compute_dtype}",
+            now="Write zero: 1, which spreads nothing on one rank.",
+        )
+    if options.offload_optimizer and options.zero == 0:
+        raise EngineError("ZeRO stage 0 can't keep its optimiser in the host's memory", now="Write zero: 1.")
+    if options.offload_parameters and options.zero != 3:
+        raise EngineError(f"ZeRO stage {options.zero} can't keep its weights in the host's memory", now="Write zero: 3.")
+    on_drive = [name for name in _OFFLOADS if getattr(options, name) == NVME]
+    if on_drive and not options.nvme_path:
+        raise EngineError(f"{on_drive[0]} is {NVME}, and no drive is named", now="Write nvme_path: a directory on it.")
+    if options.nvme_path and not on_drive:
+        raise EngineError("nvme_path names a drive, and nothing is kept there", now="Write offload_optimizer: nvme.")
+
+
+def check_ranks(options: Options, num_ranks: int) -> None:
+    """Raises `EngineError`: so many ranks are no groups of that size."""
+    for name in ("tp", "sp"):
+        degree = getattr(options, name)
+        if degree < 1 or num_ranks % degree:
+            raise EngineError(
+                f"{name} is {degree}, which does not divide {num_ranks} ranks", now=f"Give train.ranks a multiple of train.options.{name}."
+            )
+    if options.tp > 1 and options.sp > 1:
+        raise EngineError(
+            "layers are not split over some ranks and sequences over others at once", now="Leave tp or sp out; zero: 3 spreads weights too."
+        )
+
+
+def check_adapters(options: Options, model: Model) -> None:
+    """Raises `EngineError`: what is not trained would be rounded, and the checkpoint with it."""
+    if model.lora is not None and options.tp > 1:
+        raise EngineError("adapters are not split over tensor-parallel ranks", now="Leave tp out, and spread the base with zero: 3.")
+    if model.lora is not None and options.compute_dtype != model.dtype:
+        raise EngineError(
+            f"DeepSpeed would round the weights beside the adapters from {model.dtype} to {options.compute_dtype}, and keep no others",
+            now=f"Write Policy(..., dtype={options.compute_dtype!r}) in the flow, or leave compute_dtype out.",
+        )
+
+
+def configuration(
+    options: Options, *, pin_memory: bool, largest: int = 0, tensor_parallel: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `deepspeed.initialize` is told.
+
+    Args:
+        pin_memory: what is in the host's memory is for a device that reads it there.
+        largest: numbers of the model's largest weight.
+        tensor_parallel: how layers are split.
+    """
+    zero: dict[str, Any] = {
+        "stage": options.zero,
+        "reduce_bucket_size": options.bucket_elements,
+        "overlap_comm": False,  # The reduction of a micro-batch ends before the next one's sums are told.
+    }
+    if options.zero in (1, 2):
+        zero["allgather_bucket_size"] = options.bucket_elements
+    if options.zero == 3:
+        # One group of all parts: the optimiser needs the whole gradient's norm when it steps on the first.
+        zero["sub_group_size"] = 10**15
+        zero["stage3_prefetch_bucket_size"] = options.bucket_elements
+        # Otherwise torch's linear is replaced, for every engine of the process, and gradients come in another order than on other ranks.
+        zero["memory_efficient_linear"] = False
+    where = {"device": "cpu", "pin_memory": pin_memory}
+    if options.offload_optimizer:
+        zero["offload_optimizer"] = where
+    if options.offload_parameters:
+        zero["offload_param"] = where
+    if options.offload_parameters == NVME:
+        zero["offload_param"] = {**where, "device": NVME, "nvme_path": options.nvme_path, "buffer_size": largest, "max_in_cpu": 0}
+    told: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 2**62,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    if tensor_parallel is not None:
+        told["tensor_parallel"] = dict(tensor_parallel)
+    if options.compute_dtype == "bfloat16":
+        told["bf16"] = {"enabled": True}
+        told["data_types"] = {"grad_accum_dtype": "fp32"}
+    if options.compute_dtype == "float16":
+        power = max(0, round(options.initial_loss_scale).bit_length() - 1)
+        told["fp16"] = {"enabled": True, "loss_scale": options.loss_scale, "initial_scale_power": power}
+        told["data_types"] = {"grad_accum_dtype": "fp32"}
+    return told
+
+
+_LOG = logging.getLogger("m2flow.engines.distributed.deepspeed")
+
+
+class DeepSpeedTrain(RankedTrain):
+    """The embedded trainer's passes on a model that DeepSpeed holds."""
+
+    name = "deepspeed"
+    capabilities = Capabilities(
+        "train",
+        heads=tuple(scalar_head.HEADS),
+        lora=True,
+        devices=("cpu", "cuda"),
+        parallel_layouts=ParallelLayouts(tp=None, sp=None, dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
+    )
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._options = read(settings.options, model.dtype)
+        check_ranks(self._options, settings.num_ranks)
+        check_adapters(self._options, model)
+        self._engine: Any = None
+        self._num_pending = 0
+        """Backward passes since the last step."""
+        self._is_away = False
+        self._split: tensor_parallel.Split | None = None
+        self._sequence: tensor_parallel.Sequence | None = None
+
+    @property
+    def _num_alike(self) -> int:
+        return self._options.tp * self._options.sp
+
+    def start(self) -> None:
+        with installed.watching_locks():
+            self._start()
+
+    def _start(self) -> None:
+        if torch.device(self._settings.device).type == "cpu":
+            installed.check_compiler(self.name)
+        library = _library(self._settings.device)
+        self._check_device(library)
+        use_threads(self._settings.threads, self._settings.deterministic)
+        trainer.keep_freed_memory()
+        self._ranks.open(leave=lambda: library.comm.destroy_process_group())
+        self._codec = load_tokenizer(self._source)
+        self._model = load_model(self._source, device=self._settings.device, attention="eager")
+        self._longest, self._rope = packing.check_model(self._model, self._source.head)
+        if self._source.lora is not None:
+            lora.adapt(self._model, self._source.lora, self._source.seed)
+        self._demonstrations = Demonstrations(self._codec)
+        if self._options.tp > 1:
+            self._split = self._together(lambda: tensor_parallel.Split(self._model, self._options.tp))
+        if self._options.sp > 1:
+            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+            group = self._ranks.neighbours(self._options.sp)
+            self._sequence = self._together(lambda: tensor_parallel.Sequence(self._model, group, UlyssesSPAttentionHF))
+        if self._options.activation_checkpointing:
+            recompute_layers(self._model)
+        self._root = Root(self._model, self._source.head)
+        self._tensors = _by_name(self._model)
+        self._shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
+        self._client = RecipeAdamW(parameter for parameter in self._root.parameters() if parameter.requires_grad)
+        self._library = library
+        self._initialize()
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine = self._root = self._model = None
+        self._tensors, self._num_pending = {}, 0
+        self._client = RecipeAdamW([torch.nn.Parameter(torch.empty(0))])
+        if torch.device(self._settings.device).type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        self._ranks.close()
+
+    def onload(self) -> None:
+        if self._is_away:
+            self.bring_back()
+
+    def offload(self) -> None:
+        if torch.device(self._settings.device).type != "cpu":
+            self.put_away()
+
+    def rest(self) -> None:
+        if self._pins:
+            torch.cuda.empty_cache()
+
+    def _optimizer_tensors(self) -> Iterable[Tensor]:
+        """Moments, and the float32 parts that they belong to. Gradients are in buffers of the library's, which are not counted, as is
+        what is on a drive."""
+        if self._options.offload_optimizer == NVME:
+            return []
+        moments = [moment for of_parts in self._client.moments.values() for both in of_parts.values() for moment in both]
+        return [*moments, *(part for group in self._client.param_groups for part in group["params"] if self._options.zero)]
+
+    def put_away(self) -> None:
+        """Move everything but gradients to the host's memory, whatever the device is."""
+        self._is_away = True
+        if self._options.zero == 0:
+            self._root.to("cpu")
+        elif not self._options.offload_parameters:
+            kinds = self._library.runtime.zero.offload_config.OffloadStateTypeEnum
+            self._engine.offload_states(include=[kinds.lp_params, kinds.lp_grads, kinds.contiguous_grad_buffer], pin_memory=self._pins)
+        if not self._options.offload_optimizer:
+            self._client.to("cpu", with_parts=self._options.zero > 0)
+        gc.collect()
+        if self._pins:
+            torch.cuda.empty_cache()
+
+    def bring_back(self) -> None:
+        """Undo `put_away`."""
+        device = self._settings.device
+        if not self._options.offload_optimizer:
+            # Before the library's own: it makes its views of the parts anew.
+            self._client.to(device, with_parts=self._options.zero > 0)
+        if self._options.zero == 0:
+            self._root.to(device)
+        elif not self._options.offload_parameters:
+            self._engine.reload_states()
+        self._is_away = False
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        if not self._num_pending:
+            raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
+        if not (math.isfinite(denominator) and denominator > 0):
+            self.discard()
+            raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
+        rate = optimizer.rate(self._client.num_steps.get(optimizer, 0))
+        self._client.due(optimizer, denominator)
+        self._step()
+        norm = self._client.taken()
+        if self._options.compute_dtype == "float16":
+            scale = {"loss_scale": float(self._engine.optimizer.loss_scale)}
+            # A gradient beyond float16's range: the library has lowered the scale, and the next one may fit.
+            return (
+                {"grad_norm": math.inf, "lr": 0.0, "skipped": 1.0, **scale}
+                if norm is None
+                else {"grad_norm": norm, "lr": rate, "skipped": 0.0, **scale}
+            )
+        if norm is None or not math.isfinite(norm):
+            raise EngineError(
+                f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
+                now="Look for infinite losses or advantages, and for a learning rate that is too high.",
+            )
+        return {"grad_norm": norm, "lr": rate}
+
+    def discard(self) -> None:
+        if self._num_pending:
+            self._step()  # With nothing due, it only clears.
+
+    def save(self, path: str) -> None:
+        """In the format of the embedded trainer, which can go on from it, as can any number of ranks in any stage."""
+        is_first = self._ranks.rank == 0
+
+        def kept(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+            return {name: tensor.cpu().clone() if is_first else tensor.new_empty(0) for name, tensor in tensors}
+
+        weights, adapter = kept(lora.whole_state(self._model, self._whole)), kept(lora.adapter_state(self._model, self._whole))
+        steps = {} if self._is_lent else self._client.num_steps
+        saved = [packed_state(recipe, count, self._whole_moments(recipe)) for recipe, count in steps.items()]
+        rounds = self._options.compute_dtype != "float32" and not self._has_masters and not self._is_lent
+        masters = [self._whole_master(tensor).cpu().clone() for tensor in self._trained] if rounds else []
+        state = {"optimizers": saved, "masters": masters}
+        self._together(lambda: trainer_checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_first else None)
+
+    def load(self, path: str) -> None:
+        def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            return trainer_checkpoint.read_weights(path, self._source, self._shapes), trainer_checkpoint.read_state(path, "cpu")
+
+        weights, state = self._together(read)
+        self.discard()
+        self._client.moments, self._client.num_steps = {}, {}
+        for saved in state["optimizers"]:
+            recipe, count, moments = unpacked_state(saved, len(self._trained))
+            self._client.num_steps[recipe] = count
+            self._set_moments(recipe, moments)
+        for name, tensor in self._tensors.items():  # Of adapters alone, if it has some; a tied tensor is there once.
+            if name in weights:
+                self._set(tensor, weights[name])
+        if self._options.compute_dtype != "float32":
+            for tensor, master in zip(self._trained, state.get("masters", []), strict=False):
+                if master is not None:
+                    self._set_master(tensor, master)
+
+    # Passes
+
+    def _said(self, packed: packing.Packed, temperature: Tensor | None) -> dict[str, Tensor]:
+        if self._sequence is None:
+            return super()._said(packed, temperature)
+        own, which = self._sequence.share(packed)
+        found = super()._said(own, None if temperature is None else temperature[which])
+        return {name: self._sequence.gather(values, which) for name, values in found.items()}
+
+    def _forward(self, packed: packing.Packed) -> Tensor:
+        # Passes without gradient go past the library, which counts what it is called for.
+        with _quiet():
+            output: Tensor = (self._engine if torch.is_grad_enabled() else self._root)(packed)
+        return output[0] if self._source.head == "lm" else output[:, 0].float()
+
+    def _backward(self, loss: Tensor) -> None:
+        self._num_pending += 1
+        with _quiet():
+            # The library takes the mean over those ranks that see other samples, or other parts of them.
+            self._engine.backward(loss * (self._ranks.count // self._options.tp))
+
+    def _step(self) -> None:
+        self._num_pending = 0
+        with _quiet():
+            self._engine.step()
+
+    # Weights and moments
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [tensor for tensor in self._tensors.values() if tensor.requires_grad]
+
+    @property
+    def _pins(self) -> bool:
+        return str(torch.device(self._settings.device).type) == "cuda"
+
+    @property
+    def _has_masters(self) -> bool:
+        """Whether the passes' weights are a rounded copy of what the model is."""
+        return bool(self._options.compute_dtype != self._source.dtype)
+
+    @contextlib.contextmanager
+    def _whole(self, tensor: Tensor) -> Iterator[Tensor]:
+        """One of the model's tensors as a whole, in the model's type."""
+        if tensor.requires_grad and self._has_masters:
+            yield self._whole_master(tensor)
+        elif not self._is_spread(tensor):
+            yield self._put_together(tensor, tensor.detach())
+        else:
+            with contextlib.ExitStack() as held:
+                with _quiet():
+                    held.enter_context(self._library.zero.GatheredParameters([tensor]))
+                yield self._put_together(tensor, tensor.detach())
+
+    def _put_together(self, tensor: Tensor, part: Tensor) -> Tensor:
+        """A whole tensor of what this rank's layers have of it."""
+        return part if self._split is None else self._split.whole(tensor, part)
+
+    def _part(self, tensor: Tensor, whole: Tensor) -> Tensor:
+        """What this rank's layers have of a whole tensor."""
+        return whole if self._split is None else self._split.part(tensor, whole)
+
+    def _is_spread(self, tensor: Tensor) -> bool:
+        """Of parameters, those that nothing is trained of too; buffers stay whole."""
+        return self._options.zero == 3 and isinstance(tensor, torch.nn.Parameter)
+
+    def _whole_master(self, tensor: Tensor) -> Tensor:
+        with _quiet():
+            found: Tensor = self._library.utils.safe_get_full_fp32_param(tensor)
+        return self._put_together(tensor, found)
+
+    def _set_master(self, tensor: Tensor, value: Tensor) -> None:
+        with _quiet():
+            part = self._part(tensor, value).to(self._settings.device, torch.float32).contiguous()
+            self._library.utils.safe_set_full_fp32_param(tensor, part)
+
+    def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return self._tensors.items()
+
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        self._fill(tensor, value)
+        if self._options.zero and tensor.requires_grad:
+            self._set_master(tensor, value)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _fill(self, tensor: Tensor, value: Tensor) -> None:
+        """The same, of which the optimiser does not hear."""
+        if self._is_spread(tensor):
+            with _quiet(), self._library.zero.GatheredParameters([tensor], modifier_rank=0):
+                tensor.copy_(self._part(tensor, value))
+        else:
+            tensor.copy_(self._part(tensor, value))
+
+    def _whole_moments(self, recipe: AdamW) -> list[tuple[Tensor, Tensor]]:
+        """A recipe's moments by parameter, in the host's memory; on other ranks than the first, empty ones."""
+        moments = self._client.moments[recipe]
+        zeros = (torch.zeros(()), torch.zeros(()))
+        if self._options.zero == 0:
+            both = ((tensor, moments.get(tensor)) for tensor in self._trained)
+            return [zeros if of is None else (self._put_together(t, of[0]), self._put_together(t, of[1])) for t, of in both]
+        found: list[list[Tensor]] = []
+        for which in (0, 1):
+            # The library gathers weights, and knows no moments but those of its own optimisers: they take the weights' place.
+            with self._in_place_of_weights({part: both[which] for part, both in moments.items()}):
+                whole = []
+                for tensor in self._trained:
+                    full = self._whole_master(tensor)
+                    whole.append(full.cpu().clone() if self._ranks.rank == 0 else zeros[0])
+            found.append(whole)
+        return list(zip(*found, strict=True))
+
+    def _set_moments(self, recipe: AdamW, moments: list[tuple[Tensor, Tensor] | None]) -> None:
+        if self._options.zero == 0:
+            device = self._settings.device
+            given = ((t, both) for t, both in zip(self._trained, moments, strict=True) if both is not None)
+            parts = {t: [self._part(t, moment).to(device, copy=True) for moment in both] for t, both in given}
+            self._client.moments[recipe] = {t: (both[0], both[1]) for t, both in parts.items()}
+            return
+        flat = self._client.parts
+        found: dict[Tensor, list[Tensor]] = {part: [] for part in flat}
+        for which in (0, 1):
+            with self._in_place_of_weights({part: torch.zeros_like(part) for part in flat}):
+                for tensor, both in zip(self._trained, moments, strict=True):
+                    if both is not None:
+                        self._set_master(tensor, both[which])
+                for part in flat:
+                    found[part].append(self._client.kept(part.detach().clone()))
+        self._client.moments[recipe] = {part: (both[0], both[1]) for part, both in found.items()}
+
+    @contextlib.contextmanager
+    def _in_place_of_weights(self, values: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        kept = {part: part.detach().clone() for part in values}
+        for part, value in values.items():
+            part.detach().copy_(value)
+        try:
+            yield
+        finally:
+            for part, value in kept.items():
+                part.detach().copy_(value)
+
+    # The library
+
+    def _initialize(self) -> None:
+        """Hand the model over. What the library rounds on the way is put right: masters, and tables that are computed at loading."""
+        masters = {name: tensor.detach().clone() for name, tensor in self._tensors.items()} if self._has_masters else {}
+        tables = {module: _tables(module) for module in self._model.modules()}
+        largest = max(parameter.numel() for parameter in self._root.parameters())
+        told = None if self._split is None else self._split.told()
+        config = configuration(self._options, pin_memory=self._pins, largest=largest, tensor_parallel=told)
+        with _quiet():
+            self._engine, *_ = self._library.initialize(model=self._root, optimizer=self._client, config=config)
+        if (split := self._split) is not None:
+            self._engine.first_dataloader_check.remove()  # It would send the first micro-batch to the other ranks, pickled.
+            self._together(lambda: split.done(self._library.utils.groups.get_tensor_model_parallel_group()))
+            self._client.norm_over, self._client.square = split.total, split.square
+        if self._options.zero:
+            self._client.norm_over = self._total
+        for module, of_one in tables.items():
+            for name, table in of_one.items():
+                setattr(module, name, table)
+        for name, value in masters.items():
+            self._set(self._tensors[name], value)
+        if not self._client.parts:
+            self._show_parts()
+        if self._options.offload_optimizer == NVME:
+            self._use(Drive(self._options.nvme_path))
+        if self._split is not None and self._options.zero:
+            self._mark_repeated(self._split)
+
+    def _use(self, drive: Drive) -> None:
+        """Keep the optimiser there. In stages 1 and 2 the library has views of its float32 weights, which stay in the host's memory."""
+        self._client.kept = drive.taken
+        for part in self._client.parts if self._options.zero == 3 else []:
+            part.data = self._together(functools.partial(drive.taken, part))
+
+    def _mark_repeated(self, split: tensor_parallel.Split) -> None:
+        """Show where flat parts hold what every rank of a tensor group has."""
+        with self._in_place_of_weights({part: torch.zeros_like(part) for part in self._client.parts}):
+            for tensor in self._trained:
+                if not split.is_split(tensor):
+                    self._set_master(tensor, torch.ones(getattr(tensor, "ds_shape", tensor.shape)))
+            split.mark(self._client.parts)
+
+    def _show_parts(self) -> None:
+        """A pass that counts nothing, and a step with nothing due: stage 3 shows its parts to an optimiser in a step alone."""
+        tokens, mask = Ragged.of([[0, 0]], np.int32), Ragged.of([[False, True]], np.bool_)
+        packed = packing.pack(make_ids(0, 1), tokens, mask, device=self._settings.device)
+        self._backward(sum(values.float().sum() for values in self._said(packed, None).values()) * 0.0)
+        self.discard()
+
+    def _total(self, square: Tensor) -> Tensor:
+        square = square.to(self._settings.device)
+        dist.all_reduce(square, group=self._ranks.group)
+        return square
+
+    def _check_device(self, library: Any) -> None:
+        if self._options.compute_dtype == "float16" and not library.accelerator.get_accelerator().is_fp16_supported():
+            raise EngineError(f"the device {self._settings.device} has no float16 that DeepSpeed can use", now="Write bfloat16 or float32.")
+        if self._options.offload_parameters == NVME and not library.ops.op_builder.AsyncIOBuilder().is_compatible():
+            raise EngineError(
+                "DeepSpeed can't build async_io here, by which it has weights on a drive",
+                now="Install libaio with its headers (Debian: apt-get install libaio-dev), or write offload_parameters: true.",
+            )
+
+
+def _library(device: str) -> Any:
+    """DeepSpeed, loaded without its greetings.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", torch.device(device).type)
+    os.environ.setdefault("LOCAL_RANK", str(torch.device(device).index or 0))
+    try:
+        with _quiet():
+            import deepspeed
+            import deepspeed.ops.op_builder
+            import deepspeed.runtime.zero.offload_config
+            import deepspeed.utils
+    except ImportError as error:
+        raise MissingExtra(f"the train engine 'deepspeed' can't be loaded: {error}", now="pip install 'm2flow[deepspeed]'") from error
+    logger = deepspeed.utils.logger
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.parent = _LOG
+    logger.propagate = True
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What is printed goes to the log: a terminal belongs to the progress display."""
+    said = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for line in said.getvalue().splitlines():
+            _LOG.info("%s", line)
+
+
+def _by_name(model: Any) -> dict[str, Tensor]:
+    """The model's tensors by their Hugging Face names; a tied one is there once."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def _tables(module: Any) -> dict[str, Tensor]:
+    """Buffers of float32 numbers: the library would round them to the type of the passes."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False) if buffer.dtype == torch.float32}

@@ -1,0 +1,185 @@
+"""The trainer for models that one device can't hold: FSDP2, every parameter, gradient and optimiser state spread over all ranks.
+
+    every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients
+                 gradients --reduce-scatter, summed--> each rank's part --AdamW--> its part of the weights
+
+What a rank does of a batch is in `m2flow.engines.distributed.ranks`; this file spreads the model and puts its weights together again.
+Sums go
+over ranks in their order, so one layout always gives the same bits.
+
+Options: `compute_dtype` (`bfloat16`: passes in it, float32 weights), `cpu_offload`, `reshard_after_forward`, `tp`
+(ranks that split layers among them), `spread_checkpoints` (every rank writes its part: PyTorch's distributed checkpoints).
+
+Limits: every rank reads the whole model once, at its start, in the memory of its host.
+Source: PyTorch FSDP2 (torch.distributed.fsdp.fully_shard); ZeRO stage 3 (Rajbhandari et al., 2020).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
+from m2flow.engines.distributed import tensor_parallel
+from m2flow.engines.distributed.ranks import RankedTrain, Root
+from m2flow.engines.models import lora, scalar_head, trainer_checkpoint
+from m2flow.engines.models.adamw import Optimizers
+from m2flow.engines.models.trainer_checkpoint import spread_like, whole
+from m2flow.errors import EngineError, naming_host_errors
+from m2flow.recipe import AdamW, Model
+
+
+class FsdpTrain(RankedTrain):
+    """The embedded trainer on a model that is spread over ranks."""
+
+    name = "fsdp"
+    capabilities = Capabilities(
+        "train",
+        heads=tuple(scalar_head.HEADS),
+        lora=True,
+        devices=("cpu", "cuda"),
+        parallel_layouts=ParallelLayouts(tp=None, dp=None, zero=(3,)),
+    )
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._mesh: DeviceMesh | None = None
+        """With tensor parallelism: data ranks x tensor ranks."""
+        self._summed: list[torch.nn.Module] = []
+
+    def start(self) -> None:
+        tp = self._num_alike
+        tensor_parallel.check(self._ranks.count, tp, has_adapters=self._source.lora is not None)
+        how = _options(self._settings.options, self._settings.device)
+        self._ranks.open()
+        super().start()
+        self._root = Root(self._model, self._source.head)
+        if tp > 1:
+            self._mesh = tensor_parallel.grid(self._settings.device, self._ranks.count, tp)
+            self._summed = self._together(lambda: tensor_parallel.split(self._model, self._mesh))
+            how["mesh"] = self._mesh["data"]
+        else:
+            how["mesh"] = DeviceMesh.from_group(self._ranks.group, torch.device(self._settings.device).type)
+        for layer in _layers(self._model):
+            fully_shard(layer, **how)
+        fully_shard(self._root, **how)
+        for module in self._root.modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(1.0)  # Gradients are sums; the caller's denominator divides them.
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other.
+        self._optimizers = Optimizers(self._root.parameters(), has_masters=self._keeps_masters)
+
+    @property
+    def _num_alike(self) -> int:
+        return int(str(self._settings.options.get("tp", 1)))
+
+    def stop(self) -> None:
+        self._root = None
+        super().stop()
+        self._mesh = None  # Its groups end with the last trainer's: one of them may be that of all ranks.
+        self._ranks.close()
+
+    def apply(self, optimizer: AdamW, denominator: float) -> Mapping[str, float]:
+        if self._mesh is not None:
+            tensor_parallel.add_up(self._summed, self._mesh)
+        return self._together(lambda: super(FsdpTrain, self).apply(optimizer, denominator))
+
+    def _whole(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        return contextlib.nullcontext(whole(tensor).detach())
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """A tied one once. By object: parts of tensors may be empty, and share an address."""
+        seen: set[int] = set()
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        tensor.detach().copy_(spread_like(value, tensor))
+
+    def save(self, path: str) -> None:
+        """In the format of the embedded trainer, which can go on from it, as can any number of ranks. Rank 0 keeps what is gathered."""
+        if self._settings.options.get("spread_checkpoints") and self._source.lora is None:
+            self._save_parts(Path(path))
+            return
+        is_writer = self._ranks.rank == 0
+        state = _whole_state(self._state(), keeps=is_writer)
+        weights = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.whole_state(self._model, self._whole)}
+        adapter = {name: _kept(tensor, keeps=is_writer) for name, tensor in lora.adapter_state(self._model, self._whole)}
+        self._together(lambda: trainer_checkpoint.save(path, self._model, self._codec, state, weights, adapter) if is_writer else None)
+
+    def _save_parts(self, path: Path) -> None:
+        """Each rank writes what it has."""
+        is_first = self._ranks.rank == 0
+        parts = path.with_name(f".{path.name}.parts")
+        tensors, state = trainer_checkpoint.marked(dict(self._own_tensors()), self._state())
+        self._together(lambda: _emptied(parts) if is_first else None)
+        self._together(lambda: trainer_checkpoint.write_parts(parts, tensors, self._ranks.group))
+        self._together(lambda: trainer_checkpoint.save(str(path), self._model, self._codec, state, parts=parts) if is_first else None)
+
+    def load(self, path: str) -> None:
+        self._together(lambda: super(FsdpTrain, self).load(path))
+
+    def put_adapters(self, values: Sequence[Tensor]) -> None:
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # What is gathered still has the values before.
+        super().put_adapters(values)
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def _options(options: Mapping[str, object], device: str) -> dict[str, Any]:
+    """What `fully_shard` is told."""
+    name = str(options.get("compute_dtype", "float32"))
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise EngineError(f"compute_dtype is no dtype of torch: {name!r}", now="Write bfloat16 or float32.")
+    return {
+        "mp_policy": MixedPrecisionPolicy(dtype, torch.float32) if "compute_dtype" in options else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.device(device).type == "cuda")
+        if options.get("cpu_offload")
+        else OffloadPolicy(),
+        "reshard_after_forward": bool(options.get("reshard_after_forward", True)),
+    }
+
+
+def _layers(model: Any) -> list[torch.nn.Module]:
+    """The blocks whose weights are gathered together: what the architecture says must not be split."""
+    kinds = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not found:
+        raise EngineError(f"a {model.config.model_type!r} model does not say what its layers are", now="Use the train engine `embedded`.")
+    return found
+
+
+def _whole_state(saved: Any, *, keeps: bool) -> Any:
+    """Optimisers' state with every tensor whole, in the host's memory, on ranks that keep it. Collective."""
+    if isinstance(saved, dict):
+        return {key: _whole_state(value, keeps=keeps) for key, value in saved.items()}
+    if isinstance(saved, list):
+        return [_whole_state(value, keeps=keeps) for value in saved]
+    return _kept(whole(saved).detach(), keeps=keeps) if isinstance(saved, Tensor) else saved
+
+
+def _emptied(directory: Path) -> None:
+    """Raises HostError: the disk refuses."""
+    with naming_host_errors(f"the checkpoint {directory} can't be written"):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+
+
+def _kept(tensor: Tensor, *, keeps: bool) -> Tensor:
+    """In the host's memory; nothing on a rank that does not keep it."""
+    return tensor.cpu() if keeps else tensor.new_empty(0)

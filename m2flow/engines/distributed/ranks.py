@@ -1,0 +1,352 @@
+"""The ranks of one trainer: processes that hold parts of one model and do the same tasks in the same order, and what each does with a
+batch.
+
+every rank:  the same batch --share--> its own rows --forward, backward--> gradients and sums, added up over all ranks
+
+What a rank has to tell the others goes through collectives of plain tensors; an error of one rank becomes an error of all, at the same
+place, before any of them waits in a collective for one that will not come.
+
+every rank:  the same micro-batch --shares--> its own samples --packed passes of the embedded trainer--> gradients, numbers
+                 numbers --gathered--> the whole batch's, on every rank
+
+The passes that need the model are as many on every rank: one that has nothing left does a pass whose result counts nothing. An error of
+one rank is an error of all, at the same place. How gradients add up over ranks, and who steps, is the engine's (`_backward`, `apply`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from m2flow.engines.contract import NO_AGREEMENT, Agreement, EngineSettings, Objective, Sums, TrainEngine
+from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.models import lora, packing, scalar_head
+from m2flow.engines.models.hf_model import checkpoint_tensors
+from m2flow.engines.process_environment import keep_gloo_here
+from m2flow.errors import EngineError, M2FlowError
+from m2flow.recipe import Model
+from m2flow.samples import Batch, Ragged, group_keys
+
+_WAIT = datetime.timedelta(minutes=10)
+"""A collective that takes longer ends its process: a rank is gone, or the ranks are not doing the same."""
+
+
+class Ranks:
+    """This process among the ranks of its trainer. `open` and `close` are collective, and so is everything else."""
+
+    _open: ClassVar[list[Ranks]] = []
+    """Of this process; torch has one set of ranks for all of them."""
+    _hooks: ClassVar[list[Callable[..., object]]] = []
+    """What `sys.excepthook` was: torch puts its own around it, and never takes it away."""
+    _leaving: ClassVar[list[Callable[[], object]]] = []
+    """What libraries that keep groups of their own want done in place of `destroy_process_group`."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.rank = settings.rank
+        self.count = settings.num_ranks
+        self._device = torch.device(settings.device)
+        self._rendezvous = settings.rendezvous
+
+    def open(self, leave: Callable[[], object] | None = None) -> None:
+        """Meet the other ranks. The trainers of one worker have the same ranks; they meet once, and each has a group of its own.
+
+        Args:
+            leave: how a library that has groups of these ranks too takes its leave, when the last trainer closes.
+        Raises:
+            EngineError: they did not all come.
+        """
+        if not dist.is_initialized():
+            self._meet()
+        self.group = dist.new_group(list(range(self.count)), timeout=_WAIT)
+        self._open.append(self)
+        if leave is not None:
+            self._leaving.append(leave)
+
+    def _meet(self) -> None:
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(self._device)
+        self._hooks.append(sys.excepthook)
+        if not self._rendezvous.startswith("tcp:"):  # All are on this host.
+            keep_gloo_here(os.environ)
+        where: dict[str, Any] = {"init_method": self._rendezvous}
+        if self.count == 1 and not self._rendezvous:
+            where = {"store": dist.HashStore()}
+        try:
+            dist.init_process_group(backend, rank=self.rank, world_size=self.count, timeout=_WAIT, **where)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise EngineError(f"rank {self.rank} of {self.count} did not meet the others at {self._rendezvous}: {error}") from error
+
+    def close(self) -> None:
+        if self not in self._open:
+            return
+        dist.destroy_process_group(self.group)
+        self._open.remove(self)
+        if not self._open:
+            (self._leaving or [dist.destroy_process_group])[0]()
+            self._leaving.clear()
+            sys.excepthook = self._hooks.pop()
+
+    def neighbours(self, count: int) -> Any:
+        """A group of this rank and those beside it: ranks 0 to count - 1, the next, and so on. It ends with the process's last trainer."""
+        groups = [dist.new_group(list(range(first, first + count)), timeout=_WAIT) for first in range(0, self.count, count)]
+        return groups[self.rank // count]
+
+    def agree(self, error: M2FlowError | None) -> None:
+        """Go on if no rank has an error.
+
+        Raises:
+            M2FlowError: its own on a rank that has one; on the others, the error of the first rank that has one.
+        """
+        failed = torch.tensor([self.count if error is None else self.rank], device=self._device)
+        dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.group)
+        first = int(failed)
+        if first == self.count:
+            return
+        words = self._words_of(first, "" if error is None else error.what)
+        if error is not None:
+            raise error
+        raise EngineError(f"rank {first} of this trainer: {words}")
+
+    def total(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Each number added up over the ranks, in the order of ranks. All give the same names."""
+        values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self._device)
+        parts = [torch.empty_like(values) for _ in range(self.count)]
+        dist.all_gather(parts, values, group=self.group)
+        return dict(zip(sums, torch.stack(parts).sum(0).tolist(), strict=True))
+
+    def gather(self, values: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+        """What each rank gives, float64 [any], on every rank."""
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.count)]
+        dist.all_gather(sizes, torch.tensor([len(values)], device=self._device), group=self.group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.float64, device=self._device)
+        padded[: len(values)] = torch.from_numpy(np.ascontiguousarray(values))
+        parts = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(parts, padded, group=self.group)
+        return [part[: int(size)].cpu().numpy() for part, size in zip(parts, sizes, strict=True)]
+
+    def most(self, count: int) -> int:
+        """The largest of what the ranks give."""
+        value = torch.tensor([count], device=self._device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return int(value)
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self.most(0)
+
+    def _words_of(self, rank: int, words: str) -> str:
+        text = words.encode()[:4096]
+        size = torch.tensor([len(text)], device=self._device)
+        dist.broadcast(size, rank, group=self.group)
+        body = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        if rank == self.rank:
+            body.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(body, rank, group=self.group)
+        return bytes(body.cpu().numpy()).decode(errors="replace")
+
+
+def shares(num_tokens: Sequence[int], groups: Sequence[int], count: int) -> list[list[int]]:
+    """Rows for each of `count` ranks: whole groups, whose prompts go through the model once, the largest first to whoever has least.
+
+    A group with more tokens than an even share is split. A function of the batch alone: every rank comes to the same.
+
+    >>> shares([5, 5, 1, 1, 1], [0, 0, 1, 1, 2], 2)
+    [[0, 2, 3], [1, 4]]
+    """
+    fair = sum(num_tokens) / count
+    pieces: dict[tuple[int, int], list[int]] = {}
+    totals: dict[int, float] = {}
+    for row, group in enumerate(groups):
+        totals[group] = totals.get(group, 0.0) + num_tokens[row]
+    for row, group in enumerate(groups):
+        pieces.setdefault((group, row if totals[group] > fair else -1), []).append(row)
+    sizes = {key: sum(num_tokens[row] for row in rows) for key, rows in pieces.items()}
+    found: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for key in sorted(pieces, key=lambda key: (-sizes[key], pieces[key][0])):
+        least = loads.index(min(loads))
+        found[least] += pieces[key]
+        loads[least] += sizes[key]
+    return [sorted(rows) for rows in found]
+
+
+# Shapes: N samples, T tokens under the loss mask.
+
+_T = TypeVar("_T")
+
+
+class RankedTrain(EmbeddedTrain):
+    """The embedded trainer's passes, shared out over ranks. The model is called through `_root`, which `start` makes."""
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._ranks = Ranks(settings)
+        self._root: Any = None
+
+    @property
+    def _num_alike(self) -> int:
+        """Neighbouring ranks that hold parts of the same layers, or parts of the same sequences, and so see the same samples. The first of
+        them says what they found."""
+        return 1
+
+    @abstractmethod
+    def _backward(self, loss: Tensor) -> None:
+        """Add this rank's gradients to those of the others, as a sum."""
+
+    @abstractmethod
+    def _own_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The model's tensors, of which this rank may have parts, by name."""
+
+    @abstractmethod
+    def _set(self, tensor: Tensor, value: Tensor) -> None:
+        """Give one of the model's tensors another value, which every rank has whole."""
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        batch = self._tokenised(batch).in_order()
+        num_masked = packing.num_masked(batch.ragged("loss_mask"))
+        metrics, agreement = dict[str, float](), NO_AGREEMENT
+        if num_masked.any():
+            own, weight = self._share(batch, num_masked)
+            terms, metrics, of_own = self._together(lambda: self._terms(own, objective.loss))
+            self._backward(terms.sum() * weight)
+            counted = weight if self._ranks.rank % self._num_alike == 0 else 0.0
+            metrics = self._ranks.total({name: value * counted for name, value in metrics.items()})
+            if "same_weights" in batch:
+                agreement = self._agreed(of_own if counted else NO_AGREEMENT)
+        return Sums(len(batch), int(num_masked.sum()), len(batch.ragged("tokens").values), metrics, agreement)
+
+    def _agreed(self, own: Agreement) -> Agreement:
+        """The agreement of all ranks' samples, in the order of ranks."""
+        parts = self._ranks.gather(np.array([own.num_tokens, own.total, own.largest, own.total_k3], np.float64))
+        return Agreement.of_all([Agreement(int(count), *map(float, numbers)) for count, *numbers in parts])
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole on every rank, one after the other; where ranks hold parts, all go through them together."""
+        for name, tensor in lora.whole_state(self._model, self._whole):
+            yield from checkpoint_tensors(self._model, name, tensor)
+
+    def copy_from(self, source: TrainEngine) -> None:
+        if self._took_adapters(source):
+            return
+        given, waiting = iter(source.weights()), dict[str, Tensor]()
+        for name, tensor in self._own_tensors():
+            if not (name := lora.plain_name(name)):  # Adapters add nothing yet: what they are beside is all that the other has.
+                continue
+            with self._whole(tensor) as held:
+                full = held.clone()
+            for part, view in checkpoint_tensors(self._model, name, full):
+                while part not in waiting and (found := next(given, None)) is not None:
+                    waiting[found[0]] = found[1].clone()  # It may be whole only until the next one.
+                if part in waiting:
+                    view.copy_(waiting.pop(part))
+            self._set(tensor, full)
+        for _ in given:  # All ranks go to the end.
+            pass
+
+    def read_adapters(self, path: str) -> list[Tensor]:
+        return self._together(lambda: super(RankedTrain, self).read_adapters(path))
+
+    def scores(self, batch: Batch) -> Batch:
+        self._check_head("score", "scores")
+        ordered = batch.in_order()
+        tokens, mask = self._together(lambda: scalar_head.scored_tokens(self._codec, ordered, self._longest))
+
+        def score(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+            packed = packing.pack(ordered.ids[rows], tokens.take(rows), mask.take(rows), device=self._settings.device, share_prompts=False)
+            found: npt.NDArray[Any] = self._said(packed, None)["values"].double().cpu().numpy()
+            return found
+
+        scores = self._spread(ordered, tokens, mask, score)
+        if not np.isfinite(scores).all():
+            raise EngineError(f"the reward model {self._source.path} gave a score that is not finite")
+        return Batch(ordered.ids, {"reward": scores}).select(batch.ids)
+
+    def _forward(self, packed: packing.Packed) -> Tensor:
+        output: Tensor = self._root(packed)
+        return output[0] if self._source.head == "lm" else output[:, 0].float()
+
+    def _of_tokens(self, batch: Batch, column: str, output: str) -> Batch:
+        ordered = self._tokenised(batch).in_order()
+        tokens, mask = ordered.ragged("tokens"), ordered.ragged("loss_mask")
+
+        def compute(rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+            part = ordered.take(rows)
+            found: npt.NDArray[Any] = self._outputs(part, self._pack(part))[output].double().cpu().numpy()
+            return found
+
+        values = np.zeros(len(mask.values), np.float32)
+        values[mask.values.astype(bool)] = self._spread(ordered, tokens, mask, compute)
+        return Batch(ordered.ids, {column: Ragged(values, mask.offsets)}).select(batch.ids)
+
+    # What each rank does of a batch
+
+    def _share(self, batch: Batch, num_masked: npt.NDArray[np.int64]) -> tuple[Batch, float]:
+        """This rank's samples, and what they count: one that has none does the first of the batch, for nothing."""
+        rows = np.flatnonzero(num_masked)
+        num_shares = self._ranks.count // self._num_alike
+        of_ranks = shares(batch.ragged("tokens").lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), num_shares)
+        own = rows[of_ranks[self._ranks.rank // self._num_alike]]
+        return (batch.take(own), 1.0) if len(own) else (batch.take(rows[:1]), 0.0)
+
+    def _spread(
+        self, batch: Batch, tokens: Ragged, mask: Ragged, compute: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]
+    ) -> npt.NDArray[np.float64]:
+        """One number for each masked token of the batch, float64 [T], in order, each computed by one rank, known to all."""
+        num_masked = packing.num_masked(mask)
+        rows = np.flatnonzero(num_masked)
+        if not len(rows):
+            return np.zeros(0)
+        num_shares = self._ranks.count // self._num_alike
+        of_ranks = [rows[share] for share in shares(tokens.lengths[rows].tolist(), group_keys(batch.ids[rows]).tolist(), num_shares)]
+        own = of_ranks[self._ranks.rank // self._num_alike]
+        runs = [own[run] for run in self._runs(tokens.take(own))] if len(own) else []
+        parts: list[npt.NDArray[Any]] = []
+        with torch.no_grad():
+            for turn in range(self._ranks.most(len(runs))):
+                found = compute(runs[turn] if turn < len(runs) else rows[:1])
+                if turn < len(runs):
+                    parts.append(found)
+        gathered = self._ranks.gather(np.concatenate([*parts, np.zeros(0)]))[:: self._num_alike]
+        starts = np.concatenate(([0], np.cumsum(num_masked)))
+        result = np.zeros(int(starts[-1]))
+        for share, values in zip(of_ranks, gathered, strict=True):
+            where = [np.arange(starts[row], starts[row + 1]) for row in share.tolist()]
+            if where:
+                result[np.concatenate(where)] = values
+        return result
+
+    def _together(self, work: Callable[[], _T]) -> _T:
+        """Do what may fail, and fail on every rank if it does on one."""
+        try:
+            result = work()
+        except M2FlowError as error:
+            self._ranks.agree(error)
+            raise
+        self._ranks.agree(None)
+        return result
+
+
+class Root(torch.nn.Module):  # type: ignore[misc]
+    """The module around the model: its forward is what gathers the weights outside the layers. The model's own class stays as it is.
+
+    Its output must be no view: the gathering of the backward pass hangs on it."""
+
+    def __init__(self, model: Any, head: str) -> None:
+        super().__init__()
+        self.model = model
+        self._compute = packing.batched_logits if head == "lm" else scalar_head.column_scalars
+
+    def forward(self, packed: packing.Packed) -> Tensor:
+        return self._compute(self.model, packed)

@@ -1,0 +1,408 @@
+"""Continuous batching: which sequences run, in which slots, what they have said so far, and how a token is drawn.
+
+logits [B, V], SamplingColumns, uniforms(seeds, positions) --draw--> tokens [B], logprobs [B]
+
+Which log-probability: that of softmax(logits / temperature), over the whole vocabulary, before top-k, top-p and
+`min_new_tokens` take tokens away; for temperature 0 that of softmax(logits). It is what a trainer that divides its logits by the same
+temperature computes for the token, so that their ratio is 1 on equal weights.
+
+Legend: B rows, V vocabulary.
+
+queue of Jobs --admit--> slots 0..B-1 --one token a step--> finished Jobs
+
+All bookkeeping of a step is array work over the B rows; Python touches a row only when it comes or goes. When one leaves, the
+last rows fill its hole, so that the rows in use stay together. Jobs with the same tokens are prefilled once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from m2flow.engines.embedded.kv_slots import SlotCache
+from m2flow.engines.embedded.slot_model import SlotModel
+from m2flow.engines.models.requests import Job
+from m2flow.errors import OutOfMemory
+from m2flow.samples import Finish
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position of the token in the response), and for nothing else. float64 [B].
+
+    Source:
+        SplitMix64: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195; here keyed by a mixed seed, so that neighbouring seeds
+        do not share a sequence.
+
+    >>> uniforms(np.array([7, 7, 8], np.uint64), np.array([0, 1, 0])).round(4).tolist()
+    [0.5243, 0.3021, 0.9262]
+    """
+    with np.errstate(over="ignore"):
+        key = _mix(seeds.astype(np.uint64))
+        bits = _mix(key + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return bits ^ bits >> np.uint64(31)
+
+
+@dataclass(frozen=True)
+class SamplingColumns:
+    """How each row samples: arrays [B]."""
+
+    temperature: npt.NDArray[np.float32]
+    """0 is greedy."""
+    top_k: npt.NDArray[np.int64]
+    """0 is off."""
+    top_p: npt.NDArray[np.float64]
+    """1 is off."""
+
+
+def draw(logits: Tensor, columns: SamplingColumns, uniform: npt.NDArray[np.float64], forbidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draw by inverting the cumulative distribution, in order of token id; nothing of one row reaches another.
+
+    Top-k comes before top-p, which looks at what top-k left, renormalised, as in transformers. Of equal logits at top-k's edge the
+    lower id stays.
+
+    Args:
+        logits: [B, V], on any device.
+        uniform: float64 [B], from `uniforms`.
+        forbidden: bool [B, V], tokens that can't be drawn; or None.
+    Returns:
+        int64 [B] and float32 [B], on the logits' device.
+    """
+    is_greedy = columns.temperature == 0
+    scaled = logits.float()
+    if bool((columns.temperature != 1).any()):
+        divisor = np.where(is_greedy, np.float32(1), columns.temperature)
+        scaled = scaled / torch.from_numpy(divisor).to(logits.device)[:, None]
+    logprobs = scaled.log_softmax(-1)
+    allowed = logprobs if forbidden is None else logprobs.masked_fill(forbidden, float("-inf"))
+    if is_greedy.all():
+        tokens = allowed.argmax(-1)
+    else:
+        tokens = _invert(_truncated(allowed, columns), torch.from_numpy(uniform).to(logits.device))
+        if is_greedy.any():
+            tokens = torch.where(torch.from_numpy(is_greedy).to(logits.device), allowed.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _invert(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulated[:, -1]
+    # The product may round up to the total, which no token exceeds.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target[:, None], right=True).squeeze(1)
+
+
+def _truncated(logprobs: Tensor, columns: SamplingColumns) -> Tensor:
+    num_tokens = logprobs.shape[1]
+    top_k = np.where((columns.top_k > 0) & (columns.top_k < num_tokens), columns.top_k, num_tokens)
+    has_k, has_p = bool((top_k < num_tokens).any()), bool((columns.top_p < 1).any())
+    if not has_k and not has_p:
+        return logprobs
+    ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    if has_k:
+        rank = torch.arange(num_tokens, device=logprobs.device)
+        ordered = ordered.masked_fill(rank >= torch.from_numpy(top_k).to(logprobs.device)[:, None], float("-inf"))
+    if has_p:
+        probabilities = ordered.softmax(-1, dtype=torch.float64)
+        before = probabilities.cumsum(-1) - probabilities
+        limit = torch.from_numpy(np.where(columns.top_p < 1, columns.top_p, 2.0)).to(logprobs.device)[:, None]
+        ordered = ordered.masked_fill(before >= limit, float("-inf"))
+    return torch.empty_like(ordered).scatter_(1, ids, ordered)
+
+
+_LENGTH_STEP = 64
+
+
+class Decoder(Protocol):
+    """What advances jobs token by token."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        """Tokens of cache that what runs takes, and that there may be; 0: not limited."""
+        ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """That caches take."""
+        ...
+
+    def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
+        """Take jobs from the queue's front while there is room, add a token to each that runs, and return what finished."""
+        ...
+
+    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+        """A step has run out of memory: put jobs back to the queue's front, with their tokens, and let half as many run from now on.
+        How many were put back, and what had finished in that step.
+
+        Raises:
+            OutOfMemory: it was one alone.
+        """
+        ...
+
+    def take(self, ids: Collection[int], version: int) -> list[Job]:
+        """Take these out, with their tokens so far."""
+        ...
+
+    def peek(self, ids: Collection[int], version: int) -> list[Job]:
+        """These as `take` would give them, and as they were."""
+        ...
+
+    def keep_caches(self, version: int) -> None:
+        """The weights of this version were replaced: what runs goes on, on keys of theirs."""
+        ...
+
+    def running_ids(self) -> list[int]: ...
+
+    def progress(self) -> dict[int, int]:
+        """Tokens so far of each that runs."""
+        ...
+
+    def condense(self) -> None:
+        """Free the memory of caches that what runs does not need now."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of caches. Nothing may be running."""
+        ...
+
+
+_ROW = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("length", np.int64),  # tokens in the slot's cache
+        ("count", np.int64),  # tokens generated
+        ("last", np.int64),  # the newest token, not yet in the cache
+        ("max_new", np.int64),
+        ("min_new", np.int64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+    ]
+)
+
+
+@final
+class ContinuousDecoder:
+    """Everything that runs decodes together, at whatever length it is."""
+
+    def __init__(self, model: SlotModel, *, max_running: int, max_prefill_tokens: int, kv_budget_bytes: int) -> None:
+        self._model = model
+        self._cache = SlotCache()
+        self._max_running = max_running
+        self._max_prefill_tokens = max_prefill_tokens
+        self._budget_tokens = kv_budget_bytes // max(model.kv_bytes_per_token, 1)
+        self._jobs: list[Job] = []
+        self._coming: list[Job] = []
+        """Taken from the queue, without a row yet."""
+        self._rows = np.zeros(0, _ROW)
+        self._tokens = np.zeros((0, 0), np.int32)
+        self._logprobs = np.zeros((0, 0), np.float32)
+        self._stops = np.zeros((0, 0), np.int64)  # -1 where a row has fewer
+
+    @property
+    def num_running(self) -> int:
+        return len(self._jobs)
+
+    def running_ids(self) -> list[int]:
+        return [job.id for job in self._jobs]
+
+    @property
+    def kv_tokens(self) -> tuple[int, int]:
+        num_rows = len(self._jobs)
+        longest = int(self._rows["length"][:num_rows].max()) + 1 if num_rows else 0
+        return longest * num_rows, self._budget_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def progress(self) -> dict[int, int]:
+        return dict(zip(self.running_ids(), self._rows["count"][: len(self._jobs)].tolist(), strict=True))
+
+    def step(self, queue: deque[Job], version: int) -> list[tuple[Job, Finish]]:
+        num_old = len(self._jobs)
+        admitted = self._coming = self._admissible(queue)
+        self._make_room(admitted)
+        logits = []
+        if num_old:
+            old = self._rows[:num_old]
+            self._cache.reserve(num_old, int(old["length"].max()) + 1)
+            logits.append(self._model.decode(self._cache, old["last"].copy(), old["length"].copy()))
+            old["length"] += 1
+        if admitted:
+            logits.append(self._prefill(admitted))
+        if not logits:
+            return []
+        self._sample(logits[0] if len(logits) == 1 else torch.cat(logits))
+        return self._finished(version)
+
+    def make_do(self, queue: deque[Job], version: int) -> tuple[int, list[tuple[Job, Finish]]]:
+        num_tried = len(self._jobs) + len(self._coming)
+        if num_tried < 2:
+            raise OutOfMemory(
+                "out of memory with one sample alone; it does not fit", now="Lower max_new_tokens, or give the engine more memory."
+            )
+        # All of them: the cache is one block, and only without it is there room for a smaller one.
+        back = [*self.take(self.running_ids(), version), *self._coming]
+        queue.extendleft(reversed(back))
+        self._coming = []
+        self.release()
+        self._rows, self._tokens, self._logprobs = self._rows[:0], self._tokens[:0, :0], self._logprobs[:0, :0]
+        self._stops = self._stops[:0, :0]
+        self._max_running = num_tried // 2
+        return num_tried, []
+
+    def take(self, ids: Collection[int], version: int) -> list[Job]:
+        wanted = set(ids)
+        rows = [row for row, job in enumerate(self._jobs) if job.id in wanted]
+        jobs = [replace(self._job(row, version), has_old_cache=False) for row in rows]
+        self._leave(np.array(rows, np.int64))
+        return jobs
+
+    def peek(self, ids: Collection[int], version: int) -> list[Job]:
+        return [self._job(row, version) for row, job in enumerate(self._jobs) if job.id in ids]
+
+    def keep_caches(self, version: int) -> None:
+        self._jobs = [replace(self._job(row, version), has_old_cache=True) for row in range(len(self._jobs))]
+
+    def condense(self) -> None:
+        num_rows = len(self._jobs)
+        if num_rows:
+            self._cache.condense(num_rows, int(self._rows["length"][:num_rows].max()) + 1)
+        else:
+            self._cache.clear()
+
+    def release(self) -> None:
+        assert not self._jobs
+        self._cache.clear()
+
+    def _admissible(self, queue: deque[Job]) -> list[Job]:
+        admitted: list[Job] = []
+        longest = max((job.reserved_length for job in self._jobs), default=0)
+        sequences: set[bytes] = set()
+        num_padded = longest_new = 0
+        while queue and len(self._jobs) + len(admitted) < self._max_running:
+            job = queue[0]
+            length = len(job.prompt) + len(job.tokens)
+            key = job.prompt.tobytes() + job.tokens.tobytes()
+            longest = max(longest, -(-job.reserved_length // _LENGTH_STEP) * _LENGTH_STEP)
+            num_padded = (len(sequences) + (key not in sequences)) * max(longest_new, length)
+            is_first = not self._jobs and not admitted
+            # A job alone is always let in: what can't fit even then is the allocator's to say.
+            if not is_first and longest * (len(self._jobs) + len(admitted) + 1) > self._budget_tokens:
+                break
+            if admitted and num_padded > self._max_prefill_tokens:
+                break
+            sequences.add(key)
+            longest_new = max(longest_new, length)
+            admitted.append(queue.popleft())
+        return admitted
+
+    def _make_room(self, admitted: list[Job]) -> None:
+        if not admitted:
+            return
+        num_rows = len(self._jobs) + len(admitted)
+        capacity = min(max(num_rows, 2 * len(self._rows)), self._max_running) if num_rows > len(self._rows) else len(self._rows)
+        width = max(self._tokens.shape[1], *(job.sampling.max_new_tokens for job in admitted))
+        num_stops = max(self._stops.shape[1], *(len(job.stop_ids) for job in admitted))
+        self._rows = _resized(self._rows, (capacity,))
+        self._tokens = _resized(self._tokens, (capacity, width))
+        self._logprobs = _resized(self._logprobs, (capacity, width))
+        self._stops = _resized(self._stops, (capacity, num_stops), fill=-1)
+
+    def _prefill(self, admitted: list[Job]) -> torch.Tensor:
+        first = len(self._jobs)
+        sequences: dict[bytes, int] = {}
+        unique: list[npt.NDArray[np.int32]] = []
+        sequence_of_slot = []
+        for row, job in enumerate(admitted, first):
+            key = job.prompt.tobytes() + job.tokens.tobytes()
+            if key not in sequences:
+                sequences[key] = len(unique)
+                unique.append(np.concatenate([job.prompt, job.tokens]))
+            sequence_of_slot.append(sequences[key])
+            count, s = len(job.tokens), job.sampling
+            length = len(job.prompt) + count
+            self._rows[row] = (job.seed, length, count, 0, s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_k, s.top_p)
+            self._tokens[row, :count] = job.tokens
+            self._logprobs[row, :count] = job.logprobs
+            self._stops[row] = -1
+            self._stops[row, : len(job.stop_ids)] = job.stop_ids
+        self._jobs += admitted
+        self._coming = []
+        self._cache.reserve(len(self._jobs), max(len(sequence) for sequence in unique) + 1)
+        logits = self._model.prefill(self._cache, unique, first, sequence_of_slot)
+        return logits.index_select(0, torch.tensor(sequence_of_slot, device=logits.device))
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        num_rows = len(self._jobs)
+        rows = self._rows[:num_rows]
+        columns = SamplingColumns(rows["temperature"].copy(), rows["top_k"].copy(), rows["top_p"].copy())
+        forbidden = forbidden_stops(rows["count"] < rows["min_new"], self._stops[:num_rows], logits)
+        tokens, logprobs = draw(logits, columns, uniforms(rows["seed"], rows["count"]), forbidden)
+        # One transfer; float64 holds any token id and any float32 exactly.
+        drawn = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
+        index = np.arange(num_rows)
+        self._tokens[index, rows["count"]] = rows["last"] = drawn[0]
+        self._logprobs[index, rows["count"]] = drawn[1]
+        rows["count"] += 1
+
+    def _finished(self, version: int) -> list[tuple[Job, Finish]]:
+        num_rows = len(self._jobs)
+        rows = self._rows[:num_rows]
+        is_stop = (rows["last"][:, None] == self._stops[:num_rows]).any(1)
+        done = np.flatnonzero(is_stop | (rows["count"] >= rows["max_new"]))
+        finished = [(self._job(row, version), Finish.STOP if is_stop[row] else Finish.LENGTH) for row in done.tolist()]
+        self._leave(done)
+        return finished
+
+    def _job(self, row: int, version: int) -> Job:
+        count = self._rows["count"][row]
+        return self._jobs[row].grown(self._tokens[row, :count], self._logprobs[row, :count], version)
+
+    def _leave(self, gone: npt.NDArray[np.int64]) -> None:
+        num_left = len(self._jobs) - len(gone)
+        holes = gone[gone < num_left]
+        if len(holes):
+            movers = np.setdiff1d(np.arange(num_left, len(self._jobs)), gone)
+            for array in (self._rows, self._tokens, self._logprobs, self._stops):
+                array[holes] = array[movers]
+            for hole, mover in zip(holes.tolist(), movers.tolist(), strict=True):
+                self._jobs[hole] = self._jobs[mover]
+            self._cache.move(holes.tolist(), movers.tolist(), int(self._rows["length"][:num_left].max()))
+        del self._jobs[num_left:]
+
+
+def forbidden_stops(is_early: npt.NDArray[np.bool_], stops: npt.NDArray[np.int64], like: torch.Tensor) -> torch.Tensor | None:
+    """Which tokens rows that are too young to stop must not draw: bool [B, V] like the logits, or None if there are none."""
+    if not is_early.any() or not stops.shape[1]:
+        return None
+    row, column = np.nonzero(is_early[:, None] & (stops >= 0))
+    forbidden = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    forbidden[torch.from_numpy(row).to(like.device), torch.from_numpy(stops[row, column]).to(like.device)] = True
+    return forbidden
+
+
+def _resized(array: npt.NDArray[Any], shape: tuple[int, ...], fill: int = 0) -> npt.NDArray[Any]:
+    if array.shape == shape:
+        return array
+    resized = np.full(shape, fill, array.dtype) if fill else np.zeros(shape, array.dtype)
+    resized[tuple(slice(size) for size in array.shape)] = array
+    return resized

@@ -1,0 +1,252 @@
+"""The built-in rollout engine: continuous batching for Hugging Face causal language models, in this process.
+
+    add -> queue -> Decoder (continuous, or fixed rows if deterministic) -> Generated
+
+Options from the cluster spec: `max_context` (tokens; below the model's own), `max_prefill_tokens` (a step's prompts, padded;
+default 16384), `kv_budget_bytes` (default: half of a GPU's free memory, a quarter of a host's), `deterministic_rows` (default 8).
+
+With `deterministic`, results are a function of weights, prompt, seed, index in the group and sampling, bit by bit, on one kind of
+machine; torch then runs on one thread, so that the plan's number of threads does not matter either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine
+from m2flow.engines.embedded.decoding import ContinuousDecoder, Decoder
+from m2flow.engines.embedded.fixed_rows import FixedRowsDecoder
+from m2flow.engines.embedded.slot_model import SlotModel
+from m2flow.engines.models.hf_model import TextCodec, load_tokenizer, use_threads
+from m2flow.engines.models.requests import Job, generated_of, jobs_of, parted
+from m2flow.errors import EngineError, is_out_of_memory
+from m2flow.recipe import Model
+from m2flow.samples import Finish
+
+_SMALL_STEP = 1 << 24
+"""Multiplications of a decode step (rows times weights) below which further threads cost more than they do: a model of a million
+weights breaks even between 8 and 32 rows on two idle cores, later on busy ones."""
+_OPTIONS = ("max_context", "max_prefill_tokens", "kv_budget_bytes", "deterministic_rows")
+
+
+@final
+class EmbeddedRollout(RolloutEngine):
+    """Requests come and go between any two steps; a prompt that several samples share is read once."""
+
+    name = "embedded"
+    capabilities = Capabilities(
+        kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, lora=True, rests=True, condenses=True, probes=True
+    )
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._source = model
+        self._settings = settings
+        self._queue: deque[Job] = deque()
+        self._ended: list[tuple[Job, Finish]] = []
+        self._num_put_back = 0
+        self._version = 0
+        self._mixture = ""
+        self._is_onloaded = False
+        self._model: SlotModel | None = None
+        self._codec: TextCodec | None = None
+        self._decoder: Decoder | None = None
+
+    def start(self) -> None:
+        unknown = sorted(set(self._settings.options) - set(_OPTIONS))
+        if unknown:
+            raise EngineError(f"the embedded rollout engine has no option {', '.join(unknown)}", now=f"It has {', '.join(_OPTIONS)}.")
+        self._use_threads()
+        self._codec = load_tokenizer(self._source)
+        options = _Options(self._settings.options)
+        self._model = SlotModel.load(self._source, self._settings.device, options.get("max_context", 0) or None)
+        if self._settings.deterministic:
+            rows = options.get("deterministic_rows", 8)
+            self._decoder = FixedRowsDecoder(self._model, num_rows=rows, max_running=self._settings.max_running)
+        else:
+            self._decoder = ContinuousDecoder(
+                self._model,
+                max_running=self._settings.max_running,
+                max_prefill_tokens=options.get("max_prefill_tokens", 16384),
+                kv_budget_bytes=options.get("kv_budget_bytes", 0) or _free_bytes(self._settings.device),
+            )
+        self._is_onloaded = True
+
+    def stop(self) -> None:
+        self._queue.clear()
+        self._ended.clear()
+        self._model = self._codec = self._decoder = None
+
+    def onload(self) -> None:
+        if not self._is_onloaded:
+            self._started()[0].to(self._settings.device)
+            self._is_onloaded = True
+
+    def offload(self) -> None:
+        """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        self._make_room(keeps_weights=False)
+
+    def rest(self) -> None:
+        """Give back what the cache has of the device; weights stay there. What runs is read again later, as after `offload`."""
+        self._make_room(keeps_weights=True)
+
+    def _make_room(self, *, keeps_weights: bool) -> None:
+        model, _, decoder = self._started()
+        self._queue.extendleft(reversed(decoder.take(decoder.running_ids(), self._version)))
+        decoder.release()
+        if self._settings.device != "cpu":
+            if not keeps_weights:
+                model.to("cpu")
+            torch.cuda.empty_cache()
+        self._is_onloaded = False
+
+    def condense(self) -> None:
+        self._started()[2].condense()
+        if self._settings.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def memory(self) -> Memory:
+        if self._model is None or self._decoder is None:
+            return Memory()
+        return Memory(weights=self._model.bytes_on(self._settings.device), kv=self._decoder.kv_bytes)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        model, codec, decoder = self._started()
+        known = [*(job.id for job in self._queue), *decoder.running_ids()]
+        goes_on, whole = parted(jobs_of(requests, known, codec, vocab_size=model.vocab_size, max_context=model.max_context))
+        self._queue += goes_on
+        self._ended += whole
+
+    def step(self) -> list[Generated]:
+        model, codec, decoder = self._started()
+        if self._mixture:
+            raise EngineError(f"the engine holds a mixture of weights: {self._mixture}", now="Load a whole set of weights.")
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
+        finished, self._ended = self._ended, []
+        if self._queue or decoder.num_running:
+            self._use_threads(is_small=not self._queue and decoder.num_running * model.num_weights < _SMALL_STEP)
+            finished += self._decoded(decoder)
+        return [generated_of(job, finish, codec) for job, finish in finished]
+
+    def _decoded(self, decoder: Decoder) -> list[tuple[Job, Finish]]:
+        """A step of the decoder; without the memory for it, what it is to go on with is less."""
+        try:
+            return decoder.step(self._queue, self._version)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Only now: the error's traceback held what was computed.
+        num_put_back, finished = decoder.make_do(self._queue, self._version)
+        self._num_put_back += num_put_back
+        if self._settings.device != "cpu":
+            torch.cuda.empty_cache()
+        print(f"out of memory: {num_put_back} samples wait again, and fewer decode together from now on", flush=True)
+        goes_on, whole = parted(self._queue)
+        self._queue = deque(goes_on)
+        return finished + whole
+
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        _, codec, decoder = self._started()
+        wanted = set(ids)
+        taken = [job for job, _ in self._ended if job.id in wanted] + [job for job in self._queue if job.id in wanted]
+        self._ended = [(job, finish) for job, finish in self._ended if job.id not in wanted]
+        self._queue = deque(job for job in self._queue if job.id not in wanted)
+        taken += decoder.take(wanted, self._version)
+        return [generated_of(job, Finish.ABORT, codec) for job in taken]
+
+    def snapshot(self, ids: Iterable[int]) -> list[Generated]:
+        _, codec, decoder = self._started()
+        wanted = set(ids)
+        waiting = [job for job in [*(job for job, _ in self._ended), *self._queue] if job.id in wanted]
+        return [generated_of(job, Finish.ABORT, codec) for job in waiting + decoder.peek(wanted, self._version)]
+
+    def progress(self) -> dict[int, int]:
+        waiting = {job.id: len(job.tokens) for job in [*self._queue, *(job for job, _ in self._ended)]}
+        return waiting | self._started()[2].progress()
+
+    def occupancy(self) -> Occupancy:
+        decoder = self._started()[2]
+        return Occupancy(decoder.num_running, len(self._queue), *decoder.kv_tokens, self._num_put_back)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue) + len(self._ended) + (self._decoder.num_running if self._decoder else 0)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
+        self._take(self._started()[0].load_weights, tensors, version, under_requests=under_requests)
+
+    def load_adapters(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
+        self._take(self._started()[0].added.add, tensors, version, under_requests=under_requests)
+
+    def _take(
+        self, load: Callable[[Iterable[tuple[str, Any]]], None], tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool
+    ) -> None:
+        """Change the weights by what comes."""
+        decoder = self._started()[2]
+        if decoder.num_running and not under_requests:
+            raise EngineError(f"{decoder.num_running} requests are running; weights can't change under them", now="Abort them first.")
+        self._mixture = "loading was cut short"
+        try:
+            load(tensors)
+        except EngineError as error:
+            self._mixture = error.what
+            raise
+        self._mixture = ""
+        decoder.keep_caches(self._version)
+        self._version = version
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        return self._started()[0].weights()
+
+    def adapters(self) -> Iterator[tuple[str, Any]]:
+        return self._started()[0].added.adapters()
+
+    def base(self) -> Iterator[tuple[str, Any]]:
+        return self._started()[0].added.base()
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        model = self._started()[0]
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `logprobs`.")
+        self._use_threads()
+        return model.logprobs(sequences)
+
+    def _use_threads(self, *, is_small: bool = False) -> None:
+        # Again at each step: another engine in this process may have set its own.
+        threads = 1 if self._settings.deterministic or is_small else self._settings.threads
+        if torch.get_num_threads() != threads or torch.are_deterministic_algorithms_enabled() != self._settings.deterministic:
+            use_threads(threads, self._settings.deterministic)
+
+    def _started(self) -> tuple[SlotModel, TextCodec, Decoder]:
+        if self._model is None or self._codec is None or self._decoder is None:
+            raise EngineError("the engine is not started", now="Call `start` first.")
+        return self._model, self._codec, self._decoder
+
+
+class _Options:
+    def __init__(self, given: Mapping[str, object]) -> None:
+        self._given = given
+
+    def get(self, name: str, default: int) -> int:
+        value = self._given.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and default):
+            raise EngineError(f"option {name} of the embedded rollout engine is {value!r}; it must be a positive number")
+        return value
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return int(psutil.virtual_memory().available) // 4
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) // 2

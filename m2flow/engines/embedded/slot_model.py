@@ -1,0 +1,289 @@
+"""A Hugging Face causal language model that reads and writes a slot cache: prefill, decode, weights and adapters in and out.
+
+base, kept in the host's memory --+ scale B A--> the module's weights, layer by layer
+
+Each version is added to the base itself, never to the sum before it, so nothing drifts: the weights are bit by bit those that the trainer
+would have sent whole, if both multiply alike. It costs a second copy of the adapted layers in the host's memory; passes cost what they
+cost without adapters. No peft is needed here.
+
+Limit: adapters of linear layers, as `m2flow.engines.models.lora` makes them.
+
+Built only if it computes the same as the model's own code: at the start it passes the probe of every engine
+(`m2flow.engines.models.model_probe`), and what the slots can't do (recurrent layers, masks of another shape than windows and chunks,
+rotary tables that change with the batch) is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from m2flow.engines.contract import bytes_on
+from m2flow.engines.embedded.kv_slots import ATTENTION_NAME, DecodePass, PrefillPass, SlotCache, SlotPass, slot_attention
+from m2flow.engines.models import lora
+from m2flow.engines.models.hf_model import checkpoint_tensors, hold_in, load_model
+from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, longest_sequence
+from m2flow.engines.models.trainer_checkpoint import named_weights
+from m2flow.errors import EngineError
+from m2flow.recipe import Lora, Model
+
+
+@final
+class Added:
+    """The base of one module, and the adapters that are added to it now.
+
+    Args:
+        module: as it was loaded: its weights are the base.
+    """
+
+    def __init__(self, module: Any, recipe: Lora) -> None:
+        self._module = module
+        self._scale = recipe.alpha / recipe.rank
+        self._base: dict[str, Tensor] = {}
+        """By the module's names: those of layers that adapters have come for."""
+        self._held: dict[str, Tensor] = {}
+
+    def add(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Take adapters in, by the names of peft's files; each tensor may be valid until the next is taken.
+
+        Raises:
+            EngineError: they are of other layers than the module has, or not of those of the time before; nothing has changed then.
+        """
+        came = {name: torch.tensor(given) if not isinstance(given, Tensor) else given.detach().cpu().clone() for name, given in tensors}
+        layers = self._layers(came)
+        if self._held and came.keys() != self._held.keys():
+            changed = sorted(came.keys() ^ self._held.keys())
+            raise EngineError(f"adapters of other layers came than before: {', '.join(changed[:4])}")
+        with torch.no_grad():
+            for stem, (b, a) in layers.items():
+                layer = self._module.get_submodule(stem)
+                if f"{stem}.weight" not in self._base:
+                    self._base[f"{stem}.weight"] = _put_away(layer.weight)
+                base = self._base[f"{stem}.weight"]
+                delta = lora.addend(b.to(layer.weight.device), a.to(layer.weight.device), self._scale, is_transposed=_is_transposed(layer))
+                layer.weight.copy_(base.to(layer.weight.device) + delta)
+        self._held = came
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that are added now, by the names of peft's files."""
+        return iter(self._held.items())
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that adapters are added to, and all others, by checkpoints' names; of tied ones the first."""
+        for name, tensor in lora.whole_state(self._module):
+            yield from checkpoint_tensors(self._module, name, self._base.get(name, tensor).detach())
+
+    def _layers(self, came: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Layer -> its B and A."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, b in came.items():
+            if (stem := lora.layer_of(name, "B")) and (other := lora.file_name_of(stem, "A")) in came:
+                found[stem] = b, came[other]
+        known = dict(self._module.named_modules())
+        if 2 * len(found) != len(came) or not came:
+            raise EngineError(f"these are no adapters, in pairs: {', '.join(sorted(came)[:4]) or 'nothing came'}")
+        for stem, (b, a) in found.items():
+            weight = getattr(known.get(stem), "weight", None)
+            shape = (b.shape[0], a.shape[1])[:: -1 if _is_transposed(known.get(stem)) else 1]
+            if weight is None or weight.shape != shape or b.shape[1] != a.shape[0]:
+                held = "no such layer" if weight is None else f"{list(weight.shape)} there"
+                raise EngineError(
+                    f"an adapter {list(b.shape)} x {list(a.shape)} came for {stem}, and the model has {held}",
+                    now="Do trainer and rollout engine load the same model?",
+                )
+        return found
+
+
+def _put_away(weight: Tensor) -> Tensor:
+    """A copy in the host's memory; of what is on a GPU in pinned memory, since it comes from there with every version."""
+    return weight.detach().cpu().pin_memory() if weight.is_cuda else weight.detach().clone()
+
+
+def _is_transposed(layer: Any) -> bool:
+    """Whether it holds its weights as [inputs, outputs]: those of GPT-2."""
+    return isinstance(layer, Conv1D)
+
+
+transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+@final
+class SlotModel:
+    """The model, and passes through it."""
+
+    def __init__(self, module: Any, device: str, max_context: int | None, recipe: Lora | None = None) -> None:
+        self._module = module
+        self._recipe = recipe
+        self._added = Added(module, recipe) if recipe is not None else None
+        """None: the weights are not those that adapters were trained beside."""
+        self._device = device
+        text_config = module.config.get_text_config()
+        self.vocab_size: int = text_config.vocab_size
+        own_context = getattr(text_config, "max_position_embeddings", None) or 1 << 20
+        self.max_context: int = min(own_context, max_context or own_context)
+        self.is_mixture = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self.num_weights: int = sum(parameter.numel() for parameter in module.parameters())
+        self.kv_bytes_per_token = 0
+
+    @classmethod
+    def load(cls, model: Model, device: str, max_context: int | None) -> SlotModel:
+        """Raises `ModelError` for what is wrong with the directory, `EngineError` for a model that slots can't serve."""
+        module = load_model(model, device=device, attention="eager")
+        if model.rollout_dtype is not None:
+            hold_in(module, model.rollout_dtype)
+        loaded = cls(module, device, max_context, model.lora)
+        loaded._check()
+        return loaded
+
+    def prefill(
+        self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]], first_slot: int, sequence_of_slot: Sequence[int]
+    ) -> Tensor:
+        """Fill slots from `first_slot` on; the logits after each sequence, [P, V]."""
+        lengths = [len(sequence) for sequence in sequences]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        last = np.cumsum(lengths) - 1
+        into = PrefillPass(cache, lengths, first_slot, sequence_of_slot, self._device)
+        return self._forward(np.concatenate(sequences).astype(np.int64), positions, into, torch.from_numpy(last).to(self._device))
+
+    def decode(self, cache: SlotCache, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
+        """One token for each of the slots 0..B-1, at its position; the logits after it, [B, V]."""
+        return self._forward(tokens, positions, DecodePass(cache, positions, self._device), 0)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Of each token but the first. The first half of each sequence is prefilled, the rest decoded token by token, in a cache of
+        its own: so both ways through the model are seen."""
+        rows = [np.asarray(sequence, np.int32) for sequence in sequences]
+        heads = [max(1, len(row) // 2) for row in rows]
+        cache = SlotCache()
+        cache.reserve(len(rows), max(map(len, rows)))
+        found = [np.zeros(len(row) - 1, np.float32) for row in rows]
+
+        def note(logits_BV: Tensor, read: Sequence[int]) -> None:
+            logprobs = logits_BV.float().log_softmax(-1)
+            for slot, (row, count) in enumerate(zip(rows, read, strict=True)):
+                if count < len(row):
+                    found[slot][count - 1] = float(logprobs[slot, int(row[count])])
+
+        into = PrefillPass(cache, heads, 0, range(len(rows)), self._device)
+        positions = np.concatenate([np.arange(head) for head in heads])
+        tokens = np.concatenate([row[:head] for row, head in zip(rows, heads, strict=True)]).astype(np.int64)
+        logits = self._forward(tokens, positions, into, torch.arange(len(tokens), device=self._device)).float().log_softmax(-1)
+        start = 0
+        for slot, (row, head) in enumerate(zip(rows, heads, strict=True)):
+            of_next = torch.from_numpy(row[1:head].astype(np.int64)).to(self._device)[:, None]
+            found[slot][: head - 1] = logits[start : start + head - 1].gather(1, of_next)[:, 0].cpu().numpy()
+            start += head
+        last = torch.tensor(np.cumsum(heads) - 1, device=self._device)
+        note(logits[last], heads)
+        for turn in range(max(len(row) - head for row, head in zip(rows, heads, strict=True)) - 1):
+            # Who is at its end reads its last token again, for nothing.
+            read = [min(head + turn, len(row) - 1) for row, head in zip(rows, heads, strict=True)]
+            step = np.array([int(row[at]) for row, at in zip(rows, read, strict=True)], np.int64)
+            note(self.decode(cache, step, np.array(read, np.int64)), [at + 1 for at in read])
+        return found
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers by checkpoints' names; tied ones once."""
+        return named_weights(self._module)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy weights in. Raises `EngineError` that names what is missing, unknown or of another shape; the weights are a mixture then."""
+        self._added = None
+        held = {
+            each: part
+            for name, tensor in self._module.state_dict(keep_vars=True).items()
+            for each, part in checkpoint_tensors(self._module, name, tensor.detach())
+        }
+        missing = {name for name, _ in self.weights()}
+        unknown: list[str] = []
+        with torch.no_grad():
+            for name, given in tensors:
+                if name not in held:
+                    unknown.append(name)
+                    continue
+                tensor = given if isinstance(given, Tensor) else torch.tensor(given)
+                if tensor.shape != held[name].shape:
+                    raise EngineError(f"weight {name} is {list(tensor.shape)}; the model has {list(held[name].shape)}")
+                held[name].copy_(tensor)
+                missing.discard(name)
+        if unknown or missing:
+            raise EngineError(
+                f"the weights are not this model's: missing {_some(sorted(missing))}, unknown {_some(unknown)}",
+                now="Do trainer and rollout engine load the same model?",
+            )
+
+    @property
+    def added(self) -> Added:
+        """The adapters beside the weights that it was loaded with. Raises `EngineError`: there is no such thing, or no longer."""
+        if self._added is None:
+            why = "other weights were loaded since" if self._recipe is not None else "the model has none"
+            raise EngineError(f"adapters can't be added to these weights: {why}")
+        return self._added
+
+    def bytes_on(self, device: str) -> int:
+        """Of its weights."""
+        return bytes_on(device, [*self._module.parameters(), *self._module.buffers()])
+
+    def to(self, device: str) -> None:
+        self._module.to(device)
+
+    def _forward(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], into: SlotPass, keep: Tensor | int) -> Tensor:
+        with torch.inference_mode():
+            output = self._module(
+                input_ids=torch.from_numpy(tokens).to(self._device)[None],
+                position_ids=torch.from_numpy(positions).to(self._device)[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                slot_pass=into,
+            )
+            logits: Tensor = output.logits[0]
+        num_asked = len(keep) if isinstance(keep, Tensor) else len(tokens)
+        if len(logits) != num_asked:
+            raise EngineError(f"{type(self._module).__name__} gives {len(logits)} rows of logits where {num_asked} were asked for")
+        return logits
+
+    def _check(self) -> None:
+        module, kind = self._module, type(self._module).__name__
+        longest, rope = longest_sequence(module.config)
+        if rope and self.max_context > longest:
+            raise EngineError(
+                f"{kind} has {rope} rotary embeddings, which change with the longest sequence of a batch",
+                now=f"Set the engine's option `max_context` to {longest} or less." if longest else "",
+            )
+        probe = Probe(module, "the embedded engine", self.max_context, lambda tokens: module(input_ids=tokens, use_cache=False).logits)
+        cache = SlotCache()
+        layers = [attention.layer_idx for attention in probe.attentions]
+        with probe.explained():
+            if len(set(layers)) < len(layers):
+                raise EngineError("it calls an attention twice in a pass, and a slot has one place for its keys and values")
+            module.set_attn_implementation(ATTENTION_NAME)
+            probe.judge(self._read(cache, probe.sequences))
+            num_layers = module.config.get_text_config().num_hidden_layers
+            if cache.num_layers != num_layers:
+                raise EngineError(
+                    f"{cache.num_layers} of its {num_layers} layers are attention",
+                    now="Layers with a state of their own need another engine.",
+                )
+        self.kv_bytes_per_token = cache.bytes_per_token
+
+    def _read(self, cache: SlotCache, sequences: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
+        """The logits after the last few tokens of each sequence, [NUM_JUDGED, V]: the first are prefilled together, the others decoded."""
+        cache.reserve(len(sequences), max(map(len, sequences)))
+        heads = np.array([len(sequence) - NUM_JUDGED + 1 for sequence in sequences], np.int64)
+        prompts = [sequence[:head] for sequence, head in zip(sequences, heads.tolist(), strict=True)]
+        found = [self.prefill(cache, prompts, 0, range(len(prompts)))]
+        for turn in range(NUM_JUDGED - 1):
+            tokens = np.array([sequence[head + turn] for sequence, head in zip(sequences, heads.tolist(), strict=True)], np.int64)
+            found.append(self.decode(cache, tokens, heads + turn))
+        return list(torch.stack(found, 1))
+
+
+def _some(names: Sequence[str]) -> str:
+    return "nothing" if not names else ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

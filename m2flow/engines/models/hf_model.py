@@ -1,0 +1,402 @@
+"""Load a Hugging Face language model and its tokenizer from the local disk, and say plainly what is wrong with it.
+
+The original is quantised, so the weights are a degraded copy of the model it was made from. They are dequantised to float32,
+exactly, and kept under `~/.cache/m2flow/gguf/<digest of path, size and modification time>` (or `$XDG_CACHE_HOME`).
+Several processes that ask at once wait for the first.
+
+module's tensor --checkpoint_tensors--> (checkpoint's name, view of it), ...
+
+Rollout engines and files know the names of checkpoints. Transformers (5) holds the same for most architectures, and for mixtures of experts
+stacks of all experts of a layer: `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I]; checkpoints have one tensor for
+each expert. All that comes out is a view, so weights go in by the same names: a copy into a view is a copy into the stack.
+
+Fused tensors of a serving engine (QKV, gate and up) are that engine's affair: it takes checkpoints' names as well.
+
+Limit: the architectures in `EXPERTS`, each held against what transformers itself saves (`tests/engines/test_checkpoint_names.py`). Of
+other mixtures the
+module's own names come out.
+
+Shapes: E experts, I their width, H hidden.
+
+Model(path, init, seed, dtype) --load_tokenizer--> TextCodec
+                                   --load_model-----> PreTrainedModel in eval mode
+
+Never a network look-up, never unpickled weights, never code from the model's directory. `.gguf` files go through
+`m2flow.engines.models.hf_model`. Random weights come from a generator of their own, seeded by `model.seed`: every process draws
+the same ones, and nobody else's random state moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+
+from m2flow.engines.models import scalar_head
+from m2flow.errors import DatasetError, EngineError, MissingExtra, ModelError, lone_surrogate
+from m2flow.recipe import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def converted_directory(file: Path) -> Path:
+    """The Hugging Face directory of a .gguf file, made if it is not there yet.
+
+    Raises:
+        MissingExtra: the `gguf` package is not installed.
+        ModelError: the file can't be read, or is of an architecture that transformers can't dequantise.
+    """
+    for package in ("gguf", "sentencepiece", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(f"reading {file} needs the package `{package}`", now="pip install 'm2flow[smollm]'")
+    target = _cache_root() / _digest(file)
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            _convert(file, target)
+    return target
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m2flow" / "gguf"
+
+
+def _digest(file: Path) -> str:
+    status = file.stat()
+    return hashlib.sha256(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:32]
+
+
+def _convert(file: Path, target: Path) -> None:
+    folder, name = str(file.parent), file.name
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars can't be switched off
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+            quantised = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=name, dtype=torch.float32, local_files_only=True
+            )
+        # A model that remembers its quantisation refuses to be saved, so its weights move to one that does not.
+        config = copy.deepcopy(quantised.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.random.fork_rng(devices=[]):
+            plain = type(quantised)(config)
+        plain.load_state_dict(quantised.state_dict())
+        with contextlib.redirect_stderr(io.StringIO()):
+            plain.save_pretrained(str(partial))
+            tokenizer.save_pretrained(str(partial))
+        partial.rename(target)
+    except Exception as error:
+        raise ModelError(f"{file} can't be dequantised: {type(error).__name__}: {error}", now="Is it a whole .gguf file?") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How checkpoints of an architecture name what is stacked."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+EXPERTS: dict[str, ExpertNames] = {
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "glm4_moe"), ExpertNames()),
+    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+}
+"""By `model_type`."""
+
+
+def checkpoint_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has for one of the module's tensors, under the names there; views of it.
+
+    Args:
+        model: the transformers model; its config says which architecture it is.
+        tensor: whole, also where ranks share it.
+    """
+    experts = EXPERTS.get(getattr(model.config.get_text_config(), "model_type", ""))
+    if experts is None:
+        yield name, tensor
+        return
+    name = name.replace(".mlp.", f".{experts.block}.") if experts.block != "mlp" else name
+    stem, _, last = name.rpartition(".")
+    if tensor.ndim != 3 or not stem.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    for number, of_one in enumerate(tensor.unbind(0)):
+        if last == "down_proj":
+            yield f"{stem}.{number}.{experts.down}.weight", of_one
+        else:
+            gate, up = of_one.chunk(2, 0)
+            yield f"{stem}.{number}.{experts.gate}.weight", gate
+            yield f"{stem}.{number}.{experts.up}.weight", up
+
+
+_KINDS = {"lm": "causal language model", "value": "model with a value head", "score": "reward model"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+
+
+def _check_whole(text: str) -> None:
+    at = lone_surrogate(text)
+    if at >= 0:
+        raise DatasetError(
+            f"the text {text!r:.80} has half of a surrogate pair, {text[at]!r}, at character {at}, which no tokenizer takes",
+            now="Mend the dataset's row that has it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').",
+        )
+
+
+@final
+class TextCodec:
+    """Text to token ids and back, by the model's own tokenizer."""
+
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], *, chat: bool) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self.eos_ids = eos_ids
+        """Ids that end a sequence: the tokenizer's, and those of generation_config.json."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id that a demonstration ends with. Raises `ModelError` if the tokenizer has none."""
+        if self._tokenizer.eos_token_id is not None:
+            return int(self._tokenizer.eos_token_id)
+        if not self.eos_ids:
+            raise ModelError("the tokenizer has no end-of-sequence token", now="Set `eos_token` in its tokenizer_config.json.")
+        return min(self.eos_ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt: with the tokenizer's own special tokens, or as a user's message in the chat template.
+
+        Raises:
+            DatasetError: it has half of a surrogate pair.
+        """
+        _check_whole(text)
+        if self._chat:
+            message = [{"role": "user", "content": text}]
+            return list(self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        ids = list(self._tokenizer(text).input_ids)
+        # A tokenizer that closes its texts with the end token would leave the model nothing to continue.
+        return ids[:-1] if ids and ids[-1] in self.eos_ids else ids
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of a text that follows a prompt: no special tokens are added. Raises as `encode_prompt` does."""
+        _check_whole(text)
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def encode_exchange(self, prompt: str, response: str) -> list[int]:
+        """The ids of a prompt with its whole response, as a reward model reads them: in the chat template, or with an end token."""
+        _check_whole(prompt + response)
+        if self._chat:
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            return list(self._tokenizer.apply_chat_template(messages, return_dict=False))
+        return [*self.encode_prompt(prompt), *self.encode_target(response), self.eos_id]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of generated tokens, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def save(self, path: str) -> None:
+        self._tokenizer.save_pretrained(path)
+
+
+def load_tokenizer(model: Model) -> TextCodec:
+    """The tokenizer of the model's directory. Raises `ModelError`."""
+    _silence_transformers()
+    directory = model_directory(model)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{directory} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}",
+            now="Save one into it with `tokenizer.save_pretrained(path)`.",
+        )
+    try:
+        tokenizer = _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"the tokenizer in {directory} can't be read: {_brief(error)}", now="Save it again, or restore the file."
+        ) from error
+    if model.chat and not tokenizer.chat_template:
+        raise ModelError(
+            f"chat=True, but the tokenizer in {directory} has no chat template",
+            now="Drop chat=True, or add chat_template.jinja to the directory.",
+        )
+    eos = {tokenizer.eos_token_id, *_generation_eos(directory)} - {None}
+    return TextCodec(tokenizer, frozenset(int(token) for token in eos), chat=model.chat)
+
+
+def load_model(model: Model, *, device: str, attention: str) -> PreTrainedModel:
+    """The model with its head (`m2flow.engines.models.scalar_head`), in eval mode on `device`.
+
+    Args:
+        attention: the name of an attention function that transformers knows, or that was registered with it.
+    Raises:
+        ModelError: the directory is missing, broken, incomplete, or of an architecture that transformers does not know.
+        EngineError: there is no such device.
+    """
+    _silence_transformers()
+    _check_device(device)
+    directory = model_directory(model)
+    config = _read_config(directory)
+    dtype = getattr(torch, model.dtype)
+    kind = getattr(transformers, scalar_head.HEADS[model.head])
+    if model.head != "lm":
+        config.num_labels = 1
+    try:
+        if model.init == "random":
+            with torch.random.fork_rng(devices=[]):
+                # Not torch.manual_seed: it would also reseed every accelerator, which fork_rng does not bring back here.
+                torch.default_generator.manual_seed(model.seed)
+                loaded = kind.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+            scalar_head.prepare(loaded, model.head, list(loaded.state_dict()), model.path)
+        else:
+            loaded = _load_weights(directory, model, kind, config, dtype, attention)
+    except ModelError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the weights in {directory} can't be read: {_brief(error)}",
+            now="Copy *.safetensors again, or pass init='random' to draw new ones.",
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"{directory} is not a {_KINDS[model.head]} that this installation can build: {_brief(error)}",
+            now=f"Check config.json; transformers here is {transformers.__version__}.",
+        ) from error
+    return loaded.to(device).eval()
+
+
+def use_threads(threads: int, deterministic: bool) -> None:
+    """Set this process's number of torch threads and, if asked, refuse operations whose result may vary from run to run."""
+    torch.set_num_threads(max(1, threads))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def hold_in(model: Any, dtype: str) -> None:
+    """Round the model's weights to another type, as a weight sync does. What is computed at loading (rotary tables) stays as it is.
+
+    So weights that are drawn at random are the same numbers as the trainer's, rounded, and not other draws.
+    """
+    for tensor in model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+
+
+def _load_weights(directory: Path, model: Model, kind: Any, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    if not list(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{directory} has no weights: no *.safetensors in it",
+            now="Copy them there, convert with `model.save_pretrained(path)`, or pass init='random'.",
+        )
+    loaded, info = kind.from_pretrained(
+        str(directory),
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    # transformers draws what a checkpoint lacks at random and only warns.
+    missing = scalar_head.prepare(loaded, model.head, sorted(info["missing_keys"]), model.path)
+    if missing:
+        raise ModelError(
+            f"the weights in {directory} lack {len(missing)} tensors of the model: {', '.join(missing[:4])}",
+            now="The checkpoint is incomplete, or belongs to another config.json.",
+        )
+    return loaded
+
+
+def model_directory(model: Model) -> Path:
+    """Where its files are: the directory that was given, or what a .gguf file was turned into. Raises `ModelError`."""
+    path = Path(model.path).expanduser()
+    if not path.exists():
+        raise ModelError(f"there is no model at {model.path}", now="Give the directory of a Hugging Face model, or a .gguf file.")
+    if path.is_file() and path.suffix == ".gguf":
+        return converted_directory(path)
+    if not path.is_dir():
+        raise ModelError(f"{model.path} is neither a directory nor a .gguf file", now="Give the directory that config.json is in.")
+    return path
+
+
+def _read_config(directory: Path) -> Any:
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{directory} has no config.json", now="Is it the directory of a Hugging Face model?")
+    try:
+        described = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} is not JSON: {error}", now="Restore the file.") from error
+    if not isinstance(described, dict) or "model_type" not in described:
+        raise ModelError(f"{file} does not say its `model_type`", now="Restore the file.")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"{file} describes a {described['model_type']!r} model that this installation can't read: {_brief(error)}",
+            now=f"transformers here is {transformers.__version__}; a newer one may know it.",
+        ) from error
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    # AutoTokenizer goes by the model's type first: for a qwen2 it would build a Qwen2 tokenizer around any tokenizer.json.
+    # One that was saved as a generic tokenizer is read as it stands.
+    try:
+        described = json.loads((directory / "tokenizer_config.json").read_text())
+    except FileNotFoundError:
+        return transformers.AutoTokenizer
+    is_generic = described.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return transformers.PreTrainedTokenizerFast if is_generic else transformers.AutoTokenizer
+
+
+def _generation_eos(directory: Path) -> list[int]:
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        eos = json.loads(file.read_text()).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ModelError(f"{file} is not JSON: {error}", now="Restore or delete the file.") from error
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineError(f"device {device!r} can't be used: {_brief(error)}", now="Change the device in the cluster spec.") from error
+
+
+def _silence_transformers() -> None:
+    # A worker's output belongs to the progress display; what matters is raised as an error instead.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,409 @@
+"""One micro-batch as one packed forward pass: demonstrations as tokens, no padding, and each shared prompt once.
+
+tokens = prompt + target + end of sequence;  loss_mask = False for the prompt, True for the rest
+
+A text is tokenised once: the planner asks for lengths before it trains, and epochs come back. What is remembered goes by the
+texts themselves, and is forgotten when it gets large.
+
+samples --pack--> Packed --forward_logits--> logits of the positions that predict a masked token
+
+The tokens of all samples lie one after the other in a single sequence [1, R] with explicit positions. Samples of one group
+whose tokens agree up to the first masked one share the rows of that prefix. Padding exists only inside attention: its rows are
+copied out to [S, L, H, D], right-padded, in a few buckets of similar length, where `is_causal` is the only mask needed.
+The modelling code stays Hugging Face's; the attention function is registered with transformers' AttentionInterface.
+
+A window or a chunk is a mask [L, L] that a bucket's sequences share, where they are longer; soft caps and sinks have their scores in
+memory, [S, H, L, L], as with transformers' own eager attention. What else a model may ask of its attention is refused by `check_model`.
+
+Limit: attention over a shared prompt is computed for each sample; only linear layers are saved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from transformers import AttentionInterface
+
+from m2flow.engines.models import scalar_head
+from m2flow.engines.models.model_probe import NUM_JUDGED, Probe, Reach, explicit_attention, longest_sequence, scoring_of
+from m2flow.errors import DatasetError, EngineError
+from m2flow.samples import Batch, IdArray, Ragged, SampleId, group_keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from m2flow.engines.models.hf_model import TextCodec
+
+_MAX_REMEMBERED_TOKENS = 1 << 24
+"""64 MiB of ids."""
+
+
+@dataclass
+class Demonstrations:
+    """Tokenises demonstrations with one tokenizer."""
+
+    codec: TextCodec
+    _known: dict[tuple[str, str], tuple[npt.NDArray[np.int32], int]] = field(default_factory=dict, init=False)
+    _num_remembered: int = field(default=0, init=False)
+
+    def tokenised(self, batch: Batch) -> Batch:
+        """The batch with `tokens` (int32) and `loss_mask` columns; as it is if it has tokens already.
+
+        Raises:
+            DatasetError: neither tokens nor texts, or a prompt without a single token, after which nothing can be predicted.
+        """
+        if "tokens" in batch:
+            return batch
+        if "prompt" not in batch or "target" not in batch:
+            raise DatasetError(
+                f"a batch to train on needs `tokens`, or `prompt` and `target` texts; it has {', '.join(sorted(batch.columns))}",
+                now="Train on the samples of a generate call, or give the dataset a column `target`.",
+            )
+        rows = [self._encode(*texts, i) for texts, i in zip(_texts(batch), batch.ids.tolist(), strict=True)]
+        tokens = Ragged.of([ids for ids, _ in rows], np.int32)
+        num_prompt = np.array([count for _, count in rows], np.int64)
+        position = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+        mask = Ragged(position >= np.repeat(num_prompt, tokens.lengths), tokens.offsets)
+        return batch.with_columns(tokens=tokens, loss_mask=mask)
+
+    def _encode(self, prompt: str, target: str, sample: int) -> tuple[npt.NDArray[np.int32], int]:
+        found = self._known.get((prompt, target))
+        if found is None:
+            prompt_ids = self.codec.encode_prompt(prompt)
+            if not prompt_ids:
+                raise DatasetError(f"the prompt of demonstration {SampleId.unpack(sample)} has no tokens: {prompt!r}")
+            ids = [*prompt_ids, *self.codec.encode_target(target), self.codec.eos_id]
+            found = (np.array(ids, np.int32), len(prompt_ids))
+            if self._num_remembered + len(ids) > _MAX_REMEMBERED_TOKENS:
+                self._known.clear()
+                self._num_remembered = 0
+            self._known[prompt, target] = found
+            self._num_remembered += len(ids)
+        return found
+
+
+def _texts(batch: Batch) -> list[tuple[str, str]]:
+    prompts, targets = batch.ragged("prompt"), batch.ragged("target")
+    return [(str(prompts.item(i)), str(targets.item(i))) for i in range(len(batch))]
+
+
+# Shapes: S sequences of a bucket, L their padded length, R rows of the packed sequence, T predicted tokens,
+# H heads (K of keys and values), D size of a head, V vocabulary.
+
+ATTENTION = "m2flow_packed"
+"""The name under which the attention function is registered with transformers."""
+
+_MAX_BUCKETS = 8
+_BUCKET_COST = 100
+"""What one more bucket costs, in padded slots. On two CPU cores, forward and backward, four heads of 32: about 0.15 ms a bucket
+and 1.5 us a slot. On geometric lengths one bucket takes 1.9 times, two 1.3 times as long a step as four; eight gain 2 % more."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayout:
+    """Where the rows of the packed sequence lie inside attention. A slot is one place of the padded buckets."""
+
+    buckets: tuple[tuple[int, int], ...]
+    """(S, L) of each bucket; their slots follow each other."""
+    row_of_slot: Tensor
+    """int64 [slots]; a padding slot reads row 0, and nothing reads the padding slot."""
+    slot_of_row: Tensor
+    """int64 [R]: the slot whose output is the row's. For a shared row, that of the first sample."""
+    further_slots: Tensor
+    """int64 [E]: the other slots of shared rows."""
+    further_rows: Tensor
+    """int64 [E]: the rows that those slots read."""
+    exchange: Callable[..., tuple[Tensor, None]] | None = None
+    """Where ranks have some of the rows each: what is called in the place of the attention, and calls it with all rows of some heads."""
+    masks: dict[tuple[Reach, int], Tensor] = field(default_factory=dict)
+    """What is seen within a sequence, bool [L, L], made when a layer first needs it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch, ready for the model."""
+
+    input_ids: Tensor
+    """int64 [1, R]"""
+    position_ids: Tensor
+    """int64 [1, R]"""
+    layout: AttentionLayout
+    predictors: Tensor
+    """int64 [T]: the row that predicts each masked token."""
+    targets: Tensor
+    """int64 [T]: the masked tokens, sample after sample."""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.input_ids.shape[1])
+
+
+def pack(ids: IdArray, tokens: Ragged, loss_mask: Ragged, *, device: str = "cpu", share_prompts: bool = True) -> Packed:
+    """Lay out N samples for one forward pass.
+
+    Tokens after a sample's last masked one are left out, since nothing that the loss sees depends on them.
+
+    Args:
+        ids: int64 [N], packed identities; samples of one group may share their prompt's rows.
+        tokens: int, ragged over N. loss_mask: bool, of the same lengths.
+    Returns:
+        The packed micro-batch; T is the number of masked tokens, and may be 0.
+    Raises:
+        EngineError: a mask selects the first token of a sample, which nothing predicts.
+    """
+    flat_mask = loss_mask.values.astype(bool)
+    flat_tokens = tokens.values.astype(np.int64)
+    sample_of_masked = np.repeat(np.arange(len(ids)), tokens.lengths)[flat_mask]
+    position_of_masked = np.flatnonzero(flat_mask) - tokens.offsets[sample_of_masked]
+    if len(position_of_masked) and position_of_masked.min() == 0:
+        sample = SampleId.unpack(ids[sample_of_masked[np.argmin(position_of_masked)]])
+        raise EngineError(f"the loss mask of sample {sample} selects its first token, which nothing predicts")
+    # Masked positions ascend inside a sample: the first is the length of the prefix, the last that of the input.
+    prefix = np.zeros(len(ids), np.int64)
+    length = np.zeros(len(ids), np.int64)
+    prefix[sample_of_masked[::-1]] = position_of_masked[::-1]
+    length[sample_of_masked] = position_of_masked
+
+    prefix_start, own_start, num_rows = _assign_rows(ids, tokens, prefix, length, share_prompts)
+    offsets = np.concatenate(([0], np.cumsum(length)))
+    sample_of_input = np.repeat(np.arange(len(ids)), length)
+    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], length)
+    in_prefix = position < prefix[sample_of_input]
+    row = position + np.where(in_prefix, prefix_start[sample_of_input], (own_start - prefix)[sample_of_input])
+
+    input_ids, position_ids = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    input_ids[row] = flat_tokens[tokens.offsets[sample_of_input] + position]
+    position_ids[row] = position
+
+    def put(array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return Packed(
+        input_ids=put(input_ids)[None],
+        position_ids=put(position_ids)[None],
+        layout=_lay_out(row, sample_of_input, position, length, num_rows, put),
+        predictors=put(row[offsets[sample_of_masked] + position_of_masked - 1]),
+        targets=put(flat_tokens[flat_mask]),
+    )
+
+
+def forward_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """Logits [T, V] of the masked tokens. The model was loaded with `attention=ATTENTION` and passed `check_model`."""
+    return batched_logits(model, packed)[0]
+
+
+def batched_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
+    """The same as the model gives them, [1, T, V]."""
+    logits: Tensor = model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        logits_to_keep=packed.predictors,
+        packed_layout=packed.layout,
+    ).logits
+    if logits.shape[1] != len(packed.predictors):
+        raise EngineError(f"{type(model).__name__} gives {logits.shape[1]} rows of logits where {len(packed.predictors)} were asked for")
+    return logits
+
+
+def num_masked(loss_mask: Ragged) -> IdArray:
+    """Tokens under the mask of each sample, int64 [N]."""
+    counts = np.concatenate(([0], np.cumsum(loss_mask.values.astype(np.int64))))
+    found: IdArray = counts[loss_mask.offsets[1:]] - counts[loss_mask.offsets[:-1]]
+    return found
+
+
+def check_model(model: PreTrainedModel, head: str = "lm") -> tuple[int, str]:
+    """Make a model that was loaded with attention `eager` ready for `forward_logits`, or a head's forward pass of one number, after the
+    probe of every engine (`m2flow.engines.models.model_probe`): several samples packed must give what transformers gives for each alone.
+
+    Returns:
+        The model's `longest_sequence`.
+    Raises:
+        EngineError: the model can't be computed here, with the reason.
+    """
+
+    def plain(tokens: Tensor) -> Tensor:
+        if head == "lm":
+            return cast("Tensor", model(input_ids=tokens, use_cache=False).logits)
+        return cast("Tensor", model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+
+    longest, rope = longest_sequence(model.config)
+    if not longest:
+        raise EngineError(f"{type(model).__name__} has {rope} rotary embeddings, which change with the longest sequence of a batch")
+    probe = Probe(model, "the embedded trainer", longest, plain)
+    # A token more of each, which nothing reads: what would predict it is judged too.
+    tokens = Ragged.of([[*row.tolist(), 0] for row in probe.sequences], np.int32)
+    mask = Ragged.of([np.arange(len(row) + 1) > len(row) - NUM_JUDGED for row in probe.sequences], np.bool_)
+    ids = np.array([SampleId(0, max(0, i - 1), i).pack() for i in range(len(probe.sequences))], np.int64)
+    with probe.explained(), torch.no_grad():
+        model.set_attn_implementation(ATTENTION)
+        packed = pack(ids, tokens, mask, device=str(next(model.parameters()).device))
+        computed = batched_logits(model, packed)[0] if head == "lm" else scalar_head.hidden_states(model, packed)
+        probe.judge(computed.split(NUM_JUDGED))
+    return longest, rope
+
+
+def _assign_rows(ids: IdArray, tokens: Ragged, prefix: IdArray, length: IdArray, share_prompts: bool) -> tuple[IdArray, IdArray, int]:
+    """The first row of each sample's prefix and of what follows it, and the number of rows."""
+    prefix_start, own_start = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
+    known: dict[tuple[int, bytes], int] = {}
+    num_rows = 0
+    for i, group in enumerate(group_keys(ids).tolist()):
+        start = tokens.offsets[i]
+        key = (group, tokens.values[start : start + prefix[i]].tobytes())
+        shared = known.get(key) if share_prompts else None
+        if shared is None:
+            known[key] = shared = num_rows
+            num_rows += int(prefix[i])
+        prefix_start[i], own_start[i] = shared, num_rows
+        num_rows += int(length[i] - prefix[i])
+    return prefix_start, own_start, num_rows
+
+
+def _lay_out(row: IdArray, sample_of_input: IdArray, position: IdArray, length: IdArray, num_rows: int, put: Any) -> AttentionLayout:
+    order = np.argsort(length, kind="stable")
+    order = order[length[order] > 0]
+    buckets = choose_buckets(length[order])
+    slot_start = np.zeros(len(length), np.int64)
+    first, base = 0, 0
+    for num_sequences, padded in buckets:
+        slot_start[order[first : first + num_sequences]] = base + np.arange(num_sequences) * padded
+        first, base = first + num_sequences, base + num_sequences * padded
+    slot = slot_start[sample_of_input] + position
+    row_of_slot, slot_of_row = np.zeros(base, np.int64), np.zeros(num_rows, np.int64)
+    row_of_slot[slot] = row
+    # NumPy keeps the last of several assignments; reversed, that is the first sample's.
+    slot_of_row[row[::-1]] = slot[::-1]
+    further = slot_of_row[row] != slot
+    return AttentionLayout(tuple(buckets), put(row_of_slot), put(slot_of_row), put(slot[further]), put(row[further]))
+
+
+def choose_buckets(lengths: IdArray) -> list[tuple[int, int]]:
+    """Split ascending lengths into at most eight runs, each padded to its longest, so that padding and the runs' own cost are least.
+
+    Returns:
+        (number of sequences, padded length) of each run.
+
+    >>> choose_buckets(np.array([2] * 500 + [100] * 500))
+    [(500, 2), (500, 100)]
+    """
+    if not len(lengths):
+        return []
+    # A run ends at the last sequence of some length. ends[j]: sequences up to there; best[j]: least cost of covering them.
+    ends = np.concatenate(([0], np.flatnonzero(np.diff(lengths)) + 1, [len(lengths)]))
+    longest = lengths[ends[1:] - 1]
+    best = np.full(len(ends), np.inf)
+    best[0] = 0.0
+    choices: list[IdArray] = []
+    costs: list[float] = []
+    for _ in range(min(_MAX_BUCKETS, len(longest))):
+        run_cost = (ends[None, 1:] - ends[:, None]) * longest[None, :] + _BUCKET_COST
+        total = np.where(ends[None, 1:] > ends[:, None], best[:, None] + run_cost, np.inf)
+        choices.append(np.argmin(total, axis=0))
+        best = np.concatenate(([np.inf], np.min(total, axis=0)))
+        costs.append(float(best[-1]))
+    buckets = []
+    end = len(ends) - 1
+    for choice in reversed(choices[: int(np.argmin(costs)) + 1]):
+        start = int(choice[end - 1])
+        buckets.append((int(ends[end] - ends[start]), int(longest[end - 1])))
+        end = start
+    return buckets[::-1]
+
+
+class _Spread(torch.autograd.Function):  # type: ignore[misc]
+    """Rows [R, C] to slots [slots, C]. The gradient of a row is the sum over its slots; that of a padding slot is zero by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layout: AttentionLayout, sum_slots: bool) -> Tensor:
+        ctx.layout, ctx.sum_slots = layout, sum_slots
+        return rows.index_select(0, layout.row_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        layout: AttentionLayout = ctx.layout
+        rows = grad.index_select(0, layout.slot_of_row)
+        if ctx.sum_slots and len(layout.further_slots):
+            rows.index_add_(0, layout.further_rows, grad.index_select(0, layout.further_slots))
+        return rows, None, None
+
+
+class _Collect(torch.autograd.Function):  # type: ignore[misc]
+    """Slots [slots, C] to rows [R, C], each from one slot."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, layout: AttentionLayout) -> Tensor:
+        ctx.layout, ctx.num_slots = layout, slots.shape[0]
+        return slots.index_select(0, layout.slot_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        slots = grad.new_zeros(ctx.num_slots, grad.shape[1])
+        return slots.index_copy_(0, ctx.layout.slot_of_row, grad), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_layout: AttentionLayout | None = None,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """What the model calls: query [1, H, R, D], key and value [1, K, R, D] to [1, R, H, D]."""
+    if packed_layout is None:
+        raise EngineError("the model was called without a packed layout; use m2flow.engines.models.packing.forward_logits")
+    scoring = scoring_of(module, query, attention_mask, scaling, {"dropout": dropout, **features})
+    if packed_layout.exchange is not None:
+        if scoring.sinks is not None:
+            raise EngineError("attention sinks are not shared out over ranks", now="Leave sp out.")
+        return packed_layout.exchange(
+            module, query, key, value, scaling=scaling, packed_layout=replace(packed_layout, exchange=None), **features
+        )
+    spread = [
+        # A further slot's query makes no output, so its gradient is zero.
+        _Spread.apply(heads[0].transpose(0, 1).flatten(1), packed_layout, heads is not query)
+        for heads in (query, key, value)
+    ]
+    sizes = [num_sequences * length for num_sequences, length in packed_layout.buckets]
+    outputs = []
+    for (num_sequences, length), *slots in zip(packed_layout.buckets, *(s.split(sizes) for s in spread), strict=True):
+        q, k, v = (
+            s.view(num_sequences, length, -1, query.shape[-1] if n < 2 else value.shape[-1]).transpose(1, 2) for n, s in enumerate(slots)
+        )
+        if scoring.is_plain:
+            visible = _visible(packed_layout, scoring.reach_within(length), length, q)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, is_causal=visible is None, scale=scoring.scaling, enable_gqa=k.shape[1] != q.shape[1]
+            )
+        else:
+            visible = _visible(packed_layout, scoring.reach or Reach("window", length), length, q)
+            out = explicit_attention(q, k, v, visible, scoring)
+        outputs.append(out.transpose(1, 2).reshape(num_sequences * length, -1))
+    slots_out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    rows = _Collect.apply(slots_out, packed_layout)
+    return rows.view(1, rows.shape[0], query.shape[1], value.shape[-1]), None
+
+
+def _visible(layout: AttentionLayout, reach: Reach | None, length: int, like: Tensor) -> Tensor | None:
+    """Which keys each query of a sequence sees, bool [length, length]; None: all up to its own."""
+    if reach is None:
+        return None
+    if (reach, length) not in layout.masks:
+        layout.masks[reach, length] = reach.visible(length, like.device)
+    return layout.masks[reach, length]
+
+
+# No mask function is registered beside it, and for such a name transformers builds no mask.
+AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,0 +1,152 @@
+"""A request as the rollout engines work on it: checked, its prompt in tokens, with what has been generated so far.
+
+Request --job_of--> Job --an engine--> Job --generated_of--> Generated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.engines.contract import Generated, Request
+from m2flow.engines.models.hf_model import TextCodec
+from m2flow.errors import DatasetError, EngineError, PromptTooLong
+from m2flow.recipe import Sampling
+from m2flow.samples import Finish, SampleId
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A request as a decoder sees it: its prompt in tokens, and what has been generated."""
+
+    id: int
+    seed: int
+    sampling: Sampling
+    prompt: npt.NDArray[np.int32]
+    stop_ids: npt.NDArray[np.int64]
+    """End-of-sequence tokens included."""
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    kv_stale: npt.NDArray[np.bool_]
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """As `m2flow.engines.contract.Generated` has them."""
+    has_old_cache: bool = False
+    """Weights have changed since its tokens were read: those that come now see older keys."""
+
+    @property
+    def reserved_length(self) -> int:
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+    def grown(self, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], version: int) -> Job:
+        """The same with all its tokens, of which those beyond the ones it had are of this version."""
+        versions = np.full(len(tokens), version, np.int32)
+        versions[: len(self.versions)] = self.versions
+        stale = np.full(len(tokens), self.has_old_cache)
+        stale[: len(self.kv_stale)] = self.kv_stale
+        return replace(self, tokens=tokens.copy(), logprobs=logprobs.copy(), versions=versions, kv_stale=stale)
+
+
+def job_of(request: Request, codec: TextCodec, encoded: dict[str, npt.NDArray[np.int32]], *, vocab_size: int, max_context: int) -> Job:
+    """A request in tokens. `encoded` remembers the prompts of a call.
+
+    Raises:
+        PromptTooLong: the prompt and its `max_new_tokens` do not fit the context. EngineError: no prompt, tokens that the model does
+            not have, or a prefix that is not whole.
+    """
+    who = SampleId.unpack(request.id)
+    if isinstance(request.prompt, str):
+        if request.prompt not in encoded:
+            try:
+                encoded[request.prompt] = np.array(codec.encode_prompt(request.prompt), np.int32)
+            except DatasetError as error:
+                raise DatasetError(f"sample {who}: {error.what}", now=error.now) from None
+        prompt = encoded[request.prompt]
+    else:
+        prompt = np.array(request.prompt, np.int32)
+    prefix = np.array(request.prefix, np.int32)
+    if not len(prompt):
+        raise EngineError(f"sample {who}: the prompt has no tokens", now="Give it a text, or the tokenizer's first token.")
+    for ids in (prompt, prefix):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise EngineError(f"sample {who} has token ids outside of 0..{vocab_size - 1}", now="Do tokenizer and model belong together?")
+    num_new = request.sampling.max_new_tokens
+    if len(prompt) + num_new > max_context:
+        raise PromptTooLong(
+            f"sample {who}: a prompt of {len(prompt)} tokens and max_new_tokens={num_new} do not fit the context of {max_context}",
+            now="Shorten the prompt or lower max_new_tokens.",
+        )
+    if not len(prefix) == len(request.prefix_logprobs) == len(request.prefix_versions) or len(prefix) > num_new:
+        raise EngineError(
+            f"sample {who}: a prefix of {len(prefix)} tokens with {len(request.prefix_logprobs)} log-probabilities and "
+            f"{len(request.prefix_versions)} versions, for max_new_tokens={num_new}"
+        )
+    stops = sorted(codec.eos_ids | set(request.sampling.stop_token_ids))
+    return Job(
+        id=request.id,
+        seed=request.seed,
+        sampling=request.sampling,
+        prompt=prompt,
+        stop_ids=np.array([token for token in stops if token < vocab_size], np.int64),
+        tokens=prefix,
+        logprobs=np.array(request.prefix_logprobs, np.float32),
+        versions=np.array(request.prefix_versions, np.int32),
+        kv_stale=np.array(request.prefix_kv_stale or [False] * len(prefix), np.bool_),
+    )
+
+
+def jobs_of(requests: Sequence[Request], known: Iterable[int], codec: TextCodec, *, vocab_size: int, max_context: int) -> list[Job]:
+    """As `job_of`, for a whole call, of which all are queued or none.
+
+    Args:
+        known: what the engine has.
+    Raises:
+        EngineError: one of them is known, or comes twice. And as `job_of`.
+    """
+    seen = set(known)
+    encoded: dict[str, npt.NDArray[np.int32]] = {}
+    jobs = []
+    for request in requests:
+        jobs.append(job_of(request, codec, encoded, vocab_size=vocab_size, max_context=max_context))
+        if request.id in seen:
+            raise EngineError(f"sample {SampleId.unpack(request.id)} is already being generated")
+        seen.add(request.id)
+    return jobs
+
+
+def finish_of_prefix(job: Job) -> Finish | None:
+    """How a request ends whose prefix is a whole sample."""
+    if len(job.tokens) and bool((job.stop_ids == job.tokens[-1]).any()):
+        return Finish.STOP
+    return Finish.LENGTH if len(job.tokens) == job.sampling.max_new_tokens else None
+
+
+def parted(jobs: Iterable[Job]) -> tuple[list[Job], list[tuple[Job, Finish]]]:
+    """Those that go on; and those that are whole samples already, with how they ended."""
+    goes_on: list[Job] = []
+    whole: list[tuple[Job, Finish]] = []
+    for job in jobs:
+        finish = finish_of_prefix(job)
+        if finish is None:
+            goes_on.append(job)
+        else:
+            whole.append((job, finish))
+    return goes_on, whole
+
+
+def generated_of(job: Job, finish: Finish, codec: TextCodec) -> Generated:
+    """A job that leaves its engine."""
+    return Generated(
+        id=job.id,
+        prompt_tokens=job.prompt,
+        tokens=job.tokens,
+        logprobs=job.logprobs,
+        versions=job.versions,
+        kv_stale=job.kv_stale,
+        finish=finish,
+        text=codec.decode(job.tokens.tolist()),
+        routed_experts=job.routed_experts,
+    )

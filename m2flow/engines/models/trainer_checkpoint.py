@@ -1,0 +1,279 @@
+"""A trainer's checkpoint on disk: a Hugging Face model directory, with optimiser states and a manifest, from one rank or many.
+
+Looked at by their methods: a process that spreads nothing does not load torch's distributed tensors, which takes half a second.
+
+every rank:  name -> DTensor --write_parts--> DIR/__0_0.distcp, __1_0.distcp, .metadata --read_parts--> name -> whole tensor
+
+No rank ever has the whole model while it is written. Whoever reads it, on any number of ranks, has it whole in the host's memory once, as
+with any other checkpoint here.
+
+Source: PyTorch, torch.distributed.checkpoint.
+
+path/  config.json, *.safetensors, tokenizer.*     what any tool reads
+           m2flow_parts/                               instead of *.safetensors: what each rank had of weights and state (FSDP2's option)
+           adapter/                                    of a model with adapters; the weights are then base and adapters together
+           m2flow_state.pt                             optimisers' state: tensors and numbers, read without unpickling code
+           m2flow_checkpoint.json                      size and SHA-256 of every file
+
+Written to a neighbouring directory and renamed into place: `path` is either the old checkpoint or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from m2flow.engines.models import lora
+from m2flow.engines.models.hf_model import checkpoint_tensors, load_model
+from m2flow.errors import EngineError, ModelError, host_error, naming_host_errors
+from m2flow.recipe import Model
+
+if TYPE_CHECKING:
+    from m2flow.engines.models.hf_model import TextCodec
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """As a whole, on every rank. Collective if the tensor is spread."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it. What is written there is written to the tensor."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def spread_like(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, spread over the ranks as another of its shape is. Each rank has the whole, so nothing is sent."""
+    if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor") or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+_PART = "m2flow_part"
+"""Key of what stands for a tensor that is in the parts."""
+
+
+def write_parts(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Write what this rank has of each tensor. Collective.
+
+    Raises:
+        EngineError: a rank's disk refuses; on every rank.
+    """
+    try:
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
+    except (dcp.CheckpointException, OSError) as error:
+        what = f"the checkpoint {directory} can't be written"
+        raise host_error(what, error) or EngineError(f"{what}: {str(error)[:300]}") from error
+
+
+def read_parts(directory: Path) -> dict[str, Tensor]:
+    """All tensors, whole, in the host's memory.
+
+    Raises:
+        ModelError: they can't be read.
+    """
+    try:
+        reader = dcp.FileSystemReader(directory)
+        known: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        found = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in known.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of being a single process.
+            dcp.load(found, storage_reader=reader, no_dist=True)
+    except (dcp.CheckpointException, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ModelError(f"the checkpoint {directory} can't be read: {str(error)[:300]}", now="Use an earlier checkpoint.") from error
+    return found
+
+
+def take_out(state: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """A state with a mark for each tensor that is spread; these go into `tensors`, by names that begin with this one."""
+    if isinstance(state, dict):
+        return {key: take_out(value, tensors, f"{name}.{key}") for key, value in state.items()}
+    if isinstance(state, list):
+        return [take_out(value, tensors, f"{name}.{i}") for i, value in enumerate(state)]
+    if isinstance(state, Tensor) and hasattr(state, "full_tensor"):
+        tensors[name] = state
+        return {_PART: name}
+    return state
+
+
+def put_back(state: Any, tensors: Mapping[str, Tensor], device: str) -> Any:
+    """Undo `take_out`."""
+    if isinstance(state, dict):
+        if set(state) == {_PART}:
+            return tensors[state[_PART]].to(device)
+        return {key: put_back(value, tensors, device) for key, value in state.items()}
+    return [put_back(value, tensors, device) for value in state] if isinstance(state, list) else state
+
+
+_MANIFEST, _STATE, _ADAPTER, _PARTS = "m2flow_checkpoint.json", "m2flow_state.pt", "adapter", "m2flow_parts"
+_WEIGHT = "weights."
+"""What names of weights begin with in the parts; other tensors there are the state's."""
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights by checkpoints' names, without a copy and without gradient; a tied one comes once, under its first name."""
+    for name, tensor in lora.whole_state(model):
+        yield from checkpoint_tensors(model, name, tensor.detach())
+
+
+def save(
+    path: str,
+    model: Any,
+    codec: TextCodec,
+    state: Mapping[str, object],
+    weights: Mapping[str, Tensor] | None = None,
+    adapter: Mapping[str, Tensor] | None = None,
+    parts: Path | None = None,
+) -> None:
+    """Write a checkpoint, with the model's weights and adapters or those that are given, by the module's names.
+
+    Args:
+        parts: a directory that ranks have written weights and the marked tensors of the state into
+        (`m2flow.engines.models.trainer_checkpoint`); it is
+            moved into the checkpoint.
+
+    Raises `HostError` if the disk refuses; what was at `path` is then still there."""
+    with _put_in_place_of(Path(path)) as fresh:
+        if lora.is_adapted(model):
+            weights = dict(lora.whole_state(model)) if weights is None else weights
+            lora.write_adapter(model, fresh / _ADAPTER, dict(lora.adapter_state(model)) if adapter is None else adapter)
+        if parts is None:
+            model.save_pretrained(str(fresh), state_dict=weights)
+        else:
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]  # As transformers does where it writes the weights too.
+            config.save_pretrained(str(fresh))
+            parts.rename(fresh / _PARTS)
+        codec.save(str(fresh))
+        torch.save(dict(state), fresh / _STATE)
+        files = [file for file in sorted(fresh.rglob("*")) if file.is_file()]
+        manifest = {str(file.relative_to(fresh)): [file.stat().st_size, _digest(file)] for file in files}
+        (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+@contextlib.contextmanager
+def _put_in_place_of(target: Path) -> Iterator[Path]:
+    """A new directory to be filled, which then takes the place of what was there; if anything is raised, that stays.
+
+    Raises:
+        HostError: the disk refuses.
+    """
+    fresh, old = target.with_name(f".{target.name}.{os.getpid()}.new"), target.with_name(f".{target.name}.{os.getpid()}.old")
+    with naming_host_errors(f"the checkpoint {target} can't be written"):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir()
+            yield fresh
+            if target.exists():
+                target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def load(path: str, model: Any, source: Model) -> dict[str, Any]:
+    """Copy a checkpoint's weights into the model and return its state. Raises `ModelError` if it is incomplete or altered."""
+    device = str(next(model.parameters()).device)
+    current = model.state_dict()
+    loaded = read_weights(path, source, {name: tensor.shape for name, tensor in current.items()})
+    with torch.no_grad():
+        for name, tensor in loaded.items():
+            current[name].copy_(spread_like(tensor, current[name]))
+    return read_state(path, device)
+
+
+def read_weights(path: str, source: Model, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """A checkpoint's weights by the module's names, in the host's memory; of a model with adapters, theirs alone.
+
+    Raises `ModelError` if it is incomplete, altered, or of another model.
+
+    Args:
+        shapes: what the model has, by the same names.
+    """
+    verify(Path(path))
+    if source.lora is not None:
+        return lora.read_adapter(Path(path) / _ADAPTER, shapes)
+    if (Path(path) / _PARTS).is_dir():
+        loaded = parts_of(Path(path))
+        if json.loads((Path(path) / "config.json").read_text()).get("tie_word_embeddings"):
+            shapes = {name: shape for name, shape in shapes.items() if name in loaded}  # A tied one is there under its first name.
+    else:
+        loaded = load_model(replace(source, path=path, init="pretrained"), device="cpu", attention="eager").state_dict()
+    if {name: tensor.shape for name, tensor in loaded.items()} != dict(shapes):
+        raise ModelError(f"the checkpoint {path} is of a model of other shapes than {source.path}")
+    return loaded
+
+
+def read_state(path: str, device: str) -> dict[str, Any]:
+    """A checkpoint's state beside the weights, on a device. Raises `ModelError` if it can't be read."""
+    file = Path(path) / _STATE
+    try:
+        state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ModelError(f"{file} can't be read: {error}") from error
+    if (file.parent / _PARTS).is_dir():
+        state = put_back(state, read_parts(file.parent / _PARTS), device)
+    return state
+
+
+def parts_of(directory: Path) -> dict[str, Tensor]:
+    """The weights that ranks wrote into a checkpoint, whole, by the module's names; empty if it has them in one piece."""
+
+    if not (directory / _PARTS).is_dir():
+        return {}
+    found = read_parts(directory / _PARTS)
+    return {name.removeprefix(_WEIGHT): tensor for name, tensor in found.items() if name.startswith(_WEIGHT)}
+
+
+def marked(weights: Mapping[str, Tensor], state: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """What goes into parts, by name there, and the state with marks in the place of what does."""
+
+    tensors = {_WEIGHT + name: tensor.detach() for name, tensor in weights.items()}
+    return tensors, take_out(dict(state), tensors, "state")
+
+
+def verify(directory: Path) -> None:
+    """Raises `ModelError` if a checkpoint is incomplete or altered."""
+    manifest = directory / _MANIFEST
+    try:
+        expected: dict[str, tuple[int, str]] = json.loads(manifest.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{directory} is not a complete checkpoint: {manifest.name} can't be read ({error})", now="Use an earlier checkpoint."
+        ) from error
+    for name, (size, digest) in expected.items():
+        file = directory / name
+        if not file.is_file():
+            raise ModelError(f"the checkpoint {directory} lacks {name}", now="Use an earlier checkpoint.")
+        if file.stat().st_size != size or _digest(file) != digest:
+            raise ModelError(f"{file} is not what was saved: its size or checksum differs", now="Use an earlier checkpoint.")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

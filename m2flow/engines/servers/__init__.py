@@ -1,0 +1,1 @@
+"""Rollout engines whose work an inference server does: SGLang and vLLM."""

@@ -1,0 +1,557 @@
+"""A rollout engine whose work an inference server does, spoken to over HTTP: what all kinds of servers have in common.
+
+add -> a request with token ids --tokens stream in--> step -> Generated
+    load_weights -> files in memory -> the server pauses, reads them, goes on
+
+    a server that was started here dies, or answers nothing for `hung_after_s` --restart--> the weights that it held, under their version;
+    what ran goes on from its tokens, as does a request whose connection alone broke
+
+A kind of server adds its `Launch`, its `Dialect` and what is abstract here.
+
+Limits: one weight set; the server must see this host's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import secrets
+import shutil
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from m2flow.engines.contract import EngineSettings, Generated, Occupancy, Request, RolloutEngine
+from m2flow.engines.models.hf_model import load_model, load_tokenizer, model_directory
+from m2flow.engines.models.requests import Job, finish_of_prefix, generated_of, jobs_of
+from m2flow.engines.servers.server_client import Dialect, Heard, Requests, Running, ServerClient, grown
+from m2flow.engines.servers.server_process import GuardedPlace, Launch, ServedOptions, ServerProcess
+from m2flow.errors import EngineError
+from m2flow.recipe import Model
+from m2flow.samples import Finish, SampleId
+
+_FILE_BYTES = 2 << 30
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def shapes_in(directory: Path) -> Shapes:
+    """The tensors of a directory, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  # It is no dict.
+    return found
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """One tensor after the other, by name."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield name, tensors.get_tensor(name)
+
+
+def write_tensors(directory: Path, like: Path, shapes: Shapes, tensors: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
+    """Write weights beside a copy of all other files of the directory `like`.
+
+    Args:
+        shapes: what must be there; nothing else may be. Tensors are written in `dtype`, if they are of floating point.
+    Raises:
+        EngineError: a tensor is missing, unknown, of another shape, or comes twice; nothing is left of the directory then.
+    """
+    directory.mkdir()
+    try:
+        where: dict[str, str] = {}
+        part: dict[str, Tensor] = {}
+        for name, given in tensors:
+            tensor = torch.as_tensor(given).detach().to("cpu")
+            if name not in shapes or tuple(tensor.shape) != shapes[name] or name in where:
+                expected = f"{list(shapes[name])}" if name in shapes else "no such tensor"
+                raise EngineError(f"weights that do not fit: {name} is {list(tensor.shape)}, expected {expected}")
+            where[name] = ""
+            # A copy: what is given may be gone when the next is taken.
+            part[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
+            if sum(t.nbytes for t in part.values()) >= _FILE_BYTES:
+                _write(directory, part, where)
+        if missing := sorted(set(shapes) - set(where)):
+            raise EngineError(f"{len(missing)} weights are missing: {', '.join(missing[:4])}")
+        _write(directory, part, where)
+        for file in like.iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
+                shutil.copy(file, directory / file.name)
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _write(directory: Path, part: dict[str, Tensor], where: dict[str, str]) -> None:
+    file = f"model-{len(set(where.values()) - {''}) + 1:05d}.safetensors"
+    save_file(part, str(directory / file), metadata={"format": "pt"})
+    where.update(dict.fromkeys(part, file))
+    part.clear()
+
+
+_LOG = logging.getLogger("m2flow.engines.servers.served_rollout")
+_T = TypeVar("_T")
+_NEWS_WAIT_S = 0.02
+_ABORT_WAIT_S = 30.0
+_ABORT_AGAIN_S = 1.0
+_HEALTH_WAIT_S = 25.0
+"""SGLang's own limit is 20: it has a token generated."""
+_WELL_FOR_S = 2.0
+"""One answer is for all requests whose connections broke together."""
+_MAX_BROKEN = 3
+"""Connections of one request, in a row."""
+_DEATH_WAIT_S = 15.0
+"""A server that dies breaks its connections first, and on a busy machine takes its time."""
+
+
+class ServedRollout(RolloutEngine):
+    """Requests go to the server at once, which decides what runs; its tokens stream in."""
+
+    dialect: Dialect
+    own_options: tuple[str, ...] = ()
+    """Beyond those that all have."""
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        self._source = model
+        self._settings = settings
+        self._options = ServedOptions(self.name, settings.options, self.own_options)
+        self._requests = Requests()
+        self._version = 0
+        self._names = itertools.count()
+        self._prefix = secrets.token_hex(8)
+        self._is_onloaded = False
+        self._away: list[str] = []
+        """What the server has been asked to give back of the device, in that order."""
+        self._given: Path | None = None
+        """The weights that the server has, or had before it gave them back."""
+        self._server: ServerProcess | None = None
+        self._client: ServerClient | None = None
+        self._guarded: GuardedPlace | None = None
+        self._place: Path | None = None
+        self._num_put_back = self._num_cached = 0
+        self._well_s = -math.inf
+        """When it last said that it is well."""
+        self.num_restarts = 0
+        """How often a lost server was started again."""
+
+    @property
+    def product(self) -> str:
+        """What users call the server."""
+        return self.dialect.product
+
+    # What each kind does in its own way
+
+    @abstractmethod
+    def _launch(self, directory: Path) -> Launch:
+        """How a server with the weights of a directory is started."""
+
+    @abstractmethod
+    def _room_and_context(self, longest: int) -> tuple[int, int]:
+        """How many tokens the server's cache holds (0: not known), and how many a sample may have; `longest` is the model's own limit."""
+
+    @abstractmethod
+    def _body(self, job: Job) -> Mapping[str, object]:
+        """What the server is told to generate, with the weights that are held."""
+
+    @abstractmethod
+    def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
+        """Have the server read weights; nothing runs, or what runs is paused.
+
+        Args:
+            flush: forget all caches.
+        """
+
+    @abstractmethod
+    def _pause(self, *, keeps: bool) -> None:
+        """Hold what runs, between two tokens; without `keeps` its caches are computed anew when it goes on."""
+
+    @abstractmethod
+    def _unpause(self) -> None:
+        """Let it go on."""
+
+    @abstractmethod
+    def _have_it_speak(self, timeout_s: float) -> None:
+        """Have the server generate a token. Raises `EngineError` if none comes."""
+
+    @abstractmethod
+    def _release(self, tags: list[str]) -> None:
+        """Have the server give back these parts of the device's memory (`weights`, `kv_cache`); `_away` has them then. Nothing runs."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Have the server take again what is `_away`; weights are read afterwards, unless `_given` says that they have been."""
+
+    @abstractmethod
+    def _logprobs_of(self, tokens: list[int]) -> list[float]:
+        """What the server says of given tokens but the first, with the weights that it has."""
+
+    def _meet(self, config: Any) -> None:
+        """Look at the configuration of the model, before there is a server. Raises `EngineError` for what does not suit it."""
+
+    def _check(self, job: Job) -> None:
+        """Raises `EngineError` for what this server can't generate."""
+
+    def _came_up(self) -> None:
+        """Do what a server needs first that has just been started, or found running."""
+
+    def _let_go(self) -> None:
+        """Give back what is kept for the server that is about to be left; it may be gone already."""
+
+    @property
+    def _reading_pauses(self) -> bool:
+        """The server must be paused to read weights, whether or not anything runs."""
+        return False
+
+    def _grown(self, one: Running, heard: Heard) -> Job:
+        """A sample with what its last word says of it."""
+        return grown(one, heard.spans, keeps=self._options.keeps_caches)
+
+    def _leaving(self, job: Job, finish: Finish) -> Generated:
+        """A sample as it goes back to who asked for it."""
+        return generated_of(job, finish, self._codec)
+
+    # Samples
+
+    def start(self) -> None:
+        self._options.check()
+        self._codec = load_tokenizer(self._source)
+        self._guarded = GuardedPlace(f"m2flow-{self.name}-", self._options.weights_place)
+        self._place = self._guarded.open()
+        self._held = self._directory()
+        self._shapes: Shapes = shapes_in(self._held)
+        model = load_config(self._held)
+        self._meet(model)
+        self._hung_after_s = self._options.hung_after_s
+        self._restarts_left = self._options.restarts
+        self._client = ServerClient(self._options.url or self._serve(), self.dialect)
+        self._client.open()
+        self._came_up()
+        if not self._server:
+            self._unpause()  # Who had it before may have been killed between the two.
+            self._change_weights(self._held, 0)  # Whatever it has held so far.
+        self._room, self._max_context = self._room_and_context(int(model.max_position_embeddings))
+        self._vocab_size = int(model.vocab_size)
+        self._heard_s = time.monotonic()
+        self._is_onloaded = True
+
+    def stop(self) -> None:
+        self._requests.clear()
+        if self._client is not None:
+            self._let_go()
+            if self._server is None and self._away:
+                with contextlib.suppress(EngineError):  # It goes on for others, if it is still there.
+                    self._resume()
+            self._client.close()
+        if self._server is not None:
+            self._server.stop()
+        if self._guarded is not None:
+            self._guarded.close()
+        self._guarded = None
+        self._client = self._server = self._place = None
+
+    def offload(self) -> None:
+        """Give the device's memory back. What runs goes back to the queue with its tokens, and is read again later."""
+        self._make_room("kv_cache", "weights")
+
+    def onload(self) -> None:
+        self._surviving(self._take_again)
+        self._is_onloaded = True
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._started()
+        jobs = jobs_of(requests, self._requests.progress(), self._codec, vocab_size=self._vocab_size, max_context=self._max_context)
+        for job in jobs:
+            self._check(job)
+        self._requests.add(jobs)
+
+    def step(self) -> list[Generated]:
+        self._started()
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `step`.")
+        self._surviving(self._go_on)
+        return [self._leaving(job, finish) for job, finish in self._requests.take_ended()]
+
+    def abort(self, ids: Iterable[int]) -> list[Generated]:
+        self._started()
+        wanted = set(ids)
+        self._surviving(lambda: self._end([rid for rid, one in self._requests.running.items() if one.job.id in wanted]))
+        return [self._leaving(job, Finish.ABORT) for job in self._requests.take(wanted)]
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._started().url
+
+    def snapshot(self, ids: Iterable[int]) -> list[Generated]:
+        self._started()
+        wanted = set(ids)
+        running = [one for one in self._requests.running.values() if one.job.id in wanted and not one.is_mixed]
+        jobs = [job for job in self._requests.resting if job.id in wanted] + [one.so_far(self._version) for one in running]
+        return [self._leaving(job, Finish.ABORT) for job in jobs]
+
+    def progress(self) -> dict[int, int]:
+        return self._requests.progress()
+
+    def occupancy(self) -> Occupancy:
+        running, num_waiting = self._requests.running.values(), len(self._requests.waiting)
+        used = sum(len(one.job.prompt) + one.num_tokens for one in running)
+        return Occupancy(len(running), num_waiting, used, self._room, self._num_put_back, self._num_cached)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
+        self._started()
+        if (num_running := len(self._requests.running)) and not under_requests:
+            raise EngineError(f"{num_running} requests are running; weights can't change under them", now="Abort them first.")
+        assert self._place is not None
+        fresh = self._place / f"weights-{next(self._names)}"
+        write_tensors(fresh, self._held, self._shapes, tensors, getattr(torch, self._source.rollout_dtype or self._source.dtype))
+        before = self._held
+        try:
+            if self._is_onloaded:
+                self._change_weights(fresh, version)
+        except EngineError:
+            if not self._restart(fresh, version):
+                shutil.rmtree(fresh, ignore_errors=True)
+                raise
+        for one in self._requests.running.values():
+            one.is_mixed = True
+        self._held, self._version = fresh, version
+        if before.parent == self._place:
+            shutil.rmtree(before, ignore_errors=True)
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        self._started()
+        return read_tensors(self._held)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """By the server itself, whose weights are not those of its files until it has read them."""
+        if not self._is_onloaded:
+            raise EngineError("the engine is offloaded", now="Call `onload` before `logprobs`.")
+        said = []
+        for sequence in sequences:
+            found = self._logprobs_of(list(sequence))
+            if len(found) != len(sequence) - 1:
+                raise EngineError(f"the {self.product} server said {len(found)} log-probabilities of {len(sequence)} given tokens")
+            said.append(np.array(found, np.float32))
+        return said
+
+    # The server
+
+    def _make_room(self, *tags: str) -> None:
+        """Have the server give back these parts of the device's memory; what runs goes back to the queue with its tokens."""
+        ids = {one.job.id for one in self._requests.running.values()}
+        self._surviving(lambda: self._end(list(self._requests.running)))
+        self._requests.put_back(self._requests.take(ids))
+        self._surviving(lambda: self._release([tag for tag in tags if tag not in self._away]))
+        self._is_onloaded = False
+
+    def _take_again(self) -> None:
+        """Have the server take again what it gave back, and read the weights that it lacks."""
+        if "weights" in self._away:
+            self._given = None
+        if self._away:
+            self._resume()
+            self._away = []
+        if self._given != self._held:
+            self._change_weights(self._held, self._version)
+
+    def _serve(self) -> str:
+        """Start a server with the weights that are held; its address."""
+        assert self._place is not None
+        self._given = self._held
+        self._server = ServerProcess(self._launch(self._held), self._options.server, self._place / "server.log")
+        self._server.start()
+        return self._server.url
+
+    def _surviving(self, work: Callable[[], _T]) -> _T:
+        """Do what needs the server; again, if it is lost meanwhile and can be started anew."""
+        while True:
+            try:
+                return work()
+            except EngineError as error:
+                if not self._restart(self._held, self._version):
+                    raise
+                _LOG.warning("the %s server is started again: %s", self.product, error)
+
+    def _restart(self, held: Path, version: int) -> bool:
+        """Start a lost server anew with these weights; what ran is in the queue then. False: it is not lost, or has been too often."""
+        server = self._server
+        if server is None or not server.is_lost(_DEATH_WAIT_S) or self._restarts_left < 1:
+            return False
+        self._restarts_left -= 1
+        self.num_restarts += 1
+        server.stop()
+        if self._client is not None:
+            self._let_go()
+            self._client.close()
+        self._requests.put_back_running(self._version)
+        self._held, self._version = held, version
+        self._client = ServerClient(self._serve(), self.dialect)
+        self._client.open()
+        self._came_up()
+        self._heard_s = time.monotonic()
+        self._is_onloaded, self._away = True, []
+        return True
+
+    def _change_weights(self, fresh: Path, version: int) -> None:
+        """Have the server read weights; what runs waits meanwhile."""
+        keeps = self._options.keeps_caches
+        is_paused = bool(self._requests.running) or self._reading_pauses
+        if is_paused:
+            self._pause(keeps=keeps)
+        try:
+            self._read_weights(fresh, version, flush=not (keeps and self._requests.running))
+            self._given = fresh
+        except EngineError:
+            if self._server is not None:
+                self._server.check()
+            raise
+        finally:
+            if is_paused:
+                self._unpause()
+
+    def _directory(self) -> Path:
+        """A directory with the model's weights: its own, or one that is written from what the recipe draws."""
+        if self._source.init == "pretrained":
+            return model_directory(self._source)
+        assert self._place is not None
+        directory = self._place / f"weights-{next(self._names)}"
+        load_model(self._source, device="cpu", attention="eager").save_pretrained(str(directory))
+        self._codec.save(str(directory))
+        return directory
+
+    def _go_on(self) -> None:
+        while self._requests.waiting:
+            self._send(self._requests.waiting.popleft())
+        if self._requests.running:
+            self._hear(0.0 if self._requests.ended else _NEWS_WAIT_S)
+
+    def _send(self, job: Job, *, num_broken: int = 0) -> None:
+        # The server may act on a name after its request has ended, so no name comes twice, whoever talks to it.
+        # Nor begins one with another: SGLang ends all requests whose names begin with the one that it is told.
+        rid = f"{self._prefix}-{next(self._names):012}"
+        self._requests.running[rid] = Running(job, num_broken=num_broken)
+        self._started().generate(rid, self._body(job))
+        self._heard_s = time.monotonic()
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take what the server has said."""
+        news = self._started().heard(timeout_s)
+        for heard in news:
+            self._take_in(heard)
+        now = time.monotonic()
+        if news:
+            self._heard_s = now
+        elif self._server is not None:
+            self._server.check()
+        if now - self._heard_s > self._hung_after_s:
+            try:
+                self._have_it_speak(self._hung_after_s)
+            except EngineError as error:
+                if self._server is not None:
+                    self._server.end_hung()
+                raise EngineError(f"the {self.product} server has said nothing for {2 * self._hung_after_s:g} s: {error.what}") from error
+            self._heard_s = time.monotonic()
+
+    def _take_in(self, heard: Heard) -> None:
+        one = self._requests.running.get(heard.rid)
+        if one is None:
+            return
+        if heard.error:
+            if heard.is_broken and one.num_broken + 1 < _MAX_BROKEN and self._is_well():
+                return self._send_again(heard.rid, heard.error)
+            if self._server is not None and self._server.is_lost(_DEATH_WAIT_S):
+                self._server.check()
+            raise self._gave_up(one.job, heard.error)
+        one.tokens += heard.tokens
+        one.logprobs += heard.logprobs
+        if heard.finish is None:
+            return
+        self._num_cached += heard.num_cached
+        self._num_put_back += 0 if one.is_mixed else heard.num_put_back  # A change of weights makes it wait too.
+        finish = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}.get(heard.finish.type)
+        if finish is None or (finish is Finish.ABORT and heard.rid not in self._requests.aborting):
+            raise self._gave_up(one.job, heard.finish.message or heard.finish.type)
+        self._requests.end(heard.rid, self._grown(one, heard), finish)
+
+    def _is_well(self) -> bool:
+        """Whether the server says so."""
+        if time.monotonic() - self._well_s > _WELL_FOR_S:
+            try:
+                self._call("/health", timeout_s=_HEALTH_WAIT_S)
+            except EngineError:
+                return False
+            self._well_s = time.monotonic()
+        return True
+
+    def _send_again(self, rid: str, why: str) -> None:
+        """A request whose connection broke, while its server lives, goes on from its tokens; or it is back, if it was to end."""
+        one = self._requests.running[rid]
+        who = SampleId.unpack(one.job.id)
+        _LOG.warning("the connection of sample %s to the %s server broke, and it is sent again: %s", who, self.product, why)
+        with contextlib.suppress(EngineError):  # It will be noticed soon if the server is not there any more.
+            self._started().abort([rid])  # It may not have noticed.
+        job = one.kept(self._version)
+        finish = Finish.ABORT if rid in self._requests.aborting else finish_of_prefix(job)
+        if finish is not None:
+            self._requests.end(rid, job, finish)
+        else:
+            del self._requests.running[rid]
+            self._send(job, num_broken=0 if one.tokens else one.num_broken + 1)
+
+    def _gave_up(self, job: Job, why: str) -> EngineError:
+        said = self._server.last_words() if self._server is not None else ""
+        return EngineError(f"the {self.product} server gave up sample {SampleId.unpack(job.id)}: {why}", remote=said)
+
+    def _end(self, rids: list[str]) -> None:
+        """Have the server end these; they have ended then, with their tokens so far."""
+        self._requests.aborting.update(rids)
+        deadline, again_s = time.monotonic() + _ABORT_WAIT_S, 0.0
+        while left := [rid for rid in rids if rid in self._requests.running]:
+            if time.monotonic() > deadline:
+                raise EngineError(f"the {self.product} server did not abort {len(left)} requests in {_ABORT_WAIT_S:g} s")
+            if time.monotonic() >= again_s:  # A request may come to the server after the word that ends it.
+                self._started().abort(left)
+                again_s = time.monotonic() + _ABORT_AGAIN_S
+            self._hear(_NEWS_WAIT_S)
+
+    def _call(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 60.0) -> Any:
+        try:
+            return self._started().call(path, body, timeout_s=timeout_s)
+        except EngineError:
+            if self._server is not None:
+                self._server.check()
+            raise
+
+    def _started(self) -> ServerClient:
+        if self._client is None:
+            raise EngineError("the engine is not started", now="Call `start` first.")
+        return self._client
+
+
+def load_config(directory: Path) -> Any:
+    """The language model's part of a directory's config.json."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).get_text_config()

@@ -1,0 +1,305 @@
+"""SGLang as a rollout engine: a server of its own, spoken to over HTTP by its public endpoints.
+
+Source: the endpoints of SGLang 0.5 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py), by their public names alone.
+
+EngineSettings (the plan's), ServedOptions (the cluster spec's), Model --> arguments of sglang.launch_server
+
+Job --request_body--> what /generate is told          experts of each token --Routing--> an array
+
+add -> POST /generate with token ids --tokens stream in--> step -> Generated
+    load_weights -> files in memory -> pause, into the server (`m2flow.engines.servers.sglang_weights`), continue
+
+Which weights made which token is what the server says (`weight_versions`). A change of weights under requests takes them out of the
+running batch (`retract`): their caches are computed anew, so no token sees an older one. With `keep_kv` they stay, caches and all, and
+what comes after is marked. No request finds a cache of other weights: the version is a part of its key (`extra_key`).
+
+Options: `python` (an interpreter that has SGLang), `args` and `env` of the server, `start_timeout_s`; or `url` of one that runs already.
+`deterministic_inference`: random numbers belong to the sample (the server's `sampling_seed`), at a cost in speed. `stream_interval`
+(tokens between two pieces of news of a sample, default 8), `weights_dir` (where weights are handed over, default /dev/shm), `restarts`
+(how often a server that is lost is started again, default 2), `hung_after_s` (default 120), `keep_kv`, `routed_experts` (of a mixture: keep
+which experts each token went to).
+
+Limits: random numbers are the server's own functions of seed and position. Log-probabilities of the first `min_new_tokens` tokens are of
+what is left without the stop tokens. Those of `m2flow.engines.servers.served_rollout`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Memory, ParallelLayouts
+from m2flow.engines.installed import SGLANG
+from m2flow.engines.models.requests import Job
+from m2flow.engines.servers.served_rollout import ServedRollout
+from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Running, Span, words_of
+from m2flow.engines.servers.server_process import Launch, ServedOptions
+from m2flow.engines.servers.sglang_weights import IntoServer, open_way, way_of
+from m2flow.errors import EngineError
+from m2flow.recipe import Model
+from m2flow.samples import Finish
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    finish_reason: FinishReason | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    weight_versions: list[Span] = []
+    routed_experts: str | None = None
+    cached_tokens: int | None = None
+    num_retractions: int | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    output_ids: list[int] = []
+    meta_info: _Meta = _Meta()
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+@final
+class SglangDialect(Dialect):
+    """A piece has the new tokens alone, if the server was started so; the last one says which weights made which."""
+
+    product = "SGLang"
+    generate_path = "/generate"
+    abort_path = "/abort_request"
+
+    def named(self, rid: str, body: Mapping[str, object]) -> dict[str, object]:
+        return {**body, "rid": rid, "stream": True}
+
+    def heard(self, rid: str, text: bytes) -> Heard:
+        chunk = _decode(text)
+        if chunk.error:
+            return Heard(rid, [], [], error=words_of(text))
+        meta = chunk.meta_info
+        logprobs = [0.0 if value is None else value for value, *_ in meta.output_token_logprobs]
+        if meta.finish_reason is None:
+            return Heard(rid, chunk.output_ids, logprobs)
+        said = (chunk.output_ids, logprobs, meta.finish_reason, tuple(meta.weight_versions), meta.routed_experts or "")
+        return Heard(rid, *said, num_cached=meta.cached_tokens or 0, num_put_back=meta.num_retractions or 0)
+
+    def abort_bodies(self, rids: Sequence[str]) -> list[dict[str, object]]:
+        return [{"rid": rid} for rid in rids]
+
+
+def memory_said(info: Mapping[str, Any]) -> Memory:
+    """What a server holds of its first device, by `/server_info`, which counts in GiB, to the thousandth. Nothing, if it does not say.
+
+    >>> memory_said({"internal_states": [{"memory_usage": {"weight": 2.5, "kvcache": 40.0}}]}).words()
+    'kv 40.00 GiB, weights 2.50 GiB'
+    >>> memory_said({}).words()
+    'nothing'
+    """
+    states = info.get("internal_states") or [{}]
+    usage = states[0].get("memory_usage") or {}
+    weights, kv = (round(max(float(usage.get(name) or 0.0), 0.0) * 2**30) for name in ("weight", "kvcache"))
+    return Memory(weights=weights, kv=kv)
+
+
+OWN_OPTIONS = ("deterministic_inference", "routed_experts")
+"""Beyond those that all rollout engines with a server have."""
+
+
+def server_arguments(settings: EngineSettings, options: ServedOptions, model: Model, version: int) -> list[str]:
+    """Those before the user's own `args`, of which the last ones count.
+
+    Args:
+        version: of the weights that it begins with.
+    """
+    device, _, index = settings.device.partition(":")
+    given = ["--device", device, "--dtype", model.rollout_dtype or model.dtype, "--weight-version", str(version)]
+    given += ["--incremental-streaming-output", "--stream-interval", str(options.stream_interval)]
+    given += ["--max-running-requests", str(settings.max_running), "--skip-server-warmup"]
+    given += ["--base-gpu-id", index] if index else []
+    for name, degree in (("--tp-size", settings.tp), ("--pp-size", settings.pp), ("--ep-size", settings.ep)):
+        given += [name, str(degree)] if degree > 1 else []
+    given += ["--enable-deterministic-inference"] if options.is_set("deterministic_inference") else []
+    given += ["--enable-return-routed-experts"] if options.is_set("routed_experts") else []
+    return given if device == "cpu" else [*given, "--enable-memory-saver"]
+
+
+def request_body(job: Job) -> dict[str, object]:
+    """What /generate is told. Log-probabilities are the server's: of softmax(logits / temperature), before top-p and top-k, after
+    `min_new_tokens`."""
+    sampling = job.sampling
+    parameters = {
+        "max_new_tokens": sampling.max_new_tokens - len(job.tokens),
+        "min_new_tokens": max(0, sampling.min_new_tokens - len(job.tokens)),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": job.stop_ids.tolist(),
+        "skip_special_tokens": False,
+        "sampling_seed": job.seed % (1 << 63),
+    }
+    return {"input_ids": [*job.prompt.tolist(), *job.tokens.tolist()], "sampling_params": parameters, "return_logprob": True}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a server says of a mixture's tokens: for each layer, the experts that it went to."""
+
+    num_layers: int
+    num_of_token: int
+
+    @classmethod
+    def of(cls, config: Any) -> Routing:
+        """Of a language model's configuration. Raises `EngineError`: it is no mixture of experts."""
+        each = getattr(config, "num_experts_per_tok", None)
+        if not each:
+            raise EngineError(
+                f"the option routed_experts is for mixtures of experts, and a {config.model_type} model is none",
+                now="Leave it out of rollout.options.",
+            )
+        return cls(int(config.num_hidden_layers), int(each))
+
+    def read(self, said: str, num_tokens: int) -> npt.NDArray[np.int16]:
+        """The experts of so many tokens, int16 [T, layers, experts of a token]; -1 where nothing was said."""
+        found = np.full((num_tokens, self.num_layers, self.num_of_token), -1, np.int16)
+        values = np.frombuffer(base64.b64decode(said), np.int32)
+        if len(values) % found[:1].size or len(values) > found.size:
+            raise EngineError(f"the SGLang server said {len(values)} experts of {num_tokens} tokens in {self.num_layers} layers")
+        rows = values.reshape(-1, self.num_layers, self.num_of_token)
+        found[: len(rows)] = rows
+        return found
+
+    def completed(self, job: Job) -> Job:
+        """A job that leaves: with a row for each of its tokens, also where the server said nothing since."""
+        num_tokens = len(job.prompt) + len(job.tokens)
+        if job.routed_experts is not None and len(job.routed_experts) == num_tokens:
+            return job
+        return replace(job, routed_experts=self.read("", num_tokens))
+
+
+_DRAIN_S = 30.0
+_SERVER_RESERVE = 2
+"""Tokens of the context that the server keeps for itself."""
+
+
+@final
+class SglangRollout(ServedRollout):
+    """One SGLang server."""
+
+    name = "sglang"
+    dialect = SglangDialect()
+    own_options = OWN_OPTIONS
+    capabilities = Capabilities(
+        kind="rollout",
+        keyed_seeds=False,
+        self_paced=True,
+        weights_under_requests=True,
+        deterministic=False,
+        rests=True,
+        probes=True,
+        devices=("cuda", "cpu"),
+        into_server=("files", "tensors", "group"),
+        routed_experts=True,
+        parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
+    )
+
+    def __init__(self, model: Model, settings: EngineSettings) -> None:
+        super().__init__(model, settings)
+        self._into: IntoServer | None = None
+        self._routing: Routing | None = None
+        self._has = Memory()
+        self._frees = False
+        if self._options.is_set("deterministic_inference"):
+            self.capabilities = replace(SglangRollout.capabilities, keyed_seeds=True)
+
+    def rest(self) -> None:
+        """As `offload`, with the cache's memory alone."""
+        self._make_room("kv_cache")
+
+    def memory(self) -> Memory:
+        """As the server has said when it came up, less what it has released."""
+        away = self._away if self._frees else ()
+        return Memory(weights=self._has.weights * ("weights" not in away), kv=self._has.kv * ("kv_cache" not in away))
+
+    def _meet(self, config: Any) -> None:
+        self._routing = Routing.of(config) if self._options.is_set("routed_experts") else None
+
+    def _launch(self, directory: Path) -> Launch:
+        arguments = server_arguments(self._settings, self._options, self._source, self._version)
+        return Launch(SGLANG, ("-m", "sglang.launch_server", "--model-path", str(directory), *arguments))
+
+    def _came_up(self) -> None:
+        info = self._call("/server_info")
+        if self._routing and not info.get("enable_return_routed_experts"):
+            raise EngineError(f"the SGLang server at {self.url} does not return routed experts", now="Start it with that argument.")
+        self._has, self._frees = memory_said(info), bool(info.get("enable_memory_saver"))
+        if self._server is None:
+            with contextlib.suppress(EngineError):  # Refused, unless who had it before was killed within a change of weights.
+                self._call("/end_weight_update", {})
+        way = way_of(self._settings.into_server, self.url, int(info.get("pp_size") or 1))
+        self._into = open_way(way, self._started(), self._settings.device, int(info.get("tp_size") or 1))
+
+    def _let_go(self) -> None:
+        if self._into is not None:
+            self._into.close()
+        self._into = None
+
+    def _room_and_context(self, longest: int) -> tuple[int, int]:
+        room = int(self._call("/server_info").get("max_total_num_tokens") or 0)
+        return room, min(longest, room or longest) - _SERVER_RESERVE
+
+    def _body(self, job: Job) -> Mapping[str, object]:
+        return {**request_body(job), "extra_key": self._key_of_caches, "return_routed_experts": self._routing is not None}
+
+    def _grown(self, one: Running, heard: Heard) -> Job:
+        job = super()._grown(one, heard)
+        if self._routing is None:
+            return job
+        return replace(job, routed_experts=self._routing.read(heard.routed_experts, len(job.prompt) + len(job.tokens)))
+
+    def _leaving(self, job: Job, finish: Finish) -> Generated:
+        return super()._leaving(self._routing.completed(job) if self._routing else job, finish)
+
+    def _logprobs_of(self, tokens: list[int]) -> list[float]:
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
+        found = self._call("/generate", {**body, "extra_key": self._key_of_caches, "logprob_start_len": 0}, timeout_s=600.0)
+        return [value for value, *_ in found["meta_info"]["input_token_logprobs"][1:]]
+
+    def _read_weights(self, directory: Path, version: int, *, flush: bool = True) -> None:
+        assert self._into is not None
+        self._into.put(directory, version, flush=flush)
+
+    @property
+    def _reading_pauses(self) -> bool:
+        return self._into is not None and self._into.pauses
+
+    def _pause(self, *, keeps: bool) -> None:
+        self._call("/pause_generation", {"mode": "in_place" if keeps else "retract"})
+
+    def _unpause(self) -> None:
+        self._call("/continue_generation", {})
+
+    def _have_it_speak(self, timeout_s: float) -> None:
+        self._call("/health_generate", timeout_s=timeout_s)
+
+    def _release(self, tags: list[str]) -> None:
+        """Without a memory saver, as on a CPU, the server answers all of this and frees nothing."""
+        if not tags:
+            return
+        # It ends itself if it is asked while a request is on its way out: an abort is said before its batch is gone.
+        self._call(f"/flush_cache?timeout={_DRAIN_S:g}", {}, timeout_s=2 * _DRAIN_S)
+        self._call("/release_memory_occupation", {"tags": tags})
+        self._away += tags
+
+    def _resume(self) -> None:
+        # Tags that it has not released would end it.
+        tags, self._away = self._away[::-1], []
+        self._call("/resume_memory_occupation", {"tags": tags})
+
+    @property
+    def _key_of_caches(self) -> str:
+        return f"weights-{self._version}"

@@ -1,0 +1,226 @@
+"""Losses as a flow declares them, and the updates that are refused because their loss can't be right for their samples.
+
+Here is only the declaration (`m2flow.recipe.Loss`); the functions on tensors are in `m2flow.algorithms.losses`, which the
+engine imports. So a flow that names a loss loads no torch.
+
+A policy gradient without importance weights is right for samples of the very weights that it changes, and for them alone. Samples are
+of other weights where a generate may be stale, where an update makes several optimiser steps, and where the weights were
+updated since. A loss says by its `needs` whether it corrects for that (`behaviour_logprobs`); nothing else of it is looked at, so a
+loss that names them and ignores them passes. One that weighs tokens by nothing is their likelihood, which is right for any samples:
+fine-tuning on filtered samples of the policy's own, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from m2flow.errors import OptionError, TraceError
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.oversampling import is_cut, timeout_of
+from m2flow.recipe import Counts, Loss, check_choice, check_names, check_number
+
+Denominator = Literal["tokens", "sequences"]
+AnyDenominator = Denominator | Callable[[Counts], float]
+
+
+def ppo_clip(
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float = 0.0,
+    kl_coef: float = 0.0,
+    kl: Literal["k1", "k2", "k3"] = "k3",
+    denominator: Denominator = "tokens",
+) -> Loss:
+    """The clipped surrogate of PPO on group or any other advantages; with `kl_coef` a penalty against a reference.
+
+    Args:
+        eps_low, eps_high: how far the ratio may fall and rise before its gradient stops; from 0 to 1, and from 0.
+        dual_clip: bound on the ratio where the advantage is negative; 0 is off, else above 1.
+        kl_coef: weight of the penalty, in units of advantage a nat, 0 or more. kl: its estimator (`m2flow.algorithms.losses`).
+        denominator: what the sum over a mini-batch is divided by; with `sequences`, each sample's terms are its mean.
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clipping after DAPO, arXiv:2503.14476, eq. 10; dual clip after Ye et
+        al. 2020, arXiv:1912.09729, eq. 5.
+    """
+    check_number("eps_low", eps_low, low=0, high=1)
+    check_number("eps_high", eps_high, low=0)
+    check_number("kl_coef", kl_coef, low=0)
+    check_number("dual_clip", dual_clip, low=0)
+    if 0 < dual_clip <= 1:
+        raise OptionError(f"dual_clip is {dual_clip}; it must be 0 (off) or above 1")
+    check_choice("kl", kl, ("k1", "k2", "k3"))
+    needs = ["logprobs", "behaviour_logprobs", "advantages"]
+    options: list[tuple[str, float | int | str | bool]] = [("eps_low", eps_low), ("eps_high", eps_high)]
+    options += [("dual_clip", dual_clip)] if dual_clip else []
+    if kl_coef:
+        needs.append("reference_logprobs")
+        options += [("kl_coef", kl_coef), ("kl", kl)]
+    return _built_in("ppo_clip", needs, denominator, options)
+
+
+def nll(*, denominator: Denominator = "tokens") -> Loss:
+    """Negative log-likelihood of the tokens under the loss mask: supervised fine-tuning."""
+    return _built_in("nll", ["logprobs"], denominator, [])
+
+
+def reinforce(*, denominator: Denominator = "tokens") -> Loss:
+    """Advantage times negative log-likelihood. Right only for samples of the current weights.
+
+    Source:
+        Williams 1992, doi:10.1007/BF00992696.
+    """
+    return _built_in("reinforce", ["logprobs", "advantages"], denominator, [])
+
+
+def distill(*, clip: float = 0.0, denominator: Denominator = "tokens") -> Loss:
+    """On-policy distillation: the reverse KL to a teacher, on tokens that the policy itself sampled.
+
+    Needs the column `teacher_logprobs`: `columns={"teacher_logprobs": teacher.logprobs(responses)}`, with `teacher = Reference(path)`.
+
+    Args:
+        clip: bound on the ratio of the weights to those that sampled, as `ppo_clip`'s eps; 0 is off.
+    Source:
+        Agarwal et al. 2024 (GKD), arXiv:2306.13649; Gu et al. 2024 (MiniLLM), arXiv:2306.08543. See `m2flow.algorithms.losses`.
+    """
+    check_number("clip", clip, low=0)
+    return _built_in("distill", ["logprobs", "behaviour_logprobs", "teacher_logprobs"], denominator, [("clip", clip)])
+
+
+def clipped_value(*, clip: float = 0.2, denominator: Denominator = "tokens") -> Loss:
+    """The squared error of a critic, clipped around its old values; `clip=0` is without. What `Critic.update` minimises.
+
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, section 5. See `m2flow.algorithms.losses`.
+    """
+    check_number("clip", clip, low=0)
+    needs = ["values", "returns"] + (["old_values"] if clip else [])
+    return _built_in("clipped_value", needs, denominator, [("clip", clip)])
+
+
+def loss(*, needs: Sequence[str], denominator: AnyDenominator = "tokens") -> Callable[[Callable[..., object]], Loss]:
+    """Declare a function of the user's as a loss: it gets each of `needs` as a flat tensor [T] and returns per-token terms [T].
+
+    Args:
+        needs: see `m2flow.recipe.Loss`; a name that is none of its own is a column of the samples, or one of `update(columns=...)`.
+        denominator: what the sum over a mini-batch is divided by: its `tokens` under the loss mask, its `sequences`, or a function
+            of its `Counts` (`lambda counts: 512 * counts.num_sequences`). They are the whole mini-batch's, however it was cut.
+    Raises:
+        OptionError: a denominator that is none of these.
+    """
+    needs = check_names("needs", needs, example=("logprobs", "advantages"))
+    if not callable(denominator):
+        check_choice("denominator", denominator, Denominator, "or a function of the mini-batch's Counts")
+
+    def declare(function: Callable[..., object]) -> Loss:
+        if not callable(function):
+            raise OptionError(f"@loss(...) got {function!r:.60}; it goes above a function")
+        return Loss(getattr(function, "__name__", "loss"), function, needs, denominator)
+
+    return declare
+
+
+def _built_in(name: str, needs: list[str], denominator: Denominator, options: list[tuple[str, float | int | str | bool]]) -> Loss:
+    check_choice("denominator", denominator, Denominator)
+    if denominator == "sequences":
+        needs.append("sequence_lengths")
+    return Loss(name, f"m2flow.algorithms.losses:{name}", tuple(needs), denominator, tuple(options))
+
+
+_OF_LIKELIHOOD = {"logprobs", "sequence_lengths"}
+"""What a loss needs that is nothing but the likelihood of the tokens it is given."""
+
+
+def check_update(loss: Loss, origins: Sequence[Call], *, name: str, version: int, epochs: int, minibatch_size: int | None) -> None:
+    """Check an update of the role `name`, which reads its weights at `version`, on samples that `origins` drew from that role.
+
+    Raises:
+        TraceError: the samples may be of other weights, and the loss does not need `behaviour_logprobs`.
+    """
+    if not origins or "behaviour_logprobs" in loss.needs or not set(loss.needs) - _OF_LIKELIHOOD:
+        return
+    found = _reuse(origins, version, epochs, minibatch_size)
+    if found is not None:
+        reason, instead = found
+        raise TraceError(
+            f"{name}.update with the loss {loss.name} can't be right: {reason}, and {loss.name} does not need 'behaviour_logprobs', so "
+            "it takes them for samples of the weights that it changes",
+            now=f"Take a loss that corrects for it (ppo_clip, or needs=['behaviour_logprobs', ...]), or {instead}.\n"
+            "allow_unsound=True does it nevertheless; the plan then says so.",
+        )
+
+
+def _reuse(origins: Sequence[Call], version: int, epochs: int, minibatch_size: int | None) -> tuple[str, str] | None:
+    """Why samples may be of other weights than those that an update changes, and how not."""
+    stale = next((call for call in origins if call.options["staleness"]), None)
+    if stale is not None:
+        found = f"with staleness={stale.options['staleness']} the samples of {stale.site} may be of older weights"
+        return found, "generate them with staleness=0"
+    if epochs > 1:
+        return f"with epochs={epochs} all passes but the first train weights that the samples are not of", "take epochs=1"
+    if minibatch_size is not None and minibatch_size < sum(_most_groups(call) for call in origins):
+        return "each of its mini-batches but the first trains weights that the samples are not of", "leave out minibatch_size"
+    older = next((call for call in origins if call.reads[0].version < version), None)
+    if older is not None:
+        updates = version - older.reads[0].version
+        many = "once" if updates == 1 else f"{updates} times"
+        return f"the weights were updated {many} since the samples of {older.site} were generated", "generate new ones before it"
+    return None
+
+
+def _most_groups(call: Call) -> int:
+    n = call.options["n"]
+    assert isinstance(n, int)
+    return call.most_rows // n
+
+
+_LATER = {
+    "drop": "drops those that are late",
+    "carry": "carries those that are late into its next turn",
+    "defer": "defers the prompts of those that are late to a long round",
+}
+
+
+def asynchrony(graph: MacroGraph, names: Mapping[int, str]) -> tuple[str, ...]:
+    """What the plan says about time in a flow: what may differ from one run to the next, and where Python takes the gain away.
+
+    An observation in the loop keeps the later steps' calls from being known; one of `lag` steps ago, at least as many as the staleness,
+    keeps nothing from running.
+    """
+    cuts = [
+        f"{call.name} at {call.site} gives the groups that are whole "
+        + (f"in {timeout_of(call.options):g} s, and " if timeout_of(call.options) else "first, and ")
+        + _LATER[str(call.options["late"])]
+        + "; the run records which"
+        for call in graph.calls
+        if is_cut(call.options)
+    ]
+    cuts = list(dict.fromkeys(cuts))
+    staleness = graph.staleness
+    if not staleness:
+        return tuple(cuts)
+    notes = [
+        *cuts,
+        f"staleness={staleness}: responses may come from weights that are up to {_count(staleness, 'update')} older than the loop would "
+        "have one call at a time; the run records which, and `m2flow run --eager --decisions RUN_DIR` repeats it",
+    ]
+    by_ordinal = {call.ordinal: call for call in graph.calls}
+    told = set()
+    for seen in graph.observations:
+        call = by_ordinal.get(seen.call)
+        if seen.step < 0 or seen.lag >= staleness or call is None or call.engine == "source" or (seen.site, seen.why) in told:
+            continue
+        told.add((seen.site, seen.why))  # The line of a loop is told once, with its first turn.
+        effect = (
+            f"lets no more than {_count(seen.lag, 'step')} run ahead" if seen.lag else "makes this flow synchronous, whatever its staleness"
+        )
+        notes.append(
+            f"waiting for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}) {effect}; "
+            f"metrics.lagged({staleness}), the value of {_count(staleness, 'step')} ago, would not"
+        )
+    return tuple(notes)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,1 @@
+"""The controller's process: scheduler, launchers, supervisor, checkpoints."""

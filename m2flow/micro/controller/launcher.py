@@ -1,0 +1,478 @@
+"""Launchers: what starts a plan's workers, says which have ended, and cleans up after them. The local one has them as child processes.
+
+WorkerSettings, secret --spawn--> m2flow.micro.worker.worker_process
+
+It leads a group of its own, with the processes that users' functions start in it.
+
+WorkerSettings --start--> rank 0: m2flow.micro.worker.worker_process; 1, 2, ...: m2flow.micro.worker.rank_process
+a rank is killed or fails --how_ended--> the others are killed too; the words name the rank
+
+Plan, ClusterSpec --Launcher.settings_for--> WorkerSettings --> m2flow.micro.worker.worker_process, wherever that runs
+
+A worker gets its settings on standard input and the run's secret in its environment; what it prints goes to the run's `logs/`. It
+ends itself when its parent is gone, so nothing is left behind even if the controller is killed. Workers on other hosts are
+`m2flow.micro.controller.ray_launcher`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, final
+
+import msgspec
+import psutil
+
+from m2flow.channels.endpoints import Keys, read_keys, write_keys
+from m2flow.channels.process_groups import PAIRS
+from m2flow.engines.process_environment import gpus_from
+from m2flow.errors import InternalError
+from m2flow.micro.protocol.plan import Plan, WorkerPlan
+from m2flow.micro.protocol.worker_state import rank_tag
+from m2flow.micro.records.storage import shared_dir
+from m2flow.micro.worker.host_resources import ResourceClaim, remove_leftovers
+from m2flow.micro.worker.rank_group import RankGroupSettings
+from m2flow.micro.worker.weight_sync import weight_settings
+from m2flow.micro.worker.worker_process import TOKEN_VARIABLE, kill_group
+from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.recipe import Model
+from m2flow.rollout_scheduling.policies import report_every
+from m2flow.spec import ClusterSpec, RunSettings
+
+
+def spawn(
+    settings: WorkerSettings, token: str, output: IO[bytes] | int, *, path: str, cwd: str | None = None, gpus: str = ""
+) -> subprocess.Popen[bytes]:
+    """Start a worker, or a rank of one.
+
+    Args:
+        output: what it prints goes there.
+        path: where it finds modules, as in `PYTHONPATH`.
+        gpus: those that it sees, as in `CUDA_VISIBLE_DEVICES`; by default those that this process sees.
+    """
+    environment = {
+        **engine_environment(settings.threads, deterministic=settings.deterministic),
+        **os.environ,
+        TOKEN_VARIABLE: token,
+        "OMP_NUM_THREADS": str(settings.threads),
+        "MKL_NUM_THREADS": str(settings.threads),
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+    }
+    module = "m2flow.micro.worker.rank_process" if settings.gang.rank else "m2flow.micro.worker.worker_process"
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, rank_tag(settings.tag, settings.gang.rank)],  # The name is for people who look at `ps`.
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    if process.stdin is None:
+        raise InternalError("a worker has no standard input")
+    with contextlib.suppress(BrokenPipeError):  # It died at once, as will be seen.
+        process.stdin.write(msgspec.json.encode(settings))
+        process.stdin.close()
+    return process
+
+
+def how_ended(code: int) -> str:
+    """A process's exit status in words.
+
+    >>> how_ended(-9), how_ended(1)
+    ('was killed by signal 9', 'ended with status 1')
+    """
+    return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+
+
+def engine_environment(threads: int, *, deterministic: bool) -> dict[str, str]:
+    """Environment variables of a process with engines. They must be set before torch is loaded."""
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # Threads that wait spin for some microseconds, then sleep. A step was up to 1.2 times slower without, where cores are free; with
+        # more, where they are shared with other work, 3 times slower and worse.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "1000",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    # The matrix libraries' results must not depend on memory alignment or on what ran before.
+    return environment | ({"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
+
+
+_LOOKS_S = 0.05
+
+
+def start(
+    settings: WorkerSettings,
+    token: str,
+    outputs: Sequence[IO[bytes] | int],
+    directory: str,
+    *,
+    path: str,
+    cwd: str | None = None,
+    gpus: str = "",
+) -> Processes:
+    """Start a worker, with all its ranks.
+
+    Args:
+        outputs: what each rank prints goes there.
+        directory: only this user can enter it; ranks meet there, at another place each time that the worker is started.
+        gpus: those that it sees, as in `CUDA_VISIBLE_DEVICES`; by default those that this process sees.
+    Raises:
+        EngineError: there are fewer GPUs than ranks.
+    """
+    count = settings.gang.num_ranks
+    if count == 1:
+        return Processes([spawn(settings, token, outputs[0], path=path, cwd=cwd, gpus=gpus)])
+    place = Path(directory) / settings.tag
+    device, seen = gpus_of_ranks(settings.name, settings.device, count, gpus or os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    gang = msgspec.structs.replace(settings.gang, meeting=f"{place}.gang", rendezvous=f"file://{place}.meeting")
+    ranks = [msgspec.structs.replace(settings, device=device, gang=msgspec.structs.replace(gang, rank=rank)) for rank in range(count)]
+    pairs = zip(ranks, outputs, seen, strict=True)
+    return Processes([spawn(its, token, output, path=path, cwd=cwd, gpus=own) for its, output, own in pairs])
+
+
+def gpus_of_ranks(worker: str, device: str, count: int, seen: str) -> tuple[str, list[str]]:
+    """What each rank calls its device, and the GPU that it is shown: those from the worker's own on, one after the other.
+
+    Args:
+        seen: GPUs that there are, as in `CUDA_VISIBLE_DEVICES`; empty: all of the machine.
+    Raises:
+        EngineError: there are not so many.
+
+    >>> gpus_of_ranks("train-0", "cuda:1", 2, "4,5,7")
+    ('cuda:0', ['5', '7'])
+    """
+    if not device.startswith("cuda"):
+        return device, [""] * count
+    return "cuda:0", gpus_from(device, count, seen, whose=f"{worker} has {count} ranks")
+
+
+@final
+class Processes:
+    """Of one worker, by rank."""
+
+    def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._ranks = tuple(ranks)
+        self._how = ""
+        self.rank = 0
+        """Whose end, or silence, is spoken of."""
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._ranks]
+
+    @property
+    def pid(self) -> int:
+        """Of the rank that is spoken of."""
+        return self._ranks[self.rank].pid
+
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """Ranks that a signal has stopped, as SIGSTOP does. A debugger's are others, and who only waits for a processor is not stopped."""
+        return tuple(rank for rank, pid in enumerate(self.pids) if _is_stopped(pid))
+
+    def how_ended(self) -> str:
+        """In words; empty while it runs. Ranks after the first end in order when the first has let them go."""
+        if self._how:
+            return self._how
+        codes = {rank: process.returncode for rank, process in enumerate(self._ranks) if _has_ended(process)}
+        faults = {rank: code for rank, code in codes.items() if code}
+        if 0 not in codes and not faults:
+            return ""
+        self.rank = min(faults, key=lambda rank: (faults[rank] >= 0, rank)) if faults else 0  # Who fails because another is gone says so.
+        how = how_ended(codes[self.rank])
+        how = f"lost its rank {self.rank}, which {how}" if self.rank else how
+        self.kill()
+        self._how = how
+        return how
+
+    def kill(self) -> None:
+        """End all of them, whatever they are doing."""
+        for process in self._ranks:
+            if not _has_ended(process):
+                kill_group(process.pid)
+                process.wait()
+        self._how = self._how or "was ended"
+
+    def wait(self) -> str:
+        """Until it has ended; how."""
+        if len(self._ranks) == 1:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        while not (how := self.how_ended()):
+            time.sleep(_LOOKS_S)
+        return how
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:  # It has ended.
+        return False
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has; what it has started is then ended as well."""
+    if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        kill_group(process.pid)  # As long as nobody has waited for it, the group's number can't be another's.
+        process.wait()
+    return process.returncode is not None
+
+
+_LOG_LINES = 12
+GATHER_S = 0.02
+"""Decode steps of a small model take a few milliseconds, and a batch of finished samples about 2 ms on its way through all
+processes. Of a large model every step is longer than this, so nothing waits."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt at a run, as far as whoever starts its workers needs to know."""
+
+    plan: Plan
+    spec: ClusterSpec
+    settings: RunSettings
+    models: Mapping[str, Model]
+    run_dir: Path
+    attempt: int = 0
+    restore: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the checkpoint that its trainer begins with."""
+    flow_file: str = ""
+    """`flows/grpo.py`, or `flows/grpo.py:NAME`; empty: the flow is in no file that could be shipped."""
+
+
+class Launcher(ABC):
+    """Starts the plan's workers, and cleans up after them. All but `connect` and `stop` are called by the controller's thread alone."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._plan = job.plan
+        self._spec = job.spec
+        self.run_dir = job.run_dir
+        self.token = secrets.token_hex(16)
+        self.keys = keys_of(job.spec)
+        self._prefix = f"m2flow-{secrets.token_hex(4)}"
+        self._controller = ""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where the controller's inboxes listen."""
+
+    @abstractmethod
+    def start(self, controller: str) -> None:
+        """Start every worker but spare ones; they connect to the controller's address by themselves."""
+
+    @abstractmethod
+    def restart(self, worker: str, incarnation: int) -> None:
+        """Start another process for a worker whose last one has ended; it was started so often before."""
+
+    @abstractmethod
+    def kill(self, worker: str) -> None:
+        """End a worker's process, whatever it is doing, and what that has started."""
+
+    def give_back(self, worker: str) -> None:  # Who starts processes on its own host has reserved nothing.
+        """A worker was killed that was told to leave: what is reserved for it alone may be others'."""
+
+    @abstractmethod
+    def ended(self) -> Mapping[str, str]:
+        """How each worker ended that is not running any more. What it has started ends with it."""
+
+    @abstractmethod
+    def pid(self, worker: str) -> int:
+        """On its host; 0: not known yet."""
+
+    def stopped(self, worker: str) -> tuple[int, ...]:  # Who can't look at processes says that none is.
+        """Ranks of a worker that stand still, because a signal has stopped them."""
+        return ()
+
+    @abstractmethod
+    def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
+        """Wait for these workers to end, then end all that do not, and remove what they may have left. May be called twice."""
+
+    @property
+    def _weights_directory(self) -> str:
+        return self._spec.weights.directory or str(shared_dir(self.run_dir) / "weights")
+
+    def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
+        """All that a worker must know to start; on this host, if the launcher does not say otherwise."""
+        settings, restore = self._job.settings, self._job.restore
+        return WorkerSettings(
+            name=worker.name,
+            controller=controller,
+            inbox=self.place,
+            keys=self.keys,
+            engines=worker.engines,
+            models=dict(self._job.models),
+            device=worker.device,
+            threads=worker.threads,
+            deterministic=settings.deterministic,
+            run_seed=settings.seed,
+            run_dir=str(shared_dir(self.run_dir)),
+            shared_prefix=f"{self._prefix}-{worker.name}",
+            rollout_options=self._spec.rollout.options,
+            train_options=self._spec.train.options,
+            function_concurrency=self._spec.functions.concurrency,
+            function_patience_s=self._spec.functions.patience_s,
+            max_running=self._spec.rollout.max_running,
+            report_every=report_every(self._spec.rollout.policy, self._spec.rollout.predictor),
+            gather_s=GATHER_S,
+            flush_tokens=settings.flush_tokens,
+            flush_s=settings.flush_s,
+            heartbeat_s=settings.heartbeat_s,
+            record_every=settings.record_every,
+            parent=os.getpid(),
+            incarnation=incarnation,
+            takes_turns=bool(worker.lease),
+            gang=RankGroupSettings(num_ranks=worker.ranks, parts=self._spec.train.parts),
+            transports={route.target: route.transport for route in self._plan.routes if route.source == worker.name != route.target},
+            takes_pairs=any(route.target == worker.name and route.transport in PAIRS for route in self._plan.routes),
+            shared_bytes=self._spec.channels.shared_bytes,
+            attempt=self._job.attempt,
+            restore={slot.role: restore[slot.role] for slot in worker.engines if slot.kind == "train" and slot.role in restore},
+            weights=weight_settings(worker.name, self._plan.syncs, self._spec.weights, self._weights_directory),
+        )
+
+    def blame(self, worker: str, rank: int) -> None:  # Who has one log for all ranks has nothing to do.
+        """It is this rank of a worker that hangs: what is said of its process and its log is about that."""
+
+    def has_trainer(self, worker: str) -> bool:
+        """Whether weights are trained there."""
+        return any(slot.kind == "train" for planned in self._plan.workers if planned.name == worker for slot in planned.engines)
+
+    def log_path(self, worker: str) -> Path:
+        """Of the rank that is spoken of."""
+        return self.log_of(worker, 0)
+
+    def log_of(self, worker: str, rank: int) -> Path:
+        return self.run_dir / "logs" / (f"{worker}.{rank}.log" if rank else f"{worker}.log")
+
+    def log_tail(self, worker: str) -> str:
+        """The last lines that a worker printed."""
+        path = self.log_path(worker)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join(lines[-_LOG_LINES:])
+
+
+@final
+class LocalLauncher(Launcher):
+    """Starts the plan's workers on this machine."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._sockets = tempfile.TemporaryDirectory(prefix="m2flow-", ignore_cleanup_errors=True)
+        self._claim = ResourceClaim(self._prefix, self._sockets.name, self._weights_directory)
+        self._processes: dict[str, Processes] = {}
+        if self.keys is None and self._spec.transport == "tcp":
+            from m2flow.channels.zeromq import new_secret
+
+            self.keys = new_secret()
+
+    @property
+    def socket_dir(self) -> str:
+        """A directory for Unix sockets that only this user can enter."""
+        return self._sockets.name
+
+    @property
+    def place(self) -> str:
+        """Where inboxes listen."""
+        return f"tcp:{self._spec.channels.host}" if self._spec.transport == "tcp" else f"ipc:{self.socket_dir}"
+
+    def start(self, controller: str) -> None:
+        # What dead runs have left is removed before.
+        remove_leftovers()
+        self._claim.open()
+        for worker in self._plan.workers:
+            if not worker.is_spare:
+                self._processes[worker.name] = self._spawn(worker, controller, 0)
+        self._controller = controller
+
+    def restart(self, worker: str, incarnation: int) -> None:
+        self._processes[worker] = self._spawn(self._plan.worker(worker), self._controller, incarnation)
+
+    def kill(self, worker: str) -> None:
+        self._processes[worker].kill()
+
+    def settings_for(self, worker: WorkerPlan, controller: str, incarnation: int = 0) -> WorkerSettings:
+        settings = super().settings_for(worker, controller, incarnation)
+        return msgspec.structs.replace(settings, claim=self._claim.path)
+
+    def _spawn(self, worker: WorkerPlan, controller: str, incarnation: int) -> Processes:
+        settings = self.settings_for(worker, controller, incarnation)
+        path = os.pathsep.join(path for path in sys.path if path)
+        with contextlib.ExitStack() as logs:
+            outputs = [logs.enter_context(self.log_of(worker.name, rank).open("ab")) for rank in range(worker.ranks)]
+            return start(settings, self.token, outputs, self.socket_dir, path=path)
+
+    def ended(self) -> dict[str, str]:
+        return {name: how for name, processes in self._processes.items() if (how := processes.how_ended())}
+
+    def pid(self, worker: str) -> int:
+        return self._processes[worker].pid
+
+    def stopped(self, worker: str) -> tuple[int, ...]:
+        return self._processes[worker].stopped
+
+    def blame(self, worker: str, rank: int) -> None:
+        self._processes[worker].rank = rank
+
+    def log_path(self, worker: str) -> Path:
+        return self.log_of(worker, self._processes[worker].rank if worker in self._processes else 0)
+
+    def stop(self, leaving: Iterable[str], *, patience_s: float = 5.0) -> None:
+        deadline = time.monotonic() + patience_s
+        waits_for = set(leaving) & self._processes.keys()
+        while waits_for - self.ended().keys() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for worker in self._processes:
+            self.kill(worker)
+        self._claim.close()
+        self._sockets.cleanup()
+
+
+def keys_of(spec: ClusterSpec) -> Keys | None:
+    """The cluster's key, if the spec names a file with one.
+
+    Raises:
+        SpecError: there is none, or others can read it.
+    """
+    return read_keys(Path(spec.channels.keys).expanduser()) if spec.channels.keys else None
+
+
+def make_keys(path: Path) -> None:
+    """Write the key of a new cluster.
+
+    Raises:
+        SpecError: there is one already, or it can't be written.
+    """
+    from m2flow.channels.zeromq import new_keys
+
+    write_keys(path, new_keys())
+
+
+def launcher_for(job: Job) -> Launcher:
+    """One that is ready to start the plan's workers.
+
+    Raises:
+        SpecError, PlanError: the cluster is not there, or too small.
+    """
+    if job.spec.launcher == "local":
+        return LocalLauncher(job)
+    from m2flow.micro.controller.ray_launcher import RayLauncher
+
+    launcher = RayLauncher(job)
+    launcher.connect()
+    return launcher

@@ -1,0 +1,192 @@
+"""The planned backend: what a flow's calls become when a plan runs them, and how far Python may be ahead.
+
+With staleness k the next k steps can generate while a step trains, and the calls of the one after them should be known when it can
+start. Samples count at their longest, since nobody knows how long they will be.
+
+Calls gather until Python waits for something or the step ends; then they are lowered as one segment and handed to the controller.
+Python may be some steps ahead of the work (`m2flow.micro.controller.planned_backend`), so that the next calls are known before they
+can start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from m2flow.errors import M2FlowError
+from m2flow.macro.graph import Call, MacroGraph, Observation
+from m2flow.macro.session import Backend
+from m2flow.macro.sites import user_site
+from m2flow.micro.controller.call_futures import CallFutures
+from m2flow.micro.controller.controller import Controller, Post, SaveAll, Submitted
+from m2flow.micro.lowering.passes import Lowering
+from m2flow.micro.protocol.call_bodies import call_body
+from m2flow.micro.protocol.events import CheckpointDue, Released, Wanted
+from m2flow.micro.protocol.execute import num_tokens_of
+from m2flow.micro.records.flow_log import Logged
+from m2flow.micro.records.journal import Journal
+from m2flow.recipe import Sampling
+from m2flow.samples import Batch
+
+_BYTES_PER_TOKEN = 16
+"""Of a sample's columns: id, log-probability and version 4 each, two masks, and about 2 of text."""
+
+
+class RunAhead:
+    """Knows the samples of each step, and which step must be over before Python goes on."""
+
+    def __init__(self, staleness: int, budget_bytes: int) -> None:
+        self._num_ahead = staleness + 1
+        self._budget = budget_bytes if staleness else None
+        self._bytes: dict[int, int] = {}
+        self._longest: dict[int, dict[int, int]] = {}
+        """Step -> call -> tokens of its longest row."""
+
+    def add(self, call: Call) -> None:
+        """A call of the program."""
+        rows, sampling = call.options.get("rows"), call.options.get("sampling")
+        known = self._longest.setdefault(call.step, {})
+        if isinstance(rows, Batch):
+            known[call.ordinal] = max(num_tokens_of(rows), default=0)
+            return
+        known[call.ordinal] = max((step.get(ref.call, 0) for _, ref in call.inputs for step in self._longest.values()), default=0)
+        if isinstance(sampling, Sampling):
+            known[call.ordinal] += sampling.max_new_tokens
+            size = call.most_rows * known[call.ordinal] * _BYTES_PER_TOKEN
+            self._bytes[call.step] = self._bytes.get(call.step, 0) + size
+
+    def due(self, step: int) -> int:
+        """The step that must be over, with all before it, now that `step` is submitted; below 0: none."""
+        due = step - self._num_ahead
+        while self._budget is not None and due < step and sum(self._bytes.get(s, 0) for s in range(due + 1, step + 1)) > self._budget:
+            due += 1
+        self._bytes = {s: size for s, size in self._bytes.items() if s > due}
+        self._longest = {s: known for s, known in self._longest.items() if s > due or s < 0}
+        return due
+
+
+class PlannedBackend(Backend):
+    """Runs calls on the workers of a plan."""
+
+    def __init__(
+        self, flow: str, lowering: Lowering, controller: Controller, outcomes: CallFutures, journal: Journal, ahead: RunAhead
+    ) -> None:
+        self._flow = flow
+        self._lowering = lowering
+        self._controller = controller
+        self._outcomes = outcomes
+        self._journal = journal
+        self._ahead = ahead
+        self._segment: list[Call] = []
+        self._bodies: dict[int, bytes] = {}
+        self._recalled: dict[int, tuple[Batch, Sequence[int]]] = {}
+        """Generations that were over before: their results, and what they left."""
+        self._lost: dict[int | str, tuple[int, M2FlowError]] = {}
+        """Calls that failed before, with those that need them, and resources that they should have written: the call that failed by
+        itself, and its error. The scheduler never hears of these calls."""
+        self._later: list[Post] = []
+        self._aligned: set[int] = set()
+        """Calls with rows that the program can still reach."""
+        self._num_steps = 0
+        """Whose calls are all submitted."""
+        self._ends: list[tuple[int, int]] = []
+        """Steps that may be under way, and how many calls the program had made at the end of each."""
+        self._logged: list[tuple[int, int]] = []
+        """Calls whose numbers are logged, and how many calls of ended steps there were before."""
+
+    def submit(self, call: Call) -> None:
+        self._lowering.check(call)
+        lost = self._inherited(call) if self._lost else None
+        if lost is not None:
+            self.fail(call, *lost)
+            self._journal.call_added(call)
+            self._journal.call_failed(call, lost[1])
+            return
+        self._outcomes.submitted(call)
+        self._bodies[call.ordinal] = call_body(call)
+        if call.is_aligned:
+            self._aligned.add(call.ordinal)
+        self._segment.append(call)
+        self._ahead.add(call)
+
+    def recall(self, call: Call, rows: Batch, left: Sequence[int]) -> None:
+        self._recalled[call.ordinal] = rows, left
+        self.submit(call)
+
+    def fail(self, call: Call, root: int, error: M2FlowError) -> None:
+        lost_with: list[int | str] = [call.ordinal, *(effect.resource for effect in call.writes)]
+        for lost in lost_with:
+            self._lost[lost] = root, error
+        self._outcomes.submitted(call)
+        self._outcomes.reject(call, error, root)
+
+    def _inherited(self, call: Call) -> tuple[int, M2FlowError] | None:
+        """The error of what this call needs and was lost before; of several the earliest."""
+        needed = [*(ref.call for _, ref in call.inputs), *(effect.resource for effect in call.reads)]
+        return min((self._lost[one] for one in needed if one in self._lost), key=lambda found: found[0], default=None)
+
+    def begin_checkpoint(self, due: CheckpointDue) -> None:
+        """Have a checkpoint made of the calls so far."""
+        self._flush()
+        self._controller.post(due)
+
+    def value(self, ordinal: int) -> object:
+        self._flush()
+        value = self._outcomes.wait_value(ordinal)
+        if ordinal not in self._aligned:
+            return value
+        self._controller.post(Wanted(ordinal))
+        return self._outcomes.wait_rows(ordinal)
+
+    def observed(self, observation: Observation) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, tuple[int, str | None] | float]) -> None:
+        before, where = self._outcomes.num_ended, user_site().describe()
+        self._later += [Logged(step, name, source, before, where) for name, source in values.items()]
+        self._logged += [(source[0], before) for source in values.values() if not isinstance(source, float)]
+
+    def release(self, ordinal: int) -> None:
+        self._aligned.discard(ordinal)
+        self._later.append(Released(ordinal))
+
+    def end_step(self, step: int) -> None:
+        self._flush()
+        self._outcomes.step_ended()
+        self._ends.append((step, self._outcomes.num_ended))
+        self._logged = [(ordinal, before) for ordinal, before in self._logged if not self._outcomes.has_ended(ordinal)]
+        due = self._ahead.due(step)
+        self._outcomes.wait_step(due)
+        self._num_steps = step + 1
+        self._journal.tally.steps_done(due + 1)
+        self._ends = [(ended, num_calls) for ended, num_calls in self._ends if ended > due]
+
+    def raise_due(self) -> None:
+        if any(isinstance(post, Logged) for post in self._later):
+            self._flush()
+        self._outcomes.wait_ended(self._logged)  # Sequential execution has written them by now.
+        for step, num_calls in self._ends:
+            if self._outcomes.are_well(num_calls):
+                self._journal.tally.steps_done(step + 1)
+        self._outcomes.wait_due()
+
+    def finish(self) -> None:
+        self._flush()
+        self._outcomes.wait_all()
+        self._journal.tally.steps_done(self._num_steps)
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Write every role's model; the digest of its weights by role."""
+        self._controller.post(SaveAll(path))
+        return self._outcomes.wait_saved()
+
+    def _flush(self) -> None:
+        """Lower what has gathered, and hand it over; then what may only come after it."""
+        calls, self._segment = self._segment, []
+        posts: list[Post] = []
+        if calls:
+            stages = self._lowering.stages(MacroGraph(self._flow, tuple(calls)))
+            for call, stage in zip(calls, stages, strict=True):
+                posts.append(Submitted(call, stage, self._bodies.pop(call.ordinal), *self._recalled.pop(call.ordinal, (None, ()))))
+        later, self._later = self._later, []
+        self._controller.post(*posts, *later)

@@ -1,0 +1,302 @@
+"""A Ray cluster: what is on its nodes, room on them, and agents in that room. The one file that imports Ray.
+
+    RayCluster.open -> reserve(bundles) -> agent(bundle) --call--> a reference --wait, result--> what the agent's method gave
+
+Ray finds the nodes, starts the actors and carries these calls. What workers say to each other, their samples and their weights never
+pass through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+
+from m2flow.errors import M2FlowError, SpecError, WorkerError
+from m2flow.micro.controller.host_agent import Agent
+from m2flow.micro.controller.placement_groups import Bundle
+from m2flow.spec import RaySpec
+
+_NOT_SHIPPED = ["runs", ".git", ".venv*", "__pycache__", "*.safetensors", "*.bin", "*.gguf", "*.pt"]
+_OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Where Ray says to the entry point of a submitted job what it was submitted with."""
+_RAYS_OWN_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Ray takes the node's address for these."""
+_CALLS_AT_ONCE = 4
+_A_LITTLE = 0.001
+"""Of a resource that only says which nodes have it."""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """One host of the cluster."""
+
+    name: str
+    """Ray's id of it."""
+    address: str
+    resources: dict[str, float]
+
+
+def require_ray() -> Any:
+    """Ray's module.
+
+    Raises:
+        SpecError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise SpecError(
+            "the cluster spec says `launcher: ray`, and Ray is not installed here",
+            now="Install it with `pip install 'm2flow[ray]'`, the same version as on the cluster's nodes, or leave `launcher` out.",
+        ) from None
+    return ray
+
+
+def check_answer(address: str, wait_s: float = 10.0) -> None:
+    """See whether somebody listens at the `HOST:PORT` of a head: Ray itself asks for minutes before it says that nobody does.
+
+    Of `auto`, `ray://` and loopback, for which Ray takes an address of its own, nothing is looked at.
+
+    Raises:
+        SpecError: nobody does, for so long.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or "/" in host or not port.isdecimal() or host in _RAYS_OWN_LOOPBACK:
+        return
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=wait_s).close()
+        except (OSError, OverflowError) as error:
+            if time.monotonic() < end_s:
+                time.sleep(min(0.2, wait_s))
+                continue
+            raise _no_cluster(address, str(error)) from None
+        return
+
+
+def _no_cluster(address: str, why: str) -> SpecError:
+    return SpecError(
+        f"there is no Ray cluster at {address!r}: {why}",
+        now="`ray start --head` starts one; ray: {address: ...} names another. For one with a token, set RAY_AUTH_MODE=token.",
+    )
+
+
+@final
+class RayCluster:
+    """A connection to it. `open`, then the rest from any thread, then `close`."""
+
+    def __init__(self, spec: RaySpec, *, flow_directory: str = "") -> None:
+        """
+        Args:
+            flow_directory: goes to every node, so that what a flow imports from beside it is there.
+        """
+        self._spec = spec
+        self._flow_directory = flow_directory
+        self._ray: Any = None
+        self._was_open = False
+        self._groups: list[Any] = []
+        self._ready: Any = None
+
+    def open(self) -> None:
+        """Connect.
+
+        Raises:
+            SpecError: Ray is not installed, or there is no such cluster.
+        """
+        # Else Ray warns at each start that it will one day leave the variable of the GPUs as it is for actors without any.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._ray = require_ray()
+        if self._ray.is_initialized():
+            self._was_open = True
+            return
+        check_answer(self._spec.address)
+        handler = _sigterm()
+        try:
+            self._ray.init(
+                address=self._spec.address,
+                runtime_env=self._environment(),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (OSError, RuntimeError, ValueError, self._ray.exceptions.RayError) as error:
+            raise _no_cluster(self._spec.address, _first_line(error)) from None
+        finally:
+            handler()
+
+    def _environment(self) -> dict[str, object]:
+        """What each node gets. Ray adds it to what a submitted job has, and refuses what is in both: there the job's counts."""
+        of_job = json.loads(os.environ.get(_OF_A_JOB, "{}")).get("runtime_env", {})
+        found: dict[str, object] = {
+            "py_modules": [str(Path(__file__).resolve().parents[2])],
+            "excludes": _NOT_SHIPPED,
+            "env_vars": {name: value for name, value in self._spec.env.items() if name not in of_job.get("env_vars", {})},
+        }
+        directory = self._spec.working_dir or self._flow_directory
+        found |= {"working_dir": directory} if directory else {}
+        return {name: value for name, value in found.items() if name not in of_job or name == "env_vars"}
+
+    @property
+    def own_address(self) -> str:
+        """Where the cluster's nodes reach this process, IPv4."""
+        if self._spec.address.startswith("ray://"):  # Its own host may be a tunnel's end; nodes are where they say.
+            return _address_towards(next(node.address for node in self.nodes()))
+        return _node_address()
+
+    def nodes(self) -> list[Node]:
+        """Those that are alive."""
+        return [Node(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in self._ray.nodes() if n["Alive"]]
+
+    def reserve(self, wanted: Sequence[Bundle]) -> Any:
+        """Ask for room, a placement group. Does not wait for it."""
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([_resources(bundle) for bundle in wanted], strategy="PACK")
+        self._groups.append(group)
+        self._ready = self._ready or group.ready()
+        return group
+
+    def release(self, group: Any) -> None:
+        """Give back what was asked for; whoever is still in there ends."""
+        self._groups.remove(group)
+        with contextlib.suppress(Exception):  # The cluster is gone.
+            self._ray.util.remove_placement_group(group)
+
+    def has_room(self) -> bool:
+        """Whether that which was asked for first is there."""
+        return bool(self._ray.wait([self._ready], timeout=0.0)[0])
+
+    def agent(self, group: Any, index: int, name: str, *, gpus: int) -> Any:
+        """An actor with an `Agent`, in the room of a group's bundle; it starts when that is there."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True)
+        kind = self._ray.remote(Agent)
+        # A processor core of a bundle is for the worker's process, which Ray does not know of.
+        options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": _CALLS_AT_ONCE}
+        return kind.options(name=name, scheduling_strategy=place, **options).remote(_node_address)
+
+    def call(self, agent: Any, method: str, *args: object) -> Any:
+        """A reference to what the method will give. Does not wait."""
+        return getattr(agent, method).remote(*args)
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Those that are there, after the first has come or the time is over."""
+        found, _ = self._ray.wait(list(references), num_returns=1, timeout=timeout_s)
+        if found:
+            found, _ = self._ray.wait(list(references), num_returns=len(references), timeout=0.0)
+        return list(found)
+
+    def result(self, reference: Any) -> Any:
+        """
+        Raises:
+            M2FlowError: what the method raised. WorkerError: the agent's process is gone, or could not be started.
+        """
+        try:
+            return self._ray.get(reference, timeout=5.0)
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, M2FlowError):
+                raise cause from None
+            raise WorkerError(f"could not be started: {_first_line(cause)}", remote=str(error)) from None
+        except self._ray.exceptions.RayError as error:
+            raise WorkerError(f"is gone with its Ray actor ({type(error).__name__}: {_first_line(error)})", remote=str(error)) from None
+
+    def end(self, agent: Any) -> None:
+        """End an actor, whatever it is doing."""
+        with contextlib.suppress(Exception):  # It is gone already, or the cluster is.
+            self._ray.kill(agent, no_restart=True)
+
+    def on_each_node(self, function: Callable[[], Any], *, timeout_s: float) -> list[tuple[Node, Any]]:
+        """What a function gives on every node, or why there is nothing, in words."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        def ask() -> Any:  # Ray takes functions, and not what can be called like one.
+            return function()
+
+        task = self._ray.remote(ask)
+        asked = {
+            node.name: (node, task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote())
+            for node in self.nodes()
+        }
+        self._ray.wait([reference for _, reference in asked.values()], num_returns=len(asked), timeout=timeout_s)
+        found: list[tuple[Node, Any]] = []
+        for node, reference in asked.values():
+            try:
+                found.append((node, self._ray.get(reference, timeout=0.0)))
+            except self._ray.exceptions.GetTimeoutError:
+                found.append((node, f"none in {timeout_s:.0f} s"))
+            except self._ray.exceptions.RayError as error:
+                found.append((node, f"none: {_first_line(error)}"))
+        return found
+
+    def close(self) -> None:
+        """Give the room back and disconnect. May be called twice."""
+        if self._ray is None:
+            return
+        for group in list(self._groups):
+            self.release(group)
+        self._ready = None
+        if not self._was_open:
+            self._ray.shutdown()
+        self._ray = None
+
+
+def _node_address() -> str:
+    """Of the node on which this runs."""
+    return str(require_ray().util.get_node_ip_address())
+
+
+def _resources(bundle: Bundle) -> dict[str, float]:
+    wanted = {"CPU": float(bundle.cpus), "GPU": float(bundle.gpus), bundle.resource: _A_LITTLE}
+    return {name: amount for name, amount in wanted.items() if name and amount}
+
+
+def lacking(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
+    """A bundle that no node could ever hold, in words; empty if there is none."""
+    for bundle in wanted:
+        needs = _resources(bundle)
+        if not any(all(node.resources.get(name, 0.0) >= amount for name, amount in needs.items()) for node in nodes):
+            amounts = ", ".join(f"{amount:g} {name}" if amount >= 1 else name for name, amount in needs.items())
+            return f"no node has {amounts}, which {', '.join(bundle.workers)} need" + ("" if len(bundle.workers) > 1 else "s")
+    return ""
+
+
+def too_much(wanted: Iterable[Bundle], nodes: Sequence[Node]) -> str:
+    """What all bundles together need more of than the nodes have, in words, whoever else is there; empty if it may be somebody else's."""
+    together: Counter[str] = Counter()
+    for bundle in wanted:
+        together.update(_resources(bundle))
+    there = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in together}
+    return ", ".join(f"{amount:g} {name} of its {there[name]:g}" for name, amount in together.items() if amount > there[name])
+
+
+def _sigterm() -> Callable[[], object]:
+    """Ray takes the signal for itself; the caller puts it back."""
+    try:
+        before = signal.getsignal(signal.SIGTERM)
+        return lambda: signal.signal(signal.SIGTERM, before)
+    except ValueError:
+        return lambda: None
+
+
+def _address_towards(host: str) -> str:
+    """This host's, on the way to another one. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,725 @@
+"""The supervisor of the workers' processes: who is up, hung, dead or restarted, from their heartbeats; and what is said to whom.
+
+worker       asked_ns ----ask---->  heard_ns       controller
+                 back_ns  <--answer---  answered_ns
+
+Half of what the two clocks say of both ways is how far the asker's clock is behind; it errs by at most half of the time that the messages
+were on their way, however that time was spread over the two. So the exchange with the least of it counts, and since clocks drift apart, an
+older one counts for less.
+
+Source: Mills et al. 2010, RFC 5905 (NTP version 4), sections 8 (offset, delay) and 10 (the clock filter, the 15 ppm of drift).
+
+silent     no beat, which a thread of its own sends: the process is stopped, or something keeps the interpreter's lock
+    stopped    silent, and its host says that a signal stopped it: one that waits for a processor is not, so less patience is enough
+    idle       beats, but its main loop makes no turn, and no thread uses the processor: it waits for what does not come
+    endless    beats and uses the processor, but one turn lasts longer than the run settings allow
+
+A large micro-batch uses the processor (a thread that waits for a GPU does too), and a slow reward is the user's own, whose time limit
+is the flow's: neither is ever idle or endless. Pure: it is told the time.
+
+Pulse --heard--> Echo back to the worker, counters to the journal
+    SpanBlock of the worker --recorded--> the same in the controller's time, to the journal
+
+The clock of a worker on another host is not the controller's. A heartbeat asks for the controller's time, the echo says it, and the next
+heartbeat says how that went (`m2flow.micro.controller.supervisor`); what the worker records is moved by the offset when it is stored.
+
+begin --Severed--> everybody else --Missing--> answered --> done: the worker, and the rows that never came where they were sent
+
+From its `Severed` on, a process takes nothing in of the dead one, so its answer stays true. Only when all have answered the scheduler
+hears of the loss (`WorkerLost.missing`); until then it may still count on the dead, and what it tells it to send never comes either.
+Limit: a process answers between two tasks, so a long one delays what waits for the lost worker. Pure.
+
+beats, exit codes --check--> Severed to the others --Missing--> WorkerLost --backoff--> a new process --Ready--> WorkerJoined
+
+A worker that has ended is missed at once, one that hangs (`m2flow.micro.controller.supervisor`) is killed first. What only it had ends the
+run, or takes it back to a checkpoint (`StateLost`); else it is started again, after a wait that doubles each time, and what its former
+process says or sent does not count. One that does not come up again is gone for good. The controller's thread alone uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import msgspec
+
+from m2flow.channels.channel import Outbox, Parcel
+from m2flow.channels.zeromq import LinkListener
+from m2flow.errors import BrokenChannel, DecodeError, M2FlowError, SpecError, StateLost, WorkerError
+from m2flow.micro.controller.launcher import Launcher
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.events import CONTROLLER, Event, WorkerJoined, WorkerLost
+from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.protocol.worker_state import rank_tag, split_rank, tag_of, worker_of
+from m2flow.micro.records.journal import Journal
+from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.worker.peers import Peers
+from m2flow.observe.spans import SpanBlock, now_ns, unix_anchor_ns
+from m2flow.spec import RunSettings
+
+_DRIFT = 15e-6
+"""Seconds a second that two clocks may drift apart."""
+_MOST = 64
+"""Exchanges that are kept."""
+
+
+class Exchange(NamedTuple):
+    """Unix ns: the outer two by the asker's clock, the inner two by that of who answered."""
+
+    asked_ns: int
+    heard_ns: int
+    answered_ns: int
+    back_ns: int
+
+    @property
+    def offset_ns(self) -> int:
+        """What has to be added to the asker's clock to have the other's."""
+        return (self.heard_ns - self.asked_ns + self.answered_ns - self.back_ns) // 2
+
+    @property
+    def delay_ns(self) -> int:
+        """On the way, there and back."""
+        return max(self.back_ns - self.asked_ns - (self.answered_ns - self.heard_ns), 0)
+
+
+@final
+class ClockOffset:
+    """Of one process's clock.
+
+    >>> clock = ClockOffset()
+    >>> clock.add(Exchange(asked_ns=1_000, heard_ns=5_200, answered_ns=5_300, back_ns=1_500))
+    >>> clock.offset_ns, clock.error_ns, clock.correction_ns
+    (4000, 201, 4000)
+    """
+
+    def __init__(self) -> None:
+        self._exchanges: deque[Exchange] = deque(maxlen=_MOST)
+        self.offset_ns = 0
+        """What has to be added to its times to have ours."""
+        self.error_ns: int | None = None
+        """How far off that may be; None: nothing is known."""
+
+    def add(self, exchange: Exchange) -> None:
+        """Take one more into account."""
+        self._exchanges.append(exchange)
+        now_ns = exchange.back_ns
+        best = min(self._exchanges, key=lambda one: _error_ns(one, now_ns))
+        self.offset_ns, self.error_ns = best.offset_ns, _error_ns(best, now_ns)
+
+    @property
+    def correction_ns(self) -> int:
+        """What its times are to be moved by: nothing while the clocks may be the same, as those of one host's processes are."""
+        return self.offset_ns if self.error_ns is not None and abs(self.offset_ns) > self.error_ns else 0
+
+
+def _error_ns(exchange: Exchange, now_ns: int) -> int:
+    return exchange.delay_ns // 2 + round(max(now_ns - exchange.back_ns, 0) * _DRIFT) + 1  # 1: of the division
+
+
+_IS_WORKING = 0.005
+"""Processor time of a process that works, as a share of the time; a beat costs a tenth of this."""
+
+
+@final
+class LivenessWatch:
+    """Of one process, from when it is up."""
+
+    def __init__(self, now_s: float, *, hung_after_s: float, turn_limit_s: float | None, num_ranks: int = 1) -> None:
+        self._hung_after_s = hung_after_s
+        self._turn_limit_s = turn_limit_s
+        self._seen_s = self._beat_s = self._turn_s = self._idle_s = now_s
+        self._num_turns = -1
+        self._cpu_s = 0.0
+        self._ranks_seen_s = dict.fromkeys(range(1, num_ranks), now_s)
+        self._ranks_cpu_s = dict.fromkeys(range(1, num_ranks), 0.0)
+
+    def seen(self, now_s: float) -> None:
+        """Something was heard of it."""
+        self._seen_s = now_s
+
+    def beat(self, now_s: float, num_turns: int, cpu_s: float, *, is_in_users_code: bool) -> None:
+        """Its pulse: the turns of its main loop so far, and the processor time of all its threads."""
+        self._seen_s = self._beat_s = now_s
+        cpu_s += sum(self._ranks_cpu_s.values())  # A rank may wait for one that works.
+        if num_turns != self._num_turns or is_in_users_code:
+            self._num_turns, self._turn_s = num_turns, now_s
+            self._idle_s, self._cpu_s = now_s, cpu_s
+        elif cpu_s - self._cpu_s > _IS_WORKING * max(now_s - self._idle_s, 1.0):
+            self._idle_s, self._cpu_s = now_s, cpu_s
+
+    def rank_beat(self, now_s: float, rank: int, cpu_s: float) -> None:
+        """The pulse of another rank of its trainer. That one has no turns: it waits for this process, and only its silence counts."""
+        self._ranks_seen_s[rank], self._ranks_cpu_s[rank] = now_s, cpu_s
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody could have heard it."""
+        self._seen_s += seconds
+        self._beat_s += seconds
+        self._turn_s += seconds
+        self._idle_s += seconds
+        for rank in self._ranks_seen_s:
+            self._ranks_seen_s[rank] += seconds
+
+    def silent_rank(self, now_s: float) -> int:
+        """The rank after the first that is silent; 0: none is."""
+        quietest = min(self._ranks_seen_s, key=self._ranks_seen_s.__getitem__, default=0)
+        return quietest if quietest and now_s - self._ranks_seen_s[quietest] > self._hung_after_s else 0
+
+    def silence_s(self, now_s: float, rank: int) -> float:
+        """For how long nothing was heard of a rank."""
+        return now_s - (self._ranks_seen_s[rank] if rank else self._seen_s)
+
+    def why_hung(self, now_s: float) -> str:
+        """How it hangs; empty if it does not."""
+        if rank := self.silent_rank(now_s):  # First: the others wait for it.
+            return f"has a rank {rank} that gave no sign of life for {now_s - self._ranks_seen_s[rank]:.0f} s"
+        if now_s - self._seen_s > self._hung_after_s:
+            return f"gave no sign of life for {now_s - self._seen_s:.0f} s"
+        if self._beat_s - self._idle_s > self._hung_after_s:
+            return f"made no turn for {self._beat_s - self._turn_s:.0f} s and did nothing"
+        if self._turn_limit_s is not None and self._beat_s - self._turn_s > self._turn_limit_s:
+            return f"was at one turn for {self._beat_s - self._turn_s:.0f} s"
+        return ""
+
+
+_PERIOD_NS = 1_000_000_000
+"""Between two values of a counter."""
+_CLOCK_PERIOD_NS = 10_000_000_000
+"""The same of the clock's, which changes by drift alone."""
+
+
+_MOST_HELD = 1000
+
+
+@dataclass
+class _Process:
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    counted_ns: int = 0
+    cpu_s: float = 0.0
+    """By then."""
+    clock_counted_ns: int = 0
+    held: list[SpanBlock] = field(default_factory=list)
+    """Came before anything was known of the clock."""
+
+
+@final
+class HeartbeatMetrics:
+    """Of all workers. The controller's thread alone uses it."""
+
+    def __init__(self, store: Callable[[SpanBlock], None], answer: Callable[[str, bytes], None]) -> None:
+        """
+        Args:
+            store: takes what is to be in the trace.
+            answer: sends something to a peer of the control link. May raise BrokenChannel.
+        """
+        self._store = store
+        self._answer = answer
+        self._anchor_ns = unix_anchor_ns()
+        self._processes: dict[str, _Process] = {}
+
+    def heard(self, worker: str, peer: str, pulse: m.Heartbeat) -> None:
+        """A heartbeat has come, from this peer of the link."""
+        at_ns = self._now_ns()
+        if pulse.sent_ns:
+            with contextlib.suppress(BrokenChannel):  # It has just ended.
+                self._answer(peer, m.encode(m.Echo(pulse.sent_ns, at_ns, self._now_ns())))
+        process = self._processes.setdefault(worker, _Process())
+        if pulse.exchange is not None:
+            process.clock.add(Exchange(*pulse.exchange))
+            self._release(process)
+        counts = self._counted(process, pulse, at_ns) + self._clock_counted(process, at_ns)
+        if counts:
+            self._store(SpanBlock(worker, 0, [], [(name, value, at_ns) for name, value in counts]))
+
+    def recorded(self, worker: str, block: SpanBlock) -> None:
+        """What a worker has recorded is stored in our time, as soon as it is known what that is."""
+        process = self._processes.setdefault(worker, _Process())
+        process.held.append(block)
+        if process.clock.error_ns is not None or len(process.held) > _MOST_HELD:
+            self._release(process)
+
+    def forget(self, worker: str) -> None:
+        """Its process is gone; the next one may have another clock."""
+        process = self._processes.pop(worker, None)
+        if process is not None:
+            self._release(process)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        for worker in list(self._processes):
+            self.forget(worker)
+
+    def _release(self, process: _Process) -> None:
+        held, process.held = process.held, []
+        for block in held:
+            self._store(msgspec.structs.replace(block, anchor_ns=block.anchor_ns + process.clock.correction_ns))
+
+    def _counted(self, process: _Process, pulse: m.Heartbeat, at_ns: int) -> list[tuple[str, float]]:
+        passed_ns = at_ns - process.counted_ns
+        if passed_ns < _PERIOD_NS:
+            return []
+        counts = [("cpu seconds", pulse.cpu_s)]
+        if process.counted_ns:
+            counts.append(("cpu cores", round(max(pulse.cpu_s - process.cpu_s, 0.0) / (passed_ns / 1e9), 3)))
+        process.counted_ns, process.cpu_s = at_ns, pulse.cpu_s
+        for name, value in (
+            ("memory bytes", pulse.memory_bytes),
+            ("gpu use", pulse.gpu_use),
+            ("gpu memory bytes", pulse.gpu_memory_bytes),
+        ):
+            if value is not None:
+                counts.append((name, value))
+        return counts
+
+    def _clock_counted(self, process: _Process, at_ns: int) -> list[tuple[str, float]]:
+        clock = process.clock
+        if clock.error_ns is None or at_ns - process.clock_counted_ns < _CLOCK_PERIOD_NS:
+            return []
+        process.clock_counted_ns = at_ns
+        return [("clock offset s", clock.offset_ns / 1e9), ("clock error s", clock.error_ns / 1e9)]
+
+    def _now_ns(self) -> int:
+        return now_ns() + self._anchor_ns
+
+
+Sent = Mapping[str, Mapping[int, Iterable[int]]]
+"""Place -> call -> rows."""
+
+
+@dataclass
+class _Dead:
+    tag: str
+    waits_for: set[str]
+    missing: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+
+    def add(self, place: str, call: int, rows: Iterable[int]) -> None:
+        self.missing.setdefault(place, {}).setdefault(call, []).extend(rows)
+
+
+@final
+class InflightRecovery:
+    """Of all workers that are dead and not known to be lost yet."""
+
+    def __init__(self) -> None:
+        self._dead: dict[str, _Dead] = {}
+
+    def begin(self, worker: str, tag: str, sent: Sent, others: Iterable[str]) -> dict[str, m.PeerLost]:
+        """A worker is dead; what to tell each of the others. Those to which nothing is known to be sent need not answer."""
+        asked = {name: m.PeerLost(tag, {call: list(rows) for call, rows in sent.get(name, {}).items()}) for name in others}
+        self._dead[worker] = _Dead(tag, {name for name, message in asked.items() if message.rows})
+        for dead in self._dead.values():
+            dead.waits_for.discard(worker)
+        return asked
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some answer is waited for."""
+        return bool(self._dead)
+
+    def not_sent(self, worker: str, to: str, call: int, rows: Iterable[int]) -> None:
+        """A dead worker was told to send these rows."""
+        self._dead[worker].add(to, call, rows)
+
+    def told(self, worker: str, message: m.ToWorker) -> None:
+        """What the scheduler tells a worker that it does not know to be dead: what that would send comes from nobody."""
+        if worker in self._dead and isinstance(message, m.Push | m.Reassign):
+            for tag in (message.to,) if isinstance(message, m.Push) else message.forward_to:
+                self.not_sent(worker, worker_of(tag), message.call, message.ids)
+
+    def answered(self, place: str, message: m.Missing) -> None:
+        for dead in self._dead.values():
+            if dead.tag == message.peer:
+                dead.waits_for.discard(place)
+                for call, rows in message.rows.items():
+                    dead.add(place, call, rows)
+
+    def done(self) -> Iterator[tuple[str, dict[str, dict[int, list[int]]]]]:
+        """The workers of which all is known now, each once. What the scheduler says of one, before the next is asked for, may still
+        count on the next: that is among what never came then."""
+        while (worker := next((name for name, dead in self._dead.items() if not dead.waits_for), None)) is not None:
+            yield worker, self._dead.pop(worker).missing
+
+
+BEAT = ".beat"
+_SETTLES_S = 30.0
+"""A worker that dies is missed on its link first, and found to have ended a moment later, which is a long one on a busy machine; on another
+host when its agent says so, or has said nothing for long."""
+_LONGEST_WAIT_S = 30.0
+_IS_WELL_S = 60.0
+"""A process that has been up for so long does not count with the next one that dies."""
+_LONGEST_TURN_S = 2.0
+"""Of the controller's thread: what takes longer is no fault of the workers that were not heard."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """Of a process."""
+
+    how: str
+    last_words: str
+    returns: bool
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Workers that do nothing but generate."""
+
+    num_up: int
+    num_away: int
+    """May join."""
+    start_s: float
+    """That one took to come up, at most."""
+
+
+@final
+class Supervisor:
+    """Of one plan. It is told what comes on the link, and asked now and then (`check`) what the scheduler should know."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: RunSettings,
+        launcher: Launcher,
+        listener: LinkListener,
+        outbox: Outbox,
+        scheduler: Scheduler,
+        journal: Journal,
+        sever: Callable[[str, Mapping[int, Iterable[int]]], Mapping[int, list[int]]],
+        warn: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            sever: drops what the program waits for and a dead process has sent, but these rows; those of these that have not come.
+            warn: says something to the user.
+        """
+        self._warn = warn
+        self._settings = settings
+        self._launcher = launcher
+        self._listener = listener
+        self._scheduler = scheduler
+        self._journal = journal
+        self._sever = sever
+        self._num_started = dict.fromkeys([worker.name for worker in plan.workers], 0)
+        self._num_ranks = {worker.name: worker.ranks for worker in plan.workers}
+        self._addresses: dict[str, str] = {}
+        self._peers = Peers(outbox, self._note_dead)
+        self._knows: dict[str, set[int]] = {}
+        """Who is up -> the calls that were defined there."""
+        self._watches: dict[str, LivenessWatch] = {}
+        self._up_s: dict[str, float] = {}
+        self._ends: dict[str, _End] = {}
+        """Dead -> how it ended; until it is up again."""
+        self._due_s: dict[str, float] = {}
+        """Lost -> when it is to be started again."""
+        self._starting_s: dict[str, float] = {}
+        self._num_deaths: Counter[str] = Counter()
+        """In a row, none of them after a long life."""
+        self._census = InflightRecovery()
+        self._gone: set[str] = set()
+        self._away = {worker.name for worker in plan.workers if worker.is_spare}
+        """May join, and run no process."""
+        self._leaving: set[str] = set()
+        """Were told to, and are not known to be lost yet."""
+        self._rollouts = [worker.name for worker in plan.workers if {slot.kind for slot in worker.engines} == {"rollout"}]
+        self._samples_elsewhere = any(
+            slot.kind == "rollout" for worker in plan.workers if worker.name not in self._rollouts for slot in worker.engines
+        )
+        self._was_ready = False
+        self._began_s = time.monotonic()
+        self._start_s = 0.0
+        self._checked_s = time.monotonic()
+        self.vitals = HeartbeatMetrics(journal.spans, listener.send)
+
+    # The link
+
+    def set_own_address(self, address: str) -> None:
+        """Where the controller's inbox is."""
+        self._addresses[CONTROLLER] = address
+
+    def heard(self, peer: str, body: bytes) -> tuple[str, m.ToController] | None:
+        """Something has come: from whom, and what, if it counts. What is no message, or of none of the workers, is dropped and counted."""
+        try:
+            return self._heard(peer, body)
+        except DecodeError as error:
+            self._listener.dropped.add(f"from {peer[:100]!r}: {error.what}")
+            return None
+
+    def _heard(self, peer: str, body: bytes) -> tuple[str, m.ToController] | None:
+        try:
+            tag, rank = split_rank(peer.removesuffix(BEAT))
+        except ValueError:
+            raise DecodeError("no worker has such a name") from None
+        worker = worker_of(tag)
+        if worker not in self._num_started:
+            raise DecodeError("no worker has that name")
+        if tag != self._tag(worker) or (worker in self._ends and worker not in self._starting_s):
+            return None
+        now_s, watch = time.monotonic(), self._watches.get(worker)
+        if watch is not None and not rank:
+            watch.seen(now_s)
+        if not body:
+            return None
+        message = m.decode_to_controller(body)
+        if not isinstance(message, m.Heartbeat):
+            return worker, message
+        self.vitals.heard(worker, peer, message)
+        if watch is not None and rank:
+            watch.rank_beat(now_s, rank, message.cpu_s)
+        elif watch is not None:
+            watch.beat(now_s, message.num_turns, message.cpu_s, is_in_users_code=message.is_in_users_code)
+        return None
+
+    def tell(self, worker: str, message: m.ToWorker, body_of: Callable[[int], bytes] = lambda call: b"") -> None:
+        """Say something to a worker; before its first task on a call, what that is. What is said to a dead one is void.
+
+        Raises:
+            BrokenChannel: it lives, and takes nothing.
+        """
+        self._census.told(worker, message)
+        if worker not in self._knows:
+            return
+        new = [call for call in m.calls_of(message) if call not in self._knows[worker]] if isinstance(message, m.Task) else []
+        self._knows[worker].update(new)
+        self._say(worker, *[m.Define(call, body_of(call)) for call in new], message)
+
+    def _say(self, worker: str, *messages: m.ToWorker) -> None:
+        try:
+            self._listener.send(self._tag(worker), *map(m.encode, messages))
+        except BrokenChannel:
+            deadline = time.monotonic() + _SETTLES_S
+            while worker not in self._launcher.ended():
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def forget_call(self, ordinal: int) -> None:
+        for known in self._knows.values():
+            known.discard(ordinal)
+
+    def send(self, tag: str, parcel: Parcel) -> None:
+        """Rows from the controller to a process."""
+        self._peers.send(tag, parcel)
+
+    def counts(self, parcel: Parcel) -> bool:
+        return self._peers.counts(parcel)
+
+    def _note_dead(self) -> None:
+        for worker in self._launcher.ended():
+            self._peers.sever(self._tag(worker))
+
+    # Up and down
+
+    def came_up(self, worker: str, ready: m.Ready) -> list[Event]:
+        """A worker's engines have loaded."""
+        self._knows[worker] = set()
+        self._up_s[worker] = now_s = time.monotonic()
+        self._start_s = max(self._start_s, now_s - self._starting_s.get(worker, self._began_s))
+        limits = self._settings
+        self._watches[worker] = LivenessWatch(
+            now_s, hung_after_s=limits.hung_after_s, turn_limit_s=limits.turn_limit_s, num_ranks=self._num_ranks[worker]
+        )
+        self._addresses[self._tag(worker)] = ready.address
+        if not self._was_ready:
+            self._was_ready = self._knows.keys() == self._num_started.keys() - self._away
+            if not self._was_ready:
+                return []
+            self._announce()
+            return [WorkerLost(spare, how="has not joined") for spare in sorted(self._away)]
+        joins = not self._num_deaths[worker]
+        del self._ends[worker], self._starting_s[worker]
+        self._announce()
+        kind = "joined" if joins else "started again"
+        self._journal.incident(kind, worker, f"process {self._num_started[worker] + 1}, pid {ready.pid}")
+        return [WorkerJoined(worker, self._num_started[worker])]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all have come up once."""
+        return self._was_ready
+
+    def check(self) -> list[Event]:
+        """What has become of the workers since the last time.
+
+        Raises:
+            WorkerError: one died before the run began.
+        """
+        now_s = time.monotonic()
+        pause_s, self._checked_s = now_s - self._checked_s - _LONGEST_TURN_S, now_s
+        events: list[Event] = []
+        for watch in self._watches.values() if pause_s > 0 else ():
+            watch.excuse(pause_s)
+        for worker, how in self._launcher.ended().items():
+            if worker not in self._gone and (worker not in self._ends or worker in self._starting_s):
+                events += self._died(worker, how)
+        for worker, watch in list(self._watches.items()):
+            how = watch.why_hung(now_s)
+            if how:
+                self._launcher.blame(worker, watch.silent_rank(now_s))
+                events += self._died(worker, how, is_hung=True)
+            elif stopped := self._stopped(worker, watch, now_s):
+                rank, silent_s = stopped
+                self._launcher.blame(worker, rank)
+                whose = f"has a rank {rank} that was stopped by a signal" if rank else "was stopped by a signal"
+                events += self._died(worker, f"{whose} and gave no sign of life for {silent_s:.0f} s", is_hung=True)
+        for worker, since_s in list(self._starting_s.items()):
+            if now_s - since_s > self._settings.start_timeout_s:
+                events += self._died(worker, f"did not come up in {self._settings.start_timeout_s:.0f} s", is_hung=True)
+        for worker, missing in itertools.islice(self._census.done(), 1):  # What the scheduler says of it may still count on the next.
+            end = self._ends[worker]
+            self._plan_restart(worker, now_s)
+            if worker in self._leaving:
+                self._leaving.discard(worker)
+                self._away.add(worker)
+            events.append(WorkerLost(worker, end.returns, missing, end.how, end.last_words))
+        for worker in [worker for worker, due_s in self._due_s.items() if due_s <= now_s]:
+            del self._due_s[worker]
+            self._num_started[worker] += 1
+            self._starting_s[worker] = now_s
+            self._launcher.restart(worker, self._num_started[worker])
+        return events
+
+    def _stopped(self, worker: str, watch: LivenessWatch, now_s: float) -> tuple[int, float] | None:
+        """A rank of a worker that stands still, and for how long."""
+        limit_s = self._settings.stopped_after_s
+        silent = [rank for rank in range(self._num_ranks[worker]) if watch.silence_s(now_s, rank) > limit_s]
+        found = [rank for rank in self._launcher.stopped(worker) if rank in silent] if silent else []
+        return (found[0], watch.silence_s(now_s, found[0])) if found else None
+
+    def said_goodbye(self, worker: str) -> list[Event]:
+        """A worker leaves, and nobody has told it to: it failed, and could not say why."""
+        return self._died(worker, "ended", is_hung=True)
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Who generates, and who could."""
+        return Rollouts(sum(worker in self._knows for worker in self._rollouts), len(self._away), self._start_s)
+
+    def scale(self, change: int) -> tuple[list[Event], str]:
+        """Have so many rollout workers join, or leave; what the scheduler should know, and what to say to who asked for it.
+
+        Raises:
+            SpecError: there are not so many.
+        """
+        if change >= 0:
+            joining = sorted(self._away)[:change]
+            if len(joining) < change:
+                raise SpecError(
+                    f"{len(joining)} more rollout workers can join this run, not {change}",
+                    now=f"How many may is in its cluster spec: rollout: {{spare: {change}}}",
+                )
+            now_s = time.monotonic()
+            for worker in joining:
+                self._away.discard(worker)
+                self._ends[worker], self._num_deaths[worker], self._due_s[worker] = _End("has not joined", "", returns=True), 0, now_s
+            return [], f"{', '.join(joining)} will join" if joining else "nothing is to change"
+        there = [worker for worker in self._rollouts if worker in self._knows and not self._scheduler.is_vital(worker)]
+        most = len(there) if self._samples_elsewhere else max(0, len(there) - 1)
+        if -change > most:
+            raise SpecError(f"{most} rollout workers can leave this run, not {-change}", now="Somebody must be left to generate.")
+        leaving = there[change:]
+        events: list[Event] = []
+        for worker in leaving:
+            self._leaving.add(worker)
+            events += self._died(worker, "was told to leave", is_hung=True, may_return=False)
+            self._launcher.give_back(worker)
+        return events, f"{', '.join(leaving)} left; what they were at goes on elsewhere"
+
+    def answered(self, worker: str, message: m.Missing) -> None:
+        self._census.answered(worker, message)
+
+    def why(self, error: M2FlowError) -> M2FlowError:
+        """A link is broken: which worker has died, if that is why."""
+        ended = [worker for worker in self._launcher.ended() if worker not in self._ends]
+        return self._error(ended[0], "ended") if ended else error
+
+    def _died(self, worker: str, how: str, *, is_hung: bool = False, may_return: bool = True) -> list[Event]:
+        tag, was_up = self._tag(worker), worker in self._knows
+        named = f"{how} (pid {self._launcher.pid(worker)})"
+        doing = self._scheduler.running().get(worker)
+        if doing and was_up:
+            named += f", in the middle of {doing}"
+        if is_hung:
+            self._launcher.kill(worker)
+        self._journal.incident("lost", worker, named)
+        if not self._was_ready:
+            raise self._error(worker, how)
+        self._num_deaths[worker] = 1 + (0 if self._lived_long(worker) else self._num_deaths[worker])
+        end = _End(named, self._launcher.log_tail(worker), returns=may_return and self._num_deaths[worker] <= self._settings.restarts)
+        self._ends[worker] = end
+        for name in (rank_tag(tag, rank) for rank in range(self._num_ranks[worker])):
+            for peer in (name, name + BEAT):
+                self._listener.forget(peer)
+        self._peers.sever(tag)
+        if may_return and not self._scheduler.is_vital(worker):
+            self._warn(f"the worker {worker} {named}; " + ("it is started again" if end.returns else "it is given up"))
+        for known in (self._watches, self._knows, self._starting_s):
+            known.pop(worker, None)
+        self._addresses.pop(tag, None)
+        self.vitals.forget(worker)
+        if not was_up:
+            self._plan_restart(worker, time.monotonic())
+            return [] if end.returns else [WorkerLost(worker, how=named, last_words=end.last_words)]
+        if self._scheduler.is_vital(worker):
+            return [WorkerLost(worker, how=named, last_words=end.last_words)]
+        self._ask_for(worker, tag)
+        return []
+
+    def _ask_for(self, worker: str, tag: str) -> None:
+        """Ask the others what they have of a dead worker's rows."""
+        sent = self._scheduler.sent_by(worker)
+        missing = self._sever(tag, sent.get(CONTROLLER, {}))
+        for other, message in self._census.begin(worker, tag, sent, list(self._knows)).items():
+            self._say(other, message)
+        for call, rows in missing.items():
+            self._census.not_sent(worker, CONTROLLER, call, rows)
+        self._announce()
+
+    def _plan_restart(self, worker: str, now_s: float) -> None:
+        if self._ends[worker].returns:
+            wait_s = self._settings.restart_wait_s * 2.0 ** (self._num_deaths[worker] - 1)
+            self._due_s[worker] = now_s + min(wait_s, _LONGEST_WAIT_S)
+
+    def _lived_long(self, worker: str) -> bool:
+        return worker in self._knows and time.monotonic() - self._up_s[worker] > _IS_WELL_S
+
+    def _announce(self) -> None:
+        self._peers.announce(self._addresses, {})
+        for worker in self._knows:
+            self._say(worker, m.Peers(self._addresses))
+
+    def _tag(self, worker: str) -> str:
+        return tag_of(worker, self._num_started.get(worker, 0))
+
+    def _error(self, worker: str, how: str) -> WorkerError:
+        log = self._launcher.log_path(worker)
+        return (StateLost if self._was_ready and self._launcher.has_trainer(worker) else WorkerError)(
+            f"the worker {worker} (pid {self._launcher.pid(worker)}) {how}",
+            now=f"Samples and rewards up to here are in {log.parent.parent}. Its last words are in {log}.",
+            remote=self._launcher.log_tail(worker),
+        )
+
+    # The end
+
+    def tell_all_to_stop(self) -> None:
+        for worker in self._knows:
+            with contextlib.suppress(M2FlowError):  # It is dead already.
+                self._listener.send(self._tag(worker), m.encode(m.Stop()))
+
+    def has_left(self, worker: str) -> None:
+        """Its last word, as it was told to."""
+        self._gone.add(worker)
+
+    @property
+    def are_leaving(self) -> bool:
+        """Whether somebody who is up has yet to say goodbye, or to die."""
+        return bool(self._knows.keys() - self._gone - self._launcher.ended().keys())
+
+    @property
+    def leaving(self) -> set[str]:
+        """Who has said goodbye, and ends by itself; the others are to be killed."""
+        return self._gone

@@ -1,0 +1,147 @@
+"""Whether the engines of a plan can do what its calls ask of them, beyond running them at all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+from m2flow.engines.contract import Capabilities
+from m2flow.engines.registry import check_adapters, engines
+from m2flow.errors import PlanError
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.oversampling import carries, keeps_cache
+from m2flow.micro.protocol.plan import WorkerPlan
+from m2flow.recipe import Model
+from m2flow.samples import Batch
+from m2flow.spec import RolloutSpec
+
+
+@functools.cache
+def rollout_abilities(engine: str) -> Capabilities | None:
+    """What a rollout engine says that it can do; None if nobody knows it."""
+    return next((info.capabilities for info in engines() if info.kind == "rollout" and info.name == engine), None)
+
+
+def can_rest(engine: str) -> bool:
+    """Whether a rollout engine's weights can stay on devices that others work on; its cache never does."""
+    can = rollout_abilities(engine)
+    return can is not None and can.rests
+
+
+def can_condense(engine: str) -> bool:
+    """Whether a rollout engine can give back cache while samples run."""
+    can = rollout_abilities(engine)
+    return can is not None and can.condenses
+
+
+def can_move(engine: str) -> bool:
+    """Whether a rollout engine's samples can be stopped and go on elsewhere."""
+    can = rollout_abilities(engine)
+    return can is not None and can.abort and can.resume_with_prefix
+
+
+def gives_away(engine: str) -> bool:
+    """Whether a trainer's weights can be copied while it is off its devices."""
+    return any(info.capabilities.gives_away for info in engines() if info.kind == "train" and info.name == engine)
+
+
+def keeps_caches(worker: WorkerPlan) -> frozenset[str]:
+    """The roles whose rollout engine on a worker can take new weights under running requests."""
+    slots = [slot for slot in worker.engines if slot.kind == "rollout"]
+    return frozenset(slot.role for slot in slots if (can := rollout_abilities(slot.engine)) is not None and can.weights_under_requests)
+
+
+def adapters_alone(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> frozenset[str]:
+    """The roles whose adapters can be sent without the weights beside them: all their rollout engines add them, in the trainer's type."""
+    engines_of: dict[str, list[Capabilities | None]] = {}
+    for worker in workers:
+        for slot in worker.engines:
+            if slot.kind == "rollout":
+                engines_of.setdefault(slot.role, []).append(rollout_abilities(slot.engine))
+    return frozenset(
+        role
+        for role, all_can in engines_of.items()
+        if role in models
+        and models[role].lora is not None
+        and models[role].rollout_dtype in (None, models[role].dtype)
+        and all(can is not None and can.lora for can in all_can)
+    )
+
+
+def _takes_turns(worker: WorkerPlan, role: str) -> bool:
+    """Whether a role is trained and sampled by turns on this worker."""
+    return bool(worker.lease) and any(slot.kind == "train" and slot.role == role for slot in worker.engines)
+
+
+def check_abilities(call: Call, workers: Iterable[WorkerPlan]) -> None:
+    """
+    Raises:
+        PlanError: a generation carries what is late, and an engine of its role can't stop a sample and go on with it.
+    """
+    if not carries(call.options):
+        return
+    for worker in workers:
+        for slot in worker.engines:
+            can = rollout_abilities(slot.engine) if slot.kind == "rollout" and slot.role == call.role else None
+            if can is not None and not (can.abort and can.resume_with_prefix):
+                raise PlanError(
+                    f"late='carry' needs a rollout engine that can stop a sample and go on from its tokens, and {slot.engine!r} can't",
+                    where=call.site.describe(),
+                    now="Take late='drop', or another engine; `m2flow engines` says what each can do.",
+                )
+
+
+def check_lora(models: Mapping[str, Model], workers: Iterable[WorkerPlan]) -> None:
+    """
+    Raises:
+        PlanError: a role's adapters can't be trained by its engine. MissingExtra: what adapters need is not installed.
+    """
+    for worker in workers:
+        for slot in worker.engines:
+            if slot.kind == "train" and slot.role in models and models[slot.role].lora is not None:
+                if not any(info.capabilities.lora for info in engines() if info.kind == "train" and info.name == slot.engine):
+                    can = [info.name for info in engines() if info.kind == "train" and info.capabilities.lora]
+                    raise PlanError(
+                        f"{slot.role} has lora=..., and the train engine {slot.engine!r} can't train adapters",
+                        now=f"Leave `lora=` out, or take one of {', '.join(can)} as `train: {{engine: ...}}` in the cluster spec.",
+                    )
+                check_adapters()
+
+
+def notes_on_abilities(graph: MacroGraph, workers: Iterable[WorkerPlan]) -> tuple[str, ...]:
+    """What the calls allow and the engines, or where they are, make nothing of; and what stopping costs."""
+    notes = []
+    for call in {str(call.site): call for call in graph.calls if call.engine == "rollout"}.values():
+        hosts = [worker for worker in workers if any(slot.kind == "rollout" and slot.role == call.role for slot in worker.engines)]
+        keepers = [worker for worker in hosts if call.role in keeps_caches(worker) and not _takes_turns(worker, call.role)]
+        if keeps_cache(call.options) and not keepers:
+            notes.append(
+                f"kv='keep' at {call.site} changes nothing here: the engines of {call.role} can't take weights under running samples, or "
+                "generate and train by turns"
+            )
+        engines_of = {slot.engine for worker in hosts for slot in worker.engines if slot.kind == "rollout" and slot.role == call.role}
+        unkeyed = sorted(name for name in engines_of if (can := rollout_abilities(name)) is not None and not can.keyed_seeds)
+        if carries(call.options) and unkeyed:
+            notes.append(f"what is carried at {call.site} gets other random numbers: {', '.join(unkeyed)} does not key them by sample")
+        if unkeyed and any(slot.lent_until for worker in hosts for slot in worker.engines):
+            notes.append(
+                f"what leaves lent devices at {call.site} gets other random numbers: {', '.join(unkeyed)} does not key them by sample; "
+                "`lend: never` in the cluster spec keeps each where it began"
+            )
+    return tuple(notes)
+
+
+def notes_on_difficulty(graph: MacroGraph, rollout: RolloutSpec) -> tuple[str, ...]:
+    """Why the column that the spec names for how hard prompts are makes no difference, if it makes none."""
+    if not rollout.difficulty:
+        return ()
+    columns = {name: 0 for call in graph.calls if isinstance(rows := call.options.get("rows"), Batch) for name in rows.columns}
+    if not rollout.policy:
+        why = "there is no policy"
+    elif rollout.predictor != "siblings":
+        why = f"the predictor {rollout.predictor!r} does not go by it"
+    elif rollout.difficulty not in columns:
+        why = f"no prompts have such a column; there are {', '.join(columns) or 'none'}"
+    else:
+        return ()
+    return (f"rollout.difficulty, {rollout.difficulty!r}, changes nothing here: {why}",)

@@ -1,0 +1,438 @@
+"""Lowering: from the macro graph to the plan, pass by pass: legality, packing, ranks and weight syncs here, the larger passes beside it.
+
+MacroGraph --legality--> Stages without a place
+
+A call may be chunked down to its declared granularity and no further. An update adds up gradients group by group (advantages
+need whole groups) and steps at the end of its mini-batch, so it is no barrier although it is declared on a batch. A function
+on a batch is one, and so is one that writes a resource: it takes its units in the order of identity.
+
+A schedule gives the sequential answer because of these rules (kept by the files in brackets):
+
+- a task of a call has whole units of its granularity, never a part of one (`function_desk`, `tracking`);
+- an update, whose advantages compare siblings, adds up whole groups (`tracking`, `updating`);
+- what is declared on a batch starts when all of its rows are there (`tracking`);
+- which rows are a mini-batch goes by identity, and is fixed before the first is there (`updating`, `tracking`);
+- a read of a resource waits for the write of the version that it reads (`board.add_call`);
+- a write waits for the earlier reads of what it replaces (`board.reads_before`, `train_desk`), and for the write before it;
+- a call ends after all that it waits for, also one that turns out to have no rows: who waits for it waits for those (`board._may_go`);
+- a rollout engine samples for a call only with a version that the call may use (`rollout_desk`);
+- a trainer replaces weights only after every engine that must sample from them has taken them (`rollout_desk.needs_loading`);
+- rows are forgotten when neither the program nor a call can ask for them (`board.forget_unreachable`);
+- a refill judges whole groups, in which the earliest failing sample counts (`refilling`).
+
+`tests/micro/lowering/test_legality.py` breaks each of them, and sees a wrong answer.
+
+Stages --packing--> Stages with `token_budget`
+
+A micro-batch is filled with whole units (a group, or a sample where siblings do not matter) up to a budget of tokens; a unit that
+is larger than the budget has one of its own. `cut` is that rule in identity order, used where the cut must not depend on arrival.
+
+spec's `train.ranks`, or the layout of a seat --ranks--> WorkerPlan.ranks
+
+On this machine the spec says it, since cores can be threads of one rank as well as ranks; in a pool of devices each device of the trainer's
+seat is a rank. All ranks are one worker to the plan and the scheduler.
+
+workers --syncs--> WeightSyncs, SwitchPlans
+
+The cheapest transport by what moves how often, unless the spec names one: within a process one copy; between processes of a host a copy in
+and one out for each receiver, at the speed of memory; to other hosts a broadcast, in which all receivers share what the trainer's link can
+carry. Files cost both a write and a read of the storage, so they are taken only where the spec says so. Of a policy with adapters, these
+alone go to other processes whose engines can add them; inside a process, and lent on its GPU, the sum is at hand.
+
+The local launcher has one host, so between processes the rule finds shared memory. Workers of a Ray cluster, and of pools with several
+nodes, are on hosts that nobody knows before the run, and a broadcast listens to a network without encryption: there it is m2flow's own
+connections, which are encrypted, unless the spec says otherwise.
+
+legality -> placement -> chunking -> packing -> routing -> weight syncs and switches -> Plan
+
+Processes are placed once for a run. The calls of each segment that is recorded later are lowered onto them by the same passes;
+a segment whose structure was seen before reuses its stages, and of a changed one only what changed is lowered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+
+from m2flow.engines.contract import ParallelLayouts
+from m2flow.engines.registry import engines
+from m2flow.errors import InternalError, PlanError
+from m2flow.macro.graph import STRUCTURAL, Call, CallKind, Granularity, MacroGraph, Shape, shape_of, wiring_of
+from m2flow.macro.loss_declarations import asynchrony
+from m2flow.micro.lowering.arithmetic import arithmetic
+from m2flow.micro.lowering.capabilities import adapters_alone, check_abilities, check_lora, notes_on_abilities, notes_on_difficulty
+from m2flow.micro.lowering.placement import (
+    Sizes,
+    beside_sources,
+    check_degrees,
+    check_pins,
+    check_place,
+    check_places,
+    chunk,
+    device_of,
+    place_stages,
+    place_workers,
+    places,
+    resize,
+    seat_sizes,
+    seat_workers,
+    sizes_of,
+)
+from m2flow.micro.lowering.routing import as_pinned, check_room, give_rooms, limit, route
+from m2flow.micro.protocol.plan import Choice, Mode, Plan, Route, Stage, SwitchPlan, SyncTransport, WeightSync, WorkerPlan
+from m2flow.recipe import Model
+from m2flow.rollout_scheduling.policies import make_policies
+from m2flow.spec import ClusterSpec, WeightsSpec
+
+
+def legal_stages(graph: MacroGraph) -> tuple[Stage, ...]:
+    """One stage a call, in program order."""
+    return tuple(_stage(call) for call in graph.calls)
+
+
+def _stage(call: Call) -> Stage:
+    unit = call.granularity
+    name: Literal["sample", "group", "minibatch", "batch"] = unit.value
+    if call.is_gated and call.engine == "function":
+        name = "group"  # A refill keeps or rejects whole groups, and an error in one that was not needed must not count.
+    if call.engine == "train" and call.method == "update":
+        if not call.writes:
+            raise PlanError(f"{call.name} declares no write, so nothing would order what comes after it", where=call.site.describe())
+        return Stage(call.name, call.engine, name, is_barrier=False)
+    if unit is Granularity.MINIBATCH and not call.options.get("minibatch_size"):
+        raise PlanError(f"{call.name} runs on mini-batches and does not say of how many prompts", where=call.site.describe())
+    is_barrier = unit is Granularity.BATCH or (call.engine == "function" and bool(call.writes))
+    return Stage(call.name, call.engine, name, is_barrier=is_barrier, state=str(call.options.get("state", "")))
+
+
+def accumulation_unit(call: Call) -> Granularity:
+    """The unit on which an update may add up gradients: groups where advantages compare siblings, else samples."""
+    return Granularity.GROUP if call.options.get("advantages") else Granularity.SAMPLE
+
+
+def pack(stages: tuple[Stage, ...], spec: ClusterSpec) -> tuple[Stage, ...]:
+    """Each train stage with its budget."""
+    budget = spec.train.token_budget
+    return tuple(msgspec.structs.replace(s, token_budget=budget) if s.engine == "train" else s for s in stages)
+
+
+def cut(num_tokens: Sequence[int], budget: int) -> list[int]:
+    """How many units each micro-batch takes, one after the other.
+
+    >>> cut([3, 3, 3, 9, 1], budget=8)
+    [2, 1, 1, 1]
+    """
+    sizes: list[int] = []
+    filled = 0
+    for tokens in num_tokens:
+        if sizes and filled + tokens <= budget:
+            sizes[-1] += 1
+            filled += tokens
+        else:
+            sizes.append(1)
+            filled = tokens
+    return sizes
+
+
+def most_ranks(layouts: ParallelLayouts) -> int | None:
+    """Of a train engine; None: any number."""
+    degrees = (layouts.tp, layouts.pp, layouts.sp, layouts.dp)
+    product = 1
+    for degree in degrees:
+        if degree is None:
+            return None
+        product *= degree
+    return product
+
+
+def check_ranks(workers: Iterable[WorkerPlan]) -> None:
+    """
+    Raises:
+        PlanError: a worker has more ranks than one of its train engines offers, or has several and trains nothing.
+    """
+    known = {info.name: most_ranks(info.capabilities.parallel_layouts) for info in engines() if info.kind == "train"}
+    for worker in workers:
+        if worker.ranks < 1:
+            raise PlanError(f"{worker.name} has {worker.ranks} ranks; it must be 1 or more")
+        slots = [slot for slot in worker.engines if slot.kind == "train"]
+        if worker.ranks > 1 and not slots:
+            raise PlanError(f"{worker.name} has {worker.ranks} ranks and trains nothing", now="Only trainers have several.")
+        for slot in slots:
+            most = known.get(slot.engine)
+            if slot.engine in known and most is not None and worker.ranks > most:
+                others = ", ".join(name for name, can in known.items() if can is None or can >= worker.ranks)
+                raise PlanError(
+                    f"the train engine {slot.engine!r} has at most {most} rank{'s' if most > 1 else ''}, and {worker.name} is to have "
+                    f"{worker.ranks}",
+                    now=f"With so many there are {others}; or leave `ranks` out of the spec's `train`.",
+                )
+
+
+_OTHER_HOSTS = "other hosts: encrypted, a stream for each; a broadcast is faster, and neither encrypted nor authenticated"
+
+
+def plan_syncs(
+    workers: tuple[WorkerPlan, ...], spec: WeightsSpec, *, is_one_host: bool = True, alone: Collection[str] = ()
+) -> tuple[WeightSync, ...]:
+    """One sync for each pair of a role's trainer and one of its rollout engines.
+
+    Args:
+        alone: roles whose adapters go to other processes by themselves (`m2flow.micro.lowering.capabilities.adapters_alone`).
+    Raises:
+        PlanError: the spec's transport can't join one of them.
+    """
+    pairs = [
+        (slot.role, trainer.name, worker.name)
+        for worker in workers
+        for slot in worker.engines
+        if slot.kind == "rollout"
+        for trainer in workers
+        if any(other.kind == "train" and other.role == slot.role for other in trainer.engines)
+    ]
+    devices = {worker.name: worker.device for worker in workers}
+    for role, source, target in pairs:
+        for name in (source, target):
+            if spec.transport == "cuda ipc" and source != target and not devices[name].startswith("cuda"):
+                raise PlanError(
+                    f"the weights of {role} go from {source} to {target} by cuda ipc, and {name} has no GPU (it has {devices[name]})",
+                    now="Take another transport in the cluster spec: weights: {transport: auto}.",
+                )
+    others = Counter((role, source) for role, source, target in pairs if source != target)
+    syncs = []
+    for role, source, target in pairs:
+        is_same_process = source == target
+        transport: SyncTransport
+        if not is_one_host and spec.transport == "auto" and not is_same_process:
+            transport, why = "tcp", _OTHER_HOSTS
+        else:
+            transport, why = choose_transport(spec, is_same_process=is_same_process, num_receivers=others[role, source])
+        sends: Literal["weights", "adapters"] = "weights"
+        if role in alone and not is_same_process and transport != "cuda ipc":
+            sends = "adapters"
+        syncs.append(WeightSync(role, source, target, transport, why, sends))
+    return tuple(syncs)
+
+
+def choose_transport(
+    spec: WeightsSpec, *, is_same_process: bool, is_same_host: bool = True, num_receivers: int = 1
+) -> tuple[SyncTransport, str]:
+    """The transport of one sync, and why.
+
+    >>> choose_transport(WeightsSpec(), is_same_process=False, is_same_host=False, num_receivers=2)
+    ('broadcast', 'another host: one stream for 2 receivers')
+    """
+    if is_same_process:
+        return "same process", "one copy"
+    if spec.transport != "auto":
+        return spec.transport, "as the cluster spec says"
+    if is_same_host:
+        return "shared memory", f"same host: one copy in, one out for {_receivers(num_receivers)}"
+    return "broadcast", f"another host: one stream for {_receivers(num_receivers)}"
+
+
+def plan_switches(workers: tuple[WorkerPlan, ...]) -> tuple[SwitchPlan, ...]:
+    turns: dict[str, dict[str, None]] = {}
+    for worker in workers:
+        of_worker = {slot.takes_turn: None for slot in worker.engines if slot.kind != "function"}
+        turns.setdefault(worker.lease, {"rollout": None}).update(of_worker)
+    return tuple(SwitchPlan(worker.lease, worker.name, tuple(turns[worker.lease])) for worker in workers if worker.lease)
+
+
+def _receivers(number: int) -> str:
+    return "its receiver" if number == 1 else f"{number} receivers"
+
+
+_UNCOUNTED = {"rows", "sampling"}
+"""Read for routes alone (their room, and over what), which are planned once for a run."""
+_MOST_SEGMENTS = 10_000
+"""Structures that are remembered at most: a flow may make a new one in each step."""
+
+
+def lower(
+    graph: MacroGraph,
+    models: Mapping[str, Model],
+    spec: ClusterSpec,
+    *,
+    num_steps: int = 0,
+    deterministic: bool = False,
+    choice: Choice | None = None,
+    pinned: Plan | None = None,
+    copies: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan of a run. Placement, stages and routes come from the first step; the arithmetic from all that was traced.
+
+    Processes and sizes are those of a `pinned` plan, which may have been made by hand; else those of a `choice`; else they go by the
+    rule of the spec's `placement`. Roles that take the weights of another (`copies`: whose) have their engine beside that one's, wherever
+    in the flow they are made.
+
+    Raises:
+        PlanError: some call has no legal place. SpecError: there is no such rollout policy, or no such role as one that is pinned.
+    """
+    make_policies(spec.rollout.policy, spec.rollout.predictor)
+    check_pins(graph, models, spec)
+    first = graph.first_steps(1)
+    sizes: Mapping[str, Sizes] = {}
+    mode: Mode = "split" if spec.placement == "split" else "time-shared"
+    if pinned is not None:
+        workers, choice, sizes, mode = pinned.workers, pinned.choice, sizes_of(pinned.stages), pinned.mode
+    elif choice is not None:
+        workers = seat_workers(choice, spec, device_of(spec), deterministic=deterministic)
+        sizes, mode = seat_sizes(choice, pack(legal_stages(first), spec)), choice.mode
+    else:
+        workers = place_workers(graph, models, spec, deterministic=deterministic)
+    if pinned is None:
+        workers = beside_sources(workers, copies or {})
+    check_ranks(workers)
+    check_degrees(workers, spec.weights)
+    routes, stages = _stages(first, workers, spec, sizes)
+    # Staleness is what the whole trace says.
+    routes = limit(first, stages, routes, workers, spec, staleness=graph.staleness)
+    routes = routes if pinned is None else as_pinned(routes, pinned.routes)
+    check_room(routes, stages, workers)
+    stages = give_rooms(first, stages, routes, workers)
+    check_lora(models, workers)
+    for call in graph.calls:
+        check_abilities(call, workers)
+    names = graph.names()
+    first_looks = {(seen.site, seen.why): seen for seen in reversed(graph.observations)}  # Of a loop's line, that of its first turn.
+    notes = tuple(
+        f"Python waits for {names.get(seen.call, seen.call)} at {seen.site} ({seen.why}); later calls are placed by the same rules"
+        for seen in reversed(first_looks.values())
+    )
+    return Plan(
+        flow=graph.flow,
+        cluster=spec.name,
+        mode=mode,
+        structure=first.structure_hash(),
+        workers=workers,
+        stages=stages,
+        routes=routes,
+        syncs=plan_syncs(
+            workers,
+            spec.weights,
+            is_one_host=spec.is_one_host,
+            alone=adapters_alone(models, workers) if spec.weights.adapters == "alone" else (),
+        ),
+        switches=plan_switches(workers),
+        arithmetic=arithmetic(
+            graph,
+            num_steps=num_steps,
+            token_budget=spec.train.token_budget,
+            num_ranks=max((worker.ranks for worker in workers), default=1),
+        ),
+        notes=notes + asynchrony(graph, names) + notes_on_abilities(graph, workers) + notes_on_difficulty(graph, spec.rollout),
+        choice=choice,
+        policies=spec.rollout.policy,
+        predictor=spec.rollout.predictor,
+        difficulty=spec.rollout.difficulty,
+    ).verify()
+
+
+class Lowering:
+    """Lowers the segments of a running flow onto the plan's workers.
+
+    The stage of a call depends on its own shape and on which shapes take its result, so that is what is remembered: a segment whose
+    structure was seen before is not looked at, and of another one only the calls are lowered that are new, or newly wired.
+    """
+
+    def __init__(self, plan: Plan, spec: ClusterSpec) -> None:
+        self._plan = plan
+        self._spec = spec
+        self._hosted = places(plan.workers)
+        self._sizes = sizes_of(plan.stages)
+        self._shapes: dict[Shape, int] = {}
+        self._kinds: dict[CallKind, int] = {}
+        """The numbers of the shapes of kinds of calls."""
+        self._segments: dict[tuple[tuple[int, ...], ...], tuple[Stage, ...]] = {}
+        self._calls: dict[tuple[int, ...], Stage] = {}
+        """(number of a call's shape, those of its consumers' shapes) -> its stage."""
+        self.num_lowered = 0
+        """Calls."""
+        self.num_reused = 0
+        """Calls whose stage was there already."""
+
+    def check(self, call: Call) -> None:
+        """Raises PlanError: no worker has the engine that a new call needs."""
+        check_place(call, self._hosted)
+        check_abilities(call, self._plan.workers)
+
+    def stages(self, segment: MacroGraph) -> tuple[Stage, ...]:
+        """One stage a call.
+
+        Raises:
+            PlanError: no worker can run one of them.
+        """
+        if len(self._segments) >= _MOST_SEGMENTS:
+            self._shapes, self._kinds, self._segments, self._calls = {}, {}, {}, {}
+        calls = segment.calls
+        first = calls[0].ordinal if calls else 0
+        shapes = [self._number(call) for call in calls]
+        key = tuple([(shape, *wiring_of(call, first)) for shape, call in zip(shapes, calls, strict=True)])
+        if key not in self._segments:
+            self._segments[key] = self._stages(segment, shapes)
+        self.num_reused += len(calls)
+        # Depends on sizes, and on all that lies between two calls: nothing to remember.
+        return give_rooms(segment, self._segments[key], self._plan.routes, self._plan.workers)
+
+    def _stages(self, segment: MacroGraph, shapes: list[int]) -> tuple[Stage, ...]:
+        by_call = dict(zip([call.ordinal for call in segment.calls], shapes, strict=True))
+        wired = [(by_call[o], *sorted({by_call[consumer.ordinal] for consumer in segment.consumers(o)})) for o in by_call]
+        new: dict[tuple[int, ...], Call] = {}
+        for wires, call in zip(wired, segment.calls, strict=True):
+            if wires not in self._calls:
+                new.setdefault(wires, call)
+        self._calls.update(zip(new, self._lower(segment, new.values()), strict=True))
+        self.num_lowered += len(new)
+        self.num_reused -= len(new)
+        return tuple([self._calls[wires] for wires in wired])
+
+    def _number(self, call: Call) -> int:
+        """The number of a call's shape, which all calls of a kind share: what changes among them is no structure."""
+        number = self._kinds.get(call.kind) if call.kind is not None else None
+        if number is None:
+            number = self._shapes.setdefault(shape_of(call), len(self._shapes))
+            if call.kind is not None:
+                if len(self._kinds) >= _MOST_SEGMENTS:
+                    self._kinds.clear()
+                self._kinds[call.kind] = number
+        return number
+
+    def _lower(self, segment: MacroGraph, calls: Iterable[Call]) -> list[Stage]:
+        """These calls of a segment, with the consumers that their stages depend on."""
+        wanted = {call.ordinal for call in calls}
+        needed = wanted | {consumer.ordinal for ordinal in wanted for consumer in segment.consumers(ordinal)}
+        part = MacroGraph(segment.flow, tuple(_structural(call) for call in segment.calls if call.ordinal in needed))
+        stages = _stages(part, self._plan.workers, self._spec, self._sizes)[1]
+        return [stage for call, stage in zip(part.calls, stages, strict=True) if call.ordinal in wanted]
+
+
+class _Structural(dict[str, object]):
+    """The options of a call that a stage may depend on. Asking for another one is an error, not an absence."""
+
+    def __getitem__(self, name: str) -> object:
+        if name not in STRUCTURAL:
+            raise InternalError(f"a lowering pass read the option {name!r}, which m2flow.macro.graph does not count as structure")
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: object = None) -> object:
+        return self[name] if name in self or name not in STRUCTURAL | _UNCOUNTED else default
+
+
+def _structural(call: Call) -> Call:
+    return replace(call, options=_Structural({name: value for name, value in call.options.items() if name in STRUCTURAL}))
+
+
+def _stages(
+    graph: MacroGraph, workers: tuple[WorkerPlan, ...], spec: ClusterSpec, sizes: Mapping[str, Sizes]
+) -> tuple[tuple[Route, ...], tuple[Stage, ...]]:
+    check_places(graph, workers)
+    stages = legal_stages(graph)
+    stages = place_stages(graph, stages, workers)
+    stages = chunk(stages, spec)
+    stages = pack(stages, spec)
+    stages = resize(stages, sizes)
+    return route(graph, stages, workers, spec)

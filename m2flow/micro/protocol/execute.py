@@ -1,0 +1,422 @@
+"""What a call means in terms of engines: the one place where a macro call and an engine's contract meet.
+
+{"reward": 0.7, "right": 1.0, "brevity": -0.3} --judged--> Judged(0.7, {"right": 1.0, "brevity": -0.3})
+    a task's results --rewards_of--> rows with their parts --without_parts--> rows for others; parts for the record
+
+Nothing computes with parts, so they go to the ledger and nowhere else: rows that are stored, sent or trained on are the same with and
+without them.
+
+Workers do these things chunk by chunk, the eager interpreter call by call, with the same functions. So a plan can change when and
+where something is done, but not what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from m2flow.engines.contract import Generated, Request
+from m2flow.errors import InternalError, M2FlowError, OpError, RewardError
+from m2flow.macro.graph import Call, Granularity
+from m2flow.macro.lineage import TWICE
+from m2flow.recipe import Sampling
+from m2flow.samples import Batch, Column, Finish, Ragged, Sample, SampleId, Segment, keyed_bits
+
+Parts = dict[str, float]
+"""By name; a reward may have none."""
+
+_REWARD = "reward"
+_PARTS = "reward parts"
+"""A column's name that no dataset's row and no function can take for its own: it is no identifier."""
+
+
+class Judged(NamedTuple):
+    """What a function said of one sample, before it is looked at."""
+
+    reward: object
+    parts: Mapping[object, object]
+
+
+def judged(value: object) -> Judged:
+    """A mapping or a dataclass with a `reward`, taken apart; anything else is the reward itself."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if not isinstance(value, Mapping) or _REWARD not in value:
+        return Judged(value, {})
+    return Judged(value[_REWARD], {name: part for name, part in value.items() if name != _REWARD})
+
+
+def rewards_of(values: Sequence[object]) -> dict[str, Column]:
+    """The columns of rewards, each a number or a `Judged` of numbers: the rewards, and their parts if any has some."""
+    apart = [value if isinstance(value, Judged) else Judged(value, {}) for value in values]
+    columns: dict[str, Column] = {_REWARD: np.array([one.reward for one in apart], np.float64)}
+    return columns | {_PARTS: Ragged.json([one.parts for one in apart])} if any(one.parts for one in apart) else columns
+
+
+def without_parts(rows: Batch) -> tuple[Batch, list[Parts]]:
+    """Rows as others get them, and the parts of each row's reward; no list where none has any."""
+    if _PARTS not in rows:
+        return rows, []
+    parts = rows.ragged(_PARTS)
+    found = [dict(parts.item(row)) for row in range(len(rows))]  # type: ignore[call-overload]
+    return rows.only([name for name in rows.columns if name != _PARTS]), found
+
+
+def sample_seed(run_seed: int, role: str, repeat: int, origin: int, index: int) -> int:
+    """The 64 bits that decide a sample's random numbers: a function of who it is, never of when or where it runs.
+
+    Args:
+        repeat: how often the program has had this role answer these prompts before.
+        origin: the prompt's `seed`: of a dataset's row which draw it was, of a prompt made from a sample that sample's.
+        index: the sample's place in its group.
+    """
+    return keyed_bits(run_seed, role, repeat, origin, index)
+
+
+def requests(call: Call, ids: Iterable[int], prompts: Batch, run_seed: int) -> list[Request]:
+    """The requests of a generate call for these samples; row i of `prompts` is the prompt of sample i."""
+    sampling, repeat = _sampling(call), call.options["repeat"]
+    assert isinstance(repeat, int)
+    texts, origins = prompts.ragged("prompt"), prompts.dense("seed").tolist()
+    return [
+        Request(
+            id=packed,
+            prompt=str(texts.item(row)),
+            seed=sample_seed(run_seed, call.role, repeat, origins[row], SampleId.unpack(packed).index),
+            sampling=sampling,
+        )
+        for row, packed in enumerate(ids)
+    ]
+
+
+def continuations(call: Call, stopped: Batch) -> list[Request]:
+    """The requests for samples of a call that were stopped: each goes on from the tokens in its row."""
+    sampling, made = _sampling(call), []
+    for row, packed in enumerate(stopped.ids.tolist()):
+        num_prompt = int(stopped.ragged("segment_lengths").row(row)[0])
+        tokens, logprobs, versions, stale = (stopped.ragged(name).row(row).tolist() for name in _MADE)
+        made.append(
+            Request(
+                id=packed,
+                prompt=tuple(tokens[:num_prompt]),
+                seed=int(stopped.dense("seed")[row]),
+                sampling=sampling,
+                prefix=tuple(tokens[num_prompt:]),
+                prefix_logprobs=tuple(logprobs[num_prompt:]),
+                prefix_versions=tuple(versions[num_prompt:]),
+                prefix_kv_stale=tuple(stale[num_prompt:]),
+            )
+        )
+    return made
+
+
+_MADE = ("tokens", "logprobs", "versions", "kv_stale")
+
+
+def responses(calls: Sequence[Call], generated: Sequence[Generated], prompts: Batch, seeds: Mapping[int, int]) -> Batch:
+    """The rows of generated samples: token columns, and the columns of each one's prompt.
+
+    Args:
+        calls: the one that drew each sample. Row i of `prompts` is the prompt of sample i, or its own row of before.
+    """
+    ids = np.array([g.id for g in generated], np.int64)
+    num_prompt = [len(g.prompt_tokens) for g in generated]
+
+    def column(name: str, blank: float, dtype: type) -> Ragged:
+        return Ragged.of(
+            [np.concatenate([np.full(p, blank, dtype), getattr(g, name)]) for p, g in zip(num_prompt, generated, strict=True)], dtype
+        )
+
+    kinds = [[Segment.PROMPT, Segment.GENERATED]] * len(generated)
+    columns: dict[str, Column] = {
+        "tokens": Ragged.of([np.concatenate([g.prompt_tokens, g.tokens]) for g in generated], np.int32),
+        "loss_mask": Ragged.of([np.arange(p + len(g.tokens)) >= p for p, g in zip(num_prompt, generated, strict=True)], np.bool_),
+        "logprobs": column("logprobs", 0.0, np.float32),
+        "versions": column("versions", -1, np.int32),
+        "kv_stale": column("kv_stale", False, np.bool_),
+        "segment_kinds": Ragged.of(kinds, np.uint8),
+        "segment_lengths": Ragged.of([[p, len(g.tokens)] for p, g in zip(num_prompt, generated, strict=True)], np.int32),
+        "seed": np.array([seeds[g.id] for g in generated], np.uint64),
+        "finish": np.array([g.finish for g in generated], np.uint8),
+        "temperature": np.array([_sampling(call).temperature or 1.0 for call in calls], np.float64),
+        "text": Ragged.texts([g.text for g in generated]),
+    }
+    routed = [g.routed_experts for g in generated if g.routed_experts is not None]
+    if routed:
+        columns["routed_experts"] = Ragged.of(routed, np.int16)
+    return Batch(ids, {**prompts.columns, **columns})
+
+
+def _sampling(call: Call) -> Sampling:
+    sampling = call.options["sampling"]
+    assert isinstance(sampling, Sampling)
+    return sampling
+
+
+def function_of(call: Call) -> Callable[..., object]:
+    function = call.options["function"]
+    if not callable(function):
+        raise InternalError(f"{call.name} has no function")
+    return function
+
+
+def function_error(call: Call, error: OpError) -> OpError:
+    """An error of a user's function, as that of a reward if it is one."""
+    if call.options["column"] != "reward" or isinstance(error, RewardError):
+        return error
+    now = error.now or "Mend it, or catch the error in the reward and return 0.0 for what can't be judged, so that it is counted."
+    if call.method == "score" and error.now:
+        now += "\nReward(..., on_error=0.0) counts such a sample as that and goes on; the number of them is reported."
+    found = RewardError(error.what.replace("the function", "the reward function", 1), where=error.where, now=now, remote=error.remote)
+    found.row = error.row
+    return found
+
+
+def gives(call: Call) -> str:
+    """What a function's result is: `column`, `rows`, `kept` or `concat` (see `m2flow.macro.graph.Call`)."""
+    return str(call.options.get("gives", "column"))
+
+
+def function_input(call: Call, inputs: Mapping[str, Batch]) -> Batch:
+    """The rows that a function works on: those of its first input with rows, joined by identity with a column of each further one.
+
+    Of a further input the column counts that the call's option `columns` names, and is joined under the input's own name; where it
+    names none, all do, under their own.
+    """
+    named = call.options.get("columns", {})
+    assert isinstance(named, Mapping)
+    if gives(call) == "concat":
+        batches = [batch for batch in inputs.values() if len(batch)]
+        fields = call.options.get("fields")  # The same for every chunk, whichever inputs' rows are in it.
+        shared = set.intersection(*(set(batch.columns) for batch in batches)) if batches else set()
+        shared &= set(fields) if isinstance(fields, tuple) else shared
+        rows = Batch.concat([batch.only(sorted(shared)) for batch in batches]).in_order()
+        again = np.flatnonzero(np.diff(rows.ids) == 0)
+        if len(again):
+            raise OpError(f"{call.name} got sample {SampleId.unpack(int(rows.ids[again[0]]))} twice", now=TWICE)
+        return rows
+    if not inputs or not len(next(iter(inputs.values()))):
+        return Batch(np.zeros(0, np.int64))  # No rows have no columns either, whatever they were to be.
+    (first, rows), *others = inputs.items()
+    rows = rows.in_order()
+    if first in named:
+        rows = rows.with_columns(**{first: _column(call, rows, named[first])})
+    for name, other in others:
+        found = other.select(rows.ids)
+        rows = rows.with_columns(**({name: _column(call, found, named[name])} if name in named else found.columns))
+    return rows
+
+
+def _column(call: Call, rows: Batch, name: str) -> Column:
+    if name not in rows:
+        known = ", ".join(sorted(rows.columns))
+        raise OpError(f"{call.name} needs the column {name!r}, which its rows do not have", now=f"They have {known}.")
+    return rows[name]
+
+
+def columns_result(call: Call, inputs: Mapping[str, Batch], rows: Batch, result: object) -> Batch | object:
+    """What a function on columns gave, checked: a column, rows, the rows that stay as the first input has them, or one value."""
+    if not call.is_aligned:
+        return result
+    kind = gives(call)
+    if kind == "rows":
+        if not isinstance(result, Batch) or not np.array_equal(result.ids, rows.ids):
+            raise InternalError(f"{call.name} must return a batch of the same samples")
+        return result
+    if not isinstance(result, np.ndarray | Ragged) or len(result) != len(rows):
+        raise InternalError(f"{call.name} must return a column of {len(rows)} rows")
+    return (
+        kept_rows(next(iter(inputs.values())).in_order(), result)
+        if kind == "kept"
+        else Batch(rows.ids, {str(call.options["column"]): result})
+    )
+
+
+def kept_rows(rows: Batch, is_kept: object) -> Batch:
+    """The rows that stay: those whose value is true."""
+    values = is_kept.values if isinstance(is_kept, Ragged) else np.asarray(is_kept)
+    return rows.take(np.flatnonzero(np.asarray(values, bool)))
+
+
+def checked(call: Call, function: Callable[..., object], took_ns: list[int] | None = None) -> Callable[..., object]:
+    """The user's function; what it returns on a unit is looked at before the next unit's turn.
+
+    So of several faults the earliest sample's is the one that counts, whether the function raised or returned what it may not.
+
+    Args:
+        took_ns: gets how long each unit took, in the order of their ends.
+    """
+    took = took_ns if took_ns is not None else []
+
+    @functools.wraps(function, assigned=("__name__", "__qualname__"), updated=())
+    def run(unit: Sample | list[Sample]) -> object:
+        start = time.monotonic_ns()
+        result = function(unit)
+        if inspect.isawaitable(result):
+            return later(unit, result, start)
+        took.append(time.monotonic_ns() - start)
+        return _checked(call, unit, result)
+
+    async def later(unit: Sample | list[Sample], result: Awaitable[object], start: int) -> object:
+        found = await result
+        took.append(time.monotonic_ns() - start)
+        return _checked(call, unit, found)
+
+    return run
+
+
+def function_rows(call: Call, rows: Batch, results: Sequence[object]) -> Batch:
+    """The rows of what a `checked` function gave on samples or groups."""
+    values = [value for group in results for value in group] if call.granularity is not Granularity.SAMPLE else results  # type: ignore[attr-defined]
+    column = str(call.options["column"])
+    if gives(call) == "kept":
+        return kept_rows(rows, values)
+    return Batch(rows.ids, rewards_of(values) if column == "reward" else {column: Ragged.json(values)})
+
+
+def _checked(call: Call, unit: Sample | list[Sample], result: object) -> object:
+    """One value of a sample, or a list of one for each.
+
+    Raises:
+        RewardError, OpError: it is something else; the sample is named.
+    """
+    if not call.is_aligned:
+        return result
+    if isinstance(unit, Sample):
+        return _checked_value(call, unit.id, result)
+    values = as_python(result)
+    if not isinstance(values, list | tuple) or len(values) != len(unit):
+        first, last = unit[0].id, unit[-1].id
+        named = f"the group of prompt {first.prompt}" if call.granularity == "group" else f"the mini-batch {first} to {last}"
+        what = f"{call.name} returned {values!r:.80} for {named}, which has {len(unit)} samples"
+        raise _fault(call, first, what, f"An op on a {call.granularity} returns a list with one value for each sample.")
+    return [_checked_value(call, sample.id, value) for sample, value in zip(unit, values, strict=True)]
+
+
+def _checked_value(call: Call, sample: SampleId, value: object) -> object:
+    if gives(call) == "kept":
+        if isinstance(value, bool | np.bool_):
+            return bool(value)
+        what = f"{call.name} returned {value!r:.80} on sample {sample}, which is neither True nor False"
+        raise _fault(call, sample, what, "A filter's function says for each sample whether it stays.")
+    misfit = _fields_fault(call, value)
+    if misfit:
+        raise _fault(call, sample, f"{call.name} returned {value!r:.80} on sample {sample}", misfit)
+    if call.options["column"] == "reward":
+        return _checked_reward(call, sample, value)
+    plain = as_python(value)
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        what = f"{call.name} returned a {type(plain).__name__} on sample {sample}, which can't travel: {error}"
+        raise _fault(call, sample, what, "An op returns numbers, texts, None, or lists and dicts of them.") from None
+    return plain
+
+
+def _checked_reward(call: Call, sample: SampleId, value: object) -> float | Judged:
+    reward, parts = judged(value) if gives_reward(call) else Judged(value, {})
+    if not _is_finite(reward):
+        shown = f"{reward!r:.80}" if isinstance(reward, int | float | np.number) else f"{type(reward).__name__}: {reward!r:.80}"
+        now = "A reward is one finite number. Return 0.0 for what can't be judged, so that it is counted."
+        if isinstance(reward, Mapping) and gives_reward(call):
+            now = 'A reward that says what it is made of returns {"reward": 0.7, "right": 1.0, ...}: the number that counts, and its parts.'
+        raise _fault(call, sample, f"the reward {call.role} returned {shown} on sample {sample}", now)
+    if not parts:
+        return float(reward)  # type: ignore[arg-type]
+    for name, part in parts.items():
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            what = f"the reward {call.role} returned a part named {name!r:.80} on sample {sample}"
+            raise _fault(call, sample, what, "The parts of a reward have names: texts on one line.")
+        if not _is_finite(part):
+            what = f"the reward {call.role} returned {part!r:.80} for its part {name!r} on sample {sample}"
+            raise _fault(call, sample, what, "A part of a reward is one finite number, too.")
+    return Judged(float(reward), {name: float(part) for name, part in parts.items()})  # type: ignore[arg-type]
+
+
+def _fault(call: Call, sample: SampleId, what: str, now: str) -> M2FlowError:
+    kind = RewardError if call.options["column"] == "reward" else OpError
+    return kind(what, now=now).about(sample.pack())
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return _is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an int beyond the range of floats
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, bool | np.bool_ | int | float | np.integer | np.floating)
+
+
+def plain_value(call: Call, value: object) -> dict[str, float] | float | str | None:
+    """An op's one value, as it can travel to the controller.
+
+    Raises:
+        OpError: it is neither a number, a text, nor a mapping of numbers.
+    """
+    misfit = _fields_fault(call, value)
+    if misfit:
+        raise OpError(f"{call.name} returned {value!r:.80}", now=misfit)
+    if isinstance(value, dict) and all(_is_number(number) for number in value.values()):
+        return {str(key): float(number) for key, number in value.items()}
+    value = as_python(value)
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise OpError(f"{call.name} returned a {type(value).__name__}", now="An op on a batch returns a number, a text, or a dict of numbers.")
+
+
+def _fields_fault(call: Call, value: object) -> str:
+    """What is wrong with a mapping's fields, if the call declares some; else nothing."""
+    fields = call.options.get("fields", ())
+    assert isinstance(fields, tuple)
+    is_right = not fields or (isinstance(value, dict) and set(value) == set(fields))
+    return "" if is_right else f"It declares a mapping of {', '.join(fields)}, these and no others."
+
+
+def gives_reward(call: Call) -> bool:
+    """Whether what a call gives is the reward of each sample, and no number made from it."""
+    return call.method == "score" or (call.options.get("column") == "reward" and "instance" in call.options)
+
+
+def as_python(value: object) -> object:
+    """Numbers and lists instead of NumPy's, torch's or anybody's arrays and scalars; all else as it is."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value
+
+
+def num_tokens_of(batch: Batch) -> list[int]:
+    """All tokens of each row; of rows without tokens a prediction from their texts: one a byte."""
+    if "tokens" in batch:
+        return [int(n) for n in batch.ragged("tokens").lengths]
+    lengths = sum((batch.ragged(name).lengths for name in ("prompt", "target") if name in batch), np.ones(len(batch), np.int64))
+    return [int(n) for n in lengths]
+
+
+def num_generated_of(batch: Batch) -> list[int]:
+    if "segment_lengths" not in batch:
+        return [0] * len(batch)
+    kinds, lengths = batch.ragged("segment_kinds"), batch.ragged("segment_lengths")
+    return [int(lengths.row(i)[kinds.row(i) == Segment.GENERATED].sum()) for i in range(len(batch))]
+
+
+def lengths_of(rows: Batch) -> tuple[list[int], list[int]]:
+    """Tokens of each row, all and generated."""
+    return num_tokens_of(rows), num_generated_of(rows)
+
+
+def finish_of(batch: Batch) -> list[int]:
+    return [int(f) for f in batch.dense("finish")] if "finish" in batch else [int(Finish.STOP)] * len(batch)
+
+
+def about(call: Call) -> dict[str, object]:
+    """What a span of a call's work says of it."""
+    return {"call": call.ordinal, "flow_line": str(call.site), "label": call.name, "step": call.step}

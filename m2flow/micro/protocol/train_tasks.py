@@ -1,0 +1,221 @@
+"""What an update means, in terms of a train engine: the rows of a micro-batch, the loss, denominators and metrics.
+
+Workers and the eager interpreter train with the same functions, as with those of `m2flow.micro.protocol.execute`. Everything that the
+loss reads of other calls comes in here, joined by identity; so neither arrival nor cutting can change what belongs to a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.engines.contract import Agreement, Objective, Sums
+from m2flow.errors import EngineError, OpError, RewardError
+from m2flow.macro.graph import Call
+from m2flow.micro.protocol.staleness import check_consumption
+from m2flow.recipe import AdamW, Counts, Loss
+from m2flow.samples import Batch, Column, IdArray, Ragged, SampleId, group_keys
+
+_TARGETS = {"rewards": "reward", "reference": "reference_logprobs"}
+"""Input of an update -> the column that a loss or a metric knows it by; any other input has the column's name."""
+
+
+def training_rows(call: Call, inputs: Mapping[str, Batch]) -> Batch:
+    """The rows of a micro-batch as a train engine takes them: whole groups, in the order of identity, with what the loss needs.
+
+    Args:
+        inputs: `samples`, and rows of the same samples by the name of the input; the call's `columns` say which column counts.
+    Raises:
+        OpError: a column is no number a sample, and no numbers that fit the sample's tokens.
+    """
+    samples = inputs["samples"].in_order()
+    check_consumption(call, samples)
+    named = call.options["columns"]
+    assert isinstance(named, Mapping)
+    for name, rows in inputs.items():
+        if name != "samples":
+            column = _numbers(call, name, rows.select(samples.ids)[named[name]], samples.ids)
+            samples = samples.with_columns(**{_TARGETS.get(name, name): _aligned(call, name, column, samples)})
+    advantages = call.options["advantages"]
+    if advantages is not None:
+        reward = np.asarray(samples.dense("reward"), np.float64)
+        samples = samples.with_columns(advantages=_advantages(str(advantages), reward, samples))
+    return samples
+
+
+def with_same_weights(call: Call, rows: Batch) -> Batch:
+    """The rows with `same_weights`: which tokens were sampled by the version that the update begins with, and read by it alone."""
+    if "versions" not in rows or "kv_stale" not in rows:
+        return rows
+    versions, stale = rows.ragged("versions"), rows.ragged("kv_stale")
+    same = (versions.values == call.writes[0].version - 1) & ~stale.values.astype(bool)
+    return rows.with_columns(same_weights=Ragged(same, versions.offsets))
+
+
+def _numbers(call: Call, name: str, column: Column, ids: IdArray) -> Column:
+    """A column as numbers: dense float64 [N], or ragged. What a user's function returned comes as JSON."""
+    if not isinstance(column, Ragged):
+        return np.asarray(column, np.float64)
+    if column.kind == "numbers":
+        return column
+    rows = [column.item(i) for i in range(len(column))]
+    is_dense = all(_is_number(row) for row in rows)
+    for packed, row in zip(ids.tolist(), rows, strict=True):
+        if not (is_dense or (isinstance(row, list) and all(_is_number(value) for value in row))):
+            raise OpError(
+                f"{call.name} got {name} with {row!r:.80} for sample {SampleId.unpack(packed)}",
+                now="It must be one number for every sample, or for every sample a list with a number for each of its tokens.",
+            ).about(packed)
+    return np.array(rows, np.float64) if is_dense else Ragged.of(rows, np.float64)  # type: ignore[arg-type]
+
+
+def _aligned(call: Call, name: str, column: Column, samples: Batch) -> Column:
+    """Per-token numbers with a place for every token; those given for generated tokens alone get zeros between them."""
+    if name == "rewards":
+        _check_rewards(call, column, samples.ids)
+    if not isinstance(column, Ragged) or "tokens" not in samples:
+        return column
+    tokens, mask = samples.ragged("tokens"), samples.ragged("loss_mask").values.astype(bool)
+    if np.array_equal(column.offsets, tokens.offsets):
+        return column
+    num_generated = np.diff(np.concatenate(([0], np.cumsum(mask)))[tokens.offsets])
+    if not np.array_equal(column.lengths, num_generated):
+        wrong = int(np.argmax((column.lengths != tokens.lengths) & (column.lengths != num_generated)))
+        raise OpError(
+            f"{call.name} got {name} with {column.lengths[wrong]} numbers for sample {SampleId.unpack(int(samples.ids[wrong]))}, which has "
+            f"{tokens.lengths[wrong]} tokens, {num_generated[wrong]} of them generated",
+            now="It must be one number for every sample, or for every sample one for each generated token, or one for each token.",
+        ).about(int(samples.ids[wrong]))
+    values = np.zeros(len(mask), column.values.dtype)
+    values[mask] = column.values
+    return Ragged(values, tokens.offsets)
+
+
+def _check_rewards(call: Call, column: Column, ids: IdArray) -> None:
+    if isinstance(column, Ragged):
+        raise RewardError(
+            f"{call.name} got rewards of tokens", now="A reward is one number a response; pass numbers of tokens as advantages."
+        )
+    bad = np.flatnonzero(~np.isfinite(np.asarray(column, np.float64)))
+    if len(bad):
+        row = int(ids[bad[0]])
+        said = f"{call.name} got the reward {column[bad[0]]} for sample {SampleId.unpack(row)}; rewards must be finite"
+        raise RewardError(said).about(row)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _advantages(name: str, reward: npt.NDArray[np.float64], samples: Batch) -> npt.NDArray[np.float32]:
+    """Group by group, in float64: the same whatever other groups are there. Torch is loaded here, by who trains."""
+    from m2flow.algorithms import advantages
+
+    return advantages.BY_NAME[name](reward, samples.group_bounds())
+
+
+def objective(call: Call) -> Objective:
+    loss = call.options["loss"]
+    assert isinstance(loss, Loss)
+    return Objective(loss)
+
+
+def optimizer(call: Call) -> AdamW:
+    found = call.options["optimizer"]
+    assert isinstance(found, AdamW)
+    step = call.options.get("loop_step")
+    return replace(found, at=step) if isinstance(step, int) else found
+
+
+def check_agreement(call: Call, tally: UpdateTally, stop_above: float | None) -> None:
+    """Before a step is made.
+
+    Raises:
+        EngineError: who sampled and who trains are further apart than the cluster spec allows.
+    """
+    found = tally.agreement
+    if stop_above is None or tally.is_stepped or not found.mean > stop_above:
+        return
+    raise EngineError(
+        f"{call.name}: the log-probabilities of trainer and rollout differ by {found.mean:.3g} on average ({found.largest:.3g} at most) "
+        f"over {found.num_tokens} tokens that were sampled with the weights of {call.role}@{call.writes[0].version - 1}, which both hold; "
+        f"{stop_above:g} is allowed",
+        where=call.site.describe(),
+        now="`weights: {stop_above: ...}` in the cluster spec is the limit; docs/internals/weights.md says what to look at.",
+    )
+
+
+class UpdateTally:
+    """What the micro-batches of an update have added up to: denominators for its steps, means for its metrics."""
+
+    def __init__(self) -> None:
+        self._minibatch: list[Sums] = []
+        self._groups: set[int] = set()
+        self._sums: list[Sums] = []
+        self._rewards: list[np.ndarray] = []
+        self._steps: list[Mapping[str, float]] = []
+        self._losses: list[float] = []
+
+    def add(self, sums: Sums, batch: Batch, *, epoch: int) -> None:
+        self._minibatch.append(sums)
+        self._groups.update(group_keys(batch.ids).tolist())
+        self._sums.append(sums)
+        if "reward" in batch and epoch == 0:
+            self._rewards.append(np.asarray(batch.dense("reward"), np.float64))
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the weights have changed since the update began."""
+        return bool(self._steps)
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of what was added up so far."""
+        return Agreement.of_all([s.agreement for s in self._sums])
+
+    def denominator(self, loss: Loss) -> float:
+        """Of the mini-batch that ends now: from counts over all of it, however it was cut.
+
+        Raises:
+            OpError: the user's function of the counts raised, or gave no positive number.
+        """
+        num_tokens = sum(s.num_tokens for s in self._minibatch)
+        num_sequences = sum(s.num_sequences for s in self._minibatch)
+        if not callable(loss.denominator):
+            return float(max(num_tokens if loss.denominator == "tokens" else num_sequences, 1))
+        counts = Counts(num_tokens, num_sequences, len(self._groups))
+        try:
+            value = float(loss.denominator(counts))
+        except Exception as error:
+            raise OpError(f"the denominator of the loss {loss.name} raised {type(error).__name__} on {counts}: {error}") from error
+        if not (math.isfinite(value) and value > 0):
+            raise OpError(f"the denominator of the loss {loss.name} is {value} for {counts}", now="It must be a positive number.")
+        return value
+
+    def stepped(self, applied: Mapping[str, float], denominator: float) -> None:
+        """The mini-batch has ended."""
+        self._losses.append(math.fsum(s.metrics.get("loss", 0.0) for s in self._minibatch) / denominator)
+        self._minibatch = []
+        self._groups = set()
+        self._steps.append(applied)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the whole call: means over tokens, and means over optimiser steps of the loss, `grad_norm` and `lr`. Over no rows the loss is
+        nan, as is whatever else one asks for (`m2flow.macro.columns.metric`)."""
+        num_tokens = sum(s.num_tokens for s in self._sums)
+        num_sequences = sum(s.num_sequences for s in self._sums)
+        names = dict.fromkeys(name for s in self._sums for name in s.metrics)
+        result = {name: math.fsum(s.metrics.get(name, 0.0) for s in self._sums) / max(num_tokens, 1) for name in names}
+        result |= {name: float(np.mean([step[name] for step in self._steps])) for name in (self._steps[0] if self._steps else {})}
+        result |= {"loss": float(np.mean(self._losses)) if self._losses else math.nan}
+        result |= {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences), "num_steps": float(len(self._steps))}
+        result |= self.agreement.metrics()
+        result["response_length"] = num_tokens / num_sequences if num_sequences else math.nan
+        if self._rewards:
+            rewards = np.sort(np.concatenate(self._rewards))  # In the order of their coming, the last bit would be that order's.
+            result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+        return result

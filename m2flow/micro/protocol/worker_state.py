@@ -1,0 +1,255 @@
+"""Workers, their tasks and the leases of the devices that they share: what scheduler and workers both know.
+
+Workers whose engines lie on the same devices share a lease: one process with all of them, or at scale many (each rollout instance, and
+the trainers). There is a turn for rollout, one for training, and one more for each engine that the devices can't hold beside the others of
+its kind; engines whose turn it is may work, on all workers of the lease. It moves as a whole, when nothing runs on any of them, and in two
+steps, since the devices can't hold both: workers that only leave go first, and when they have answered, those to which something
+comes. Pure: told what was answered, it says whom to tell next.
+
+Where the plan says that there is room for it (`m2flow.micro.scheduler.gpu_borrowing`), those to which something comes may come while
+the owner's
+last samples still run. From then on nothing more begins, until all has ended and the lease moves: to them, or back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, final
+
+from m2flow.micro.protocol import messages as m
+
+if TYPE_CHECKING:
+    from m2flow.micro.scheduler.call_state import CallState
+
+ROLLOUT = "rollout"
+
+
+def kind_of(turn: str) -> Literal["rollout", "train"]:
+    """Which engines work in a turn.
+
+    >>> kind_of("rollout"), kind_of("rollout judge"), kind_of("train"), kind_of("train critic")
+    ('rollout', 'rollout', 'train', 'train')
+    """
+    return "rollout" if turn.partition(" ")[0] == ROLLOUT else "train"
+
+
+@final
+class Lease:
+    """The turns of one set of devices. The first is that of all rollout."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.owner = ROLLOUT
+        self.num_tasks = 0
+        """Of all its workers."""
+        self._turns = {ROLLOUT: None}
+        """In the order in which they come round."""
+        self._of_worker: dict[str, tuple[str, ...]] = {}
+        """Worker -> the turns of its engines."""
+        self._moving_to = ""
+        self._asked: set[str] = set()
+        self._asked_next: tuple[str, ...] = ()
+        self.ahead = ""
+        """The turn whose engines come while the owner still works."""
+        self._making_room: set[str] = set()
+        self._there: set[str] = set()
+        """Workers that have been told to come ahead."""
+
+    def join(self, worker: str, turns: Iterable[str]) -> None:
+        """A worker has engines on these devices."""
+        self._of_worker[worker] = tuple(turns)
+        self._turns.update(dict.fromkeys(self._of_worker[worker]))
+
+    @property
+    def workers(self) -> Sequence[str]:
+        return tuple(self._of_worker)
+
+    @property
+    def others(self) -> Sequence[str]:
+        """The turns that may come next, those after the owner's first: none is passed over for ever. If others came ahead, its own too."""
+        turns = list(self._turns)
+        at = turns.index(self.owner)
+        return turns[at + 1 :] + turns[: at + bool(self.ahead)]
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_tasks
+
+    @property
+    def is_moving(self) -> bool:
+        return bool(self._moving_to)
+
+    @property
+    def turn(self) -> str:
+        """Whose engines may begin something now; empty while the devices change hands."""
+        return "" if self._moving_to or self.ahead else self.owner
+
+    def move(self, to: str) -> Sequence[str]:
+        """Begin to hand the devices to another turn; the workers to tell now."""
+        assert not self.is_moving
+        assert self.is_idle
+        assert to != self.owner or self.ahead
+        self._moving_to = to
+        of = self._of_worker
+        there, is_ahead = self._there, self.ahead == to
+        self.ahead, self._there, self._making_room = "", set(), set()
+        if to == self.owner:
+            coming, leaving = [], [worker for worker in of if worker in there]
+        else:
+            coming = [worker for worker in of if to in of[worker] and not (is_ahead and worker in there)]
+            leaves = {worker for worker in of if self.owner in of[worker] and to not in of[worker]}
+            leaving = [worker for worker in of if worker in leaves or (worker in there and not is_ahead and worker not in coming)]
+        return self._ask(tuple(leaving), tuple(coming))
+
+    def _ask(self, first: tuple[str, ...], then: tuple[str, ...]) -> Sequence[str]:
+        first, self._asked_next = (first, then) if first else (then, ())
+        self._asked = set(first)
+        if not first:
+            self.owner, self._moving_to = self._moving_to, ""
+        return first
+
+    def come_ahead(self, to: str) -> Sequence[str]:
+        """Begin to have the engines of another turn come while the owner works; the workers to tell first, that they make room."""
+        assert not self.is_moving
+        assert not self.ahead
+        self.ahead = to
+        self._making_room = {worker for worker, turns in self._of_worker.items() if self.owner in turns}
+        return tuple(worker for worker in self._of_worker if worker in self._making_room)
+
+    def made_room(self, worker: str) -> Sequence[str]:
+        """A worker of the owner has; the workers to tell to come."""
+        if worker not in self._making_room:
+            return ()
+        self._making_room.discard(worker)
+        if self._making_room:
+            return ()
+        coming = tuple(name for name, turns in self._of_worker.items() if self.ahead in turns and self.owner not in turns)
+        self._there = set(coming)
+        return coming
+
+    @property
+    def moving_to(self) -> str:
+        """The turn that is about to begin; empty if none is."""
+        return self._moving_to
+
+    def is_asked(self, worker: str) -> bool:
+        """Whether it has yet to answer that it has switched."""
+        return worker in self._asked
+
+    def left(self, worker: str) -> Sequence[str]:
+        """A worker is gone; the workers to tell now. Nobody comes ahead for whom room was being made."""
+        self._making_room.clear()
+        self._there.discard(worker)
+        self._of_worker.pop(worker, None)
+        self._asked_next = tuple(name for name in self._asked_next if name != worker)
+        return self.answered(worker) if worker in self._asked else ()
+
+    def answered(self, worker: str) -> Sequence[str]:
+        """A worker has switched; the workers to tell now."""
+        self._asked.discard(worker)
+        if self._asked:
+            return ()
+        now, self._asked_next = self._asked_next, ()
+        self._asked = set(now)
+        if not now:
+            self.owner, self._moving_to = self._moving_to, ""
+        return now
+
+
+@dataclass
+class TaskState:
+    """A task that a worker has."""
+
+    worker: str
+    engine: str
+    message: m.Task
+    rows_left: int = 0
+    """Of a generation: samples that run or wait there."""
+    yielded: set[int] = field(default_factory=set)
+    """Samples that it has given back, to go on elsewhere."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Samples that it is about, without those that it has given back."""
+        return [row for row in getattr(self.message, "ids", ()) if row not in self.yielded]
+
+
+@dataclass
+class WorkerState:
+    """A worker, as far as the scheduler cares."""
+
+    name: str
+    lease: Lease | None
+    """What it shares its device by, if it does."""
+    roles: dict[str, tuple[str, ...]]
+    """Kind of engine -> roles whose engine is here."""
+    turns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Turn of the lease -> roles whose engine works in it here."""
+    keeps_caches: frozenset[str] = frozenset()
+    """Roles whose rollout engine here can take new weights under running requests."""
+    place: int = 0
+    """In the plan: of several that could do something, the first does."""
+    num_tasks: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "train": 0, "function": 0})
+    num_running: int = 0
+    """Samples that generate here, of all roles."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Role -> version of the weights in its rollout engine here."""
+    doing: dict[str, int] = field(default_factory=dict)
+    """What its tasks are, in words, and how many of them."""
+    sated_of: list[CallState] = field(default_factory=list)
+    """Generations of which it wants no more rows, as it is now (`m2flow.micro.scheduler.task_queues`)."""
+    is_lost: bool = False
+    returns: bool = False
+    """It is lost, and will be started again."""
+    incarnation: int = 0
+    """How often it was started again."""
+    states: set[str] = field(default_factory=set)
+    """Roles of the user's whose state calls have made here."""
+
+    def roles_at(self, turn: str | None, kind: str) -> tuple[str, ...]:
+        """Roles whose engine of a kind may work here in a turn of the lease; without one, all."""
+        if turn is None or kind == "function":
+            return self.roles[kind]
+        return self.turns.get(turn, ()) if turn and kind_of(turn) == kind else ()
+
+    @property
+    def tag(self) -> str:
+        """The name of its process, as other workers know it."""
+        return tag_of(self.name, self.incarnation)
+
+
+def tag_of(worker: str, incarnation: int) -> str:
+    """The name of one of the processes that a worker is in its turn, so that what was meant for or comes from an earlier one is told apart.
+
+    >>> tag_of("rollout-0", 0), tag_of("rollout-0", 2)
+    ('rollout-0', 'rollout-0~2')
+    """
+    return f"{worker}~{incarnation}" if incarnation else worker
+
+
+def worker_of(tag: str) -> str:
+    """Whose process it is.
+
+    >>> worker_of("rollout-0~2")
+    'rollout-0'
+    """
+    return tag.partition("~")[0]
+
+
+def rank_tag(tag: str, rank: int) -> str:
+    """The name of one of the processes that a worker has at the same time; that of rank 0 is the worker's own.
+
+    >>> rank_tag("train-0~2", 1)
+    'train-0~2#1'
+    """
+    return f"{tag}#{rank}" if rank else tag
+
+
+def split_rank(name: str) -> tuple[str, int]:
+    """
+    >>> split_rank("train-0~2#1"), split_rank("train-0")
+    (('train-0~2', 1), ('train-0', 0))
+    """
+    tag, _, rank = name.partition("#")
+    return tag, int(rank or 0)

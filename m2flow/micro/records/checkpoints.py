@@ -1,0 +1,325 @@
+"""A run's checkpoints on disk: written whole or not at all, resumed from, and exported as models for other tools.
+
+checkpoints/.step-000012.0.new/<role>/    a part: what the role's trainer wrote, and its seal
+    checkpoints/step-000012/                  all parts and `point.json`, renamed into place when every call before the point is over
+
+A part is sealed by who wrote it: size and CRC-32 of each file, on the disk before the seal is. `point.json` holds the checksums of
+the seals and its own. So what is cut short, or altered later, is told apart from what is whole; `newest_good` passes it over. A role
+whose version is that of the checkpoint before is not written again: its files are linked.
+
+run directory --find_part--> a part of a checkpoint, checked --export_part--> a Hugging Face model, loaded and compared
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from m2flow.errors import M2FlowError, ModelError, SpecError, naming_host_errors
+from m2flow.micro.records.flow_record import read_record
+
+_SEAL, _POINT = "m2flow_seal.json", "point.json"
+_BLOCK = 1 << 20
+_NAME = "step-*"
+
+
+class Point(msgspec.Struct, frozen=True):
+    """What a checkpoint is of."""
+
+    num_calls: int
+    """The calls of the program that it includes: so many, from the first."""
+    step: int
+    """The step at whose end that was."""
+    versions: dict[str, int]
+    """Of each role's weights."""
+    digests: dict[str, str] = {}
+    """Of each role's weights (`m2flow.channels.weights.digest`)."""
+    seals: dict[str, int] = {}
+    """CRC-32 of each part's seal."""
+
+
+class _Sealed(msgspec.Struct, frozen=True):
+    files: dict[str, tuple[int, int]]
+    """Name -> size in bytes, CRC-32."""
+
+
+class _Written(msgspec.Struct, frozen=True):
+    point: Point
+    checksum: int
+    """CRC-32 of the point."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """One that is whole."""
+
+    path: Path
+    point: Point
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Role -> the directory that its trainer reads."""
+        return {role: str(self.path / role) for role in self.point.seals}
+
+
+def partial_path(run_dir: Path, step: int, attempt: int) -> Path:
+    """Where the parts of a checkpoint gather. Another attempt at the run has another place, since a trainer may outlive its controller."""
+    return (run_dir / "checkpoints" / f".{_name(step)}.{attempt}.new").resolve()
+
+
+def seal(part: str | Path) -> None:
+    """Make sure that a part's files are on the disk, and write down what they are.
+
+    Raises:
+        HostError: the disk is full or fails.
+    """
+    directory = Path(part)
+    with naming_host_errors(f"the checkpoint {part} can't be written"):
+        files = {str(file.relative_to(directory)): _synced(file) for file in _files(directory) if file.name != _SEAL}
+        _write(directory / _SEAL, msgspec.json.encode(_Sealed(files)))
+        for inner in {directory, *(file.parent for file in _files(directory))}:
+            _sync(inner)
+
+
+def link(part: Path, to: Path) -> None:
+    """Have the files of an earlier part in a new place too, without a copy where the file system can do that."""
+    with naming_host_errors(f"the checkpoint {to} can't be written"):
+        shutil.copytree(part, to, copy_function=_link, dirs_exist_ok=True)
+
+
+def commit(partial: Path, point: Point) -> Checkpoint:
+    """Make a checkpoint of parts that are all sealed.
+
+    Raises:
+        HostError: a part is missing, or the disk is full or fails.
+    """
+    target = partial.with_name(_name(point.step))
+    with naming_host_errors(f"the checkpoint {target} can't be written"):
+        point = msgspec.structs.replace(point, seals={role: zlib.crc32((partial / role / _SEAL).read_bytes()) for role in point.versions})
+        _write(partial / _POINT, msgspec.json.encode(_Written(point, _checksum(point))))
+        _sync(partial)
+        if target.exists():  # A bad one of an earlier attempt.
+            shutil.rmtree(target)
+        partial.rename(target)
+        _sync(target.parent)
+    return Checkpoint(target, point)
+
+
+def newest_good(run_dir: Path, warn: Callable[[str], None], is_of_it: Callable[[Point], bool]) -> Checkpoint | None:
+    """The newest checkpoint that is whole and whose point the run's ledger knows (`is_of_it`); what is wrong with newer ones is said."""
+    for path in sorted((run_dir / "checkpoints").glob(_NAME), reverse=True):
+        try:
+            found = read(path)
+        except ModelError as error:
+            warn(f"the checkpoint {path} is passed over: {error.what}")
+            continue
+        if is_of_it(found.point):
+            return found
+        warn(f"the checkpoint {path} is passed over: the ledger does not have all that went into it")
+    return None
+
+
+def read(path: Path) -> Checkpoint:
+    """A checkpoint, every byte of it checked.
+
+    Raises:
+        ModelError: it is not whole.
+    """
+    try:
+        written = msgspec.json.decode((path / _POINT).read_bytes(), type=_Written)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path / _POINT} can't be read ({error})") from None
+    if _checksum(written.point) != written.checksum:
+        raise ModelError(f"{path / _POINT} is not what was written")
+    for role, checksum in written.point.seals.items():
+        _check(path / role, checksum)
+    return Checkpoint(path.resolve(), written.point)
+
+
+def keep_newest(run_dir: Path, count: int) -> None:
+    """Remove all checkpoints but the newest."""
+    for path in sorted((run_dir / "checkpoints").glob(_NAME), reverse=True)[max(count, 1) :]:
+        # Out of sight first: a removal that is cut short must not look like a checkpoint.
+        with contextlib.suppress(OSError):
+            gone = path.with_name(f".{path.name}.old")
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what earlier attempts at the run have left half done."""
+    for path in (run_dir / "checkpoints").glob("." + _NAME):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _check(part: Path, checksum: int) -> None:
+    try:
+        body = (part / _SEAL).read_bytes()
+        if zlib.crc32(body) != checksum:
+            raise ModelError(f"{part / _SEAL} is not what was written")
+        files: Mapping[str, Sequence[int]] = msgspec.json.decode(body, type=_Sealed).files
+        for name, (size, crc) in files.items():
+            if (part / name).stat().st_size != size or _crc(part / name) != crc:
+                raise ModelError(f"{part / name} is not what was written: its size or checksum differs")
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{part} can't be read ({error})") from None
+
+
+def _name(step: int) -> str:
+    return f"step-{step + 1:06}"
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _checksum(point: Point) -> int:
+    return zlib.crc32(msgspec.json.encode(point, order="deterministic"))
+
+
+def _crc(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _synced(file: Path) -> tuple[int, int]:
+    _sync(file)
+    return file.stat().st_size, _crc(file)
+
+
+def _write(path: Path, body: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    """What a file or a directory holds is on the disk after this."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # Another file system, or one without links.
+        shutil.copy2(source, target)
+
+
+FINAL = "final"
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One role's, of a checkpoint that is whole."""
+
+    path: Path
+    role: str
+    which: str
+    """`final`, or `step 12`."""
+    digest: str
+    """Of its weights, as the trainer held them; empty if the checkpoint does not say."""
+
+
+def find_part(run_dir: Path, step: int | None, role: str | None) -> Part:
+    """
+    Args:
+        step: the checkpoint after so many steps; None: the final one, or the newest that is whole.
+        role: None: the only one.
+    Raises:
+        SpecError: there is no such checkpoint, or no such role in it. ModelError: it is not whole.
+    """
+    steps = _steps(run_dir)
+    final = run_dir / "checkpoints" / FINAL
+    if step is None and final.is_dir():
+        return _of_final(final, role, trained_roles(run_dir))
+    if step is None and steps:
+        step = max(steps)
+    if step is None or step not in steps:
+        there = [f"--step {number}" for number in steps] + ([f"{FINAL} (no --step)"] if final.is_dir() else [])
+        what = "has no checkpoint" if step is None else f"has no checkpoint of step {step}"
+        now = f"There are: {', '.join(there)}." if there else "`m2flow run --checkpoint-every 20` keeps some."
+        raise SpecError(f"{run_dir} {what}", now=now)
+    found = read(steps[step])
+    name = _role(role, sorted(found.parts), trained_roles(run_dir), steps[step])
+    return Part(Path(found.parts[name]), name, f"step {step}", found.point.digests.get(name, ""))
+
+
+def export_part(part: Part, out: Path) -> str:
+    """Write the model; the digest of its weights as transformers has loaded them.
+
+    Raises:
+        ModelError: they are not those that the trainer held, or there is no model.
+    """
+    from m2flow.channels.weights import Tied, digest
+    from m2flow.channels.weights.torch_tensors import travelling
+    from m2flow.engines.models.model_export import export_model
+
+    weights = export_model(part.path, out)
+    found = digest((name, weight) for name, weight in travelling(weights.items()) if not isinstance(weight, Tied))
+    if part.digest and found != part.digest:
+        raise ModelError(
+            f"{out} does not have the weights that {part.role} had at {part.which}: their digest is {found[:12]}, not {part.digest[:12]}",
+            now="The trainer's numbers have another type than the checkpoint's, or this is a fault of m2flow: please report it.",
+        )
+    return found
+
+
+def export_part_adapters(part: Part, out: Path) -> Path:
+    """Write the adapters alone; the model that they belong to.
+
+    Raises:
+        ModelError: there are none, or peft makes something else of them and that model than was trained.
+    """
+    from m2flow.engines.models.model_export import export_adapters
+
+    return export_adapters(part.path, out)
+
+
+def _of_final(final: Path, role: str | None, trained: set[str]) -> Part:
+    from m2flow.engines.models.trainer_checkpoint import verify
+
+    name = _role(role, sorted(path.name for path in final.iterdir() if path.is_dir()), trained, final)
+    if (final / name / "config.json").exists():
+        verify(final / name)
+    return Part(final / name, name, FINAL, "")
+
+
+def trained_roles(run_dir: Path) -> set[str]:
+    """Those that the run's program updates; empty where its record does not say."""
+    try:
+        return {call.name.rpartition(".")[0] for call in read_record(run_dir).calls if call.name.endswith(".update")}
+    except M2FlowError:
+        return set()
+
+
+def _role(role: str | None, roles: list[str], trained: set[str], where: Path) -> str:
+    """The role that is asked for, or else the only one that was trained: a reference is there too."""
+    wanted = [name for name in roles if name in trained] or roles
+    if role is None and len(wanted) == 1:
+        return wanted[0]
+    if role is None or role not in roles:
+        what = f"has no role {role!r}" if role else "has several roles"
+        raise SpecError(f"{where} {what}", now=f"Name one: {', '.join(f'--role {name}' for name in roles) or 'there is none'}")
+    return role
+
+
+def _steps(run_dir: Path) -> dict[int, Path]:
+    found = {}
+    for path in sorted((run_dir / "checkpoints").glob("step-*")):
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match:
+            found[int(match[1])] = path
+    return found

@@ -1,0 +1,107 @@
+"""What a flow logs, until it may be written: in the order of the program, and nothing beyond a step that failed.
+
+    log(loss=metrics["loss"]) --add--> Logbook --write_due--> the journal
+
+Python may be steps ahead of the work. A log is written when its number is known, all logs before it are written or will never have a
+number, and every call of the steps that had ended before it has turned out well. So a run that fails leaves the logs that sequential
+execution leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from m2flow.errors import M2FlowError
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A `log` of the flow: call and field, or a number."""
+
+    step: int
+    name: str
+    source: tuple[int, str | None] | float
+    num_before: int
+    """Calls that were made in the steps that had ended."""
+    where: str = ""
+    """The line."""
+
+
+class Results(Protocol):
+    """What has become of calls."""
+
+    def is_resolved(self, ordinal: int) -> bool:
+        """Whether the call has its value."""
+
+    def has_failed(self, ordinal: int) -> bool: ...
+
+    def are_well(self, num_calls: int) -> bool:
+        """Whether the first so many calls of the program are over, and none of them failed."""
+
+    def number(self, ordinal: int, name: str | None) -> float:
+        """Raises TraceError: there is no such number."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    log: Logged
+    number: float | None = None
+    error: M2FlowError | None = None
+    has_none: bool = False
+    """Its call failed."""
+
+    @property
+    def is_settled(self) -> bool:
+        return self.has_none or self.number is not None or self.error is not None
+
+
+@final
+class FlowLog:
+    """One run's logs."""
+
+    def __init__(self, results: Results, write: Callable[[int, str, float], None]) -> None:
+        self._results = results
+        self._write = write
+        self._entries: deque[_Entry] = deque()
+        self._waiting: dict[int, list[_Entry]] = {}
+        """By the call whose number they are."""
+
+    def add(self, log: Logged) -> None:
+        entry = _Entry(log)
+        self._entries.append(entry)
+        if isinstance(log.source, float):
+            entry.number = log.source
+        else:
+            self._waiting.setdefault(log.source[0], []).append(entry)
+            self.call_ended(log.source[0])
+        self.write_due()
+
+    def call_ended(self, ordinal: int) -> None:
+        """A call may be over, well or not; its value must still be there."""
+        if ordinal not in self._waiting or not (self._results.is_resolved(ordinal) or self._results.has_failed(ordinal)):
+            return
+        for entry in self._waiting.pop(ordinal):
+            if self._results.has_failed(ordinal):
+                entry.has_none = True
+                continue
+            assert not isinstance(entry.log.source, float)
+            try:
+                entry.number = self._results.number(*entry.log.source)
+            except M2FlowError as error:
+                entry.error = error.located(entry.log.where)
+
+    def write_due(self) -> None:
+        """Write what may be written by now.
+
+        Raises:
+            TraceError: a log names a number that its call does not have.
+        """
+        while self._entries and self._entries[0].is_settled and self._results.are_well(self._entries[0].log.num_before):
+            entry = self._entries.popleft()
+            if entry.error is not None:
+                raise entry.error
+            if entry.number is not None:
+                self._write(entry.log.step, entry.log.name, entry.number)

@@ -1,0 +1,190 @@
+"""A flow's record on disk: what `m2flow.macro.replay` defines, in the run's ledger and segments.
+
+    Recorder --> LedgerWriter --> ledger.db (record, seen) --read_record--> RunRecord --> ReplayBackend
+
+Calls, looks, logs and values are msgpack. Rows that the program saw are a reference to the samples in the segment files where they
+lie there already, else an encoded batch. What the program never looked at is found through the ledger's own tables: samples,
+rewards. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from m2flow.channels.codec import decode_batch, encode_batch
+from m2flow.errors import ErrorRecord, InternalError, M2FlowError, SpecError, error_from_record
+from m2flow.macro.graph import Call
+from m2flow.macro.replay import CallRecord, LogEntry, Look
+from m2flow.micro.records.ledger import Ledger
+from m2flow.micro.records.segments import Place, read_segment
+from m2flow.samples import Batch
+
+_encode = msgspec.msgpack.Encoder().encode
+_MANY = 256
+"""Calls are written when so many have gathered, if nothing else makes them be written before."""
+
+
+class _Samples(msgspec.Struct, frozen=True):
+    """Rows that the segment files have."""
+
+    ids: list[int]
+    columns: list[str]
+
+
+class LedgerWriter:
+    """A `m2flow.macro.replay.RecordWriter`. The flow's thread uses it; `came_to` may be called by another."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        ledger.before_commit.append(self.flush)
+        self._lock = threading.Lock()
+        self._calls: list[Call] = []
+        self._num_looks = 0
+        self._num_logs = 0
+
+    def called(self, call: Call) -> None:
+        with self._lock:
+            self._calls.append(call)
+        if len(self._calls) >= _MANY:
+            self.flush()
+
+    def looked(self, look: Look, call: Call, value: object) -> None:
+        self.flush()
+        self.came_to(call, value)
+        self._ledger.remembered("look", [(self._num_looks, _encode(look))])
+        self._num_looks += 1
+
+    def logged(self, entry: LogEntry) -> None:
+        self._ledger.remembered("log", [(self._num_logs, _encode(entry))])
+        self._num_logs += 1
+
+    def step_ended(self, step: int) -> None:
+        self.flush()
+
+    def came_to(self, call: Call, value: object) -> None:
+        """Write a call's value."""
+        self._ledger.saw(call.ordinal, *self._packed(call, value))
+
+    def flush(self) -> None:
+        """Write the calls that have gathered. The thread that commits does so too."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+            self._ledger.remembered("call", [(call.ordinal, _encode(CallRecord.of(call))) for call in calls])
+
+    def _packed(self, call: Call, value: object) -> tuple[str, bytes]:
+        if isinstance(value, M2FlowError):
+            return "error", _encode(value.to_record())
+        if isinstance(value, Batch):
+            ids = value.ids.tolist()
+            if call.engine == "rollout" and self._ledger.has_samples(ids):
+                return "samples", _encode(_Samples(ids, list(value.columns)))
+            return "rows", encode_batch(value)
+        try:
+            return "value", _encode(value)
+        except TypeError as error:
+            raise InternalError(f"the value of {call.name} can't be recorded: {error}", where=call.site.describe()) from None
+
+
+class RunRecord:
+    """A `m2flow.macro.replay.Record` of a run directory. Values are read when they are asked for."""
+
+    def __init__(self, run_dir: Path, calls: Sequence[CallRecord], looks: Sequence[Look], logs: Sequence[LogEntry], seed: int) -> None:
+        self.calls = calls
+        self.looks = looks
+        self.logs = logs
+        self.seed = seed
+        """Of the run: a replay needs the same."""
+        self._run_dir = run_dir
+
+    def value(self, ordinal: int) -> object:
+        with _reading(self._run_dir) as db:
+            found = db.execute("SELECT kind, body FROM seen WHERE call=?", (ordinal,)).fetchone()
+            if found is None:
+                return self._unseen(db, ordinal)
+            kind, body = found
+            if kind == "samples":
+                samples = msgspec.msgpack.decode(body, type=_Samples)
+                return self._samples(db, samples.ids).only(samples.columns)
+        if kind == "rows":
+            return decode_batch(body)
+        if kind == "error":
+            return error_from_record(msgspec.msgpack.decode(body, type=ErrorRecord))
+        return msgspec.msgpack.decode(body)
+
+    def has(self, ordinal: int) -> bool:
+        """Whether `value` would find something, without reading it."""
+        with _reading(self._run_dir) as db:
+            tables = "results WHERE call", "seen WHERE call", "rewards WHERE call", "samples WHERE call"
+            return any(db.execute(f"SELECT 1 FROM {table}=? LIMIT 1", (ordinal,)).fetchone() for table in tables)
+
+    def _unseen(self, db: sqlite3.Connection, ordinal: int) -> Batch:
+        """The rows of a call that the program did not look at, if it was done and left some."""
+        if db.execute("SELECT 1 FROM calls WHERE ordinal=? AND state='done'", (ordinal,)).fetchone() is None:
+            raise KeyError(ordinal)
+        found = db.execute("SELECT ids FROM results WHERE call=?", (ordinal,)).fetchone()
+        given = None if found is None else np.frombuffer(found[0], "<i8").astype(np.int64)
+        rewards = _rewards(db, ordinal)
+        if len(rewards):
+            return rewards if given is None else rewards.select(given)
+        if given is None:
+            given = np.array([i for (i,) in db.execute("SELECT id FROM samples WHERE call=? ORDER BY id", (ordinal,))], np.int64)
+            if not len(given):
+                raise KeyError(ordinal)
+        samples = self._samples(db, given.tolist())
+        scored_by = dict(self.calls[ordinal].inputs).get("reward")
+        if scored_by is None or not len(samples):
+            return samples
+        return samples.with_columns(reward=_rewards(db, scored_by).select(given)["reward"])
+
+    def _samples(self, db: sqlite3.Connection, ids: Sequence[int]) -> Batch:
+        if not ids:
+            return Batch(np.zeros(0, np.int64))
+        places: dict[Place, None] = {}
+        for packed in ids:
+            places[db.execute("SELECT segment, offset, size, checksum FROM samples WHERE id=?", (packed,)).fetchone()] = None
+        batches = [read_segment(self._run_dir / "segments", place) for place in places]
+        return Batch.concat(batches).select(np.array(ids, np.int64))
+
+
+def _rewards(db: sqlite3.Connection, call: int) -> Batch:
+    rewards = db.execute("SELECT sample, value FROM rewards WHERE call=? ORDER BY sample", (call,)).fetchall()
+    return Batch(np.array([i for i, _ in rewards], np.int64), {"reward": np.array([v for _, v in rewards], np.float64)})
+
+
+def _reading(run_dir: Path) -> contextlib.closing[sqlite3.Connection]:
+    """A connection that is closed at the end, which sqlite3's own `with` does not do."""
+    return contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True))
+
+
+def read_record(run_dir: Path) -> RunRecord:
+    """What a run remembers of its flow; also of one that goes on or has failed.
+
+    Raises:
+        SpecError: there is no run, or it was made before runs had a record.
+    """
+    if not (run_dir / "ledger.db").is_file():
+        raise SpecError(f"there is no run in {run_dir}", now="Give a run's directory, as `m2flow run` prints it.")
+    seed = json.loads((run_dir / "config.json").read_text())["settings"]["seed"] if (run_dir / "config.json").is_file() else 0
+    try:
+        with _reading(run_dir) as db:
+            bodies = {
+                kind: [body for (body,) in db.execute("SELECT body FROM record WHERE kind=? ORDER BY position", (kind,))]
+                for kind in ("call", "look", "log")
+            }
+    except sqlite3.OperationalError as error:
+        raise SpecError(f"the run in {run_dir} has no record of its flow: {error}") from None
+    return RunRecord(
+        run_dir,
+        [msgspec.msgpack.decode(body, type=CallRecord) for body in bodies["call"]],
+        [msgspec.msgpack.decode(body, type=Look) for body in bodies["look"]],
+        [msgspec.msgpack.decode(body, type=LogEntry) for body in bodies["log"]],
+        int(seed),
+    )

@@ -1,0 +1,334 @@
+"""What a run writes down while it goes on: ledger, metrics, spans and a tally for people, from planned and eager runs alike.
+
+(call, identities) -> ledger: places, rewards -> segment files -> rows, as the worker had them
+
+Samples go by their identity, whichever call gives them; those that have not finished go by the call that they were made for
+(`m2flow.micro.protocol.row_store.stopped_at`), and of them it is their newest prefix. Rewards are numbers in the ledger itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from m2flow.engines.contract import Failure
+from m2flow.errors import InternalError, M2FlowError
+from m2flow.macro.graph import Call
+from m2flow.macro.oversampling import is_cut
+from m2flow.micro.protocol.events import Restored
+from m2flow.micro.protocol.plan import Stage
+from m2flow.micro.protocol.staleness import Decisions, VersionSpan, given_by
+from m2flow.micro.records.flow_record import LedgerWriter
+from m2flow.micro.records.ledger import Ledger
+from m2flow.micro.records.length_bias import as_metrics
+from m2flow.micro.records.resume import DONE, Past, Resumption
+from m2flow.micro.records.segments import Place, clear_scratch, read_segment
+from m2flow.micro.records.storage import Copying
+from m2flow.micro.records.tally import Alarm, Tally
+from m2flow.observe.metrics import MetricsWriter
+from m2flow.observe.spans import SpanBlock
+from m2flow.observe.store import TraceStore
+from m2flow.samples import Batch, Finish, SampleId
+
+_PLACE = "SELECT segment, offset, size, checksum FROM"
+
+
+def read_back(ledger: Ledger, run_dir: Path, key: int, ids: Sequence[int], *, is_reward: bool) -> Batch:
+    """Rows that are in the ledger, in this order.
+
+    Args:
+        key: what the rows go by in a worker's store.
+        is_reward: the call's result is the rewards that it gave.
+    Raises:
+        EngineError: a segment file is damaged. InternalError: the ledger does not have a row.
+    """
+    if is_reward:
+        values = dict(ledger.select("SELECT sample, value FROM rewards WHERE call=?", (key,)))
+        return Batch(np.array(ids, np.int64), {"reward": np.array([values[packed] for packed in ids], np.float64)})
+    wanted: dict[Place, set[int]] = {place: set(ids) for place in ledger.select(f"{_PLACE} made WHERE call=?", (key,))}
+    if not wanted:
+        table = "prefixes WHERE sample=?" if key < 0 else "samples WHERE id=?"
+        for packed in ids:
+            found = ledger.select(f"{_PLACE} {table}", (packed,))
+            if not found:
+                raise InternalError(f"the ledger has no row of sample {SampleId.unpack(packed)} for call {key}")
+            wanted.setdefault(found[0], set()).add(packed)  # An older row of it may be in the record of another.
+    parts = []
+    for place, mine in wanted.items():
+        rows = read_segment(run_dir / "segments", place)
+        here = [row for row, packed in enumerate(rows.ids.tolist()) if packed in mine]
+        parts += [rows.take(here)] if here else []
+    return Batch.concat(parts).select(np.array(ids, np.int64))
+
+
+class Journal:
+    """One run's records."""
+
+    def __init__(
+        self, run_dir: Path, past: Past | None = None, *, keeps: bool = False, tensorboard: bool = True, alarm: Alarm | None = None
+    ) -> None:
+        """With `keeps`, what an earlier attempt at the run left unfinished goes on (`restored`); else it begins anew."""
+        self._alarm = alarm
+        self.tally = Tally() if past is None else past.tally
+        self._past = past
+        self._attempt = 0 if past is None else past.attempt
+        self._ledger = Ledger(run_dir / "ledger.db")
+        self.record = LedgerWriter(self._ledger)
+        """What the flow's thread writes: its calls, and what it saw."""
+        self._metrics = MetricsWriter(run_dir, tensorboard=tensorboard)
+        self._trace = TraceStore(run_dir)
+        self._copying = Copying.of(run_dir)
+        self._run_dir, self._keeps = run_dir, keeps
+        self._num_well = 0
+        self._taking_up: Resumption | None = None
+        self.num_failed: Counter[tuple[str, str]] = Counter()
+        """By reward and how it failed, the samples that count as its `on_error` says."""
+        self._known: dict[str, int] = {}
+        """Files of workers, up to where they are taken in, as the ledger does not know yet."""
+
+    def open(self) -> None:
+        self._ledger.open()
+        if self._past is None:
+            self._ledger.attempt_began(0, "", 0)
+        else:
+            self._taking_up = self._past.take_up(self._ledger, self._run_dir, keeps=self._keeps)
+        self._metrics.open(None if self._past is None else self._past.metrics_size)
+        self._trace.open()
+        self._ledger.before_commit.append(lambda: self._ledger.mark("metrics", self._metrics.size))
+        self._ledger.before_commit.append(self._write_known)
+        self._ledger.commit(durably=self._past is not None)
+        if self._copying is not None:
+            self._copying.open()
+        if self._past is not None and self._keeps:
+            self._clear_scratch(is_last=False)
+
+    def restored(self, call: Call, stage: Stage) -> Restored | None:
+        """What an earlier attempt left of a call that goes on now, if it did."""
+        found = None if self._taking_up is None else self._taking_up.of(call, stage)
+        for message in found.finished if found is not None else ():
+            if message.stretches:
+                self.decided(call, given_by(call.ordinal, message.ids, message.stretches))
+            if call.engine == "rollout" and not self._is_known(call):
+                self.tally.num_samples += len(message.ids)
+                self.tally.num_tokens += sum(message.num_generated)
+        return found
+
+    def taken_in(self, file: str, size: int = 1) -> None:
+        """All that a worker's segment file says up to this byte is told, and of the record there perhaps a part; or all of a meter."""
+        self._known[file] = size
+
+    def _write_known(self) -> None:
+        known, self._known = self._known, {}
+        self._ledger.knows(known)
+
+    def ended(self, reason: str) -> None:
+        """The attempt is over: `done`, or why not."""
+        self._ledger.attempt_ended(self._attempt, reason)
+        self._ledger.commit(durably=True)
+        if reason == DONE:
+            self._clear_scratch(is_last=True)
+
+    def _clear_scratch(self, *, is_last: bool) -> None:
+        places = " UNION ".join(f"SELECT segment FROM {table}" for table in ("samples", "prefixes", "made", "expired"))
+        clear_scratch(self._run_dir / "segments", [name for (name,) in self._ledger.select(places)], is_last=is_last)
+
+    def num_well(self) -> int:
+        """How many calls of an eager run are over, from the first: it goes on from an error only if the flow caught that."""
+        over = "SELECT ordinal FROM calls WHERE state IN ('done', 'failed') AND ordinal >= ? ORDER BY ordinal"
+        ended = self._ledger.select(over, (self._num_well,))
+        for (ordinal,) in ended:
+            if ordinal != self._num_well:
+                break
+            self._num_well += 1
+        return self._num_well
+
+    def make_durable(self) -> None:
+        """All that was told so far is on the disk after this; of a run with shared storage, there."""
+        self._ledger.commit(durably=True)
+        if self._copying is not None:
+            self._copying.copy()
+
+    def gave(self, call: Call, ids: Sequence[int]) -> None:
+        """The samples of a call's result, where they are not simply all that it drew."""
+        self._ledger.gave(call.ordinal, ids)
+
+    def close(self) -> None:
+        """Close all of them, even if the disk is full for one."""
+        with contextlib.ExitStack() as closing:
+            if self._copying is not None:
+                closing.callback(self._copying.close)
+            for record in (self._trace, self._metrics, self._ledger):
+                closing.callback(record.close)
+            closing.callback(self.record.flush)
+
+    def call_added(self, call: Call) -> None:
+        self._ledger.commit_if_due()
+        if not self._is_known(call):
+            self._ledger.call_added(call)
+
+    def samples_done(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        finish: Sequence[int],
+        place: Place,
+        example: Sequence[str],
+    ) -> None:
+        self._ledger.samples_done(call.step, ids, num_tokens, num_generated, finish, place)
+        self.tally.num_samples += len(ids)
+        self.tally.num_tokens += sum(num_generated)
+        if len(example) == 2:
+            self.tally.example = (example[0], example[1])
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
+        self._ledger.rewarded(call, ids, values, parts)
+        if call.options.get("on_error") is not None:
+            self.num_failed.update((call.role, how) for of in parts for how in of if how in get_args(Failure) and len(of) == 1)
+
+    def discarded(self, call: Call, last: int) -> None:
+        """Samples of prompts beyond this position were not needed: they were generated for nothing, and do not count."""
+        self._ledger.discarded(call.ordinal, last)
+
+    def dropped(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples were late; they do not count, whether they are whole or not."""
+        self._ledger.dropped(call, ids, "late")
+
+    def filtered(self, call: Call, ids: Sequence[int]) -> None:
+        """A call, which decides what stays, left these samples out."""
+        self._ledger.filtered(call, ids)
+
+    def sample_failed(self, call: Call, sample: int, error: str) -> None:
+        self._ledger.sample_failed(call, sample, error)
+
+    def decided(self, call: Call, decisions: Decisions) -> None:
+        self._ledger.decided(decisions)
+
+    def samples_stopped(
+        self,
+        call: Call,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        stretches: Sequence[Sequence[VersionSpan]],
+        place: Place,
+    ) -> None:
+        """Samples that a call left unfinished: what they have by then is kept."""
+        self._ledger.samples_done(call.step, ids, num_tokens, num_generated, [Finish.ABORT] * len(ids), place)
+        self._ledger.flushed(call.ordinal, ids, num_tokens, num_generated, stretches, place)
+
+    def samples_flushed(
+        self,
+        call: int,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        stretches: Sequence[Sequence[VersionSpan]],
+        place: Place,
+    ) -> None:
+        """Samples that go on: what they have by now can be gone on from, if their worker is lost."""
+        self._ledger.flushed(call, ids, num_tokens, num_generated, stretches, place)
+
+    def samples_went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
+        """Samples go on from so many tokens of theirs, on this worker."""
+        self._ledger.went_on(call, ids, had, worker)
+
+    def samples_given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
+        """Nobody goes on with these samples, which had so many tokens."""
+        self._ledger.given_up(call, ids, num_generated)
+
+    def tokens_lost(self, running: Mapping[int, int], worker: str, reason: str) -> int:
+        """A worker is gone that had samples with so many tokens. Answers how many of these nobody wrote down."""
+        return self._ledger.lost(running, worker, reason)
+
+    def result(self, call: Call, place: Place) -> None:
+        """Rows of a function's result are in a segment file."""
+        self._ledger.result(call.ordinal, place)
+
+    def forgotten(self, call: int) -> None:
+        """Nobody needs a call's rows any more."""
+        self._ledger.forget_results(call)
+
+    def read_back(self, run_dir: Path, key: int, ids: Sequence[int], *, is_reward: bool) -> Batch:
+        """Rows that the ledger has of a call (`m2flow.micro.records.journal`)."""
+        return read_back(self._ledger, run_dir, key, ids, is_reward=is_reward)
+
+    def late(self, call: Call, ids: Sequence[int]) -> None:
+        """A call left these samples to the next of its line; they do not count unless that gives them."""
+        self._ledger.dropped(call, ids, "unused")
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples that earlier calls had left are in this call's result."""
+        self._ledger.given(call, ids)
+
+    def expired(self, call: Call, ids: Sequence[int]) -> None:
+        """What these samples had was too old for this call: they begin anew."""
+        self._ledger.expired(call, ids)
+
+    def incident(self, kind: str, worker: str, what: str) -> None:
+        """A worker was lost, or started again."""
+        self._ledger.incident(kind, worker, what)
+
+    def consumed(self, call: Call, epoch: int, ids: Sequence[int]) -> None:
+        self._ledger.consumed(call.ordinal, epoch, ids)
+
+    def call_done(self, call: Call, value: object) -> None:
+        """A call ended well. An update's numbers become metrics: of the policy by their own names, of others under theirs."""
+        if self._is_known(call):
+            if call.method == "update":
+                self._ledger.reapplied(self._attempt)
+            return
+        self._ledger.call_ended(call.ordinal, "done")
+        if isinstance(value, Batch) and ((call.drops and call.is_gated) or is_cut(call.options)):
+            self.gave(call, value.ids.tolist())
+        if not call.is_aligned:
+            self.record.came_to(call, value)
+        if call.method == "update" and isinstance(value, dict):
+            if self._alarm is not None:
+                self._alarm.hear(call, value, self.tally)
+            prefix = "setup/" if call.step < 0 else ""
+            prefix += "" if call.role == "policy" else f"{call.role}/"
+            self._metrics.write(max(call.step, 0), {prefix + name: number for name, number in value.items()})
+            if call.step >= 0:
+                bias = as_metrics(self._ledger.length_bias(call))
+                self._metrics.write(call.step, {prefix + name: number for name, number in bias.items()})
+            if call.step >= 0 and "reward" in value:
+                self.tally.rewards.append(value["reward"])
+
+    def _is_known(self, call: Call) -> bool:
+        """Whether an earlier attempt at the run has brought the call to its end; it is made again, or stands for its rows."""
+        return self._past is not None and call.ordinal in self._past.done
+
+    def call_failed(self, call: Call, error: M2FlowError) -> None:
+        for ordinal in (*call.under_refill, call.ordinal):
+            self._ledger.call_ended(ordinal, "failed", str(error))
+        if error.row >= 0:
+            self.sample_failed(call, error.row, error.what)
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self._ledger.logged(step, name, value)
+        self._metrics.write(max(step, 0), {name: value})
+        self.tally.logs[name] = value
+
+    def step_done(self, step: int) -> None:
+        self.tally.steps_done(step + 1)
+        self._ledger.commit()
+
+    def make_certain(self) -> None:
+        """What was told so far outlives this process."""
+        self._ledger.commit()
+
+    def commit_if_due(self) -> None:
+        """Make sure of what was written a while ago; to be called now and then."""
+        for kind, what in self._copying.news() if self._copying is not None else ():
+            self._ledger.incident(kind, "controller", what)
+        self._ledger.commit_if_due()
+
+    def spans(self, block: SpanBlock) -> None:
+        self._trace.append(block)

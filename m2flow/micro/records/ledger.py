@@ -1,0 +1,491 @@
+"""The ledger: who every sample is, where its tokens lie, what it was worth, what trained on it, and how it ended.
+
+consumed   some update trained on it
+    dropped    it was late, and in no result
+    filtered   a call that decides what stays left it out
+    expired    what it had was too old for the call that took it over, and it was not finished anew
+    failed     a call failed on it
+    unused     nothing trained on it: beyond the last prompt that was needed, carried and never given, or in no update's batch
+
+What a run writes down are facts, and they may overlap: a sample that one op filtered may be trained on all the same, and one that was
+judged may turn out not to be needed. The first in this order that holds is its ending. Read from the ledger, also while the run goes on:
+then `unused` may still become another.
+
+SQLite in WAL mode, on a local disk; tokens are in segment files (`m2flow.micro.records.segments`), pointed to from here. Writes gather in
+a transaction that ends about every second, so a crash loses at most that. Several threads may write, but one alone commits, between two
+events: what an event led to is there whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from m2flow.errors import InternalError, SpecError, naming_host_errors
+from m2flow.macro.graph import Call
+from m2flow.micro.protocol.staleness import Decision, Decisions, VersionSpan
+from m2flow.micro.records.length_bias import Class, bias_of
+from m2flow.micro.records.segments import Place, read_segment
+from m2flow.samples import Batch, Finish, SampleId, Segment
+
+ENDINGS = ("consumed", "dropped", "filtered", "expired", "failed", "unused")
+
+_VIEW = """
+CREATE TEMP VIEW endings AS
+SELECT samples.id AS id,
+    CASE WHEN used.sample IS NOT NULL THEN 'consumed'
+         WHEN is_beyond THEN 'unused'
+         WHEN dropped.reason = 'unused' AND old.sample IS NULL THEN 'unused'
+         WHEN dropped.reason = 'unused' THEN 'expired'
+         WHEN dropped.sample IS NOT NULL THEN 'dropped'
+         WHEN left_out.sample IS NOT NULL THEN 'filtered'
+         WHEN failed.sample IS NOT NULL THEN 'failed'
+         ELSE 'unused' END AS ending,
+    CASE WHEN used.sample IS NOT NULL THEN 'trained on by ' || (SELECT name || ', ' || site FROM calls WHERE ordinal = used.call)
+         WHEN is_beyond THEN 'its prompt lies beyond the last that was needed'
+         WHEN dropped.reason = 'unused' AND old.sample IS NULL THEN 'it was late, and no later call gave it'
+         WHEN dropped.reason = 'unused' THEN 'it was too old for ' || (SELECT name || ', ' || site FROM calls WHERE ordinal = old.call)
+         WHEN dropped.sample IS NOT NULL THEN dropped.reason
+         WHEN left_out.sample IS NOT NULL THEN 'left out by ' || (SELECT name || ', ' || site FROM calls WHERE ordinal = left_out.call)
+         WHEN failed.sample IS NOT NULL THEN (SELECT name || ', ' || site FROM calls WHERE ordinal = failed.call) || ': ' || failed.error
+         ELSE 'no update was given it' END AS reason
+FROM (SELECT id, prompt > last_prompt AS is_beyond FROM samples LEFT JOIN discarded ON discarded.call = samples.call) AS samples
+    LEFT JOIN (SELECT sample, min(update_call) AS call FROM consumption GROUP BY sample) AS used ON used.sample = samples.id
+    LEFT JOIN (SELECT sample, min(call) AS call FROM filtered GROUP BY sample) AS left_out ON left_out.sample = samples.id
+    LEFT JOIN (SELECT sample, max(call) AS call FROM expired GROUP BY sample) AS old ON old.sample = samples.id
+    LEFT JOIN dropped ON dropped.sample = samples.id LEFT JOIN failed ON failed.sample = samples.id
+"""
+
+
+def add_endings(db: sqlite3.Connection) -> None:
+    """Have a connection to a ledger know the view `endings`: a row (id, ending, reason) for each sample."""
+    db.execute(_VIEW)
+
+
+_SCHEMA = """
+CREATE TABLE calls (ordinal INTEGER PRIMARY KEY, step INTEGER, name TEXT, site TEXT, state TEXT, error TEXT);
+CREATE TABLE cursors (call INTEGER PRIMARY KEY, dataset TEXT, cursor INTEGER, num_rows INTEGER);
+CREATE TABLE samples (id INTEGER PRIMARY KEY, call INTEGER, prompt INTEGER, member INTEGER, step INTEGER, num_tokens INTEGER,
+    num_generated INTEGER, finish INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
+CREATE TABLE rewards (sample INTEGER, call INTEGER, name TEXT, value REAL, parts TEXT, PRIMARY KEY (call, sample)) WITHOUT ROWID;
+CREATE TABLE consumption (update_call INTEGER, epoch INTEGER, sample INTEGER, PRIMARY KEY (update_call, epoch, sample)) WITHOUT ROWID;
+CREATE TABLE discarded (call INTEGER PRIMARY KEY, last_prompt INTEGER);
+CREATE TABLE decisions (sample INTEGER PRIMARY KEY, call INTEGER, stretches BLOB);
+CREATE TABLE dropped (sample INTEGER PRIMARY KEY, call INTEGER, reason TEXT);
+CREATE TABLE filtered (sample INTEGER, call INTEGER, PRIMARY KEY (sample, call)) WITHOUT ROWID;
+CREATE TABLE failed (sample INTEGER PRIMARY KEY, call INTEGER, error TEXT);
+CREATE TABLE expired (sample INTEGER, call INTEGER, num_generated INTEGER, segment TEXT, offset INTEGER,
+    PRIMARY KEY (sample, call)) WITHOUT ROWID;
+CREATE TABLE prefixes (sample INTEGER PRIMARY KEY, call INTEGER, num_tokens INTEGER, num_generated INTEGER, stretches BLOB,
+    segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
+CREATE TABLE went_on (sample INTEGER, call INTEGER, had INTEGER, worker TEXT);
+CREATE TABLE given_up (sample INTEGER PRIMARY KEY, call INTEGER, num_generated INTEGER);
+CREATE TABLE lost (sample INTEGER, call INTEGER, worker TEXT, num_tokens INTEGER, reason TEXT);
+CREATE TABLE made (call INTEGER, segment TEXT, offset INTEGER, size INTEGER, checksum INTEGER);
+CREATE TABLE incidents (at_s REAL, kind TEXT, worker TEXT, what TEXT);
+CREATE TABLE logs (step INTEGER, name TEXT, value REAL);
+CREATE TABLE record (kind TEXT, position INTEGER, body BLOB, PRIMARY KEY (kind, position)) WITHOUT ROWID;
+CREATE TABLE seen (call INTEGER PRIMARY KEY, kind TEXT, body BLOB);
+CREATE TABLE results (call INTEGER PRIMARY KEY, ids BLOB);
+CREATE TABLE marks (name TEXT PRIMARY KEY, value INTEGER);
+CREATE TABLE known (file TEXT PRIMARY KEY, size INTEGER);
+CREATE TABLE attempts (number INTEGER PRIMARY KEY, began REAL, ended REAL, reason TEXT, checkpoint TEXT, num_calls INTEGER,
+    reapplied INTEGER);
+"""
+_COUNTED = """
+SELECT id, segment, offset, size, checksum FROM samples LEFT JOIN discarded ON samples.call = discarded.call
+WHERE (last_prompt IS NULL OR prompt <= last_prompt) AND id NOT IN (SELECT sample FROM dropped) ORDER BY id
+"""
+IS_CURRENT = "NOT EXISTS (SELECT 1 FROM expired e WHERE e.sample = s.id AND e.segment = s.segment AND e.offset = s.offset)"
+"""Of a row of `samples s`: the sample was not begun anew since."""
+_FAILED = "SELECT ordinal FROM calls WHERE state = 'failed'"
+_KNOWN = f"""
+SELECT coalesce(max(known), 0) FROM (SELECT num_generated AS known FROM samples s WHERE id = :id AND {IS_CURRENT}
+UNION ALL SELECT num_generated FROM prefixes WHERE sample = :id UNION ALL SELECT num_generated FROM given_up WHERE sample = :id)
+"""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[VersionSpan, ...]).decode
+_COMMIT_EVERY_S = 1.0
+
+
+class Ledger:
+    """Writes one run's records."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_new = not path.exists()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._committed_s = time.monotonic()
+        self._lock = threading.RLock()
+        self.before_commit: list[Callable[[], None]] = []
+        """What must be in the same transaction: called before each commit."""
+
+    def open(self) -> None:
+        self._run("PRAGMA journal_mode=WAL")
+        self._run("PRAGMA synchronous=NORMAL")
+        if self._is_new:
+            self._db.executescript(_SCHEMA)
+        self._run("BEGIN")
+
+    def close(self) -> None:
+        try:
+            self._gather()
+            self._run("COMMIT")
+        finally:
+            self._db.close()
+
+    def commit(self, *, durably: bool = False) -> None:
+        """End the transaction. A process that is killed loses nothing of it; with `durably`, a machine without power does not either."""
+        self._gather()
+        with self._lock:
+            self._run("COMMIT")
+            if durably:
+                self._run("PRAGMA wal_checkpoint(PASSIVE)")
+            self._run("BEGIN")
+            self._committed_s = time.monotonic()
+
+    def _gather(self) -> None:
+        for gather in self.before_commit:
+            gather()
+
+    def commit_if_due(self) -> None:
+        """Commit if the last time is a second ago."""
+        if time.monotonic() - self._committed_s > _COMMIT_EVERY_S:
+            self.commit()
+
+    def call_added(self, call: Call) -> None:
+        self._run("INSERT INTO calls VALUES (?,?,?,?,?,?)", (call.ordinal, call.step, call.name, str(call.site), "pending", None))
+        rows = call.options.get("rows")
+        if isinstance(rows, Batch):
+            self._run("INSERT INTO cursors VALUES (?,?,?,?)", (call.ordinal, call.role, call.options["cursor"], len(rows)))
+
+    def call_ended(self, ordinal: int, state: str, error: str | None = None) -> None:
+        self._run("UPDATE calls SET state=?, error=? WHERE ordinal=? AND state <> 'failed'", (state, error, ordinal))
+
+    def samples_done(
+        self, step: int, ids: Sequence[int], num_tokens: Sequence[int], num_generated: Sequence[int], finish: Sequence[int], place: Place
+    ) -> None:
+        """Generated samples, whose rows lie in a segment file. Told twice, it stays as it was; one that went on has its newest rows."""
+        records = []
+        for packed, *numbers in zip(ids, num_tokens, num_generated, finish, strict=True):
+            who = SampleId.unpack(packed)
+            records.append((packed, who.call, who.prompt, who.index, step, *numbers, *place))
+        self._many("INSERT OR REPLACE INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", records)
+        self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
+
+    def flushed(
+        self,
+        call: int,
+        ids: Sequence[int],
+        num_tokens: Sequence[int],
+        num_generated: Sequence[int],
+        stretches: Sequence[Sequence[VersionSpan]],
+        place: Place,
+    ) -> None:
+        """Samples that have not finished can go on from these rows; of each the newest counts."""
+        told = zip(ids, num_tokens, num_generated, stretches, strict=True)
+        records = [(packed, call, total, made, _encode(tuple(of)), *place) for packed, total, made, of in told]
+        self._many("INSERT OR REPLACE INTO prefixes VALUES (?,?,?,?,?,?,?,?,?)", records)
+
+    def went_on(self, call: int, ids: Sequence[int], had: Sequence[int], worker: str) -> None:
+        """Samples go on from so many tokens of theirs, on this worker."""
+        self._many("INSERT INTO went_on VALUES (?,?,?,?)", [(i, call, count, worker) for i, count in zip(ids, had, strict=True)])
+
+    def given_up(self, call: int, ids: Sequence[int], num_generated: Sequence[int]) -> None:
+        """Samples that had so many tokens were given up: nobody goes on with them."""
+        self._many("INSERT OR REPLACE INTO given_up VALUES (?,?,?)", [(i, call, n) for i, n in zip(ids, num_generated, strict=True)])
+        self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
+
+    def lost(self, running: Mapping[int, int], worker: str, reason: str) -> int:
+        """A worker is gone that had samples with so many tokens; those that nobody wrote down are lost. Answers how many that are."""
+        records = []
+        with self._lock:
+            for packed, count in running.items():
+                known = self.tokens_of(packed)
+                if count > known:
+                    records.append((packed, SampleId.unpack(packed).call, worker, count - known, reason))
+        self._many("INSERT INTO lost VALUES (?,?,?,?,?)", records)
+        return sum(record[3] for record in records)
+
+    def result(self, call: int, place: Place) -> None:
+        """Rows of a function's result."""
+        self._run("INSERT INTO made VALUES (?,?,?,?,?)", (call, *place))
+
+    def forget_results(self, call: int) -> None:
+        """Nobody needs the rows of a function's result any more."""
+        self._run("DELETE FROM made WHERE call=?", (call,))
+
+    def knows(self, files: Mapping[str, int]) -> None:
+        """How far the files that workers write beside the ledger are taken in: segments up to a byte, from where on they
+        must be looked at; meters, which are 1 then, whole."""
+        self._many("INSERT OR REPLACE INTO known VALUES (?,?)", list(files.items()))
+
+    def tokens_of(self, sample: int) -> int:
+        """How many generated tokens of a sample are written down, as it is now."""
+        with self._lock:
+            return int(self._db.execute(_KNOWN, {"id": sample}).fetchone()[0])
+
+    def select(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """What a query finds, also of what is not committed yet."""
+        with self._lock:
+            return self._db.execute(statement, values).fetchall()
+
+    def rewarded(self, call: Call, ids: Sequence[int], values: Sequence[float], parts: Sequence[Mapping[str, float]] = ()) -> None:
+        """A call judged these samples. `parts` says of each what its reward is made of; empty if none has any."""
+        made_of = [json.dumps(of) if of else None for of in parts] or [None] * len(ids)
+        records = [(i, call.ordinal, call.role, v, of) for i, v, of in zip(ids, values, made_of, strict=True)]
+        self._many("INSERT OR IGNORE INTO rewards VALUES (?,?,?,?,?)", records)
+
+    def decided(self, decisions: Decisions) -> None:
+        """Which call gave each sample and which weights generated it, where that depended on time."""
+        records = [(packed, one.call, _encode(one.stretches)) for packed, one in decisions.items()]
+        self._many("INSERT OR REPLACE INTO decisions VALUES (?,?,?)", records)
+
+    def consumed(self, update_call: int, epoch: int, ids: Iterable[int]) -> None:
+        """These samples went into an update's gradient. The same once more in one epoch is an error of ours."""
+        try:
+            self._many("INSERT INTO consumption VALUES (?,?,?)", [(update_call, epoch, i) for i in ids])
+        except sqlite3.IntegrityError:
+            raise InternalError(f"a sample was trained on twice in epoch {epoch} of call {update_call}") from None
+
+    def discarded(self, call: int, last_prompt: int) -> None:
+        """Samples of this call's prompts beyond the last one do not count, whether they have come in or not."""
+        self._run("INSERT INTO discarded VALUES (?,?)", (call, last_prompt))
+
+    def dropped(self, call: Call, ids: Sequence[int], reason: str) -> None:
+        """These samples are in no result, whether they have come in or not. Of several calls that left a sample the last counts."""
+        self._many("INSERT OR REPLACE INTO dropped VALUES (?,?,?)", [(packed, call.ordinal, reason) for packed in ids])
+
+    def filtered(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples a call left out of its result."""
+        self._many("INSERT OR IGNORE INTO filtered VALUES (?,?)", [(packed, call.ordinal) for packed in ids])
+
+    def sample_failed(self, call: Call, sample: int, error: str) -> None:
+        """A call failed on this sample."""
+        self._run("INSERT OR IGNORE INTO failed VALUES (?,?,?)", (sample, call.ordinal, error))
+
+    def given(self, call: Call, ids: Sequence[int]) -> None:
+        """These samples, which earlier calls had left, are in a call's result."""
+        self._many("DELETE FROM dropped WHERE sample=?", [(packed,) for packed in ids])
+        self._many("UPDATE decisions SET call=? WHERE sample=?", [(call.ordinal, packed) for packed in ids])
+
+    def expired(self, call: Call, ids: Sequence[int]) -> None:
+        """What these samples had by now was too old for a call, which begins them anew."""
+        records = [(call.ordinal, packed) for packed in ids]
+        self._many("INSERT OR IGNORE INTO expired SELECT sample, ?, num_generated, segment, offset FROM prefixes WHERE sample=?", records)
+        self._many("INSERT OR IGNORE INTO expired SELECT id, ?, num_generated, segment, offset FROM samples WHERE id=?", records)
+        self._many("DELETE FROM prefixes WHERE sample=?", [(packed,) for packed in ids])
+
+    def incident(self, kind: str, worker: str, what: str) -> None:
+        """Something that happened to a worker: it was lost, or started again."""
+        self._run("INSERT INTO incidents VALUES (?,?,?,?)", (time.time(), kind, worker, what))
+
+    def logged(self, step: int, name: str, value: float) -> None:
+        self._run("INSERT INTO logs VALUES (?,?,?)", (step, name, value))
+
+    def gave(self, call: int, ids: Sequence[int]) -> None:
+        """The samples of a call's result, where they are not simply all that it drew."""
+        self._run("INSERT OR REPLACE INTO results VALUES (?,?)", (call, np.asarray(ids, "<i8").tobytes()))
+
+    def mark(self, name: str, value: int) -> None:
+        """How far something beside the ledger has come, for `read_mark`."""
+        self._run("INSERT OR REPLACE INTO marks VALUES (?,?)", (name, value))
+
+    def attempt_began(self, number: int, checkpoint: str, num_calls: int) -> None:
+        """An attempt at the run, the first or one that takes it up again, from a checkpoint that includes so many calls."""
+        self._run("INSERT OR REPLACE INTO attempts VALUES (?,?,NULL,NULL,?,?,0)", (number, time.time(), checkpoint, num_calls))
+
+    def reapplied(self, number: int) -> None:
+        """This attempt has made an update again that an earlier one had made."""
+        self._run("UPDATE attempts SET reapplied = reapplied + 1 WHERE number=?", (number,))
+
+    def attempt_ended(self, number: int, reason: str) -> None:
+        """`done`, or why it did not come to the program's end."""
+        self._run("UPDATE attempts SET ended=?, reason=? WHERE number=?", (time.time(), reason, number))
+
+    def change(self, statement: str, values: Sequence[object] = ()) -> None:
+        """Whatever else is to be written."""
+        self._run(statement, values)
+
+    def forget_looks(self, first: int) -> None:
+        """The program will look again, from its look of this number on."""
+        self._run("DELETE FROM record WHERE kind='look' AND position >= ?", (first,))
+
+    def remembered(self, kind: str, bodies: Sequence[tuple[int, bytes]]) -> None:
+        """Parts of the flow's record (`m2flow.micro.records.flow_record`): position and body."""
+        self._many("INSERT OR IGNORE INTO record VALUES (?,?,?)", [(kind, *body) for body in bodies])
+
+    def saw(self, call: int, kind: str, body: bytes) -> None:
+        """The value of a call, as the program sees it."""
+        self._run("INSERT OR IGNORE INTO seen VALUES (?,?,?)", (call, kind, body))
+
+    def length_bias(self, update: Call) -> dict[str, Class]:
+        """What an update trained on, beside all that was sampled for it."""
+        with self._lock:
+            return bias_of(self._db, update)
+
+    def has_samples(self, ids: Sequence[int]) -> bool:
+        """Whether the segments have the rows of all of these."""
+        with self._lock:
+            return all(self._db.execute("SELECT 1 FROM samples WHERE id=?", (packed,)).fetchone() for packed in ids)
+
+    def _run(self, statement: str, values: Sequence[object] = ()) -> None:
+        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+            self._db.execute(statement, values)
+
+    def _many(self, statement: str, records: Sequence[Sequence[object]]) -> None:
+        with naming_host_errors(f"can't write the ledger {self._path}"), self._lock:
+            self._db.executemany(statement, records)
+
+
+def read_samples(run_dir: Path) -> Iterator[tuple[Batch, list[float]]]:
+    """Each sample of a run that counts (a batch of one) with its rewards in the order of their calls; in the order of identity. What a
+    reward said that failed on others is none."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        rewards: dict[int, list[float]] = {}
+        for sample, value in db.execute(f"SELECT sample, value FROM rewards WHERE call NOT IN ({_FAILED}) ORDER BY call, sample"):
+            rewards.setdefault(sample, []).append(value)
+        records: dict[Place, tuple[Batch, dict[int, int]]] = {}
+        for packed, *place in db.execute(_COUNTED):
+            where: Place = (place[0], place[1], place[2], place[3])
+            if where not in records:
+                batch = read_segment(run_dir / "segments", where)
+                records[where] = (batch, {one: row for row, one in enumerate(batch.ids.tolist())})
+            batch, rows = records[where]
+            yield batch.take([rows[packed]]), rewards.get(packed, [])
+    finally:
+        db.close()
+
+
+def read_decisions(run_dir: Path) -> dict[int, Decision]:
+    """What depended on time in a run, by sample. Of other samples the program says it.
+
+    Of a generation that was over-sampled, only samples of its result are there.
+
+    Raises:
+        SpecError: the directory has no ledger with such a record.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            found = db.execute("SELECT sample, call, stretches FROM decisions WHERE sample NOT IN (SELECT sample FROM dropped)")
+            return {sample: Decision(call, _decode(stretches)) for sample, call, stretches in found}
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the decisions of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
+def read_lengths(run_dir: Path) -> Iterator[tuple[int, int, int, int, int, bool]]:
+    """Of each sample that came in, whether it counted or not, in the order of identity: the call, the position of its prompt, the
+    step, tokens of its prompt and tokens generated, and whether it was cut (at its limit, or aborted).
+
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            rows = "SELECT call, prompt, step, num_tokens - num_generated, num_generated, finish FROM samples ORDER BY id"
+            for *numbers, finish in db.execute(rows):
+                call, prompt, step, num_prompt, num_generated = numbers
+                yield call, prompt, step, num_prompt, num_generated, finish != Finish.STOP
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that happened to a worker."""
+
+    at_s: float
+    """Unix time."""
+    kind: str
+    """`lost` or `started again`."""
+    worker: str
+    what: str
+
+
+def read_incidents(run_dir: Path) -> list[Incident]:
+    """What happened to the workers of a run, the first first."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        return [Incident(*row) for row in db.execute("SELECT at_s, kind, worker, what FROM incidents ORDER BY at_s")]
+    finally:
+        db.close()
+
+
+def read_beginnings(run_dir: Path) -> list[float]:
+    """When each attempt at a run began, Unix seconds; none of a run without a ledger."""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        return [began for (began,) in db.execute("SELECT began FROM attempts ORDER BY number")]
+    return []
+
+
+def read_endings(run_dir: Path) -> dict[str, int]:
+    """How many samples of a run ended in no result, by reason: `late` (dropped), `unused` (carried, and nobody took them over)."""
+    db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+    try:
+        return dict(db.execute("SELECT reason, COUNT(*) FROM dropped GROUP BY reason ORDER BY reason"))
+    finally:
+        db.close()
+
+
+def read_num_failed(run_dir: Path) -> int:
+    """How many calls of a run failed: of one that has ended well, those whose error the flow caught."""
+    with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        return len(db.execute(_FAILED).fetchall())
+
+
+def read_token_counts(run_dir: Path) -> dict[int, tuple[int, int, int]]:
+    """Of each sample that came in: the step, tokens of its prompt, and tokens generated.
+
+    Raises:
+        SpecError: the directory has no ledger.
+    """
+    try:
+        db = sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)
+        try:
+            rows = db.execute("SELECT id, step, num_tokens - num_generated, num_generated FROM samples")
+            return {packed: (step, num_prompt, num_generated) for packed, step, num_prompt, num_generated in rows}
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise SpecError(
+            f"can't read the samples of {run_dir}: {error}", now="Give the directory of a run, as `m2flow run` names it."
+        ) from None
+
+
+def samples_digest(run_dir: Path) -> str:
+    """SHA-256 over every sample: identity, token ids, what was prompt and what generated, and rewards; in the order of identity. Not over
+    those of a generation that failed: how many it had made by then goes by the plan."""
+    total = hashlib.sha256()
+    with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
+        failed = {call for (call,) in db.execute(_FAILED)}
+    for sample, rewards in read_samples(run_dir):
+        if SampleId.unpack(int(sample.ids[0])).call in failed:
+            continue
+        total.update(sample.ids.astype("<i8").tobytes())
+        total.update(np.asarray(sample.ragged("tokens").values, "<i4").tobytes())
+        kinds = sample.ragged("segment_kinds").values == Segment.GENERATED
+        total.update(np.asarray(kinds, np.uint8).tobytes() + np.asarray(sample.ragged("segment_lengths").values, "<i4").tobytes())
+        total.update(np.asarray(rewards, "<f8").tobytes())
+    return total.hexdigest()

@@ -1,0 +1,161 @@
+"""What a run leaves on disk.
+
+runs/<flow>-<time>/
+    config.json  plan.txt  plan.json      what was asked for, and what was decided
+    ledger.db  segments/                  every sample
+    metrics.jsonl  tensorboard/           numbers by step
+    trace/  trace.json.gz                 the schedule, for OpenTelemetry and Perfetto
+    checkpoints/step-000020/              what a run goes on from, with the state of optimisers
+    checkpoints/final/<role>/             the trained models, in Hugging Face format
+    logs/<worker>.log                     what each worker printed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import enum
+import errno
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2flow.errors import SpecError, host_error
+from m2flow.micro.protocol.plan import Plan
+from m2flow.spec import ClusterSpec, RunSettings
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+
+
+@contextlib.contextmanager
+def naming_a_full_disk(directory: Path | str) -> Iterator[None]:
+    """Where a run writes its records: what the operating system says of a full or broken disk becomes an error that names the place. Other
+    errors may be of the flow, which runs in here.
+
+    Raises:
+        HostError: the disk under `directory` took no more.
+    """
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        found = host_error(f"can't write the records of the run in {directory}", error)
+        if found is None or (isinstance(error, OSError) and error.errno not in _FULL):
+            raise
+        raise found from error
+
+
+def create_run_dir(runs_dir: str, flow: str) -> Path:
+    """A new directory for a run, named after its flow and the time.
+
+    Raises:
+        SpecError: it can't be made.
+    """
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = Path(runs_dir) / (f"{flow}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SpecError(f"can't make the run directory {path}: {error.strerror}", now="Give another place with --runs-dir.") from None
+        for name in ("segments", "logs", "checkpoints", "trace"):
+            (path / name).mkdir()
+        return path
+    raise SpecError(f"can't find a free name for a run of {flow} in {runs_dir}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run was asked for."""
+
+    run_dir: Path
+    flow: str
+    """Its file, as it was given."""
+    directory: str
+    """Where that was said, and where relative paths are from."""
+    options: dict[str, object]
+    """Of the flow, as far as a file holds them: numbers, texts, names of choices, paths."""
+    settings: RunSettings
+    cluster: ClusterSpec
+    repeats_decisions: bool
+
+
+def read_config(run_dir: Path) -> Config:
+    """
+    Raises:
+        SpecError: it is not the directory of a run, or of one that an earlier m2flow made.
+    """
+    file = run_dir / "config.json"
+    try:
+        found = json.loads(file.read_text())
+        settings, cluster = RunSettings.model_validate(found["settings"]), ClusterSpec.model_validate(found["cluster"])
+        return Config(run_dir, found["flow"], found["directory"], found["options"], settings, cluster, found["repeats_decisions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            f"{file} does not say what the run was: {error}", now="Give a run's directory, as `m2flow run` prints it."
+        ) from None
+
+
+def write_config(
+    run_dir: Path,
+    *,
+    flow_file: str,
+    options: Mapping[str, object],
+    settings: RunSettings,
+    spec: ClusterSpec,
+    repeats_decisions: bool = False,
+) -> None:
+    """What was asked for, resolved."""
+    config = {
+        "flow": flow_file,
+        "directory": str(Path.cwd()),
+        "options": {name: option_text(value) for name, value in options.items()},
+        "repeats_decisions": repeats_decisions,
+        "settings": settings.model_dump(),
+        "cluster": spec.model_dump(),
+    }
+    (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def move(run_dir: Path, spec: ClusterSpec, plan: Plan, attempt: int) -> bool:
+    """Have a run that goes on do so on another cluster, if it is another; whether it is. What it was and the plan for that are kept as
+    `config.before-3.json` and `plan.before-3.json`, where 3 is the attempt at the run that begins now.
+
+    Raises:
+        SpecError: it has another engine for training, which can't read the checkpoints and the state of optimisers.
+    """
+    before = read_config(run_dir).cluster
+    if before == spec:
+        return False
+    if before.train.engine != spec.train.engine:
+        raise SpecError(
+            f"the run in {run_dir} was trained by the engine {before.train.engine}, and {spec.name} has {spec.train.engine}",
+            now=f"Checkpoints are the engine's own. Say engine: {before.train.engine} under train, or begin a new run.",
+        )
+    found = json.loads((run_dir / "config.json").read_text()) | {"cluster": spec.model_dump()}
+    texts = {"plan.txt": f"{plan}\n", "plan.json": plan.to_json().decode(), "config.json": json.dumps(found, indent=2) + "\n"}
+    for name, text in texts.items():
+        file = run_dir / name
+        (run_dir / f".{name}.new").write_text(text)
+        shutil.copyfile(file, file.with_name(f"{file.stem}.before-{attempt}{file.suffix}"))
+    for name in texts:
+        (run_dir / f".{name}.new").replace(run_dir / name)
+    return True
+
+
+def option_text(value: object) -> object:
+    """A value as a configuration has it: as one would write it on the command line, where that can be."""
+    if isinstance(value, enum.Enum):
+        return value.value if isinstance(value.value, str) else value.name
+    if isinstance(value, Path):
+        return str(value)
+    return value if isinstance(value, int | float | str | bool | None) else repr(value)
+
+
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    (run_dir / "plan.txt").write_text(f"{plan}\n")
+    (run_dir / "plan.json").write_bytes(plan.to_json())

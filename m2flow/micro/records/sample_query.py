@@ -1,0 +1,269 @@
+"""The samples of a run as people ask for them: chosen by a condition, shown with their texts and their life, written to a file.
+
+    ledger.db, segments/ --SampleBook--> Entry ... --export--> JSON lines or Parquet
+
+Reads only, also while the run goes on. A condition is an SQL expression over the columns of `COLUMNS`; SQLite runs it on a connection
+that can change nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from m2flow.errors import EngineError, OptionError, SpecError
+from m2flow.micro.records.ledger import add_endings
+from m2flow.micro.records.segments import Place, read_segment, worker_of
+from m2flow.samples import Batch, Finish, SampleId
+
+COLUMNS = {
+    "sample": "its identity: the call that drew it, the prompt's position there, its index in the group, as 3/17/2",
+    "step": "the step of the flow in which it was generated",
+    "call": "the name of the generate call",
+    "site": "the call's line",
+    "prompt": "the prompt's position in the call",
+    "member": "its index in the group",
+    "prompt_tokens": "tokens",
+    "response_tokens": "tokens generated",
+    "finish": "stop, length or abort",
+    "reward": "what the last call that rewarded it gave; null if none did",
+    "parts": "what that reward is made of, as JSON: parts ->> 'brevity' < 0; null if its function does not say",
+    "num_rewards": "calls that rewarded it",
+    "num_updates": "times that it was trained on: update calls times epochs",
+    "ending": "consumed, dropped, filtered, expired, failed, or unused so far",
+    "reason": "why it ended so",
+}
+"""What a condition may name."""
+
+_FINISH = "CASE finish " + " ".join(f"WHEN {finish.value} THEN '{finish.name.lower()}'" for finish in Finish) + " END"
+_VIEW = f"""
+CREATE TEMP VIEW book AS SELECT samples.id AS id,
+    samples.call || '/' || samples.prompt || '/' || samples.member AS sample,
+    samples.step AS step, calls.name AS call, calls.site AS site, samples.prompt AS prompt, samples.member AS member,
+    samples.num_tokens - samples.num_generated AS prompt_tokens, samples.num_generated AS response_tokens, {_FINISH} AS finish,
+    rewarded.value AS reward, rewarded.parts AS parts, coalesce(rewarded.number, 0) AS num_rewards,
+    coalesce(trained.number, 0) AS num_updates, endings.ending AS ending, endings.reason AS reason
+FROM samples JOIN calls ON calls.ordinal = samples.call JOIN endings ON endings.id = samples.id
+    LEFT JOIN (SELECT sample, value, parts, max(call), count(*) AS number FROM rewards GROUP BY sample) AS rewarded
+        ON rewarded.sample = samples.id
+    LEFT JOIN (SELECT sample, count(*) AS number FROM consumption GROUP BY sample) AS trained ON trained.sample = samples.id
+"""
+_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sample. The fields up to `reason` are those of `COLUMNS`, without `parts`."""
+
+    sample: str
+    step: int
+    call: str
+    site: str
+    prompt: int
+    member: int
+    prompt_tokens: int
+    response_tokens: int
+    finish: str
+    reward: float | None
+    num_rewards: int
+    num_updates: int
+    ending: str
+    reason: str
+    prompt_text: str
+    response_text: str
+    rewards: dict[str, float]
+    """By the name of the role that gave it and its line: `verifier flows/grpo.py:44`."""
+    parts: dict[str, dict[str, float]]
+    """What each of these is made of, by name; of those whose function says so."""
+    versions: list[int]
+    """Of the weights that its tokens are of, oldest first."""
+    mean_logprob: float | None
+    """Of its generated tokens."""
+    life: list[str]
+    """What happened to it, in order."""
+
+
+class SampleQuery:
+    """The samples of one run. A context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._records: dict[Place, Batch] = {}
+
+    def __enter__(self) -> SampleQuery:
+        path = self._run_dir / "ledger.db"
+        if not path.is_file():
+            raise SpecError(f"there is no ledger in {self._run_dir}", now="Give a run's directory, as `m2flow run` prints it.")
+        try:
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            add_endings(self._db)
+            self._db.execute(_VIEW)
+        except sqlite3.Error as error:
+            raise SpecError(f"can't read {path}: {error}", now="It may be of another version of m2flow.") from None
+        self._db.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    def count(self, where: str = "") -> int:
+        """Samples that meet a condition.
+
+        Raises:
+            OptionError: the condition is no expression over the columns.
+        """
+        return int(self._rows(f"SELECT count(*) FROM book {_condition(where)}")[0][0])
+
+    def entries(self, where: str = "", *, order: str = "", limit: int | None = None) -> Iterator[Entry]:
+        """Samples that meet a condition, in the order of identity or of an expression.
+
+        Raises:
+            OptionError: the condition or the order is no expression over the columns.
+            EngineError: a segment file is damaged or missing.
+        """
+        names = ", ".join(COLUMNS)
+        by = f"{order}, id" if order else "id"
+        cut = "" if limit is None else f" LIMIT {int(limit)}"
+        for packed, *values in self._rows(f"SELECT id, {names} FROM book {_condition(where)} ORDER BY {by}{cut}"):
+            yield self._entry(packed, values)
+
+    def table(self, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Of every sample the packed identity and some of `COLUMNS`, in the order of identity. No text is read."""
+        return self._rows(f"SELECT id, {', '.join(column for column in columns if column in COLUMNS)} FROM book ORDER BY id")
+
+    def rows_of(self, packed: int) -> Batch:
+        """A sample's row as its worker wrote it.
+
+        Raises:
+            EngineError: a segment file is damaged or missing.
+        """
+        segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
+        return self._row((segment, *place), packed)
+
+    def _entry(self, packed: int, values: Sequence[Any]) -> Entry:
+        known = dict(zip(COLUMNS, values, strict=True))
+        del known["parts"]  # Of the last reward alone.
+        segment, *place = self._rows("SELECT segment, offset, size, checksum FROM samples WHERE id = ?", (packed,))[0]
+        row = self._row((segment, *place), packed)
+        versions = sorted(set(row.ragged("versions").values.tolist()) - {-1}) if "versions" in row else []
+        mask = row.ragged("loss_mask").values
+        logprobs = row.ragged("logprobs").values[mask] if "logprobs" in row else np.empty(0)
+        rewards = self._rows(
+            "SELECT rewards.name, calls.site, value, parts FROM rewards JOIN calls ON calls.ordinal = call WHERE sample = ? ORDER BY call",
+            (packed,),
+        )
+        return Entry(
+            **known,
+            prompt_text=str(row.ragged("prompt").item(0)) if "prompt" in row else "",
+            response_text=str(row.ragged("text").item(0)) if "text" in row else "",
+            rewards={f"{name} {site}": value for name, site, value, _ in rewards},
+            parts={f"{name} {site}": json.loads(parts) for name, site, _, parts in rewards if parts},
+            versions=versions,
+            mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
+            life=self._life(packed, known, str(segment), versions, rewards),
+        )
+
+    def _life(self, packed: int, known: dict[str, Any], segment: str, versions: list[int], rewards: list[tuple[Any, ...]]) -> list[str]:
+        weights = f", weights of version {', '.join(map(str, versions))}" if versions else ""
+        ((drawn_in,),) = self._rows("SELECT calls.step FROM samples JOIN calls ON calls.ordinal = samples.call WHERE id = ?", (packed,))
+        life = [f"asked for by {known['call']}, {known['site']}, in step {drawn_in}"]
+        expired = self._rows(
+            "SELECT num_generated, step FROM expired JOIN calls ON calls.ordinal = call WHERE sample = ? ORDER BY call", (packed,)
+        )
+        life += [f"begun anew: {tokens} tokens were too old for step {step}" for tokens, step in expired]
+        lost = self._rows("SELECT num_tokens, reason FROM lost WHERE sample = ? ORDER BY rowid", (packed,))
+        life += [f"lost: {tokens} tokens, {reason}" for tokens, reason in lost]
+        for had, worker in self._rows("SELECT had, worker FROM went_on WHERE sample = ? ORDER BY rowid", (packed,)):
+            life.append(f"went on: from its first {had} tokens, on {worker}")
+        life += [
+            f"generated: {known['response_tokens']} tokens on {worker_of(segment)}{weights}; ended by {known['finish']}",
+        ]
+        given = "SELECT calls.step FROM decisions JOIN calls ON calls.ordinal = call WHERE sample = ? AND call != ?"
+        for (step,) in self._rows(given, (packed, SampleId.unpack(packed).call)):
+            life.append(f"carried: it was late, and given in step {step}")
+        life += [f"rewarded: {value:g} by {name}, {site}" for name, site, value, _ in rewards]
+        updates = self._rows(
+            "SELECT calls.name, calls.site, calls.step, epoch FROM consumption JOIN calls ON calls.ordinal = update_call "
+            "WHERE sample = ? ORDER BY update_call, epoch",
+            (packed,),
+        )
+        life += [f"trained on: {name}, {site}, in step {step}, epoch {epoch}" for name, site, step, epoch in updates]
+        return life if known["ending"] == "consumed" else [*life, f"{known['ending']}: {known['reason']}"]
+
+    def _row(self, place: Place, packed: int) -> Batch:
+        if place not in self._records:
+            self._records = {place: self._read(place)}  # Samples of one record follow each other; more need not be kept.
+        batch = self._records[place]
+        return batch.select(np.array([packed], np.int64))
+
+    def _read(self, place: Place) -> Batch:
+        try:
+            return read_segment(self._run_dir / "segments", place)
+        except OSError as error:
+            raise EngineError(f"the segment {place[0]} of {self._run_dir} can't be read: {error.strerror}") from None
+
+    def _rows(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(statement, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise OptionError(f"the condition can't be used: {error}", now=f"It is an SQL expression over {', '.join(COLUMNS)}.") from None
+
+
+def _condition(where: str) -> str:
+    """
+    Raises:
+        OptionError: it is more than one expression.
+    """
+    if ";" in where or "--" in where:
+        raise OptionError(f"the condition {where!r:.80} is more than an expression", now="Example: reward < 0.5 and step = 3")
+    return f"WHERE ({where})" if where.strip() else ""
+
+
+def export(entries: Iterator[Entry], path: Path) -> int:
+    """Write entries as JSON lines, or as Parquet if the name ends in .parquet. Answers how many.
+
+    Raises:
+        OptionError: Parquet was asked for, and pyarrow is not installed.
+        SpecError: the file can't be written.
+    """
+    try:
+        if path.suffix == ".parquet":
+            return _as_parquet(entries, path)
+        number = 0
+        with path.open("wb") as file:
+            for entry in entries:
+                file.write(msgspec.json.encode(asdict(entry)) + b"\n")
+                number += 1
+        return number
+    except OSError as error:
+        raise SpecError(f"can't write {path}: {error.strerror or error}") from None
+
+
+def _as_lists(entry: Entry) -> dict[str, object]:
+    """Its mappings with keys of a run's own as lists: in a table, each key would be a column of all rows."""
+    return {
+        "rewards": [{"by": by, "value": value} for by, value in entry.rewards.items()],
+        "parts": [{"by": by, "name": name, "value": value} for by, of in entry.parts.items() for name, value in of.items()],
+    }
+
+
+def _as_parquet(entries: Iterator[Entry], path: Path) -> int:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise OptionError(
+            f"{path} needs pyarrow, which is not installed", now="pip install 'm2flow[parquet]', or name a .jsonl file."
+        ) from None
+    rows = [asdict(entry) | _as_lists(entry) for entry in entries]
+    with contextlib.closing(pa.OSFile(str(path), "wb")) as sink:
+        pq.write_table(pa.Table.from_pylist(rows), sink)
+    return len(rows)

@@ -1,0 +1,1 @@
+"""The scheduler: a pure state machine, events in and commands out."""

@@ -1,0 +1,77 @@
+"""Samples that are late by the clock: how long each may take, and what becomes of those that take longer.
+
+    Generate --began--> Deadlines --due--> TimedOut --time_out--> the sample is stopped, its group is in no result
+
+The scheduler has no clock: the controller and the simulator ask `Deadlines` what is due, each by its own. A sample that goes on elsewhere,
+or begins anew after its worker was lost, keeps the deadline that it had first. Limit: a run that is resumed begins to count anew.
+`m2flow.macro.oversampling` says what the program means by it. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, final
+
+from m2flow.macro.graph import Call
+from m2flow.macro.oversampling import timeout_of
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.events import TimedOut
+from m2flow.samples import group_key
+
+if TYPE_CHECKING:
+    from m2flow.micro.scheduler.state import SchedulerState
+
+
+@final
+class Deadlines:
+    """Of the samples that are generated now."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, int]] = set()
+        """(call, sample)."""
+        self._heap: list[tuple[float, int, int]] = []
+        """(when, call, sample)."""
+
+    def began(self, task: m.Generate, call: Call, now_s: float) -> float | None:
+        """Samples are handed to an engine; the time when those that were not before are due."""
+        timeout_s = timeout_of(call.options)
+        if timeout_s is None:
+            return None
+        for row in task.ids:
+            if (task.call, row) not in self._known:
+                self._known.add((task.call, row))
+                heapq.heappush(self._heap, (now_s + timeout_s, task.call, row))
+        return now_s + timeout_s
+
+    def due(self, now_s: float) -> list[TimedOut]:
+        """What has had its time, done or not: each sample once."""
+        found: dict[int, list[int]] = {}
+        while self._heap and self._heap[0][0] <= now_s:
+            _, call, row = heapq.heappop(self._heap)
+            self._known.discard((call, row))
+            found.setdefault(call, []).append(row)
+        return [TimedOut(call, rows) for call, rows in found.items()]
+
+
+def time_out(board: SchedulerState, event: TimedOut) -> None:
+    """Give up the groups of the samples that are not done."""
+    state = board.calls.get(event.call)
+    if state is None or state.is_over:
+        return
+    late = {group_key(row) for row in event.ids if row not in state.done and row not in state.dropped}
+    rows = [row for row in state.ids if group_key(row) in late and row not in state.done]
+    if not rows:
+        return
+    state.gave_up(rows)
+    if state.placing is not None:
+        state.placing.gave_up(rows)
+    gone = set(rows)
+    for worker in list(state.tasks_at):
+        there = [row for _, task in board.tasks.of(worker) if task.message.call == event.call for row in task.rows if row in gone]
+        if there:
+            board.send(worker, m.Preempt(event.call, there))
+    board.handed_out(state)
+    if state.failure is None:
+        board.cut(state)
+    elif state.has_settled:
+        board.fail(state, state.failure[1])

@@ -1,0 +1,120 @@
+"""Functions: rewards and ops, on whatever is ready, as soon as a process is free.
+
+A task takes what is ready up to the stage's chunk, and does not wait for more: while it runs, the next rows gather.
+
+A call whose rows a worker is about to make may go there at once, and waits for them in the worker's queue, so that a chain of calls on
+the same rows needs no word from here between one and the next. That is done where nothing is lost by it: all rows of both calls are one
+task each, and nobody else could begin with any of the second one's before, or with another call that waits for the same. Once a worker
+was lost it is not done any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from m2flow.macro.graph import Call, Granularity
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.worker_state import WorkerState
+from m2flow.micro.scheduler.call_state import CallState
+from m2flow.micro.scheduler.rollout_dispatch import Offer
+from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.micro.scheduler.task_queues import MAX_QUEUED
+
+
+class FunctionDispatch:
+    """Feeds the processes that run users' functions."""
+
+    def __init__(self, board: SchedulerState) -> None:
+        self._board = board
+        self._last: dict[str, CallState] = {}
+        """Worker -> the call of its last task."""
+
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """The next task that this worker could have."""
+        state = self._board.functions.first(worker)
+        return None if state is None else lambda: self._start(worker, state)
+
+    def hand_out(self) -> None:
+        """Give the earliest calls with work to whoever may take it, the least busy first."""
+        self._hand_on()
+        while (found := self._board.functions.next()) is not None:
+            self._start(*found)
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Where a worker's tasks have changed: give it the next call of its chain, if no earlier one has work for it."""
+        functions = self._board.functions
+        while (worker := functions.noted()) is not None:
+            while (following := self._following(worker)) is not None:
+                earliest = functions.first(worker)
+                if earliest is not None and earliest.call.ordinal < following.call.ordinal:
+                    break
+                self._give(worker, following, following.take_early())
+
+    def _following(self, worker: WorkerState) -> CallState | None:
+        """The next call of a chain of which this worker has the last one, if it may wait there."""
+        last = self._last.get(worker.name)
+        if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._board.missed.has_any:
+            return None
+        return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
+
+    def _may_wait(self, state: CallState, worker: WorkerState) -> bool:
+        """Whether a worker may have all of a call, of whose inputs some are still to be made there."""
+        call, stage = state.call, state.stage
+        is_plain = call.engine == "function" and not (call.reads or call.writes or state.is_union or state.refill or state.has_restored)
+        if not is_plain or worker.name not in stage.workers or not state.has_all_but_rows:
+            return False
+        if not stage.is_barrier and len(state.ids) > stage.chunk:
+            return False
+        sources = [self._board.calls[ordinal] for ordinal in state.aligned_inputs]
+        coming = [source for source in sources if not source.is_done]
+        if not all(source.whole_at == worker.name and source.tasks_at and not source.done for source in coming):
+            return False
+        return len(stage.workers) == 1 or all(_comes_at_once(source) and (len(source.users) == 1 or _is_ours(call)) for source in coming)
+
+    def _start(self, worker: WorkerState, state: CallState) -> None:
+        if state.stage.state and state.call.writes:
+            worker.states.add(state.stage.state)
+        self._give(worker, state, self._board.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state)))
+
+    def _give(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
+        is_whole = len(rows) == len(state.ids) and not (state.call.drops or state.refill or state.has_restored)
+        state.whole_at = worker.name if is_whole else ""
+        self._last[worker.name] = state
+        self._board.bring_inputs(state, rows, worker.name)
+        values, parts = self._board.values_for(state), {}
+        if state.is_union:
+            parts = {base: found for base in state.bases if (found := [row for row in sorted(rows) if state.part_of[row] == base])}
+        is_suspect = state.call.name in self._board.missed.blamed
+        task = m.RunFunction(
+            self._board.next_task(),
+            state.call.ordinal,
+            sorted(rows),
+            list(state.stage.forward_to),
+            values,  # type: ignore[arg-type]
+            parts,
+            is_suspect,
+        )
+        self._board.start(worker, "function", task)
+
+    def _num_next(self, state: CallState) -> int:
+        """Up to a chunk of ready rows, and the rest of the last one's unit."""
+        chunk = 1 if state.refill is not None else state.stage.chunk  # Of a refill one group at a time, which may turn out not to count.
+        if state.suspects and next(iter(state.ready)) in state.suspects:
+            chunk = 1  # By itself, so that if it is at fault it is known.
+        if state.stage.unit == "sample" or chunk >= len(state.ready):
+            return min(chunk, len(state.ready))
+        rows = itertools.islice(state.ready, chunk - 1, None)
+        last = state.unit_of(next(rows))
+        return chunk + sum(1 for _ in itertools.takewhile(lambda row: state.unit_of(row) == last, rows))
+
+
+def _is_ours(call: Call) -> bool:
+    """Whether a call is arithmetic on columns, which takes next to no time."""
+    return call.options.get("style") == "columns"
+
+
+def _comes_at_once(state: CallState) -> bool:
+    """Whether no row of a task of this call is known before its end: a slow function on samples says what it has by then."""
+    return _is_ours(state.call) or state.call.granularity is not Granularity.SAMPLE or len(state.ids) == 1

@@ -1,0 +1,266 @@
+"""What is late goes on: how the samples that one call leaves unfinished come to the next call of its line.
+
+    call ends -> its workers stop what runs, and report it -> the next call takes it all over -> hands it out again, first of all
+
+`m2flow.macro.oversampling` says what the program means by it. A late sample is in one of three states when it is taken over: finished
+(its row is
+handed on), stopped (its tokens so far are a row that whoever goes on with it is sent), or never begun. What is too old for the call that
+takes it over begins anew, and is counted. Pure bookkeeping on the board.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+from m2flow.macro.oversampling import num_late
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.events import CONTROLLER, LEDGER, Expired, Given, Late, Recalled
+from m2flow.micro.protocol.staleness import window
+from m2flow.micro.protocol.worker_state import worker_of
+from m2flow.samples import SampleId, by_group
+
+if TYPE_CHECKING:
+    from m2flow.macro.graph import Call
+    from m2flow.micro.scheduler.call_state import CallState
+    from m2flow.micro.scheduler.state import SchedulerState
+
+
+@dataclass(eq=False)
+class Carry:
+    """Of a call that carries: what it has taken over, and what it leaves."""
+
+    previous: int | None
+    """The call that it has yet to take over from; None: it has."""
+    num_late: int = 0
+    """Groups that may be late when it ends."""
+    oldest: dict[int, int] = field(default_factory=dict)
+    """Sample -> the oldest version among its tokens, those that are being made included."""
+    late: tuple[int, ...] = ()
+    """Samples that it left, until they are taken over."""
+
+
+def chosen(
+    groups: Mapping[int, Sequence[int]], done: set[int], oldest: Mapping[int, int], *, most_late: int, next_oldest: int
+) -> list[int] | None:
+    """The samples that a call gives, of these candidate groups; None: it goes on.
+
+    Args:
+        oldest: of each sample that has tokens, or is about to, the oldest version among them.
+        most_late: groups that may be left to the next call.
+        next_oldest: the oldest version that the next call may give: a group with older tokens can't be left.
+    """
+    whole = [key for key, rows in groups.items() if done.issuperset(rows)]
+    due = {key for key, rows in groups.items() if any(oldest.get(row, next_oldest) < next_oldest for row in rows)}
+    num_wanted = len(groups) - most_late
+    if len(whole) < num_wanted or not due.issubset(whole):
+        return None
+    others = [key for key in whole if key not in due][: max(num_wanted - len(due), 0)]
+    return [row for key in sorted(due.union(others)) for row in groups[key]]
+
+
+@final
+class PartialRollouts:
+    """The calls that carry, line by line."""
+
+    def __init__(self, board: SchedulerState) -> None:
+        self._board = board
+        self._next: dict[int, CallState] = {}
+        """Call -> the one that takes over from it."""
+        self._recalled: dict[int, Recalled] = {}
+        self._open: list[CallState] = []
+        """Calls that are not over, or have left what nobody has taken over."""
+
+    def recall(self, event: Recalled) -> None:
+        """A call that will be added now was over before."""
+        self._recalled[event.call.ordinal] = event
+
+    def added(self, state: CallState) -> None:
+        """A new call carries."""
+        if state.call.ordinal in self._recalled:
+            state.carry = Carry(None)
+            self._open.append(state)
+            return
+        previous = state.call.carries_from
+        state.carry = Carry(previous if previous in self._board.calls else None)
+        self._open.append(state)
+        if previous is not None and state.carry.previous is not None:
+            self._next[previous] = state
+            self.cut_if_done(self._board.calls[previous])  # How old it may leave samples is known now.
+
+    def prepared(self, state: CallState, num_prompts: int) -> None:
+        """A call's own samples are known."""
+        assert state.carry is not None
+        recalled = self._recalled.pop(state.call.ordinal, None)
+        if recalled is not None:
+            self._end_again(state, recalled)
+            return
+        state.carry.num_late = num_late(state.call.options, num_prompts)
+        self._take_over(state)
+        self.cut_if_done(state)
+
+    def _end_again(self, state: CallState, recalled: Recalled) -> None:
+        """A call that was over before ends as it did."""
+        assert state.carry is not None
+        state.ready.clear()
+        state.done.update(recalled.ids)
+        state.num_tokens.update(zip(recalled.ids, recalled.num_tokens, strict=True))
+        state.result, state.carry.late = list(recalled.ids), tuple(recalled.left)
+        self._board.rows.made(state.call.ordinal, recalled.ids, CONTROLLER, ())
+        self._board.complete(state, None)
+
+    def handed_out(self, state: CallState, rows: Iterable[int], version: int) -> None:
+        """These samples are about to be generated by weights of this version."""
+        if state.carry is not None:
+            for row in rows:
+                state.carry.oldest[row] = min(version, state.carry.oldest.get(row, version))
+
+    def finished(self, state: CallState, message: m.Finished) -> None:
+        """What a worker says of samples that have finished: before or after the call's end."""
+        assert state.carry is not None
+        for row, stretches in zip(message.ids, message.stretches, strict=True):
+            state.carry.oldest[row] = min(stretch.version for stretch in stretches)
+
+    def finished_late(self, state: CallState, worker: str, ids: Iterable[int], num_tokens: Iterable[int], sent_to: Iterable[str]) -> int:
+        """Samples have finished after the call ended without them; how many that were not known to."""
+        assert state.carry is not None
+        late = set(state.carry.late)
+        fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row in late and row not in state.done}
+        state.done.update(fresh)
+        state.num_tokens.update(fresh)
+        self._board.rows.made(state.call.ordinal, fresh, worker, sent_to)
+        return len(fresh)
+
+    def taken_back(self, state: CallState, rows: Iterable[int]) -> None:
+        """The worker that generated these samples is lost: they go on from their prefixes, or begin anew."""
+        if state.carry is not None:
+            for row in rows:
+                state.carry.oldest.pop(row, None)
+                if row in state.prefixes:
+                    state.carry.oldest[row] = state.prefixes[row].oldest
+
+    def task_ended(self, ordinal: int) -> None:
+        """A task of a call has ended: perhaps the last that kept the next call from taking over."""
+        following = self._next.get(ordinal)
+        if following is not None:
+            self._take_over(following)
+            self.cut_if_done(following)
+
+    def cut(self, state: CallState) -> list[int] | None:
+        """The samples that a call gives, if it ends now; the rest is late."""
+        carry = state.carry
+        assert carry is not None
+        if carry.previous is not None or not state.is_prepared or state.waits_for or state.failure is not None:
+            return None
+        if state.num_whole < state.num_groups - carry.num_late:
+            return None
+        groups = by_group(state.ids)
+        result = chosen(groups, state.done, carry.oldest, most_late=carry.num_late, next_oldest=self._next_oldest(state.call))
+        if result is None:
+            return None
+        assert all(carry.oldest[row] >= window(state.call)[0] for row in result)
+        carry.late = tuple(sorted(set(state.ids).difference(result)))
+        own = state.call.ordinal
+        self._board.commands += [
+            Late(own, carry.late),
+            Given(own, tuple(row for row in result if SampleId.unpack(row).call != own)),
+        ]
+        return result
+
+    def ended(self, state: CallState) -> None:
+        """A call is over, one way or the other."""
+        assert state.carry is not None
+        if not state.carry.late:
+            self._close(state)
+        else:
+            self._board.perhaps_unreachable(self._involved(state, state.ids))  # What drew those that it has given is needed no more.
+        self.task_ended(state.call.ordinal)
+
+    def needed(self) -> set[int]:
+        """Calls that must not be forgotten: samples in the air were drawn or stopped by them, or are answers to their rows."""
+        found: set[int] = set()
+        for state in self._open:
+            assert state.carry is not None
+            found |= self._involved(state, state.carry.late if state.is_over else state.ids)
+        return found
+
+    def _next_oldest(self, call: Call) -> int:
+        """The oldest version that the next call of the line may give.
+
+        Where the program is not there yet, it is taken to be as many updates away as this one is from the last; at least one.
+        """
+        following = self._next.get(call.ordinal)
+        if following is not None:
+            return window(following.call)[0]
+        staleness, distance = call.options["staleness"], call.options.get("updates_since", 1)
+        assert isinstance(staleness, int)
+        assert isinstance(distance, int)
+        return window(call)[1] + max(distance, 1) - staleness
+
+    def _take_over(self, state: CallState) -> None:
+        """Have a call take over what the one before it left, if all of that is known."""
+        carry = state.carry
+        assert carry is not None
+        if carry.previous is None or not state.is_prepared or state.is_over:
+            return
+        before = self._board.calls.get(carry.previous)
+        if before is None or before.carry is None:
+            carry.previous = None  # It left nothing, and is forgotten.
+            return
+        left = before.carry
+        if not before.is_done or (left.late and before.tasks_at):
+            return
+        late, left.late, carry.previous = left.late, (), None
+        self._next.pop(before.call.ordinal)
+        oldest, expired, waiting, finished = window(state.call)[0], [], [], []
+        for row in late:
+            stopped = before.prefixes.get(row)
+            age = left.oldest[row] if row in before.done else stopped.oldest if stopped is not None else oldest
+            if age < oldest:
+                expired.append(row)
+                waiting.append(row)
+            elif row in before.done:
+                finished.append(row)
+                carry.oldest[row] = age
+            else:
+                waiting.append(row)
+                if stopped is not None:
+                    state.prefixes[row], carry.oldest[row] = stopped, age
+        state.take_over(late, waiting, finished)
+        if expired:
+            self._board.commands.append(Expired(state.call.ordinal, tuple(expired)))
+        self._close(before)
+        self._adopt(state, before, finished)
+
+    def _adopt(self, state: CallState, before: CallState, finished: list[int]) -> None:
+        """Samples that an earlier call had left are taken over; those that had finished are rows of this call now."""
+        board, ordinal = self._board, state.call.ordinal
+        board.handed_out(state)
+        board.waking.feed_all(state)
+        board.waking.rows_came(state)
+        state.num_tokens.update((row, before.num_tokens[row]) for row in finished)
+        for owner, rows in board.rows.owners(before.call.ordinal, finished).items():
+            if owner == LEDGER:
+                board.rows.made(ordinal, rows, LEDGER, ())  # Whoever needs them is sent them then.
+                continue
+            board.send(owner, m.Reassign(ordinal, before.call.ordinal, rows, list(state.stage.forward_to)))
+            board.rows.made(ordinal, rows, owner, map(worker_of, state.stage.forward_to))
+
+    def cut_if_done(self, state: CallState) -> None:
+        """End a call that is not over, if it has enough."""
+        if not state.is_over:
+            self._board.cut(state)
+
+    def _close(self, state: CallState) -> None:
+        if state in self._open:
+            self._open.remove(state)
+            self._board.perhaps_unreachable(self._involved(state, state.ids))
+
+    def _involved(self, state: CallState, rows: Iterable[int]) -> set[int]:
+        """A call, and those that these samples of it are from."""
+        assert state.carry is not None
+        found = {state.call.ordinal, *(prefix.by for prefix in state.prefixes.values())}
+        for drawn in {SampleId.unpack(row).call for row in rows} & self._board.calls.keys():
+            found.update((drawn, *self._board.calls[drawn].aligned_inputs))
+        return found

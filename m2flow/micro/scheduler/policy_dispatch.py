@@ -1,0 +1,550 @@
+"""Hand out a generation's samples as a scheduling policy says: the live side of the policy interface.
+
+rows that are ready --Placing--> policy --> hands: what each worker gets next, when it can take it
+
+The policy is asked as in the study: the instance with the fewest samples first, one sample at a time, so that what starts together is
+dealt out evenly, whichever worker can begin first. What is dealt to a worker lies in its hand until the worker holds the right weights
+and has room. Nothing else depends on the policy: who may run what is the desk's, and rows that are gone from `ready` (the call is cut,
+fails, has lost a worker) are gone from every hand. Nothing is dealt to a worker that is gone, has given back its devices, or has newer
+weights than the call may use (`Board.is_away`). A policy that holds back what nobody else works on is overruled (`force`).
+
+plan.policies --Placings--> a Placing for each generate call, or none: first come, first served, whole groups together
+
+A policy object serves one call at a time. One that is free serves the next call of its role, with what it has learned; calls of a role
+that overlap have one each. Lengths of earlier answers are kept by the prompt's text, for the epochs to come.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, final
+
+from m2flow.errors import SpecError
+from m2flow.macro.oversampling import is_cut, num_wanted
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.plan import Pace
+from m2flow.micro.protocol.worker_state import WorkerState
+from m2flow.micro.scheduler.call_state import CallState, Ready
+from m2flow.recipe import Sampling
+from m2flow.rollout_scheduling.decode_model import DecodeModel
+from m2flow.rollout_scheduling.policies import FIRST_COME, make_policies
+from m2flow.rollout_scheduling.policy import Load, MoveCost, SchedulingPolicy, Seen
+from m2flow.samples import Batch, Ragged, SampleId, group_key
+
+if TYPE_CHECKING:
+    from m2flow.micro.protocol.plan import Plan
+    from m2flow.micro.scheduler.state import SchedulerState
+
+_LEAST_STEP_S = 1e-9
+"""A model of decoding has no step that takes no time; costs that were measured may."""
+_FEW = 64
+"""With more instances, those that a policy left out are not all asked again whenever a sample ends or begins."""
+
+
+@final
+class PolicyDispatch:
+    """One call under one policy."""
+
+    def __init__(
+        self,
+        state: CallState,
+        policy: SchedulingPolicy,
+        workers: Sequence[WorkerState],
+        prompt_tokens: Mapping[int, int],
+        earlier: Mapping[int, Sequence[int]],
+        behind: Callable[[], int],
+        is_away: Callable[[WorkerState], bool],
+        num_changes: Callable[[], int],
+        known: Callable[[int], int] | None = None,
+        pace: Pace | None = None,
+        difficulties: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """
+        Args:
+            prompt_tokens: of each row of the prompts, as far as it is known.
+            earlier: row of the prompts -> lengths of answers to the same prompt in earlier epochs.
+            behind: how many versions the trainer is behind the one of sequential execution.
+            is_away: whether a worker can get none of the call's samples; it may say so of another one only when `num_changes` has changed.
+            known: row -> tokens that it will generate (`m2flow.micro.scheduler.state`).
+            pace: how fast its engines are; by default as fast as those of the default decode model.
+            difficulties: row of the prompts -> how hard it is said to be.
+        """
+        assert isinstance(state.ready, Ready)
+        self.state = state
+        self.policy = policy
+        self._ready = state.ready
+        self._workers = workers
+        self._instances = {worker.name: j for j, worker in enumerate(workers)}
+        self._prompt_tokens = prompt_tokens
+        self._earlier = earlier
+        self._behind = behind
+        self._is_away = is_away
+        self._num_changes = num_changes
+        self._num_known = num_changes()
+        self._known = known
+        self._pace = pace
+        self._difficulties = difficulties
+        self._dealt: set[int] = set()
+        self.lengths: dict[int, int] = {}
+        """Row -> tokens generated, of those that are done."""
+        self._tokens: dict[int, int] = {}
+        """Row -> tokens so far, as its engine said last."""
+        self._reports: dict[int, Load] = {}
+        self._at: dict[int, int] = {}
+        """Row that a worker has -> which."""
+        self._lost = {j for j, worker in enumerate(workers) if is_away(worker)}
+        self._moving: dict[int, int] = {}
+        """Row that is asked to stop -> the instance where it is to go on."""
+        self.num_moved = 0
+        self.num_forced = 0
+        """Samples that began against the policy, since nothing else was under way."""
+        self._is_forced = False
+        self._is_begun = False
+        self._freed: list[int] = []
+        """Instances where samples have ended."""
+        self._num_ended = 0
+        """Samples, since all instances were listed."""
+        self.admits: Callable[[Sequence[int]], Sequence[int]] | None = None
+        """Of rows that could be shown to the policy, those that there is room for (`m2flow.micro.scheduler.backpressure`)."""
+
+    # What the desk asks
+
+    def has_hand(self, worker: WorkerState) -> bool:
+        """Whether this worker, which may have room now, is to get something; what others are to get lies ready for them."""
+        self._refresh()
+        j = self._instances[worker.name]
+        self._list(j)
+        self._deal()
+        return bool(self._hands[j])
+
+    def deal(self) -> list[WorkerState]:
+        """Samples have ended: deal out what may begin now; whose hands have got something."""
+        self._refresh()
+        self._deal()
+        return self.dealt_to()
+
+    def take(self, worker: WorkerState, most: int) -> list[int]:
+        """The next rows for a worker, siblings of the last one too; they are its own from now on."""
+        hand = self._hands[self._instances[worker.name]]
+        rows: list[int] = []
+        group = -1
+        while hand and (len(rows) < most or self.seen.groups[hand[0]] == group):
+            group = self.seen.groups[hand[0]]
+            row = self._rows[hand.popleft()]
+            self._ready.take(row)
+            self._at[row] = self._instances[worker.name]
+            rows.append(row)
+        return rows
+
+    def dealt_to(self) -> list[WorkerState]:
+        """Workers whose hands have got something since this was last asked."""
+        found, self._dealt = self._dealt, set()
+        return [self._workers[j] for j in sorted(found)]
+
+    def force(self) -> bool:
+        """Let one sample begin whatever the policy says; whether there is one."""
+        self._refresh()
+        self._is_forced = bool(self.seen.waiting)
+        if self._is_forced:
+            self._list_all()
+        return self._is_forced
+
+    # What has happened
+
+    def ended(self, row: int, length: int) -> None:
+        """A sample is done; told twice, it is told once."""
+        self.lengths[row] = length
+        self._at.pop(row, None)
+        self._moving.pop(row, None)
+        if self._is_begun and row in self._index and self._index[row] not in self.seen.finished:
+            sample = self._index[row]
+            self.seen.finished[sample] = length
+            here = self.seen.place.pop(sample, None)
+            if here is not None:
+                self.seen.loads[here] -= 1
+                self._freed.append(here)
+            self._num_ended += 1
+            self.policy.ended(sample, length)
+
+    def reported(self, worker: str, load: Load, tokens: Iterable[tuple[int, int]]) -> None:
+        """An engine says how full it is, and how far its samples are."""
+        j = self._instances.get(worker)
+        if j is None:
+            return
+        self._tokens.update(tokens)
+        self._reports[j] = load
+        if self._is_begun:
+            self.policy.reported(j)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone. What it had comes back into `ready`."""
+        j = self._instances.get(worker)
+        if j is not None:
+            self._at = {row: there for row, there in self._at.items() if there != j}
+            self._moving = {row: to for row, to in self._moving.items() if row in self._at}
+            self._ready.is_disturbed = True
+
+    def gave_up(self, rows: Iterable[int]) -> None:
+        """These rows are late, and not waited for."""
+        for row in rows:
+            self._at.pop(row, None)
+            self._moving.pop(row, None)
+        self._ready.is_disturbed = True
+
+    def moves(self) -> dict[str, list[int]]:
+        """Worker -> rows that the policy wants to go on elsewhere. Where to is remembered until they have stopped."""
+        found: dict[str, list[int]] = {}
+        self._look()
+        for move in self.policy.moves() if self._is_begun else ():
+            row = self._rows[move.sample]
+            here = self._at.get(row)
+            if here is None or here == move.to or row in self._moving or move.to in self._lost or self._room(move.to) <= 0:
+                continue
+            self._moving[row] = move.to
+            found.setdefault(self._workers[here].name, []).append(row)
+        return found
+
+    def yielded(self, row: int) -> WorkerState | None:
+        """A worker has given back a sample that was to move: it is in `ready`, and in the hand of this worker, if that is there."""
+        self._look()
+        to = self._moving.pop(row, None)
+        self._at.pop(row, None)
+        if to is None or to in self._lost or not self._is_begun or row not in self._index:
+            return None
+        sample = self._index[row]
+        here = self.seen.place.pop(sample, None)
+        if here is not None:
+            self.seen.loads[here] -= 1
+            self._freed.append(here)
+        self._ready.come_back(row)
+        self._hands[to].append(sample)
+        self.seen.place[sample] = to
+        self.seen.loads[to] += 1
+        self.num_moved += 1
+        return self._workers[to]
+
+    def over(self) -> None:
+        """The call has ended."""
+        if self._is_begun:
+            self._is_begun = False  # The policy is another call's from now on, and this one's late samples are nothing to it.
+            self.policy.end()
+
+    # The policy's view
+
+    def _refresh(self) -> None:
+        """Tell the policy what has changed."""
+        self._look()
+        ready, state = self._ready, self.state
+        if not self._is_begun or ready.is_disturbed or len(self._rows) != len(state.ids):
+            self._begin()
+            return
+        while self._freed:
+            self._list(self._freed.pop())
+        if self._num_ended and self._num_ended * _FEW >= len(self._workers):
+            self._num_ended = 0
+            self._list_all()
+        came = ready.arrived()
+        if came or self._held_back:
+            self._show([*self._held_back, *came])
+        behind, rejected = self._behind(), self._num_rejected()
+        if behind != self.seen.behind or rejected != self.seen.num_rejected:
+            self.seen.behind, self.seen.num_rejected = behind, rejected
+            self._list_all()
+
+    def _look(self) -> None:
+        """Find out who is away by now."""
+        if self._num_known == self._num_changes():
+            return
+        self._num_known = self._num_changes()
+        away = {j for j, worker in enumerate(self._workers) if self._is_away(worker)}
+        if away != self._lost:
+            self._lost.clear()
+            self._lost.update(away)  # The policy sees it.
+            self._ready.is_disturbed = True
+
+    def _begin(self) -> None:
+        """Make the policy's view from what is known now."""
+        state, ready = self.state, self._ready
+        self._rows = list(state.ids)
+        self._index = {row: sample for sample, row in enumerate(self._rows)}
+        ready.arrived()
+        ready.is_disturbed = False
+        numbers: dict[int, int] = {}
+        groups = [numbers.setdefault(group_key(row), len(numbers)) for row in self._rows]
+        members: list[list[int]] = [[] for _ in numbers]
+        for sample, group in enumerate(groups):
+            members[group].append(sample)
+        prompts = [state.prompt_of(self._rows[of[0]]) for of in members]
+        options = state.call.options
+        sampling = options.get("sampling")
+        seen = Seen(
+            self._decode_model(),
+            len(self._workers),
+            [self._prompt_tokens.get(prompt, 1) for prompt in prompts],
+            groups,
+            members,
+            sampling.max_new_tokens if isinstance(sampling, Sampling) else None,
+            [self._earlier.get(prompt, ()) for prompt in prompts],
+            MoveCost() if self._pace is None else MoveCost(self._pace.move_s, self._pace.prefill_token_s),
+            [self._difficulties.get(prompt, "") for prompt in prompts] if self._difficulties else (),
+        )
+        for row in state.done:
+            if row in self._index:
+                seen.finished[self._index[row]] = self.lengths.setdefault(row, state.num_tokens.get(row, 1))
+        seen.loads = [0] * len(self._workers)
+        for row, j in self._at.items():
+            if row in self._index and row not in ready and row not in state.done:
+                seen.place[self._index[row]] = j
+                seen.loads[j] += 1
+        if state.carry is not None:
+            seen.oldest = {self._index[row]: version for row, version in state.carry.oldest.items() if row in self._index}
+        seen.lost, seen.reports, seen.has_reports = self._lost, self._reports, self.policy.needs_reports
+        seen.known = None if self._known is None else [self._known(row) for row in self._rows]
+        seen.tokens_so_far = lambda sample: self._tokens.get(self._rows[sample], 0)
+        wanted = state.refill.count if state.refill is not None else len(members)
+        seen.num_wanted = num_wanted(options, len(members)) if is_cut(options) else wanted
+        seen.behind, seen.num_rejected = self._behind(), self._num_rejected()
+        self.seen, self._is_begun = seen, True
+        self._hands: list[deque[int]] = [deque() for _ in self._workers]
+        self._open: list[tuple[int, int]] = []
+        self._is_open = [False] * len(self._workers)
+        self._held_back: list[int] = []
+        shown = self._allowed(list(ready))
+        seen.waiting = OrderedDict.fromkeys(self._index[row] for row in shown)
+        self.policy.begin(seen)
+        self._list_all()
+
+    def _decode_model(self) -> DecodeModel:
+        most, pace = max(self.state.stage.chunk, 1), self._pace
+        return DecodeModel(max_batch=most) if pace is None else DecodeModel(max(pace.step_s, _LEAST_STEP_S), pace.sample_s, most)
+
+    def _show(self, rows: Sequence[int]) -> None:
+        shown = [self._index[row] for row in self._allowed(rows) if row in self._ready]
+        if shown:
+            self.seen.waiting.update(dict.fromkeys(shown))
+            self.policy.added(shown)
+            self._list_all()
+
+    def _allowed(self, rows: Sequence[int]) -> Sequence[int]:
+        """Of a refill, those of prompts that may be started by now, and where channels are limited those that there is room for; the others
+        are kept for later."""
+        refill = self.state.refill
+        shown = rows if refill is None else [row for row in rows if SampleId.unpack(row).prompt < refill.num_allowed]
+        if self.admits is not None:
+            shown = self.admits(shown)
+        left = set(shown)
+        self._held_back = [row for row in rows if row not in left] if len(shown) < len(rows) else []
+        return shown
+
+    def _num_rejected(self) -> int:
+        return self.state.refill.num_rejected if self.state.refill is not None else 0
+
+    # Dealing
+
+    def _room(self, j: int) -> int:
+        return self.state.stage.chunk - self._workers[j].num_running - len(self._hands[j])
+
+    def _list(self, j: int) -> None:
+        """An instance may take more."""
+        if not self._is_open[j] and j not in self._lost and self._room(j) > 0:
+            self._is_open[j] = True
+            heapq.heappush(self._open, (self.seen.loads[j], j))
+
+    def _list_all(self) -> None:
+        for j in range(len(self._workers)):
+            self._list(j)
+
+    def _give(self, sample: int, j: int) -> None:
+        seen = self.seen
+        del seen.waiting[sample]
+        self._hands[j].append(sample)
+        seen.place[sample] = j
+        seen.loads[j] += 1
+        self.policy.started(sample, j)
+
+    def _keeps_together(self, sample: int) -> bool:
+        """Whether a group that the policy hands out in one go stays on one instance, where its prompt is prefilled once.
+
+        Only if there are groups for all.
+        """
+        seen = self.seen
+        return len(seen.groups) >= seen.num_alive * len(seen.members[seen.groups[sample]])
+
+    def _deal(self) -> None:
+        """Hand out what the policy hands out. What it has just said may change what it would say of an instance that it left out."""
+        while self._deal_to_open() and self.seen.waiting and len(self._workers) <= _FEW:
+            self._list_all()
+
+    def _deal_to_open(self) -> bool:
+        """Whether there was anything to hand out to those that are listed."""
+        seen = self.seen
+        dealt: set[int] = set()
+        while self._open and seen.waiting:
+            load, j = heapq.heappop(self._open)
+            if j in self._lost or self._room(j) <= 0:
+                self._is_open[j] = False
+                continue
+            if load != seen.loads[j]:
+                heapq.heappush(self._open, (seen.loads[j], j))
+                continue
+            sample = self.policy.next_sample(j)
+            if sample is None and self._is_forced:
+                sample = next(iter(seen.waiting))
+                self.num_forced += 1
+            if sample is None:
+                self._is_open[j] = False
+                continue
+            if sample not in seen.waiting:
+                raise SpecError(f"the policy {self.policy.name} starts sample {sample}, which does not wait")
+            self._is_forced = False
+            self._give(sample, j)
+            dealt.add(j)
+            while self._keeps_together(sample):  # Even beyond its room, where they wait in the engine.
+                following = self.policy.next_sample(j)
+                if following is None or following not in seen.waiting or seen.groups[following] != seen.groups[sample]:
+                    break
+                self._give(following, j)
+            heapq.heappush(self._open, (seen.loads[j], j))
+        self._dealt |= dealt
+        return bool(dealt)
+
+
+_ANSWERS_KEPT = 16
+"""Of each prompt, for later epochs."""
+
+
+@final
+class PolicyDispatches:
+    """All of a run."""
+
+    def __init__(self, board: SchedulerState, plan: Plan) -> None:
+        """
+        Raises:
+            SpecError: there is no such policy or predictor.
+        """
+        self._board = board
+        self._names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
+        self._predictor = plan.predictor
+        self._difficulty = plan.difficulty
+        self._paces = {pace.role: pace for pace in plan.paces}
+        self._free: dict[str, list[SchedulingPolicy]] = {}
+        self._placings: dict[int, PolicyDispatch] = {}
+        self._earlier: dict[tuple[str, str], list[int]] = {}
+        """Role and prompt -> lengths of its answers."""
+        if self._names:
+            make_policies(self._names, plan.predictor)  # What is wrong with them is said at the start.
+
+    def begin(self, state: CallState) -> None:
+        """A generation's rows are known."""
+        if not self._names:
+            return
+        role = state.call.role
+        free = self._free.setdefault(role, [])
+        policy = free.pop() if free else make_policies(self._names, self._predictor)
+        state.ready = Ready()
+        board, prompts = self._board, state.call.input("prompts")
+        assert prompts is not None
+        texts = self._said(state, "prompt") if self._earlier else {}
+        earlier = {row: self._earlier.get((role, text), ()) for row, text in texts.items()}
+        workers = [board.workers[name] for name in state.planned.workers]
+        state.placing = PolicyDispatch(
+            state,
+            policy,
+            workers,
+            board.calls[prompts.call].num_tokens,
+            earlier,
+            lambda: board.versions.behind(state.call),
+            lambda worker: board.is_away(worker, state),
+            lambda: board.num_changes,
+            board.relaxed.lengths,
+            self._paces.get(role),
+            self._said(state, self._difficulty) if self._difficulty else {},
+        )
+        self._placings[state.call.ordinal] = state.placing
+
+    def over(self, state: CallState) -> None:
+        """A generation has ended, one way or the other."""
+        placing = self._placings.pop(state.call.ordinal, None)
+        if placing is None:
+            return
+        placing.over()
+        self._free[state.call.role].append(placing.policy)
+        texts = self._said(state, "prompt")
+        for row, length in placing.lengths.items():
+            text = texts.get(state.prompt_of(row))
+            if text is not None:
+                known = self._earlier.setdefault((state.call.role, text), [])
+                known.append(length)
+                del known[:-_ANSWERS_KEPT]
+
+    def reported(self, worker: str, message: m.Load) -> None:
+        """An engine says how full it is."""
+        load = Load(message.num_running, message.num_queued, message.kv_used, message.kv_capacity)
+        for placing in self._placings.values():
+            if placing.state.call.role == message.role:
+                placing.reported(worker, load, zip(message.ids, message.num_tokens, strict=True))
+                for name, rows in placing.moves().items():
+                    self._board.send(name, m.Preempt(placing.state.call.ordinal, rows))
+
+    def yielded(self, message: m.Preempted) -> None:
+        """Samples that were to move have stopped. They are handed out again, where their policy wanted them if that is still there."""
+        board = self._board
+        state = board.calls.get(message.call)
+        for row, number in zip(message.ids, message.tasks, strict=True):
+            if not board.tasks.yielded(number, row):
+                continue
+            board.generated(number, 1)
+            if state is None or state.is_over or row in state.done or row in state.dropped:
+                continue
+            board.lines.taken_back(state, [row])
+            to = state.placing.yielded(row) if state.placing is not None else None
+            if to is None:
+                board.give_back(state, [row])
+            else:
+                state.num_begun -= 1
+                board.give_back(state, [], has_more=True)
+                board.waking.wake(to)
+
+    def lost(self, worker: str) -> None:
+        for placing in self._placings.values():
+            placing.lost(worker)
+
+    def trained(self, role: str) -> None:
+        """There is a new version of the role's weights; a policy may have waited for it."""
+        if self._names:
+            self._board.waking.wake_role(role)
+
+    def deal(self, state: CallState) -> None:
+        """Samples of a generation have ended."""
+        if state.placing is not None and state.has_rows_to_begin:
+            self._board.waking.wake_all(state.placing.deal())
+
+    def force(self) -> bool:
+        """Nothing is under way: overrule a policy that holds back; whether one does."""
+        held = [p for p in self._placings.values() if p.state.has_rows_to_begin and p.force()]
+        for placing in held:
+            self._board.waking.wake_role(placing.state.call.role)
+        return bool(held)
+
+    def _said(self, state: CallState, column: str) -> dict[int, str]:
+        """Row of the prompts -> what a dataset has there in this column, as text."""
+        found: dict[int, str] = {}
+        batches: dict[int, Batch | None] = {}
+        for row in state.prompt_rows:
+            source = SampleId.unpack(row)
+            if source.call not in batches:
+                drawn = self._board.calls.get(source.call)
+                rows = drawn.call.options.get("rows") if drawn is not None else None
+                batches[source.call] = rows if isinstance(rows, Batch) and column in rows else None
+            batch = batches[source.call]
+            if batch is not None and source.prompt < len(batch):
+                found[row] = _item(batch, column, source.prompt)
+        return found
+
+
+def _item(batch: Batch, name: str, row: int) -> str:
+    column = batch.columns[name]
+    return str(column.item(row) if isinstance(column, Ragged) else column[row])

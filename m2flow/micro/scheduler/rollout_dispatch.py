@@ -1,0 +1,297 @@
+"""Rollout: which samples go to which worker, and when an engine takes new weights.
+
+An engine has one set of weights. A generate call runs only where a version of its window is held (`m2flow.micro.protocol.staleness`: one
+version alone, unless the flow allows older ones). An engine takes the newest version that the trainer has, when nothing runs on it and
+the earliest call with samples left may use that one; under running samples if all of their calls may use it, and allow that
+(`kv="keep"`), and the engine can. Samples of a call go where its policy says (`m2flow.micro.scheduler.policy_dispatch`); without
+one they are shared out evenly over its workers, whole groups together where there is room, so that a prompt is prefilled once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from m2flow.channels.weights import Manifest
+from m2flow.macro.oversampling import keeps_cache
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.row_store import stopped_at
+from m2flow.micro.protocol.staleness import ANY_VERSION, window
+from m2flow.micro.protocol.worker_state import WorkerState
+from m2flow.micro.scheduler.backpressure import Credits
+from m2flow.micro.scheduler.call_state import CallState, Together, batches
+from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
+from m2flow.micro.scheduler.state import SchedulerState
+from m2flow.samples import group_key
+
+Offer = Callable[[], None]
+"""Something that could be done now; calling it does it."""
+
+
+class RolloutDispatch:
+    """Hands out samples, and asks for weights."""
+
+    def __init__(self, board: SchedulerState, credits: Credits) -> None:
+        self._board = board
+        self._credits = credits
+        self._published: dict[str, tuple[int, Manifest]] = {}
+        self._publishing: set[str] = set()
+        self._num_loads: dict[str, int] = {}
+        self._num_holding: dict[str, Counter[int]] = {}
+        """Role -> version -> how many rollout engines hold it."""
+        self._loading: dict[tuple[str, str], int] = {}
+        """Worker and role whose engine is told to take weights -> the version."""
+        board.can_have_weights = self.can_have_weights
+
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """The next thing that this worker's rollout engines of these roles could do."""
+        for role in roles:
+            found = self._offer_role(worker, role)
+            if found is not None:
+                return found
+        return None
+
+    def needs_loading(self, reader: CallState) -> bool:
+        """Whether some rollout engine of the role still has to take weights before it can run this call."""
+        if all(worker.is_lost for worker in self._board.waking.hosts("rollout", reader.call.role)):
+            return True  # Who comes back has to take them first.
+        return self._oldest(reader.call.role) < window(reader.call)[0]
+
+    def publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """What this worker's trainers of these roles could lay into shared memory for others that wait for it."""
+        for role in roles:
+            if not self._board.waking.has_others("rollout", role, worker):
+                continue
+            version = self._awaited(role)
+            is_current = role in self._published and self._published[role][0] == version
+            if version is None or is_current or role in self._publishing or self._num_loads.get(role):
+                continue
+            if self._oldest(role, but=worker) >= version:
+                continue
+            return lambda role=role, version=version: self._publish(worker, role, version)  # type: ignore[misc]
+        return None
+
+    def published(self, role: str, version: int, manifest: Manifest) -> None:
+        self._publishing.discard(role)
+        self._published[role] = (version, manifest)
+        self._board.changed()
+        self._board.waking.wake_role(role)
+
+    def loaded(self, worker: WorkerState, message: m.LoadWeights) -> None:
+        held = self._held(message.role)
+        before = worker.held.get(message.role, 0)
+        held[before] -= 1
+        if not held[before]:
+            del held[before]
+        held[message.version] += 1
+        worker.held[message.role] = message.version
+        self._board.waking.wake_trainers(message.role)
+        self._loading.pop((worker.name, message.role), None)
+        if message.manifest is not None:
+            self._num_loads[message.role] -= 1
+
+    def lost(self, worker: WorkerState) -> None:
+        """A worker is gone: nobody waits for it to take weights."""
+        for role in worker.roles["rollout"]:
+            held = self._held(role)
+            held[worker.held.get(role, 0)] -= 1
+            held[ANY_VERSION] += 1
+            worker.held[role] = ANY_VERSION
+            self._loading.pop((worker.name, role), None)
+            self._board.waking.wake_trainers(role)
+
+    def joined(self, worker: WorkerState) -> None:
+        """A worker is here again, with the weights that it began the run with."""
+        for role in worker.roles["rollout"]:
+            held = self._held(role)
+            held[ANY_VERSION] -= 1
+            held[0] += 1
+            worker.held[role] = 0
+
+    def has_version_for(self, state: CallState) -> bool:
+        """Whether some engine holds, could take, or will be able to take a version that a generation may use."""
+        hosts = self._board.waking.hosts("rollout", state.call.role)
+        return any(self.can_have_weights(worker, state) for worker in hosts if worker.returns or not worker.is_lost)
+
+    def can_have_weights(self, worker: WorkerState, state: CallState) -> bool:
+        """Whether this worker's engine holds or takes a version that a generation may use, or an older one and will be able to take it."""
+        role, (oldest, newest) = state.call.role, window(state.call)
+        held = 0 if worker.is_lost else self._loading.get((worker.name, role), worker.held.get(role, 0))
+        if held >= oldest:
+            return held <= newest
+        trained = self._board.versions.trained(role)
+        next_trained = self._board.versions.newest(role) + 1 if trained is None else trained
+        return next_trained <= newest or (role in self._published and _may_use(state, self._published[role][0]))
+
+    def unloaded(self, message: m.LoadWeights) -> None:
+        """A load will not happen."""
+        if message.manifest is not None:
+            self._num_loads[message.role] -= 1
+
+    def _offer_role(self, worker: WorkerState, role: str) -> Offer | None:
+        first = self._first(role)
+        if (worker.name, role) in self._loading:
+            return None
+        under = self._load_under(worker, role, first)
+        if under is not None or first is None:
+            return under
+        lending = self._board.lending
+        if lending.is_used and lending.passes(worker, first):
+            return None
+        held = worker.held.get(role, 0)
+        newest = self._loadable(worker, role, first)
+        if not _may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
+            is_sure = first.is_prepared and not first.waits_for
+            return self._load_offer(worker, role, newest) if newest > held and is_sure else None
+        for state in self._board.open.started("rollout", role):
+            if not state.ready or not _may_use(state, held) or (lending.is_used and lending.passes(worker, state)):
+                continue
+            if state.placing is not None:
+                room = min(state.stage.chunk - worker.num_running, state.num_may_begin)
+                if room > 0 and self._has_hand(worker, state.placing):
+                    return lambda state=state, room=room: self._deal_out(worker, state, room)  # type: ignore[misc]
+            else:
+                quota = self._quota(worker, state)
+                if quota > 0:
+                    return lambda state=state, quota=quota: self._hand_out(worker, state, quota)  # type: ignore[misc]
+        return None
+
+    def _first(self, role: str) -> CallState | None:
+        """The earliest call with samples left to hand out. One that no version is there for is passed over: what it waits for may be
+        what later calls make."""
+        known, first = self._board.open.first(role)
+        if not known:
+            newest = self._board.versions.newest(role)
+            first = self._board.open.set_first(role, lambda state: window(state.call)[0] <= newest)
+        return first
+
+    def _held(self, role: str) -> Counter[int]:
+        if role not in self._num_holding:
+            self._num_holding[role] = Counter(worker.held.get(role, 0) for worker in self._board.waking.hosts("rollout", role))
+        return self._num_holding[role]
+
+    def _oldest(self, role: str, but: WorkerState | None = None) -> int:
+        """The oldest version that a rollout engine of the role holds, if there is one, of others than `but`."""
+        held = self._held(role)
+        mine = but.held.get(role, 0) if but is not None and role in but.roles["rollout"] else None
+        return min((version for version, count in held.items() if count > (version == mine)), default=ANY_VERSION)
+
+    def _loadable(self, worker: WorkerState, role: str, first: CallState) -> int:
+        """The newest version that this worker could take now and the call may use; the one that it holds if there is none."""
+        held, found = worker.held.get(role, 0), self._offered_version(worker, role)
+        return found if found is not None and found > held and _may_use(first, found) else held
+
+    def _offered_version(self, worker: WorkerState, role: str) -> int | None:
+        """The version that this worker could take now."""
+        if role in worker.roles["train"]:
+            return self._board.versions.trained(role)
+        return self._published[role][0] if role in self._published else None
+
+    def _load_under(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
+        """New weights for an engine with running samples."""
+        may_keep = self._board.may_keep and role in worker.keeps_caches and worker.num_running
+        version = self._offered_version(worker, role) if may_keep else None
+        if version is None or version <= worker.held.get(role, 0):
+            return None
+        running = self._running(role, worker.name)
+        if not running or not all(_takes_under(state, version) for state in running) or (first and not _may_use(first, version)):
+            return None
+        return lambda: self._load(worker, role, version, self._manifest(worker, role), under_requests=True)
+
+    def _running(self, role: str, worker: str | None = None) -> list[CallState]:
+        """The role's generations that some worker, or this one, has samples of."""
+        calls = [state for state in self._board.active.values() if state.call.engine == "rollout" and state.call.role == role]
+        return [state for state in calls if (state.tasks_at if worker is None else worker in state.tasks_at)]
+
+    def _manifest(self, worker: WorkerState, role: str) -> Manifest | None:
+        return None if role in worker.roles["train"] else self._published[role][1]
+
+    def _load_offer(self, worker: WorkerState, role: str, version: int) -> Offer | None:
+        if worker.num_tasks["rollout"]:
+            return None
+        return lambda: self._load(worker, role, version, self._manifest(worker, role))
+
+    def _load(self, worker: WorkerState, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
+        if manifest is not None:
+            self._num_loads[role] = self._num_loads.get(role, 0) + 1
+        self._loading[worker.name, role] = version
+        self._board.changed()
+        self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest, under_requests))
+
+    def _publish(self, worker: WorkerState, role: str, version: int) -> None:
+        self._publishing.add(role)
+        self._published.pop(role, None)  # The new weights are written over the old ones.
+        self._board.changed()
+        self._board.start(worker, "train", m.PublishWeights(self._board.next_task(), -1, role, version))
+
+    def _awaited(self, role: str) -> int | None:
+        """The trainer's version, if the earliest generate call with samples left may use it, or what runs may take it."""
+        first, trained = self._first(role), self._board.versions.trained(role)
+        if not trained:
+            return None
+        if first is not None and not first.waits_for and first.is_prepared and _may_use(first, trained):
+            return trained
+        may_keep = self._board.may_keep and any(role in worker.keeps_caches for worker in self._board.waking.hosts("rollout", role))
+        return trained if may_keep and any(_takes_under(state, trained) for state in self._running(role)) else None
+
+    def _quota(self, worker: WorkerState, state: CallState) -> int:
+        """How many samples of a call this worker may take now: its even share of what is left, if there is room."""
+        room = state.stage.chunk - worker.num_running
+        quota = min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
+        return self._credits.num_may_begin(state, worker.name, quota)
+
+    def _has_hand(self, worker: WorkerState, placing: PolicyDispatch) -> bool:
+        """Whether a call's policy has something for this worker. What it has for others, they are asked to take."""
+        if placing.admits is None and self._credits.is_limited(placing.state):
+            placing.admits = functools.partial(self._credits.admit, placing.state)
+        found = placing.has_hand(worker)
+        self._board.waking.wake_all(other for other in placing.dealt_to() if other is not worker)
+        return found
+
+    def _deal_out(self, worker: WorkerState, state: CallState, room: int) -> None:
+        assert state.placing is not None
+        rows = state.placing.take(worker, room)
+        state.num_begun += len(rows)
+        self._board.handed_out(state)
+        self._begin(worker, state, rows)
+
+    def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
+        ready = itertools.islice(state.ready, quota - 1, None)
+        group = group_key(next(ready))
+        more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
+        self._begin(worker, state, self._board.hand_out(state, min(quota + more, max(quota, state.stage.chunk))))
+
+    def _begin(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
+        self._credits.reserve(state, rows, worker.name)
+        self._board.lines.handed_out(state, rows, worker.held.get(state.call.role, 0))
+        for together in batches(state.call.ordinal, state.prefixes, rows, carries=state.carry is not None):
+            self._start(worker, state, together)
+
+    def _start(self, worker: WorkerState, state: CallState, together: Together) -> None:
+        drawn, stopped_by, rows, had = together
+        board, prompts = self._board, []
+        if stopped_by >= 0:
+            board.bring(stopped_at(stopped_by), rows, worker.name)
+        else:
+            drawing = board.calls[drawn]
+            prompts = drawing.prompts_of(rows)
+            board.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
+            self._credits.taken(drawn, prompts)
+        board.introduce(drawn, worker.name)
+        forward_to, spills = list(state.stage.forward_to), state.stage.spills
+        task = m.Generate(board.next_task(), state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
+        board.start(worker, "rollout", task, rows=len(rows))
+        if keeps_cache(state.call.options):
+            board.waking.wake_trainers(state.call.role)  # What runs now may take newer weights.
+
+
+def _takes_under(state: CallState, version: int) -> bool:
+    """Whether running samples of a call may go on with this version."""
+    return keeps_cache(state.call.options) and _may_use(state, version)
+
+
+def _may_use(state: CallState, version: int) -> bool:
+    oldest, newest = window(state.call)
+    return oldest <= version <= newest

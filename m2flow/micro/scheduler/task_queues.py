@@ -1,0 +1,316 @@
+"""Tasks and who may take them: calls that may have work, the tasks that workers have, and who may have something new to do.
+
+Whoever makes work possible (rows that came in, a call that was waited for) says `may_start`; whoever hands work out asks for the
+first that really has some. Asking costs nothing while that one has more, and does not go by the number of calls or workers.
+
+the board says what changed --Waking--> the workers to ask, in the order of the plan
+
+A worker is asked when something of its own changed (a row or a task of it ended, it took weights), when a role that it hosts did
+(a generation may begin or is all handed out, there is a new version), or when rows came that it may take. Rows that come one by one
+are offered to workers that still want some, and not again to those that wanted none: such a worker is sated of that call until
+something of its own changes. So what an event costs does not go by the number of workers, calls or rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from typing import final
+
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.worker_state import TaskState, WorkerState
+from m2flow.micro.scheduler.call_state import CallState
+
+MAX_QUEUED = 2
+"""Tasks that a process has at a time: one in hand, and one to begin with at once."""
+
+
+@final
+class _Pool:
+    """The workers that may run some calls, and the calls."""
+
+    def __init__(self, workers: Iterable[WorkerState]) -> None:
+        self.calls: list[tuple[int, CallState]] = []
+        self._workers = {worker.place: worker for worker in workers}
+        self._levels: list[list[int]] = [[] for _ in range(MAX_QUEUED)]
+        """By number of tasks, places of the workers that have so many: heaps, in which some may not be there any more."""
+        self._listed: list[set[int]] = [set() for _ in range(MAX_QUEUED)]
+        for worker in self._workers.values():
+            self.note(worker)
+
+    def note(self, worker: WorkerState) -> None:
+        """A worker has more tasks than before, or fewer."""
+        level = worker.num_tasks["function"]
+        if level < MAX_QUEUED and worker.place not in self._listed[level]:
+            self._listed[level].add(worker.place)
+            heapq.heappush(self._levels[level], worker.place)
+
+    def least_busy(self) -> WorkerState | None:
+        """Who has the fewest tasks; None if all have as many as they may."""
+        for level, heap in enumerate(self._levels):
+            while heap:
+                worker = self._workers[heap[0]]
+                if worker.num_tasks["function"] == level and not worker.is_lost:
+                    return worker
+                self._listed[level].discard(heapq.heappop(heap))
+        return None
+
+
+@final
+class StartQueue:
+    """The calls on functions, by the workers that may run them."""
+
+    def __init__(self, workers: Mapping[str, WorkerState]) -> None:
+        self._workers = workers
+        self._pools: dict[tuple[str, ...], _Pool] = {}
+        self._pools_of: dict[str, list[_Pool]] = {}
+        self._queued: set[int] = set()
+        self._noted: dict[str, WorkerState] = {}
+        self._has_changed = False
+
+    def may_start(self, state: CallState) -> None:
+        """A call may have work now."""
+        ordinal = state.call.ordinal
+        self._has_changed = True
+        if ordinal not in self._queued:
+            self._queued.add(ordinal)
+            heapq.heappush(self._pool(state.planned.workers).calls, (ordinal, state))
+
+    def note(self, worker: WorkerState) -> None:
+        """A worker has more tasks than before, or fewer; or another call takes what it makes."""
+        self._has_changed = True
+        self._noted[worker.name] = worker
+        for pool in self._pools_of.get(worker.name, ()):
+            pool.note(worker)
+
+    def noted(self) -> WorkerState | None:
+        """A worker of which something was noted, each once."""
+        return self._noted.pop(next(iter(self._noted))) if self._noted else None
+
+    def next(self) -> tuple[WorkerState, CallState] | None:
+        """The earliest call with work that somebody is free for, and the least busy of those."""
+        if not self._has_changed:
+            return None
+        found: tuple[WorkerState, CallState] | None = None
+        for pool in self._pools.values():
+            first = self._first(pool)
+            if first is not None and (found is None or first.call.ordinal < found[1].call.ordinal):
+                worker = pool.least_busy()
+                found = found if worker is None else (worker, first)
+        self._has_changed = found is not None
+        return found
+
+    def first(self, worker: WorkerState) -> CallState | None:
+        """The earliest call with work that this worker may take; none of those for which another one is less busy."""
+        found: CallState | None = None
+        for pool in self._pools_of.get(worker.name, ()):
+            least = pool.least_busy()
+            if least is None or worker.num_tasks["function"] > least.num_tasks["function"]:
+                continue
+            first = self._first(pool)
+            if first is not None and (found is None or first.call.ordinal < found.call.ordinal):
+                found = first
+        return found
+
+    def _first(self, pool: _Pool) -> CallState | None:
+        while pool.calls and (pool.calls[0][1].is_over or not pool.calls[0][1].has_function_work):
+            self._queued.discard(heapq.heappop(pool.calls)[0])
+        return pool.calls[0][1] if pool.calls else None
+
+    def _pool(self, names: tuple[str, ...]) -> _Pool:
+        pool = self._pools.get(names)
+        if pool is None:
+            workers = [self._workers[name] for name in names]
+            pool = self._pools[names] = _Pool(workers)
+            for name in names:
+                self._pools_of.setdefault(name, []).append(pool)
+        return pool
+
+
+@final
+class Tasks:
+    """By number, from their start to their end."""
+
+    def __init__(self, workers: Mapping[str, WorkerState]) -> None:
+        self._workers = workers
+        self._tasks: dict[int, TaskState] = {}
+        self._calls: dict[int, CallState] = {}
+        """Of each task on a call."""
+        self._last = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def next_number(self) -> int:
+        self._last += 1
+        return self._last
+
+    def start(self, worker: WorkerState, engine: str, task: m.Task, rows: int, state: CallState | None) -> None:
+        """A worker gets a task, on a call or on none."""
+        self._tasks[task.number] = TaskState(worker.name, engine, task, rows)
+        worker.num_tasks[engine] += 1
+        worker.num_running += rows
+        if worker.lease is not None:
+            worker.lease.num_tasks += 1
+        words = type(task).__name__ if state is None else state.call.name
+        worker.doing[words] = worker.doing.get(words, 0) + 1
+        if state is not None:
+            self._calls[task.number] = state
+            state.tasks_at[worker.name] = state.tasks_at.get(worker.name, 0) + 1
+            if rows:
+                state.out_at[worker.name] = state.out_at.get(worker.name, 0) + rows
+
+    def message(self, number: int) -> m.Task | None:
+        """What a worker was told; None if the task has ended."""
+        task = self._tasks.get(number)
+        return task.message if task is not None else None
+
+    def of(self, worker: str) -> list[tuple[int, TaskState]]:
+        """What a worker has, the oldest first."""
+        return [(number, task) for number, task in self._tasks.items() if task.worker == worker]
+
+    def generated(self, number: int, num_rows: int) -> WorkerState | None:
+        """Samples of a generation do not run any more; where."""
+        task = self._tasks.get(number)
+        if task is None or not task.rows_left:
+            return None
+        return self._less(task, number, num_rows)
+
+    def yielded(self, number: int, row: int) -> bool:
+        """A worker has given a sample back; False if the task has ended, or it was told before."""
+        task = self._tasks.get(number)
+        if task is None or row in task.yielded:
+            return False
+        task.yielded.add(row)
+        return True
+
+    def end(self, number: int) -> TaskState | None:
+        """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
+        task = self._tasks.get(number)
+        if task is None:
+            return None
+        worker = self._less(task, number, task.rows_left)
+        del self._tasks[number]
+        worker.num_tasks[task.engine] -= 1
+        if worker.lease is not None:
+            worker.lease.num_tasks -= 1
+        state = self._calls.pop(number, None)
+        _take(worker.doing, type(task.message).__name__ if state is None else state.call.name)
+        if state is not None:
+            _take(state.tasks_at, worker.name)
+            if state.is_generation and worker.name not in state.tasks_at:
+                state.out_at.pop(worker.name, None)
+        return task
+
+    def _less(self, task: TaskState, number: int, num_rows: int) -> WorkerState:
+        worker = self._workers[task.worker]
+        if num_rows:
+            task.rows_left -= num_rows
+            worker.num_running -= num_rows
+            self._calls[number].out_at[worker.name] -= num_rows
+        return worker
+
+
+def _take(counts: dict[str, int], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+@final
+class ReadyWorkers:
+    """The workers that are to be asked."""
+
+    def __init__(self, workers: Mapping[str, WorkerState]) -> None:
+        self._workers = list(workers.values())
+        self._hosts: dict[tuple[str, str], list[WorkerState]] = {}
+        """(kind, role) -> who has such an engine."""
+        for worker in self._workers:
+            for kind, roles in worker.roles.items():
+                for role in roles:
+                    self._hosts.setdefault((kind, role), []).append(worker)
+        self._trainers = [worker for worker in self._workers if worker.roles["train"]]
+        self._awake: list[int] = []
+        self._is_awake = [False] * len(self._workers)
+        self._came: dict[int, CallState] = {}
+        """Generations whose rows may be handed out now."""
+        self._offered: tuple[CallState, WorkerState] | None = None
+
+    def hosts(self, kind: str, role: str) -> list[WorkerState]:
+        """The workers that have a role's engine of this kind."""
+        return self._hosts.get((kind, role), [])
+
+    def has_others(self, kind: str, role: str, than: WorkerState) -> bool:
+        """Whether another worker has such an engine too."""
+        hosts = self._hosts.get((kind, role), [])
+        return len(hosts) > 1 or (len(hosts) == 1 and hosts[0] is not than)
+
+    def wake(self, worker: WorkerState) -> None:
+        """Something of this worker's own changed."""
+        if not self._is_awake[worker.place]:
+            self._is_awake[worker.place] = True
+            heapq.heappush(self._awake, worker.place)
+        if worker.sated_of:
+            for state in worker.sated_of:
+                if worker.place in state.sated:
+                    state.sated.discard(worker.place)
+                    heapq.heappush(state.hungry, worker.place)
+            worker.sated_of.clear()
+
+    def passed_over(self, worker: WorkerState) -> None:
+        """A worker whose turn it was not was asked, and others took what there was: it is asked again when there is more."""
+        left = [state for state in worker.sated_of if worker.place in state.sated]
+        worker.sated_of = [state for state in left if state.has_rows_to_begin]
+        for state in left:
+            if not state.has_rows_to_begin and worker.place in state.sated:
+                state.sated.discard(worker.place)
+                heapq.heappush(state.hungry, worker.place)
+
+    def wake_all(self, workers: Iterable[WorkerState]) -> None:
+        for worker in workers:
+            self.wake(worker)
+
+    def wake_role(self, role: str) -> None:
+        """Another version of the role's weights is there, or another of its generations is the earliest to begin."""
+        self.wake_all(self.hosts("rollout", role))
+        self.wake_all(self.hosts("train", role))
+
+    def wake_trainers(self, role: str | None = None) -> None:
+        """Those of a role, or all."""
+        self.wake_all(self._trainers if role is None else self.hosts("train", role))
+
+    def rows_came(self, state: CallState) -> None:
+        """Rows of a generation may be handed out."""
+        self._came[state.call.ordinal] = state
+
+    def feed_all(self, state: CallState) -> None:
+        """Everybody may want rows of this generation."""
+        state.hungry = [worker.place for worker in self.hosts("rollout", state.call.role)]
+        state.sated.clear()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether somebody may have to be asked."""
+        return bool(self._awake or self._came)
+
+    def next(self) -> WorkerState | None:
+        """Who is to be asked now; what it was given is in the states when this is called again."""
+        if self._offered is not None:
+            state, worker = self._offered
+            self._offered = None
+            if state.has_rows_to_begin:
+                state.sated.add(worker.place)
+                worker.sated_of.append(state)
+            else:
+                heapq.heappush(state.hungry, worker.place)
+        if self._awake:
+            place = heapq.heappop(self._awake)
+            self._is_awake[place] = False
+            return self._workers[place]
+        while self._came:
+            ordinal, state = next(iter(self._came.items()))
+            if state.hungry and state.has_rows_to_begin:
+                self._offered = state, self._workers[heapq.heappop(state.hungry)]
+                return self._offered[1]
+            del self._came[ordinal]
+        return None

@@ -1,0 +1,174 @@
+"""Dispatch training: micro-batches as groups come in, optimiser steps, log-probabilities, weights to publish, checkpoints.
+
+CheckpointDue -> Save to the trainer of each role, when it holds the role's version at that point of the program -> CheckpointSaved
+
+A checkpoint has each role at one point in program order, though trainers reach it at different times. A role's trainer saves after
+the last write before the point and before the next one; nothing else waits. Pure bookkeeping for `train_desk`.
+
+One worker trains a role. Its updates go in program order, each from the weights that the one before it left. A step that would
+replace weights waits until every earlier reader of them has had them: the rollout engines have taken them, or hold older ones that
+will do, and log-probabilities and copies are done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from m2flow.macro.graph import Call
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.train_tasks import UpdateTally
+from m2flow.micro.protocol.worker_state import WorkerState
+from m2flow.micro.scheduler.call_state import CallState, MicroBatch, MinibatchEnd
+from m2flow.micro.scheduler.rollout_dispatch import Offer, RolloutDispatch
+from m2flow.micro.scheduler.state import SchedulerState
+
+
+@dataclass(frozen=True)
+class Due:
+    """A role's part of a checkpoint."""
+
+    step: int
+    version: int
+    """That it must have."""
+    path: str
+
+
+@final
+class Saves:
+    """By role, the oldest checkpoint first."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, deque[Due]] = {}
+        self._running: dict[int, tuple[str, Due]] = {}
+        """By task."""
+
+    def add(self, step: int, directory: str, versions: Mapping[str, int]) -> None:
+        """These roles are to save these versions."""
+        for role, version in versions.items():
+            self._due.setdefault(role, deque()).append(Due(step, version, f"{directory}/{role}"))
+
+    def first(self, role: str) -> Due | None:
+        """What a role has to save next."""
+        due = self._due.get(role)
+        return due[0] if due else None
+
+    def holds(self, call: Call) -> bool:
+        """Whether a write of weights would replace what has yet to be saved."""
+        due = self.first(call.role)
+        return due is not None and any(effect.version > due.version for effect in call.writes)
+
+    def begin(self, role: str, number: int) -> m.Save:
+        """The task that saves what is next."""
+        due = self._due[role].popleft()
+        self._running[number] = role, due
+        return m.Save(number, -1, role, due.path, seals=True)
+
+    def done(self, number: int) -> tuple[str, Due] | None:
+        """The role and the part that a task has saved; None if it was none of these."""
+        return self._running.pop(number, None)
+
+
+_MAX_QUEUED = 2
+"""Tasks that a trainer has at a time: one in hand, and one to begin with at once."""
+
+
+class TrainDispatch:
+    """Feeds the trainers."""
+
+    def __init__(self, board: SchedulerState, rollout: RolloutDispatch) -> None:
+        self._board = board
+        self._rollout = rollout
+        self.saves = Saves()
+
+    def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """The next thing that this worker's train engines of these roles could do."""
+        if worker.num_tasks["train"] >= _MAX_QUEUED:
+            return None
+        publish = self._rollout.publish_offer(worker, roles)
+        if publish is not None:
+            return publish
+        save = self._save_offer(worker, roles)
+        if save is not None:
+            return save
+        for state in self._started(roles):
+            found = self._offer_call(worker, state)
+            if found is not None:
+                return found
+        return None
+
+    def _save_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
+        """What this worker has to save for a checkpoint, and holds."""
+        for role in roles:
+            due = self.saves.first(role)
+            if due is not None and self._board.versions.trained(role) == due.version:
+                return lambda role=role: self._save(worker, role)  # type: ignore[misc]
+        return None
+
+    def _save(self, worker: WorkerState, role: str) -> None:
+        self._board.start(worker, "train", self.saves.begin(role, self._board.next_task()))
+
+    def _started(self, roles: Sequence[str]) -> Iterable[CallState]:
+        """The calls of these roles that wait for nothing, in program order."""
+        lists = [self._board.open.started("train", role) for role in roles]
+        return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda state: state.call.ordinal)
+
+    def _offer_call(self, worker: WorkerState, state: CallState) -> Offer | None:
+        if state.update is not None:
+            return self._update_offer(worker, state)
+        if state.call.method == "copy_of":
+            return None if state.tasks_at or not self._may_be_replaced(state) else lambda: self._copy(worker, state)
+        return (lambda: self._logprobs(worker, state)) if state.ready else None
+
+    def _update_offer(self, worker: WorkerState, state: CallState) -> Offer | None:
+        assert state.update is not None
+        if not state.ids:
+            # Nothing to train on: the weights of the new version are those of the old.
+            return (lambda: self._board.complete(state, UpdateTally().metrics())) if self._may_replace(state) else None
+        step = state.update.next(is_idle=worker.num_tasks["train"] == 0)
+        if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(state)):
+            return None
+        return lambda: self._update(worker, state, step)
+
+    def _may_replace(self, state: CallState) -> bool:
+        """Whether every earlier reader of the weights that the update replaces has had them, and a checkpoint that is due too."""
+        if self.saves.holds(state.call):
+            return False
+        for reader in self._board.versions.reads_before(state.call):
+            if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
+                return False
+        return True
+
+    def _may_be_replaced(self, state: CallState) -> bool:
+        """Whether nothing needs the weights any more that a copy replaces: log-probabilities by an older reference, a checkpoint."""
+        return not self.saves.holds(state.call) and next(self._board.versions.reads_before(state.call), None) is None
+
+    def _update(self, worker: WorkerState, state: CallState, step: MicroBatch | MinibatchEnd) -> None:
+        assert state.update is not None
+        state.update.take(step)
+        number, call = self._board.next_task(), state.call
+        if isinstance(step, MicroBatch):
+            self._board.bring_inputs(state, step.ids, worker.name)
+            self._board.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
+        else:
+            self._board.versions.replace_weights(call.role)
+            self._board.changed()
+            self._board.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
+
+    def _copy(self, worker: WorkerState, state: CallState) -> None:
+        self._board.start(worker, "train", m.CopyWeights(self._board.next_task(), state.call.ordinal))
+
+    def _logprobs(self, worker: WorkerState, state: CallState) -> None:
+        count, filled = 0, 0
+        for row in state.ready:
+            filled += state.num_tokens[row]
+            if count and filled > state.stage.token_budget:
+                break
+            count += 1
+        rows = self._board.hand_out(state, count)
+        self._board.bring_inputs(state, rows, worker.name)
+        task = m.RunFunction(self._board.next_task(), state.call.ordinal, rows, list(state.stage.forward_to))
+        self._board.start(worker, "train", task)

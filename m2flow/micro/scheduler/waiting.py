@@ -1,0 +1,149 @@
+"""Who waits for whom: what keeps each unfinished call from going on, and the rings among them. Pure, and without time.
+
+    Board, Credits --waits_of--> [Wait] --ring_of_waits--> a ring that nobody in it can leave, or nothing
+
+A call with a task on a worker waits for nobody here: the worker goes on, or is found to hang by its silence. A call needs all that it
+waits for; of those who could make room in a channel, or give a lease back, one is enough. So a ring counts only among those of whom
+none can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from m2flow.micro.protocol.worker_state import kind_of
+from m2flow.micro.scheduler.backpressure import Credits
+
+if TYPE_CHECKING:
+    from m2flow.micro.scheduler.call_state import CallState
+    from m2flow.micro.scheduler.state import SchedulerState
+
+
+class Wait(NamedTuple):
+    """One edge."""
+
+    who: str
+    on: str
+    what: str
+    """What it needs from there."""
+    is_one_of: bool = False
+    """Any of its waits is enough."""
+
+
+def waits_of(board: SchedulerState, credits: Credits) -> list[Wait]:
+    """Of every call that is not over, and of the channels and leases that they wait for."""
+    waits: list[Wait] = []
+    for state in board.active.values():
+        if state.tasks_at:
+            continue
+        who = name_of(state)
+        for ordinal in sorted(state.waits_for):
+            if ordinal in board.calls:
+                waits.append(Wait(who, name_of(board.calls[ordinal]), "its result"))
+        for ordinal in state.aligned_inputs:
+            source = board.calls[ordinal]
+            if not source.is_over:
+                waits.append(Wait(who, name_of(source), f"rows, of which {len(source.done)} of {len(source.ids)} are done"))
+        waits += _of_room(who, state, credits)
+        waits += _of_leases(who, state, board)
+    return waits
+
+
+def ring_of_waits(waits: Iterable[Wait]) -> list[Wait]:
+    """The first ring of those that nobody outside it can free, from the first who is in it on; empty if there is none."""
+    on: dict[str, list[Wait]] = {}
+    for wait in waits:
+        on.setdefault(wait.who, []).append(wait)
+    free = _that_can_go_on(on)
+    on = {who: [wait for wait in found if wait.on not in free] for who, found in on.items() if who not in free}
+    done: set[str] = set()
+    for start in on:
+        ring = _walk(start, on, done)
+        if ring:
+            return ring
+    return []
+
+
+def in_words(ring: Iterable[Wait]) -> str:
+    return "; ".join(f"{wait.who} waits for {wait.on} ({wait.what})" for wait in ring)
+
+
+def name_of(state: CallState) -> str:
+    """A call, so that it can be told from all others: one line of a loop within a step makes many."""
+    step = f" in step {state.call.step}" if state.call.step >= 0 else ""
+    return f"{state.call.name} of {state.call.site}{step} (call {state.call.ordinal})"
+
+
+def _of_room(who: str, state: CallState, credits: Credits) -> list[Wait]:
+    if state.call.ordinal not in credits.blocked:
+        return []
+    waits = []
+    for channel in credits.channels_of(state):
+        place = f"the channel from {channel.producer} to {channel.target}"
+        held = f"{channel.used_samples} of {channel.samples} samples and {channel.used_bytes:,} of {channel.num_bytes:,} bytes are taken"
+        waits.append(Wait(who, place, f"room: {held}"))
+        waits += [Wait(place, name_of(taker), f"to take {count} samples", True) for taker, count in credits.takers_of(channel)]
+    return waits
+
+
+def _of_leases(who: str, state: CallState, board: SchedulerState) -> list[Wait]:
+    if state.call.engine not in ("rollout", "train"):
+        return []
+    waits = []
+    for name in state.stage.workers:
+        worker = board.workers[name]
+        lease = worker.lease
+        if lease is not None and state.call.role not in worker.roles_at(lease.turn, state.call.engine):
+            place = f"the lease {lease.name}"
+            waits.append(Wait(who, place, f"which {lease.owner} has"))
+            owners = [
+                other
+                for other in board.active.values()
+                if other.call.engine == kind_of(lease.owner) and set(other.tasks_at) & set(lease.workers)
+            ]
+            waits += [Wait(place, name_of(owner), "to end its tasks there", True) for owner in owners]
+    return waits
+
+
+def _that_can_go_on(on: Mapping[str, list[Wait]]) -> set[str]:
+    """Who waits for nobody, and whoever needs only such."""
+    waiting_for: dict[str, list[str]] = {}
+    for who, waits in on.items():
+        for wait in waits:
+            waiting_for.setdefault(wait.on, []).append(who)
+    num_needed = {who: 1 if waits[0].is_one_of else len({wait.on for wait in waits}) for who, waits in on.items()}
+    free: set[str] = set()
+    found = [place for place in waiting_for if place not in on]
+    while found:
+        place = found.pop()
+        if place not in free:
+            free.add(place)
+            for who in set(waiting_for.get(place, ())):
+                num_needed[who] -= 1
+                if num_needed[who] == 0:
+                    found.append(who)
+    return free
+
+
+def _walk(start: str, on: Mapping[str, list[Wait]], done: set[str]) -> list[Wait]:
+    """Depth first, without recursion: a program may have thousands of calls."""
+    path: list[Wait] = []
+    places = {start: 0}
+    stack = [iter(on.get(start, ()))]
+    while stack:
+        wait = next(stack[-1], None)
+        if wait is None:
+            stack.pop()
+            if path:
+                done.add(path[-1].on)
+                places.pop(path.pop().on)
+            continue
+        if wait.on in places:
+            return [*path[places[wait.on] :], wait]
+        if wait.on not in done:
+            path.append(wait)
+            places[wait.on] = len(path)
+            stack.append(iter(on.get(wait.on, ())))
+    done.add(start)
+    return []

@@ -1,0 +1,1 @@
+"""A worker's process: its tasks, its engines, its weights."""

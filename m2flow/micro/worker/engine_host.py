@@ -1,0 +1,677 @@
+"""The engines of one process, and what can be done with them, chunk by chunk.
+
+engine.memory() --offload, rest or onload--> engine.memory():   the difference is what moved
+    samples that leave a rollout engine --Draining--> how long it ran out of them before it left
+
+On a CPU the device is the host, and little moves: a rollout engine's cache is freed, weights stay where they are.
+
+Reference(path), Reference(path)                      one engine, loaded once
+    Policy(path, lora=...), Reference(path)               the reference computes from the policy's weights, without its adapters
+    Policy(path, lora=...), Reference(policy)             likewise, with the adapters that the policy had
+
+All only where the engines have the same turn: what leaves a device takes its memory with it.
+
+A worker does its tasks here; the eager interpreter does whole calls here. Inputs come as batches and results leave as batches:
+where they are from and where they go is the caller's.
+
+engines, Outbox.statistics --Gauges.record--> "running, policy", "kv tokens, policy", "tokens/s", "channel to NAME: samples", ...
+the process                                   "peak memory bytes", "peak gpu memory bytes"
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, final
+
+import msgspec
+
+from m2flow.channels.channel import Statistics
+from m2flow.channels.weights import Manifest, Tied, Weight, digest
+from m2flow.channels.weights.torch_tensors import travelling
+from m2flow.engines.contract import Engine, EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine, Tensor, TrainEngine
+from m2flow.engines.registry import make_function, make_rollout
+from m2flow.errors import InternalError, M2FlowError, OpError, PromptTooLong
+from m2flow.macro.capture import forget_copies
+from m2flow.macro.graph import Call
+from m2flow.macro.lineage import GENERATED
+from m2flow.macro.sites import is_of_user
+from m2flow.micro.protocol import execute, train_tasks
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.plan import EngineSlot
+from m2flow.micro.protocol.staleness import check_admission, check_given, version_spans_of
+from m2flow.micro.protocol.worker_state import ROLLOUT
+from m2flow.micro.records.checkpoints import seal
+from m2flow.micro.worker.function_tasks import Functions, Leave
+from m2flow.micro.worker.out_of_memory import MiniBatches, accounted, peak_bytes
+from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
+from m2flow.micro.worker.telemetry import ChannelCounts, SampleSpans
+from m2flow.micro.worker.weight_sync import LogprobCheck, WeightSettings, WeightSyncs
+from m2flow.observe.spans import Recorder, SpanName, now_ns
+from m2flow.recipe import Model
+from m2flow.samples import Batch
+
+
+def add(engine: RolloutEngine, requests: Sequence[Request]) -> None:
+    """Queue requests. If one does not fit, none is queued, and the error knows which it was."""
+    try:
+        engine.add(requests)
+    except PromptTooLong as error:
+        for position, request in enumerate(requests):
+            try:
+                engine.add([request])
+            except PromptTooLong as of_this:
+                engine.abort([r.id for r in requests[:position]])
+                raise of_this.about(request.id) from None
+        raise error
+
+
+@final
+class Draining:
+    """Of the rollout engines of one process: since when each has had nothing to put in the place of a sample that left."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: dict[str, list[int]] = {}
+        """Role -> since when; how many have ended since, and how many were stopped."""
+
+    def given(self, role: str) -> None:
+        """The engine got more samples: it goes on."""
+        self._open.pop(role, None)
+
+    def left(self, role: str, engine: RolloutEngine, at_ns: int, *, num_ended: int = 0, num_stopped: int = 0) -> None:
+        """Samples left the engine then: ended, or stopped before their end."""
+        if not num_ended + num_stopped:
+            return
+        if role not in self._open:
+            if engine.occupancy().num_queued:
+                return
+            self._open[role] = [at_ns, 0, 0]
+        self._open[role][1] += num_ended
+        self._open[role][2] += num_stopped
+
+    def over(self, role: str) -> None:
+        """The engine is about to leave its devices."""
+        if (found := self._open.pop(role, None)) is not None:
+            start, num_ended, num_stopped = found
+            self._recorder.add(SpanName.DRAIN, start, now_ns(), label=f"{role} rollout", num_drained=num_ended, num_aborted=num_stopped)
+
+
+def leave(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
+    """The devices are others' now."""
+    _moved(recorder, SpanName.OFFLOAD, slot, engine, engine.rest if slot.stays else engine.offload)
+
+
+def come(recorder: Recorder, slot: EngineSlot, engine: Engine) -> None:
+    """The devices are this engine's."""
+    _moved(recorder, SpanName.ONLOAD, slot, engine, engine.onload)
+
+
+def condense(recorder: Recorder, slot: EngineSlot, engine: RolloutEngine) -> None:
+    """Others come to the devices while this one still has samples there."""
+    _moved(recorder, SpanName.OFFLOAD, slot, engine, engine.condense, " unused cache")
+
+
+def _moved(recorder: Recorder, name: SpanName, slot: EngineSlot, engine: Engine, move: Callable[[], None], what: str = "") -> None:
+    before = engine.memory().total
+    with recorder.span(name, label=f"{slot.role} {slot.kind}{what}") as span:
+        start = time.monotonic()
+        move()
+        took_s = time.monotonic() - start
+        num_bytes = abs(engine.memory().total - before)
+        span.set(num_bytes=num_bytes, gb_per_s=round(num_bytes / max(took_s, 1e-9) / 1e9, 4))
+
+
+@dataclass
+class Generation:
+    """A generate task under way."""
+
+    task: m.Generate
+    num_left: int
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A sample that an engine has."""
+
+    call: Call
+    """The one that it is generated for."""
+    drawn: Call
+    """The one whose sample it is."""
+    prompts: Batch
+    row: int
+    """Of its prompt in `prompts`."""
+    seed: int
+    start_ns: int
+    had: int
+    """Tokens that it came with."""
+    waited_us: int
+    """Before it came."""
+
+
+def rows_of(generated: Sequence[Generated], growing: Sequence[Growing]) -> Batch:
+    """The rows of samples, finished or not."""
+    prompts = Batch.concat([g.prompts.take([g.row]) for g in growing])
+    seeds = {g.id: s.seed for g, s in zip(generated, growing, strict=True)}
+    return execute.responses([g.drawn for g in growing], generated, prompts, seeds)
+
+
+def twin_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
+    """The first role before this one, in the process's order, whose trainer is the very same, for ever; None if there is none."""
+    before = _alike(slot, slots[: slots.index(slot)])
+    return next((one.role for one in before if models[one.role] == models[slot.role] and models[slot.role].is_frozen), None)
+
+
+def lender_of(slot: EngineSlot, slots: Sequence[EngineSlot], models: Mapping[str, Model]) -> str | None:
+    """The role of a policy with adapters, from whose weights this one's model can be computed; None if there is none."""
+    own = models.get(slot.role)
+    if slot.kind != "train" or own is None or own.is_policy:
+        return None
+    for one in _alike(slot, slots):
+        policy = models[one.role]
+        if policy.lora is None or not policy.is_policy:
+            continue
+        if own in (replace(policy, is_policy=False), replace(policy, lora=None, rollout_dtype=None, is_policy=False, is_frozen=True)):
+            return one.role
+    return None
+
+
+def _alike(slot: EngineSlot, slots: Sequence[EngineSlot]) -> list[EngineSlot]:
+    """Trainers of other roles, by the same engine, in the same turn."""
+    same = (slot.kind, slot.engine, slot.takes_turn, slot.stays)
+    return [one for one in slots if one.role != slot.role and (one.kind, one.engine, one.takes_turn, one.stays) == same]
+
+
+E = TypeVar("E")
+
+
+class EngineHost:
+    """Engines by role and kind. Spans go to the recorder; what weights for other processes lie in is named by `shared_prefix`.
+
+    Finished samples gather up to `gather_s` before they leave together: with a small model, making a batch of each one, writing it
+    down and sending it on would cost as much as decoding.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[EngineSlot],
+        models: Mapping[str, Model],
+        settings: Mapping[str, EngineSettings],
+        *,
+        run_dir: str = "",
+        run_seed: int,
+        recorder: Recorder,
+        shared_prefix: str,
+        gather_s: float = 0.0,
+        restore: Mapping[str, str] | None = None,
+        worker: str = "",
+        weights: WeightSettings = WeightSettings(),  # noqa: B008
+        make_train: MakeTrain = make_own_train,
+        takes_turns: bool = False,
+        record_every: int = 1,
+    ) -> None:
+        """
+        Args:
+            run_dir: by whose name its traces go.
+            takes_turns: the engines share their devices with others, of this process or of others. The first turn is rollout's: all others
+                begin away from the devices.
+        """
+        self._slots = tuple(slots)
+        self._takes_turns = takes_turns
+        self._turn = ROLLOUT
+        self._models = models
+        self._settings = settings
+        self._make_train = make_train
+        self._run, self._run_seed = Path(run_dir).resolve().name, run_seed
+        self._recorder, self._lives = recorder, SampleSpans(recorder, every=record_every)
+        self._draining = Draining(recorder)
+        self._gather_ns = gather_s * 1e9
+        self._restore = restore or {}
+        """Role -> the part of a checkpoint that its trainer begins with."""
+        self._is_closed = False
+        self._rollout: dict[str, RolloutEngine] = {}
+        self._train: dict[str, TrainEngine] = {}
+        self._functions: Functions | None = None
+        self._growing: dict[int, Growing] = {}
+        self._finished: list[tuple[Generated, int]] = []
+        """Samples that wait to leave, and when they finished."""
+        self._left_ns = 0
+        self._had = 0
+        """Tokens that all that grow came with."""
+        self._num_left = 0
+        """Tokens generated here of samples that have left."""
+        self._tallies: dict[int, train_tasks.UpdateTally] = {}
+        self._minibatches = MiniBatches()
+        self._syncing = WeightSyncs(worker, shared_prefix, models, weights, recorder)
+        self._stop_above = weights.checks.stop_above
+        of_train = settings["train"].options if "train" in settings else {}
+        self._proving = LogprobCheck(
+            models, weights.checks, recorder, published=frozenset(weights.publishes), compute_dtype=str(of_train.get("compute_dtype", ""))
+        )
+
+    def open(self) -> None:
+        """Load every engine. Of those that take turns, what leaves the devices again comes first."""
+        lenders = {slot.role: lender_of(slot, self._slots, self._models) for slot in self._slots if slot.kind == "train"}
+
+        def at(slot: EngineSlot) -> tuple[bool, bool]:
+            return self._takes_turns and slot.takes_turn == ROLLOUT, slot.kind == "train" and lenders[slot.role] is not None
+
+        for slot in sorted(self._slots, key=at):
+            if slot.kind == "function":
+                engine = make_function(slot.engine, self._settings["function"])
+                engine.start()
+                self._functions = Functions(engine, run=self._run, run_seed=self._run_seed, recorder=self._recorder)
+            elif slot.kind == "rollout":
+                settings = replace(self._settings["rollout"], tp=slot.tp, pp=slot.pp, ep=slot.ep)
+                self._rollout[slot.role] = make_rollout(slot.engine, self._models[slot.role], settings)
+                self._rollout[slot.role].start()
+            else:
+                twin = twin_of(slot, self._slots, self._models)
+                if twin in self._train:
+                    self._train[slot.role] = self._train[twin]
+                    continue
+                lender, model = lenders[slot.role], self._models[slot.role]
+                beside = None if lender is None else self._train[lender].beside(slot.role, model)
+                self._train[slot.role] = beside or self._make_train(slot, model, self._settings["train"])
+                self._train[slot.role].start()
+                if slot.role in self._restore:
+                    self._train[slot.role].load(self._restore[slot.role])
+            if self._takes_turns and slot.kind != "function" and slot.takes_turn != ROLLOUT:
+                leave(self._recorder, slot, self._rollout[slot.role] if slot.kind == "rollout" else self._train[slot.role])
+
+    def close(self) -> None:
+        """Free every engine and every shared segment."""
+        self._lives.flush()
+        for engine in self._engines():
+            engine.stop()
+        if self._functions is not None:
+            forget_copies()
+        self._is_closed = True
+        self._syncing.close()
+
+    # Generation
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._growing)
+
+    def generate(self, call: Call, ids: Sequence[int], prompts: Batch, drawn: Call | None = None, waited_us: int = 0) -> None:
+        """Queue samples; row i of `prompts` is the prompt of sample i. An earlier call may have drawn them, and left them to this one."""
+        drawn = drawn or call
+        self._begin(call, drawn, execute.requests(drawn, ids, prompts, self._run_seed), prompts, waited_us)
+
+    def resume(self, call: Call, stopped: Batch, drawn: Call, waited_us: int = 0) -> None:
+        """Queue samples that go on from the tokens in these rows."""
+        for packed, stretches in zip(stopped.ids.tolist(), version_spans_of(stopped), strict=True):
+            check_given(call, packed, stretches)
+        self._begin(call, drawn, execute.continuations(drawn, stopped), stopped, waited_us)
+
+    def _begin(self, call: Call, drawn: Call, requests: Sequence[Request], prompts: Batch, waited_us: int) -> None:
+        engine = self._engine(self._rollout, call.role)
+        check_admission(call, engine.version)
+        add(engine, requests)
+        start, prompts = now_ns(), prompts.without(GENERATED)  # What a prompt has of these is replaced by what its sample has.
+        for row, r in enumerate(requests):
+            self._growing[r.id] = Growing(call, drawn, prompts, row, r.seed, start, len(r.prefix), waited_us)
+        self._lives.began({r.id: len(r.prefix) for r in requests})
+        self._draining.given(call.role)
+        self._had += sum(len(r.prefix) for r in requests)
+
+    @accounted("rollout")
+    def step(self) -> list[tuple[Call, Batch]]:
+        """Decode one token of everything that runs; the rows that leave now, by call."""
+        for role, engine in self._rollout.items():
+            if engine.num_unfinished:
+                start, num_running = now_ns(), engine.num_unfinished
+                finished = engine.step()
+                end = now_ns()
+                self._lives.stepped(role, start, end, num_running, engine.version)
+                self._finished += [(generated, end) for generated in finished]
+                self._draining.left(role, engine, end, num_ended=len(finished))
+        is_last = len(self._finished) == len(self._growing)
+        if is_last:
+            self._lives.flush()
+        if not self._finished or not (is_last or now_ns() - self._left_ns >= self._gather_ns):
+            return []
+        self._left_ns = now_ns()
+        by_call: dict[int, list[tuple[Generated, int]]] = {}
+        for generated, end in self._finished:
+            by_call.setdefault(self._growing[generated.id].call.ordinal, []).append((generated, end))
+        self._finished = []
+        return [self._rows(finished) for finished in by_call.values()]
+
+    def abort(self, call: int) -> dict[int, int]:
+        """Give up what generates for a call; how many tokens each sample had by then, of those that had some."""
+        ids = self._growing_for(call)
+        gone = self._stopped(ids)
+        had = {generated.id: len(generated.tokens) for generated in gone}
+        had |= {generated.id: len(generated.tokens) for generated, _ in self._finished if self._growing[generated.id].call.ordinal == call}
+        for packed in ids:
+            gone_now = self._leave(packed, num := had.get(packed, 0))
+            version = self._engine(self._rollout, gone_now.call.role).version
+            self._lives.given_up(call, packed, gone_now.start_ns, num, version, had=gone_now.had, waited_us=gone_now.waited_us)
+        self._finished = [(generated, end) for generated, end in self._finished if generated.id in self._growing]
+        return {packed: count for packed, count in had.items() if count}
+
+    def _stopped(self, ids: Sequence[int]) -> list[Generated]:
+        """These samples as their engines give them up."""
+        found = []
+        for role, engine in self._rollout.items():
+            gone = engine.abort(ids)
+            self._draining.left(role, engine, now_ns(), num_stopped=len(gone))
+            found += gone
+        return found
+
+    def _leave(self, packed: int, num_tokens: int) -> Growing:
+        """A sample grows here no more; it has so many tokens."""
+        growing = self._growing.pop(packed)
+        self._had -= growing.had
+        self._num_left += num_tokens - growing.had
+        return growing
+
+    def is_growing(self, packed: int, call: int) -> bool:
+        """Whether a sample is generated here for this call, and has not finished."""
+        growing = self._growing.get(packed)
+        is_here = growing is not None and growing.call.ordinal == call
+        return is_here and all(generated.id != packed for generated, _ in self._finished)
+
+    def interrupt(self, ids: Iterable[int]) -> Batch:
+        """Stop these samples, if they have not finished; the rows of those that have tokens, to `resume` from. All have prompts alike."""
+        is_done = {generated.id for generated, _ in self._finished}
+        wanted = [packed for packed in ids if packed in self._growing and packed not in is_done]
+        stopped = self._stopped(wanted)
+        for generated in stopped:
+            if not len(generated.tokens):
+                self._leave(generated.id, 0)
+        begun = [(generated, now_ns()) for generated in stopped if len(generated.tokens)]
+        return self._rows(begun)[1] if begun else Batch.concat([])
+
+    def finished_for(self, call: int) -> Batch:
+        """The samples of a call that have finished and not left; they leave now."""
+        left = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal == call]
+        self._finished = [(generated, end) for generated, end in self._finished if self._growing[generated.id].call.ordinal != call]
+        return self._rows(left)[1] if left else Batch.concat([])
+
+    def _growing_for(self, call: int) -> list[int]:
+        return [packed for packed, growing in self._growing.items() if growing.call.ordinal == call]
+
+    def stop(self, call: int) -> tuple[Batch, Batch]:
+        """Stop what generates for a call: the rows of samples that have finished by now, and of those that can go on."""
+        return self.finished_for(call), self.interrupt(self._growing_for(call))
+
+    def progress(self) -> dict[int, int]:
+        """Tokens so far of each sample that generates."""
+        return {packed: count for engine in self._rollout.values() for packed, count in engine.progress().items()}
+
+    def gauges(self) -> Iterator[tuple[str, Occupancy, int]]:
+        """Each role that can generate, how full its engine is, and the version of its weights; after the end, none."""
+        engines = {} if self._is_closed else self._rollout
+        return ((role, engine.occupancy(), engine.version) for role, engine in engines.items())
+
+    def occupancy(self) -> dict[str, tuple[Occupancy, dict[int, int]]]:
+        """Of each role that generates: how full its engine is, and tokens so far of each sample there."""
+        return {role: (engine.occupancy(), dict(engine.progress())) for role, engine in self._rollout.items() if engine.num_unfinished}
+
+    def snapshot(self, ids: Iterable[int]) -> list[tuple[Call, Batch]]:
+        """The rows of these samples as they are by now, by call. They go on; what has finished is passed over."""
+        by_call: dict[int, list[Generated]] = {}
+        for generated in [generated for engine in self._rollout.values() for generated in engine.snapshot(ids)]:
+            by_call.setdefault(self._growing[generated.id].call.ordinal, []).append(generated)
+        growing = {generated.id: self._growing[generated.id] for of in by_call.values() for generated in of}
+        return [(growing[of[0].id].call, rows_of(of, [growing[generated.id] for generated in of])) for of in by_call.values()]
+
+    def tokens(self) -> tuple[int, dict[int, int]]:
+        """Tokens generated here in all; and how many each sample has that grows here or waits to leave."""
+        counts = self.progress()
+        self._lives.seen(counts)
+        if self._finished:
+            counts |= {generated.id: len(generated.tokens) for generated, _ in self._finished}
+        return self._num_left + sum(counts.values()) - self._had, counts
+
+    def _rows(self, finished: list[tuple[Generated, int]]) -> tuple[Call, Batch]:
+        generated = [g for g, _ in finished]
+        growing = [self._leave(g.id, len(g.tokens)) for g in generated]
+        call = growing[0].call
+        rows = rows_of(generated, growing)
+        for (g, end), s in zip(finished, growing, strict=True):
+            self._lives.ended(call.ordinal, s.start_ns, end, g, had=s.had, waited_us=s.waited_us)
+        return call, rows
+
+    # Functions
+
+    @accounted("train")
+    def perform(
+        self,
+        call: Call,
+        inputs: Mapping[str, Batch],
+        values: Mapping[str, object],
+        leave: Leave | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        is_suspect: bool = False,
+    ) -> Batch | object:
+        """A function's rows, or its value if it gives one for all; a model's log-probabilities.
+
+        Args:
+            inputs: rows by the input's name, in the call's order.
+            values: the inputs that are whole values.
+            leave: is given rows before the end, if that takes long: the samples that they came from, and they. They are not among
+                those that are returned.
+            meanwhile: is called when a user's function has begun, and runs on a thread of its own; of others before they begin.
+            is_suspect: a worker was lost while it ran this function, which runs in processes of its own now, if it may.
+        """
+        if call.engine == "train":
+            samples = inputs["samples"].in_order()
+            ids = samples.ids.tolist()
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **execute.about(call), num_samples=len(ids), samples=ids):
+                engine = self._engine(self._train, call.role)
+                return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
+        if self._functions is None:
+            raise InternalError(f"{call.name} came to a process without a function engine")
+        return self._functions.perform(call, inputs, values, leave, meanwhile, is_suspect=is_suspect)
+
+    # Training
+
+    def num_training_tokens(self, call: Call, samples: Batch) -> list[int]:
+        return [int(n) for n in self._engine(self._train, call.role).num_training_tokens(samples)]
+
+    @accounted("train")
+    def accumulate(self, call: Call, rows: Batch, *, epoch: int) -> None:
+        """Add up the gradient of one micro-batch (`training.training_rows`)."""
+        tally = self._tallies.setdefault(call.ordinal, train_tasks.UpdateTally())
+        rows = rows if tally.is_stepped else train_tasks.with_same_weights(call, rows)
+        self._proving.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
+        ids = rows.ids.tolist()
+        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **execute.about(call), num_samples=len(ids), samples=ids) as span:
+            objective = train_tasks.objective(call)
+            try:
+                engine = self._engine(self._train, call.role)
+                sums = self._minibatches.of(call.ordinal, engine, self._settings["train"]).accumulate(rows, objective)
+            except M2FlowError:
+                raise
+            except Exception as error:
+                if not is_of_user(error):
+                    raise
+                raise OpError(f"the loss {objective.loss.name} raised {error!r}", remote=traceback.format_exc()) from error
+            span.set(num_tokens=sums.num_context_tokens)
+        tally.add(sums, rows, epoch=epoch)
+
+    @accounted("train")
+    def apply(self, call: Call, *, is_last: bool) -> dict[str, float]:
+        """One optimiser step. After the last of a call: its metrics."""
+        tally = self._tallies.setdefault(call.ordinal, train_tasks.UpdateTally())
+        train_tasks.check_agreement(call, tally, self._stop_above)
+        with self._recorder.span(SpanName.TRAIN_APPLY, **execute.about(call), version=call.writes[0].version):
+            denominator = tally.denominator(train_tasks.objective(call).loss)
+            tally.stepped(self._engine(self._train, call.role).apply(train_tasks.optimizer(call), denominator), denominator)
+        halved = self._minibatches.stepped(call.ordinal, is_last=is_last)
+        if not is_last:
+            return {}
+        self._proving.updated(call.role, call.writes[0].version, self._engine(self._train, call.role))
+        return self._tallies.pop(call.ordinal).metrics() | halved
+
+    def give_up(self, call: Call) -> None:
+        """Drop an update's gradient."""
+        self._minibatches.stepped(call.ordinal, is_last=True)
+        if self._tallies.pop(call.ordinal, None) is not None:
+            self._engine(self._train, call.role).discard()
+
+    # Weights
+
+    def copy_weights(self, call: Call) -> None:
+        """A reference takes the weights that its policy has now; a critic its body, and keeps a head of its own. A policy that has left the
+        device for their turn comes back for as long, if its engine can't give them from where they are."""
+        source = str(call.options["source"])
+        taking, giving = self._engine(self._train, call.role), self._engine(self._train, source)
+        slot = self._slot("train", source)
+        is_away = self._takes_turns and slot.takes_turn != self._turn and not slot.stays
+        comes_back = is_away and not giving.capabilities.gives_away
+        if comes_back:
+            come(self._recorder, slot, giving)
+        taking.copy_from(giving)
+        if comes_back:
+            leave(self._recorder, slot, giving)
+
+    def publish(self, role: str, version: int) -> Manifest:
+        """Hand out a role's trained weights."""
+        manifest = self._syncing.publish(role, version, self._engine(self._train, role))
+        return msgspec.structs.replace(manifest, probe=self._proving.probe(role, version))
+
+    @accounted("switch")
+    def load_weights(self, role: str, version: int, manifest: Manifest | None, *, under_requests: bool = False) -> None:
+        """Take a role's weights into its rollout engine, and check that they are the same, tensor by tensor, and compute the same.
+
+        Args:
+            manifest: of those that were published; None: from the trainer of this process.
+            under_requests: what runs goes on with them, if its call may use them.
+        """
+        engine = self._engine(self._rollout, role)
+        for call in {growing.call.ordinal: growing.call for growing in self._growing.values() if growing.call.role == role}.values():
+            check_admission(call, version)
+        if manifest is None:
+            self._syncing.copy(role, version, self._engine(self._train, role), engine, under_requests=under_requests)
+        else:
+            self._syncing.load(role, version, manifest, engine, under_requests=under_requests)
+        self._proving.prove(role, self._proving.probe(role, version) if manifest is None else manifest.probe, engine)
+
+    def keep_weights(self, role: str) -> list[tuple[str, Weight]]:
+        """A copy of a role's trained weights as they are now, in the type that its rollout engines hold."""
+        return self._syncing.kept(role, self._engine(self._train, role))
+
+    def load_kept(self, role: str, version: int, kept: Iterable[tuple[str, Weight]], *, under_requests: bool = False) -> None:
+        """Take weights that `keep_weights` gave into the role's rollout engine."""
+        self._syncing.take(role, version, kept, self._engine(self._rollout, role), under_requests=under_requests)
+
+    @accounted("switch")
+    def switch(self, to: str) -> None:
+        """Hand the device to the engines of another turn."""
+        for slot, _ in self._of_turn(self._turn):
+            if slot.kind == "rollout":
+                self._draining.over(slot.role)
+        with self._recorder.span(SpanName.SWITCH, label=f"to {to}"):
+            for slot, engine in self._of_turn(self._turn):
+                leave(self._recorder, slot, engine)
+            for slot, engine in self._of_turn(to):
+                come(self._recorder, slot, engine)
+        self._turn = to
+
+    def condense(self) -> None:
+        """Give back what the rollout engines' caches have beyond what runs: what is next comes to the devices."""
+        for slot in self._slots:
+            if slot.kind == "rollout":
+                condense(self._recorder, slot, self._rollout[slot.role])
+
+    def _of_turn(self, turn: str) -> Iterator[tuple[EngineSlot, Engine]]:
+        for slot in self._slots:
+            if slot.kind != "function" and slot.takes_turn == turn:
+                yield slot, self._engine(self._rollout, slot.role) if slot.kind == "rollout" else self._engine(self._train, slot.role)
+
+    def _slot(self, kind: str, role: str) -> EngineSlot:
+        return next(slot for slot in self._slots if (slot.kind, slot.role) == (kind, role))
+
+    def save(self, role: str, path: str, *, seals: bool = False) -> str:
+        """Write a role's model, and give the digest of its weights. With `seals`, as a part of a checkpoint."""
+        if role in self._train:
+            with self._recorder.span(SpanName.TRAIN_SAVE, label=role):
+                self._train[role].save(path)
+                if seals:
+                    seal(path)
+            return _digest(self._train[role].weights())
+        return _digest(self._engine(self._rollout, role).weights())
+
+    def _engines(self) -> Iterator[Engine]:
+        yield from self._rollout.values()
+        yield from dict.fromkeys(self._train.values())
+        if self._functions is not None:
+            yield self._functions.engine
+
+    def held(self) -> dict[str, Memory]:
+        """What each engine holds of its device."""
+        found = {f"{role} rollout": engine.memory() for role, engine in self._rollout.items()}
+        roles: dict[TrainEngine, list[str]] = {}
+        for role, engine in self._train.items():
+            roles.setdefault(engine, []).append(role)
+        return found | {f"{' and '.join(names)} train": engine.memory() for engine, names in roles.items()}
+
+    def _engine(self, engines: Mapping[str, E], role: str) -> E:
+        if role not in engines:
+            raise InternalError(f"no engine of {role} is in this process; it has {', '.join(engines) or 'none'}")
+        return engines[role]
+
+
+def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    return digest((name, weight) for name, weight in travelling(tensors) if not isinstance(weight, Tied))
+
+
+PEAKS = {"host": "peak memory bytes", "GPU": "peak gpu memory bytes"}
+"""Counters of the most that a process has taken so far, by where."""
+_STEP_BYTES = 1 << 20
+"""They are said in steps, so that a process that grows does not fill the trace with it."""
+
+
+@final
+class Gauges:
+    """Of one worker."""
+
+    def __init__(self, recorder: Recorder, bench: EngineHost) -> None:
+        self._recorder = recorder
+        self._bench = bench
+        self._channels = ChannelCounts(recorder)
+        self._said: dict[str, float] = {}
+        """By counter, its last value."""
+        self._num_tokens = 0
+        self._at_ns = now_ns()
+
+    def record(self, channels: Mapping[str, Statistics]) -> None:
+        """What has changed since the last time."""
+        self._channels.record(channels)
+        at_ns = now_ns()
+        has_engines = False
+        for role, occupancy, version in self._bench.gauges():
+            has_engines = True
+            self._say(f"running, {role}", occupancy.num_running, at_ns)
+            self._say(f"waiting, {role}", occupancy.num_queued, at_ns)
+            if occupancy.kv_capacity:
+                self._say(f"kv tokens, {role}", occupancy.kv_used, at_ns)
+                self._say(f"kv capacity, {role}", occupancy.kv_capacity, at_ns)
+            if occupancy.num_put_back:
+                self._say(f"put back for want of memory, {role}", occupancy.num_put_back, at_ns)
+            if occupancy.num_cached:
+                self._say(f"tokens found in the cache, {role}", occupancy.num_cached, at_ns)
+            self._say(f"version, {role}", version, at_ns)
+        peak, of = peak_bytes()
+        self._say(PEAKS[of], -(-peak // _STEP_BYTES) * _STEP_BYTES, at_ns)
+        if has_engines:
+            num_tokens, _ = self._bench.tokens()
+            passed_s = max(at_ns - self._at_ns, 1) / 1e9
+            self._say("tokens/s", round((num_tokens - self._num_tokens) / passed_s, 1), at_ns)
+            self._say("generated tokens", num_tokens, at_ns)
+            self._num_tokens, self._at_ns = num_tokens, at_ns
+
+    def _say(self, name: str, value: float, at_ns: int) -> None:
+        if self._said.get(name) != value:
+            self._said[name] = value
+            self._recorder.count(name, value, at_ns)

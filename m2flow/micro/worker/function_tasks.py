@@ -1,0 +1,419 @@
+"""Users' functions and roles in a worker: their arguments, their objects, and a task's units one after the other.
+
+unit done --done--> rows, twice a second --leave--> the worker, which reports them; the rest with the task's end
+
+A task that is quick is reported once, as a whole.
+
+rows of each input, whole values, constants --Arguments--> function(Sample, value, constant, rng)
+
+What belongs to a unit is found by identity, and a random generator is keyed by it, so neither chunking nor arrival shows. What a
+unit's call does to its arguments, the next one does not see.
+
+A role has up to two here: one with its state, for calls that declare what they read or write, and one for all others, which may
+run anywhere and must not see that state. So what a call sees does not depend on where it runs.
+
+What each unit is given and how it runs is the function engine's; what a call's kind makes of arguments and results is told in
+`m2flow.micro.protocol.execute` and `m2flow.micro.worker.function_tasks`. Roles with state have their objects here (`instances`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import final
+
+import numpy as np
+
+from m2flow.engines.contract import Failure, FunctionEngine, Isolation
+from m2flow.errors import InternalError, OpError
+from m2flow.macro.capture import Snapshot
+from m2flow.macro.graph import Call, Granularity
+from m2flow.macro.ops import Argument, may_write
+from m2flow.micro.protocol import execute
+from m2flow.micro.protocol.call_bodies import call_body, call_of
+from m2flow.micro.protocol.execute import Judged
+from m2flow.observe.otel import Trace
+from m2flow.observe.spans import Recorder, SpanName, now_ns
+from m2flow.samples import Batch, Column, Ragged, Sample, keyed_bits, rows_of
+
+Leave = Callable[[list[int], Batch], None]
+"""Given samples of the task, and the rows that they became: fewer, if the call drops some."""
+
+_EVERY_NS = 500_000_000
+
+
+@final
+class Leaving:
+    """Of one task, whose units are samples."""
+
+    def __init__(self, rows_of: Callable[[Batch, Sequence[object]], Batch], samples: Batch, leave: Leave) -> None:
+        """
+        Args:
+            rows_of: the rows of some samples and their results.
+            samples: of the task, in the order of identity.
+        """
+        self._rows_of = rows_of
+        self._samples = samples
+        self._leave = leave
+        self._since_ns = now_ns()
+        self._waiting: dict[int, object] = {}
+        self._left: set[int] = set()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether some did."""
+        return bool(self._left)
+
+    def done(self, position: int, result: object) -> None:
+        """A sample has its result."""
+        self._waiting[position] = result
+        if now_ns() - self._since_ns >= _EVERY_NS and len(self._waiting) < len(self._samples):
+            self._since_ns = now_ns()
+            positions = sorted(self._waiting)
+            part = self._samples.take(positions)
+            self._left.update(positions)
+            self._leave(part.ids.tolist(), self._rows_of(part, [self._waiting[p] for p in positions]))
+            self._waiting = {}
+
+    def rest(self, results: Sequence[object]) -> Batch:
+        """The rows of those that have not left."""
+        positions = [position for position in range(len(self._samples)) if position not in self._left]
+        return self._rows_of(self._samples.take(positions), [results[p] for p in positions])
+
+
+_ATOMS = (str, int, float, bool, bytes, type(None), Snapshot)
+
+
+@final
+class Arguments:
+    """Called as an engine calls a function: with a `Sample`, or a list of them."""
+
+    def __init__(
+        self, call: Call, function: Callable[..., object], inputs: Mapping[str, Batch], values: Mapping[str, object], run_seed: int
+    ) -> None:
+        self.__name__ = getattr(function, "__name__", call.name)
+        self.__qualname__ = getattr(function, "__qualname__", self.__name__)
+        self._call = call
+        self._function = function
+        self._values = values
+        self._run_seed = run_seed
+        first = next(iter(inputs.values()), Batch(np.zeros(0, np.int64)))
+        base = first.in_order().frozen()
+        self.rows = base
+        """Of the input that says which samples the call works on, in the order of identity."""
+        self._inputs = {
+            name: other.select(base.ids).frozen() if len(base) and other is not first else base for name, other in inputs.items()
+        }
+        self._place = {packed: row for row, packed in enumerate(base.ids.tolist())}
+        found = call.options["arguments"]
+        assert isinstance(found, tuple)
+        self._arguments: tuple[Argument, ...] = found
+
+    def __call__(self, unit: Sample | list[Sample]) -> object:
+        args = [self._argument(argument, unit) for argument in self._arguments if not argument.is_keyword]
+        kwargs = {argument.parameter: self._argument(argument, unit) for argument in self._arguments if argument.is_keyword}
+        return self._function(*args, **kwargs)
+
+    def of(self, rows: Batch) -> dict[str, Batch]:
+        """Of each input what belongs to these rows: what these arguments can be made of elsewhere."""
+        places = [self._place[packed] for packed in rows.ids.tolist()]
+        return {name: batch.take(places) for name, batch in self._inputs.items()}
+
+    def _argument(self, argument: Argument, unit: Sample | list[Sample]) -> object:
+        match argument.kind:
+            case "rows":
+                batch = self._inputs[argument.parameter]
+                return self._of(unit, lambda row: Sample(batch, row))
+            case "column":
+                name = self._named("columns")[argument.parameter]
+                if isinstance(unit, list) and not unit:
+                    return []
+                column = self._inputs[argument.parameter].columns[str(name)]
+                return self._of(unit, lambda row: _item(column, row))
+            case "value":
+                value = self._values[argument.parameter]
+                if argument.field is not None:
+                    if not isinstance(value, Mapping) or argument.field not in value:
+                        has = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else repr(value)
+                        raise OpError(f"there is no {argument.field!r} for {argument.parameter}; there is {has}")
+                    value = value[argument.field]
+                return dict(value) if isinstance(value, dict) else value
+            case "constant":
+                return _own(self._named("constants")[argument.parameter])
+            case "random":
+                return random.Random(self._seed(unit))
+            case "numpy":
+                return np.random.default_rng(self._seed(unit))
+
+    def _of(self, unit: Sample | list[Sample], get: Callable[[int], object]) -> object:
+        if isinstance(unit, list):
+            return [get(self._place[sample.id.pack()]) for sample in unit]
+        return get(self._place[unit.id.pack()])
+
+    def _named(self, option: str) -> Mapping[str, object]:
+        found = self._call.options[option]
+        if not isinstance(found, Mapping):
+            raise InternalError(f"{self._call.name} has no {option}")
+        return found
+
+    def _seed(self, unit: Sample | list[Sample]) -> int:
+        """Of the run, the op, how often it had these samples before, and who the unit's samples are: by the draw that they came from."""
+        samples = unit if isinstance(unit, list) else [unit]
+        who = [str(s["seed"] if "seed" in self.rows else s.id.pack()) + f".{s.id.index}" for s in samples]
+        return keyed_bits(self._run_seed, self._call.name, self._call.options["repeat"], ",".join(who))
+
+
+def _item(column: Column, row: int) -> object:
+    if isinstance(column, Ragged):
+        return column.item(row)
+    value = column[row]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _own(constant: object) -> object:
+    """A unit's own copy; arrays are large, and can't be written instead."""
+    if isinstance(constant, _ATOMS):
+        return constant
+    if isinstance(constant, np.ndarray):
+        view = constant.view()
+        view.flags.writeable = False
+        return view
+    return copy.deepcopy(constant)
+
+
+@final
+class Instances:
+    """By role. Any thread that runs a unit may ask."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, bool], object] = {}
+        self._making = threading.Lock()
+
+    def method(self, call: Call) -> Callable[..., object]:
+        """A role's method as a plain function of the call's arguments."""
+
+        def run(*args: object, **kwargs: object) -> object:
+            instance = self._instance(call)
+            may_write(instance, bool(call.writes))
+            bound = getattr(instance, str(call.options["method"]))
+            return bound(*args, **kwargs)
+
+        run.__name__ = str(call.options["method"])
+        run.__qualname__ = call.name
+        return run
+
+    def make(self, call: Call) -> None:
+        """Make the object that a call works on, if it is not there yet."""
+        self._instance(call)
+
+    def _instance(self, call: Call) -> object:
+        key = str(call.options["instance"]), "state" in call.options
+        with self._making:  # Two units at once must not make two.
+            if key not in self._made:
+                try:
+                    self._made[key] = execute.function_of(call)()
+                except Exception as error:
+                    raise OpError(f"the role {key[0]} can't be made: {type(error).__name__}: {error}") from error
+            return self._made[key]
+
+
+_MOST_SHOWN = 3
+"""Failures of one role that are printed with their tracebacks, where they do not end the run."""
+
+
+@final
+class Functions:
+    """Of one process."""
+
+    def __init__(self, engine: FunctionEngine, *, run: str, run_seed: int, recorder: Recorder) -> None:
+        self.engine = engine
+        self._run = run
+        self._trace = Trace(run)
+        self._run_seed = run_seed
+        self._recorder = recorder
+        self._instances = Instances()
+        self._num_shown: Counter[str] = Counter()
+
+    def perform(
+        self,
+        call: Call,
+        inputs: Mapping[str, Batch],
+        values: Mapping[str, object],
+        leave: Leave | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        is_suspect: bool = False,
+    ) -> Batch | object:
+        """As `m2flow.micro.worker.engine_host.Workbench.perform` says."""
+        is_sorted = "arguments" in call.options
+        rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else execute.function_input(call, inputs)
+        with self._recorder.span(SpanName.FUNCTION_CALL, **execute.about(call), num_samples=len(rows), samples=rows.ids.tolist()) as span:
+            if execute.gives(call) == "concat":
+                return rows
+            if call.options.get("style") == "columns":
+                if meanwhile is not None:
+                    meanwhile()
+                return execute.columns_result(call, inputs, rows, execute.function_of(call)(rows, values))
+            took_ns: list[int] = []
+            result = self._by_unit(call, rows, inputs, values, took_ns, leave, meanwhile, is_suspect)
+            span.set(unit_us=[round(ns / 1e3, 1) for ns in took_ns])
+            return result
+
+    def _by_unit(
+        self,
+        call: Call,
+        rows: Batch,
+        inputs: Mapping[str, Batch],
+        values: Mapping[str, object],
+        took_ns: list[int],
+        leave: Leave | None,
+        meanwhile: Callable[[], None] | None,
+        is_suspect: bool,
+    ) -> Batch | object:
+        """The user's function on one sample, group, mini-batch or batch after the other; appends how long each took."""
+        timeout_s, size = call.options["timeout_s"], call.options.get("minibatch_size")
+        assert timeout_s is None or isinstance(timeout_s, int | float)
+        assert size is None or isinstance(size, int)
+        function = self._instances.method(call) if "instance" in call.options else execute.function_of(call)
+        arguments = None
+        if "arguments" in call.options:
+            function = arguments = Arguments(call, function, inputs, values, self._run_seed)
+            rows = arguments.rows
+        leaving = None
+        if leave is not None and call.is_aligned and call.granularity is Granularity.SAMPLE:
+            rows = rows.in_order()
+            leaving = Leaving(lambda part, results: execute.function_rows(call, part, results), rows, leave)
+        try:
+            results = self.engine.call(
+                execute.checked(call, _in_trace(self._trace, function), took_ns),
+                rows,
+                granularity=call.granularity.value,
+                size=size,
+                timeout_s=timeout_s,
+                in_turn=bool(call.writes),
+                on_done=leaving.done if leaving is not None else None,
+                meanwhile=meanwhile,
+                isolation=self._isolation(call, arguments, values, is_suspect=is_suspect),
+                on_failure=functools.partial(self._counted, call) if call.options.get("on_error") is not None else None,
+            )
+        except OpError as error:
+            raise execute.function_error(call, error) from error
+        if not call.is_aligned:
+            return results[0]
+        if leaving is not None and leaving.has_left:
+            return leaving.rest(results)
+        return execute.function_rows(call, rows, results)
+
+    def _isolation(self, call: Call, arguments: Arguments | None, values: Mapping[str, object], *, is_suspect: bool) -> Isolation | None:
+        """How the call's units can run in processes of their own; None for one that has its role's state here."""
+        if "state" in call.options:
+            return None
+
+        def argument(unit: Sample | list[Sample]) -> object:
+            rows = rows_of(unit if isinstance(unit, list) else [unit])
+            return (rows if arguments is None else arguments.of(rows)), values, isinstance(unit, list)
+
+        return Isolation(
+            is_wanted=bool(call.options.get("isolated")) or is_suspect,
+            function=_Sent(call, self._run, self._run_seed),
+            argument=argument,
+            result=functools.partial(_crossed_back, call),
+            preload=(__name__, "opentelemetry.context", "opentelemetry.trace"),
+        )
+
+    def _counted(self, call: Call, unit: Sample | list[Sample], how: Failure, error: OpError) -> object:
+        """The reward of a sample on which its function failed, with how it did as a part of the reward."""
+        self._num_shown[call.role] += 1
+        if self._num_shown[call.role] <= _MOST_SHOWN:
+            print(f"counted as {call.options['on_error']}: {execute.function_error(call, error)}", file=sys.stderr, flush=True)
+        return Judged(call.options["on_error"], {how: 1.0})
+
+
+def _in_trace(trace: Trace, function: Callable[..., object]) -> Callable[..., object]:
+    """The function, called within the trace of what it is called on. The engine gives each unit a context of its own."""
+
+    @functools.wraps(function)
+    def run(unit: Sample | list[Sample]) -> object:
+        samples = unit if isinstance(unit, list) else [unit]
+        trace.enter(samples[0].id.pack() if len(samples) == 1 else None)
+        return function(unit)
+
+    return run
+
+
+# What is done in a child process
+
+
+@final
+class _Sent:
+    """A call that is sent to a child, where it becomes the function of `_received`."""
+
+    def __init__(self, call: Call, run: str, run_seed: int) -> None:
+        self._call = call
+        self._run = run
+        self._run_seed = run_seed
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _received, (call_body(self._call), self._run, self._run_seed)
+
+
+_Crossing = tuple[Batch | Mapping[str, Batch], Mapping[str, object], bool]
+"""The rows of a unit, or of each input those; whole values; whether the unit is more than a sample."""
+
+
+def _received(body: bytes, run: str, run_seed: int) -> Callable[[_Crossing], object]:
+    """A call's function on a unit, with all that it imports and captures: from here on its time counts."""
+    call, trace = call_of(body), Trace(run)
+    function = execute.function_of(call)
+    if isinstance(function, Snapshot):
+        function.fresh()
+    if "instance" in call.options:
+        function = _childs_instances().method(call)
+        _childs_instances().make(call)
+
+    def perform(crossed: _Crossing) -> object:
+        rows, values, is_list = crossed
+        called = function
+        if not isinstance(rows, Batch):
+            called = arguments = Arguments(call, function, rows, values, run_seed)
+            rows = arguments.rows
+        samples = list(rows.frozen().rows())
+        result = execute.checked(call, _in_trace(trace, called))(samples if is_list else samples[0])
+        return _later(call, result) if inspect.isawaitable(result) else _plain(call, result)
+
+    perform.__name__ = perform.__qualname__ = getattr(function, "__qualname__", call.name)
+    return perform
+
+
+@functools.cache
+def _childs_instances() -> Instances:
+    """The roles' objects of a child, which runs calls of one run alone."""
+    return Instances()
+
+
+async def _later(call: Call, result: Awaitable[object]) -> object:
+    return _plain(call, await result)
+
+
+def _plain(call: Call, result: object) -> object:
+    return result if call.is_aligned else execute.plain_value(call, result)
+
+
+def _crossed_back(call: Call, result: object) -> object:
+    """A checked result, of which JSON has made lists of tuples."""
+    if not (call.is_aligned and execute.gives_reward(call)):
+        return result
+    if call.granularity is Granularity.SAMPLE:
+        return _as_judged(result)
+    assert isinstance(result, Sequence)
+    return [_as_judged(one) for one in result]
+
+
+def _as_judged(result: object) -> object:
+    return Judged(*result) if isinstance(result, list) else result

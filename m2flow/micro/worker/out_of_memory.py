@@ -1,0 +1,219 @@
+"""An engine that runs out of memory: micro-batches are split in halves, and what remains is said with what everybody holds.
+
+MemoryError, an allocator's error --accounted--> OutOfMemory: weights, gradients, optimiser, cache of each engine; the rest; settings
+
+Source of the words that say how much was asked for: PyTorch's allocators (c10/core/CPUAllocator.cpp, c10/cuda/CUDACachingAllocator.cpp).
+
+MiniBatch.accumulate --engine.accumulate--> out of memory --engine.discard, those before it again--> its halves
+
+The gradient of a mini-batch is a sum over its samples, so how it is cut changes the last bits and nothing else. An engine that runs out of
+memory in the middle of a backward pass has added up some of it; so the mini-batch's gradient is dropped, and its earlier micro-batches
+are put through again. Their rows are kept for that until the step is made. Only for engines that say so (`Capabilities.retries_smaller`)
+and of one rank.
+
+The ranks of a gang are in the middle of a pass that gathers weights from all of them, and each would wait for the one that can't go on. So
+they end, and the run is taken up from its last checkpoint with every micro-batch cut into twice as many parts from the start, on all ranks
+alike (`MicroBatchTooLarge`, `m2flow.runner.run`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import resource
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, final
+
+import numpy as np
+
+from m2flow.engines.contract import Agreement, EngineSettings, Memory, Objective, Sums, TrainEngine, size_of
+from m2flow.errors import M2FlowError, MicroBatchTooLarge, OutOfMemory, is_out_of_memory
+from m2flow.macro.flow import loaded_torch
+from m2flow.samples import Batch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+ ?(?:[KMGT]i?B|bytes))")
+_NOW = {
+    "train": "Lower `train: {token_budget}` in the cluster spec (activations grow with the tokens of a micro-batch), or keep fewer of them "
+    "with `activation_checkpointing` of the engine deepspeed; for the rest more ranks (fsdp, ZeRO), or `offload_optimizer`.",
+    "rollout": "Lower `rollout: {max_running}` in the cluster spec, or the cache: option `kv_budget_bytes` of the engine embedded, "
+    "`--mem-fraction-static` in the args of sglang.",
+    "switch": "The engines do not fit side by side: `placement: split`, more ranks for the trainer, or a smaller cache.",
+}
+
+
+class Holder(Protocol):
+    """Has engines."""
+
+    def held(self) -> Mapping[str, Memory]:
+        """What each engine of this process holds of its device, by role and kind."""
+        ...
+
+
+H = TypeVar("H", bound=Holder)
+
+
+def accounted(kind: str) -> Callable[[Callable[Concatenate[H, P], R]], Callable[Concatenate[H, P], R]]:
+    """For a method that makes engines of this kind work (`train`, `rollout`), or change places (`switch`)."""
+
+    def around(method: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
+        @functools.wraps(method)
+        def work(self: H, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(self, *args, **kwargs)
+            except OutOfMemory as error:
+                raise _said(kind, error, self.held()) from error
+            except M2FlowError:
+                raise
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise _said(kind, error, self.held()) from error
+
+        return work
+
+    return around
+
+
+def peak_bytes() -> tuple[int, Literal["GPU", "host"]]:
+    """The most that this process has taken so far, and of what: of its GPU if torch has used one, else of the host."""
+    torch = loaded_torch()
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated()), "GPU"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"
+
+
+def _said(kind: str, error: BaseException, held: Mapping[str, Memory]) -> OutOfMemory:
+    asked = _ASKED.search(str(error))
+    peak, where = peak_bytes()
+    parts = "; ".join(f"{name}: {memory.words()}" for name, memory in held.items())
+    rest = max(0, peak - sum(memory.total for memory in held.values()))
+    what = {"train": "training", "rollout": "generating", "switch": "changing places"}[kind]
+    begin = error.what if isinstance(error, OutOfMemory) else f"out of memory while {what}{f', asked for {asked[1]} more' if asked else ''}"
+    return (type(error) if isinstance(error, OutOfMemory) else OutOfMemory)(
+        f"{begin}. Its process holds {parts}; the other {size_of(rest)} of {size_of(peak)} that it had at most of the {where}'s are "
+        "activations, libraries and what allocators keep",
+        now=_NOW[kind],
+    )
+
+
+@final
+class MiniBatch:
+    """What an engine has added up of one, for which no step was made yet.
+
+    Args:
+        may_halve: else running out of memory is an error at once.
+        parts: into which every micro-batch is cut before it is tried.
+    """
+
+    def __init__(self, engine: TrainEngine, *, may_halve: bool, parts: int = 1) -> None:
+        self._engine = engine
+        self._may_halve = may_halve
+        self._num_parts = parts
+        self._parts: list[Batch] = []
+        self.num_halved = 0
+
+    def accumulate(self, rows: Batch, objective: Objective) -> Sums:
+        """Add up one micro-batch.
+
+        Raises:
+            MicroBatchTooLarge: several ranks have no room for it. OutOfMemory: one sample alone does not fit, or the engine can't be asked
+                again.
+        """
+        parts = _cut(rows, self._num_parts)
+        self.num_halved += len(parts) - 1
+        return added(*[self._accumulate(part, objective) for part in parts]) if len(parts) > 1 else self._accumulate(rows, objective)
+
+    def _accumulate(self, rows: Batch, objective: Objective) -> Sums:
+        sums = self._tried(rows, objective)
+        if sums is not None:
+            return sums
+        halves = _cut(rows, 2)
+        if not self._may_halve or len(halves) < 2:
+            raise too_large(len(rows), may_cut=self._may_halve)
+        self.num_halved += 1
+        print(f"out of memory in a micro-batch of {len(rows)} samples: it is trained on in halves", flush=True)
+        self._engine.discard()
+        for part in self._parts:
+            self._engine.accumulate(part, objective)
+        return added(*[self._accumulate(half, objective) for half in halves])
+
+    def stepped(self) -> None:
+        """Its step is made, or it was given up."""
+        self._parts = []
+
+    def _tried(self, rows: Batch, objective: Objective) -> Sums | None:
+        """None: there was no room. What holds the memory, the error's traceback, is gone by then."""
+        try:
+            sums = self._engine.accumulate(rows, objective)
+        except MicroBatchTooLarge:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        if self._may_halve:
+            self._parts.append(rows)
+        return sums
+
+
+@final
+class MiniBatches:
+    """Of the updates of a process, one under way in each."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, MiniBatch] = {}
+
+    def of(self, update: int, engine: TrainEngine, settings: EngineSettings) -> MiniBatch:
+        """That of an update call, by its ordinal."""
+        ranks, parts = settings.num_ranks, settings.parts if settings.num_ranks > 1 else 1
+        may_halve = engine.capabilities.retries_smaller and ranks == 1
+        return self._of.setdefault(update, MiniBatch(engine, may_halve=may_halve, parts=parts))
+
+    def stepped(self, update: int, *, is_last: bool) -> dict[str, float]:
+        """Its step is made, or it was given up: what there is to report of the whole call."""
+        found = self._of.get(update)
+        if found is None:
+            return {}
+        found.stepped()
+        if is_last:
+            del self._of[update]
+        return {"micro_batches_halved": float(found.num_halved)} if found.num_halved else {}
+
+
+def added(*parts: Sums) -> Sums:
+    """Of several micro-batches."""
+    metrics: Counter[str] = Counter()
+    for part in parts:
+        for name, value in part.metrics.items():
+            metrics[name] += value  # type: ignore[assignment]
+    return Sums(
+        sum(part.num_sequences for part in parts),
+        sum(part.num_tokens for part in parts),
+        sum(part.num_context_tokens for part in parts),
+        dict(metrics),
+        Agreement.of_all([part.agreement for part in parts]),
+    )
+
+
+def too_large(num_samples: int, *, may_cut: bool) -> OutOfMemory:
+    """The error of a micro-batch of so many samples that did not fit.
+
+    Args:
+        may_cut: it could be tried in smaller parts, if it has more than one sample.
+    """
+    one = "one sample of it" if may_cut and num_samples < 2 else "it"
+    what = f"out of memory in a micro-batch of {num_samples} samples; {one} does not fit"
+    now = "Lower train.token_budget in the cluster spec, or shorten the samples (max_new_tokens)."
+    return (MicroBatchTooLarge if may_cut and num_samples > 1 else OutOfMemory)(what, now=now)
+
+
+def _cut(rows: Batch, parts: int) -> list[Batch]:
+    """In order of identity, into parts of as many samples; a part has one at least."""
+    if parts == 1:
+        return [rows]
+    ordered = rows.in_order()
+    return [ordered.take(part) for part in np.array_split(np.arange(len(ordered)), parts) if len(part)]

@@ -1,0 +1,461 @@
+"""Sync weights out of a process's trainers and into its rollout engines, over the plan's transport, checked and proven.
+
+trainer.base() --checksums, once--> Manifest.base --with every version--> rollout.base(), compared before the first are added
+
+Both load them from the same place, so nobody sends them. A sum is right only if what is added to is, and that checksums of adapters do
+not say.
+
+samples of an update --trainer, after it--> Probe --with the weights--> `RolloutEngine.logprobs` --compared--> goes on, or stops the run
+
+Checksums say that tensors came whole, under their names. They do not say that both engines compute the same function of them: that an
+engine with names, fusions or a process of its own (a server) put each where it belongs. The first weights that an engine takes are proved,
+or all of them, if the spec says so. Only sequences of token ids can be compared: an update on texts brings no probe, the next one may.
+
+After each load the checksum of every tensor that the engine then holds is compared with what the trainer published, before a token is
+sampled. Tensors that an engine does not list under the published name, type and shape (fused, or converted by itself) are compared on
+arrival instead. The first load compares everything on arrival as well: until then nobody knows what an engine lists.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, final
+
+import msgspec
+import numpy as np
+
+from m2flow.channels.endpoints import Keys
+from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
+from m2flow.channels.weights.device import CudaMemory, DeviceWeights, DeviceWeightsReader
+from m2flow.channels.weights.manifest import Probe, Seen, TensorEntry, differing, listed, seen
+from m2flow.channels.weights.tensors import RawBits, Tied, Weight, once
+from m2flow.channels.weights.torch_tensors import given, on_device, seen_tensors, travelling
+from m2flow.engines.contract import RolloutEngine, TrainEngine, agreement_of
+from m2flow.errors import ChannelError, EngineError
+from m2flow.micro.protocol.plan import WeightSync
+from m2flow.observe.spans import Recorder, SpanName
+from m2flow.recipe import Model
+from m2flow.samples import Batch, Ragged
+from m2flow.spec import WeightsSpec
+
+
+@final
+class LoraBaseCheck:
+    """Of one process, by role."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[TensorEntry, ...]] = {}
+        self._compared: set[str] = set()
+
+    def told(self, role: str, manifest: Manifest, engine: TrainEngine) -> Manifest:
+        """A publication of a role's adapters, which now says what they are beside."""
+        if role not in self._entries:
+            found = seen_tensors(engine.base())
+            self._entries[role] = tuple(TensorEntry(one.name, one.dtype, one.shape, 0, one.checksum) for one in found)
+        return msgspec.structs.replace(manifest, base=self._entries[role])
+
+    def check(self, role: str, manifest: Manifest, engine: RolloutEngine) -> None:
+        """Before adapters are added to what an engine holds, the first time. Raises EngineError: it is something else."""
+        if role in self._compared:
+            return
+        wrong, missing = differing(manifest.base, seen_tensors(engine.base()))
+        if wrong or missing:
+            raise EngineError(
+                f"the weights beside the adapters of {role} differ between trainer and rollout: {listed(sorted({*wrong, *missing}))}",
+                now="Do both hosts have the same files of the model? `weights: {adapters: added}` in the cluster spec sends whole weights.",
+            )
+        self._compared.add(role)
+
+
+NUM_SEQUENCES = 4
+MAX_TOKENS = 64
+"""Of each sequence. So a probe costs an update less than a micro-batch does."""
+TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.15}
+"""Mean absolute difference of a token's log-probability, in nats, by the coarsest type that weights or passes have. Between PyTorch's own
+kernels it is a hundredth of that in float32 and a tenth in bfloat16; of a model whose layers are exchanged, a nat or more."""
+
+
+class Checks(msgspec.Struct, frozen=True):
+    """What is checked of weights and log-probabilities, as the cluster spec says."""
+
+    probe: str = "first"
+    """`first`, `always` or `never`."""
+    tolerance: float | None = None
+    """Of a probe; None: by type."""
+    stop_above: float | None = None
+    """A mean difference in an update above this one ends the run."""
+
+
+@final
+class LogprobCheck:
+    """Of one process.
+
+    Args:
+        published: roles whose trained weights other processes load.
+        compute_dtype: what a trainer here computes its passes in, if that is not its model's own type.
+    """
+
+    def __init__(
+        self, models: Mapping[str, Model], checks: Checks, recorder: Recorder, *, published: frozenset[str], compute_dtype: str = ""
+    ) -> None:
+        self._models = models
+        self._checks = checks
+        self._recorder = recorder
+        self._published = published
+        self._compute_dtype = compute_dtype
+        self._sequences: dict[str, Batch] = {}
+        self._probes: dict[str, Probe] = {}
+        self._proved: set[str] = set()
+
+    def notice(self, role: str, rows: Batch, *, is_sampled_here: bool) -> None:
+        """An update is made on these rows: what the weights after it are probed with, if they are."""
+        is_wanted = role in self._published or (is_sampled_here and self._is_due(role))
+        if self._checks.probe == "never" or not is_wanted or "tokens" not in rows or not len(rows):
+            return
+        part = rows.take(np.arange(min(NUM_SEQUENCES, len(rows))))
+        tokens = [part.ragged("tokens").row(row)[:MAX_TOKENS] for row in range(len(part))]
+        columns = {"tokens": Ragged.of(tokens, np.int32), "loss_mask": Ragged.of([np.arange(len(row)) > 0 for row in tokens], np.bool_)}
+        self._sequences[role] = Batch(part.ids, columns)
+
+    def updated(self, role: str, version: int, engine: TrainEngine) -> None:
+        """The weights are of this version now, and on their device: have the trainer say what it makes of the sequences."""
+        self._probes.pop(role, None)
+        batch = self._sequences.pop(role, None)
+        if batch is None:
+            return
+        with self._recorder.span(SpanName.TRAIN_PROBE, version=version, label=role, num_samples=len(batch)):
+            said = engine.logprobs(batch).ragged("reference_logprobs")
+        tokens = batch.ragged("tokens")
+        sequences = [tokens.row(row).tolist() for row in range(len(batch))]
+        logprobs = [said.row(row)[1:].tolist() for row in range(len(batch))]
+        self._probes[role] = Probe(version, sequences, logprobs, self._tolerance(role))
+
+    def probe(self, role: str, version: int) -> Probe | None:
+        """What goes with the weights of this version."""
+        found = self._probes.get(role)
+        return found if found is not None and found.version == version else None
+
+    def prove(self, role: str, probe: Probe | None, engine: RolloutEngine) -> None:
+        """The rollout engine has taken weights.
+
+        Raises:
+            EngineError: it makes something else of the sequences than their trainer does; with the tokens.
+        """
+        if probe is None or not self._is_due(role) or not engine.capabilities.probes:
+            return
+        with self._recorder.span(SpanName.ROLLOUT_PROBE, version=probe.version, label=role, num_samples=len(probe.tokens)) as span:
+            said = [row.tolist() for row in engine.logprobs(probe.tokens)]
+            found = agreement_of(list(chain(*probe.logprobs)), list(chain(*said)))
+            span.set(num_tokens=found.num_tokens, mean=round(found.mean, 9), largest=round(found.largest, 9))
+        if not found.mean <= probe.tolerance:
+            raise EngineError(
+                f"trainer and rollout do not compute the same with the weights of {role}@{probe.version}: over {found.num_tokens} tokens "
+                f"their log-probabilities differ by {found.mean:.3g} on average, {found.largest:.3g} at most; {probe.tolerance:g} is "
+                f"allowed. {_worst(probe, said)}",
+                now="The bytes came whole, by their checksums. Does the rollout engine have the model's architecture, layout and type? "
+                "`weights: {probe_tolerance: ...}` in the cluster spec allows more, docs/internals/weights.md says what to look at.",
+            )
+        self._proved.add(role)
+
+    def _is_due(self, role: str) -> bool:
+        return self._checks.probe == "always" or (self._checks.probe == "first" and role not in self._proved)
+
+    def _tolerance(self, role: str) -> float:
+        if self._checks.tolerance is not None:
+            return self._checks.tolerance
+        model = self._models[role]
+        types = (model.dtype, model.rollout_dtype or model.dtype, self._compute_dtype or model.dtype)
+        return max(TOLERANCE.get(name, TOLERANCE["float32"]) for name in types)
+
+
+def _worst(probe: Probe, said: list[list[float]]) -> str:
+    """The tokens that differ most, in words."""
+    gaps = [
+        (abs(ours - theirs), row, position, ours, theirs)
+        for row, pair in enumerate(zip(probe.logprobs, said, strict=True))
+        for position, (ours, theirs) in enumerate(zip(*pair, strict=True), start=1)
+    ]
+    worst = sorted(gaps, key=lambda gap: (-gap[0], gap[1:3]))[:3]
+    named = (
+        f"token {probe.tokens[row][position]} at position {position} of sequence {row}: trainer {ours:.4f}, rollout {theirs:.4f}"
+        for _, row, position, ours, theirs in worst
+    )
+    return "Most: " + "; ".join(named)
+
+
+SHARED_MEMORY = "shared memory"
+CUDA_IPC = "cuda ipc"
+
+
+class WeightSettings(msgspec.Struct, frozen=True):
+    """What a worker must know of the plan's weight syncs."""
+
+    loads: dict[str, str] = {}
+    """Role -> the transport that its rollout engine here loads by."""
+    publishes: dict[str, tuple[str, ...]] = {}
+    """Role -> the transports that others load its trained weights by."""
+    num_receivers: dict[str, int] = {}
+    alone: frozenset[str] = frozenset()
+    """Roles whose adapters others get by themselves."""
+    directory: str = ""
+    host: str = "127.0.0.1"
+    keys: Keys | None = None
+    changes: str = "auto"
+    bucket_bytes: int = 16 << 20
+    checks: Checks = Checks()
+    into_server: str = "auto"
+    """How they go on into an engine's server."""
+
+    def with_keys(self, keys: Keys | None) -> WeightSettings:
+        """The same, of a cluster with this key."""
+        return msgspec.structs.replace(self, keys=keys)
+
+
+def weight_settings(worker: str, syncs: Sequence[WeightSync], spec: WeightsSpec, directory: str) -> WeightSettings:
+    """What one worker of a plan must know."""
+    publishes: dict[str, tuple[str, ...]] = {}
+    for sync in syncs:
+        if sync.source == worker and sync.target != worker:
+            publishes[sync.role] = tuple(dict.fromkeys((*publishes.get(sync.role, ()), sync.transport)))
+    return WeightSettings(
+        loads={sync.role: sync.transport for sync in syncs if sync.target == worker},
+        publishes=publishes,
+        num_receivers={role: sum(s.source == worker != s.target and s.role == role for s in syncs) for role in publishes},
+        alone=frozenset(s.role for s in syncs if s.source == worker and s.sends == "adapters"),
+        directory=directory,
+        host=spec.host,
+        changes=spec.changes,
+        bucket_bytes=spec.bucket_mib << 20,
+        checks=checks_of(spec),
+        into_server=spec.into_server,
+    )
+
+
+def checks_of(spec: WeightsSpec) -> Checks:
+    return Checks(spec.probe, spec.probe_tolerance, spec.stop_above)
+
+
+class _Taking(NamedTuple):
+    """A way into a rollout engine."""
+
+    what: str
+    load: Callable[..., None]
+    held: Callable[[], Iterator[tuple[str, Any]]]
+
+
+@final
+class WeightSyncs:
+    """Every role's weights, of one process. Segments and files are named by `prefix`."""
+
+    def __init__(self, worker: str, prefix: str, models: Mapping[str, Model], settings: WeightSettings, recorder: Recorder) -> None:
+        self._worker = worker
+        self._prefix = prefix
+        self._models = models
+        self._settings = settings
+        self._recorder = recorder
+        self._publishers: dict[str, Publisher] = {}
+        self._lenders: dict[str, DeviceWeights] = {}
+        self._borrowers: dict[str, DeviceWeightsReader] = {}
+        self._subscribers: dict[str, Subscriber] = {}
+        self._unlisted: dict[str, frozenset[str]] = {}
+        """Role -> tensors that its engine does not list as they are published; absent before its first load."""
+        self._base = LoraBaseCheck()
+        self._held: dict[str, int] = {}
+        """Role -> the published version that its engine was found to hold."""
+
+    def publish(self, role: str, version: int, engine: TrainEngine) -> Manifest:
+        """Hand out a role's trained weights."""
+        with self._recorder.span(SpanName.WEIGHTS_PUBLISH, version=version, label=role) as span:
+            start = time.monotonic()
+            if self._settings.publishes.get(role) == (CUDA_IPC,):
+                manifest = self._lent(role, version, engine)
+                span.set(num_bytes=manifest.num_bytes, transport=CUDA_IPC, gb_per_s=_rate(manifest.num_bytes, start))
+                return manifest
+            publisher = self._publishers.get(role)
+            if publisher is None:
+                publisher = self._publishers[role] = Publisher(f"{self._prefix}-{role}", self._options(role))
+            is_alone = role in self._settings.alone
+            sent = travelling(engine.adapters()) if is_alone else self.travelling(role, engine)
+            manifest = publisher.publish(sent, version)
+            span.set(sends="adapters" if is_alone else "weights")
+            last = publisher.last
+            span.set(num_bytes=last.num_bytes, transport=", ".join(last.sent), gb_per_s=_rate(last.num_bytes, start))
+            if last.why:
+                span.set(how=last.why)
+            if last.share_changed >= 0:
+                span.set(share_changed=round(last.share_changed, 6))
+            return self._base.told(role, manifest, engine) if is_alone else manifest
+
+    def load(self, role: str, version: int, manifest: Manifest, engine: RolloutEngine, *, under_requests: bool = False) -> None:
+        """Take published weights in.
+
+        Raises:
+            ChannelError: they were damaged on their way. EngineError: the engine holds something else than was published.
+        """
+        if self._settings.loads.get(role) == CUDA_IPC:
+            self._borrow(role, version, manifest, engine, under_requests=under_requests)
+            return
+        subscriber = self._subscribers.get(role)
+        if subscriber is None:
+            known = self._settings
+            subscriber = Subscriber(self._worker, directory=known.directory, bucket_bytes=known.bucket_bytes, keys=known.keys)
+            self._subscribers[role] = subscriber
+        unlisted, transport = self._unlisted.get(role), self._settings.loads.get(role, SHARED_MEMORY)
+        is_listed = unlisted is not None and not unlisted
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
+            start = time.monotonic()
+            taking = self._taking(role, manifest, engine)
+            arriving = subscriber.tensors(
+                manifest,
+                transport,
+                held_version=self._held.pop(role, -1),
+                held=(lambda: _plain(travelling(taking.held()))) if is_listed else None,
+                verify=unlisted,
+            )
+            taking.load(given(arriving, _first(engine)), version, under_requests=under_requests)
+            wrong, self._unlisted[role] = _compared(manifest.tensors, taking.held())
+            if wrong:
+                self._say(role, wrong, transport, lambda: subscriber.tensors(manifest, transport))
+            self._held[role] = manifest.version
+            span.set(sends=taking.what, num_bytes=subscriber.num_bytes, transport=transport, gb_per_s=_rate(subscriber.num_bytes, start))
+
+    def _lent(self, role: str, version: int, engine: TrainEngine) -> Manifest:
+        """A version, lent on the GPU that it is on."""
+        lender = self._lenders.get(role)
+        if lender is None:
+            device = _device_of(engine)
+            lender = self._lenders[role] = DeviceWeights(CudaMemory(device), device)
+        return lender.write(on_device(once(engine.weights()), self._rollout_dtype(role)), version=version)
+
+    def _borrow(self, role: str, version: int, manifest: Manifest, engine: RolloutEngine, *, under_requests: bool) -> None:
+        reader = self._borrowers.get(role)
+        if reader is None:
+            reader = self._borrowers[role] = DeviceWeightsReader(CudaMemory(_device_of(engine)))
+        unlisted = self._unlisted.get(role)
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
+            start = time.monotonic()
+            arriving = reader.read(manifest, verify=unlisted is None or len(unlisted) > 0)
+            engine.load_weights(arriving, version, under_requests=under_requests)
+            wrong, self._unlisted[role] = _compared(manifest.tensors, engine.weights())
+            if wrong:
+                self._say(role, wrong, CUDA_IPC, None)
+            span.set(num_bytes=manifest.num_bytes, transport=CUDA_IPC, gb_per_s=_rate(manifest.num_bytes, start))
+
+    def _taking(self, role: str, manifest: Manifest, engine: RolloutEngine) -> _Taking:
+        """How an engine takes what was published in. Raises EngineError: adapters, of which it has another base."""
+        if not manifest.base:
+            return _Taking("weights", engine.load_weights, engine.weights)
+        self._base.check(role, manifest, engine)
+        return _Taking("adapters", engine.load_adapters, engine.adapters)
+
+    def copy(self, role: str, version: int, trainer: TrainEngine, engine: RolloutEngine, *, under_requests: bool = False) -> None:
+        """Take the weights of a trainer of this process in, tensor by tensor."""
+        self.take(role, version, self.travelling(role, trainer), engine, under_requests=under_requests)
+
+    def take(
+        self, role: str, version: int, tensors: Iterable[tuple[str, Weight | Tied]], engine: RolloutEngine, *, under_requests: bool = False
+    ) -> None:
+        """Take weights of this process in.
+
+        Raises:
+            EngineError: the engine then holds something else.
+        """
+        with self._recorder.span(SpanName.WEIGHTS_LOAD, version=version, label=role) as span:
+            start = time.monotonic()
+            entries: list[TensorEntry] = []
+            sizes: list[int] = []
+            passing = _noted(_plain(tensors), entries, sizes)
+            engine.load_weights(given(passing, _first(engine)), version, under_requests=under_requests)
+            wrong, _ = _compared(entries, engine.weights())
+            if wrong:
+                self._say(role, wrong, "same process", None)
+            self._held.pop(role, None)
+            span.set(num_bytes=sum(sizes), transport="same process", gb_per_s=_rate(sum(sizes), start))
+
+    def travelling(self, role: str, engine: TrainEngine) -> Iterator[tuple[str, Weight | Tied]]:
+        """A trainer's weights in the type that the role's rollout engines hold, one at a time."""
+        return travelling(once(engine.weights()), self._rollout_dtype(role))
+
+    def kept(self, role: str, engine: TrainEngine) -> list[tuple[str, Weight]]:
+        """A copy of them."""
+        return [(name, _copied(weight)) for name, weight in self.travelling(role, engine) if not isinstance(weight, Tied)]
+
+    def _rollout_dtype(self, role: str) -> str | None:
+        model = self._models.get(role)
+        return model.rollout_dtype if model is not None else None
+
+    def close(self) -> None:
+        """Take back what was published. May be called twice."""
+        for publisher in self._publishers.values():
+            publisher.close()
+        for subscriber in self._subscribers.values():
+            subscriber.close()
+        for reader in self._borrowers.values():
+            reader.close()
+        for lender in self._lenders.values():
+            lender.close()
+
+    def _options(self, role: str) -> WeightOptions:
+        settings = self._settings
+        return WeightOptions(
+            transports=settings.publishes.get(role, (SHARED_MEMORY,)),
+            directory=settings.directory,
+            host=settings.host,
+            keys=settings.keys,
+            num_receivers=settings.num_receivers.get(role, 1),
+            changes=settings.changes,  # type: ignore[arg-type]
+            bucket_bytes=settings.bucket_bytes,
+        )
+
+    def _say(self, role: str, wrong: list[str], transport: str, again: Callable[[], Iterable[object]] | None) -> None:
+        """Raises for tensors that the engine holds wrongly; shared memory can be looked at again, to tell whose fault it is."""
+        what = f"the weights of {role} differ between trainer and rollout after a sync ({transport}): {listed(wrong)}"
+        if transport == SHARED_MEMORY and again is not None:
+            try:
+                for _ in again():
+                    pass
+            except ChannelError as damaged:
+                raise ChannelError(f"{what}; {damaged.what}", now=damaged.now) from None
+            raise EngineError(f"{what}; they came whole, so the engine changed them", now="Does it load each tensor under its own name?")
+        raise EngineError(what, now="They were damaged on their way, or the engine does not hold what it is given. Please report this run.")
+
+
+def _compared(entries: Iterable[TensorEntry], held: Iterable[tuple[str, Any]]) -> tuple[list[str], frozenset[str]]:
+    wrong, missing = differing(tuple(entries), seen_tensors(held))
+    return wrong, frozenset(missing)
+
+
+def _noted(weights: Iterable[tuple[str, Weight]], entries: list[TensorEntry], sizes: list[int]) -> Iterator[tuple[str, Weight]]:
+    """The same weights; what passes is written down."""
+    for name, weight in weights:
+        found: Seen = next(iter(seen([(name, weight)])))
+        entries.append(TensorEntry(name, found.dtype, found.shape, 0, found.checksum))
+        sizes.append(entries[-1].num_bytes)
+        yield name, weight
+
+
+def _plain(tensors: Iterable[tuple[str, Weight | Tied]]) -> Iterator[tuple[str, Weight]]:
+    """Without names of tensors that came before: engines that tie them take one."""
+    for name, weight in tensors:
+        if not isinstance(weight, Tied):
+            yield name, weight
+
+
+def _copied(weight: Weight) -> Weight:
+    return RawBits(weight.bits.copy(), weight.dtype) if isinstance(weight, RawBits) else weight.copy()
+
+
+def _first(engine: RolloutEngine) -> Any:
+    """One of the engine's own tensors."""
+    return next((tensor for _, tensor in engine.weights()), None)
+
+
+def _device_of(engine: TrainEngine | RolloutEngine) -> str:
+    """Where its weights are."""
+    return str(next(tensor.device for _, tensor in engine.weights()))
+
+
+def _rate(num_bytes: int, start: float) -> float:
+    return round(num_bytes / max(time.monotonic() - start, 1e-9) / 1e9, 4)

@@ -1,0 +1,651 @@
+"""A worker: it does the tasks that the controller gives it, on rows that other workers send it, and writes down how far it is.
+
+Many turns without work are one span. What comes before a worker's first work and after its last is no wait of a schedule, and is left out.
+
+task done -> its rows in the store -> next task begins -> segment, neighbours, `Finished`
+
+A chain of calls on one worker waits for a task's rows alone. What else has to be done about them takes as long as a small function, so it
+waits until the next one has begun, or until there is none that could begin at once. It fails as the task that it is about.
+
+finished samples, stopped ones   -> <worker>.seg              kept with the run
+    running samples, now and then    -> <worker>-running.seg      the newest of each is kept, while it runs
+    rows of functions                -> <worker>-rows.seg         kept until their call is forgotten
+    counts, after every decode step  -> <worker>.meter            kept with the run
+
+A running sample is written down when it has got so many tokens, or so many seconds have passed, since it was last. All of it is
+written, not only what is new: so one record is enough to go on from, and earlier ones need not be kept. Whoever else must know is told
+by the worker. What a killed process left here is read by `m2flow.micro.controller.sample_lifecycle`.
+
+controller --tasks--> Worker --rows--> other workers
+                          Worker --Finished, TaskDone--> controller
+
+It works in turns: read what has come, decode one token of what generates, do the next task if its rows are here. So tasks and
+generation interleave, and an abort takes effect between two tokens. Its links and channels are given to it: ZeroMQ's by
+`m2flow.micro.worker.worker_process`, in-memory ones by `m2flow.testing.world`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from m2flow.channels.channel import ControlLink, Inbox, Outbox, Parcel
+from m2flow.errors import InternalError, M2FlowError, unexpected
+from m2flow.macro.graph import Call
+from m2flow.micro.protocol import execute, train_tasks
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.call_bodies import call_of
+from m2flow.micro.protocol.execute import Parts, without_parts
+from m2flow.micro.protocol.row_store import RowStore, stopped_at
+from m2flow.micro.protocol.staleness import is_time_dependent, version_spans_of
+from m2flow.micro.records.segments import Kind, Place, Scratch, SegmentWriter, read_segment, scratch_name
+from m2flow.micro.records.token_accounting import TokenMeter
+from m2flow.micro.worker.engine_host import EngineHost, Gauges, Generation
+from m2flow.micro.worker.peers import Peers
+from m2flow.micro.worker.rank_group import MakeTrain, make_own_train
+from m2flow.micro.worker.worker_settings import WorkerSettings
+from m2flow.observe.spans import Recorder, SpanName, now_ns
+from m2flow.samples import Batch
+
+_SHORTEST_NS = 500_000
+"""A shorter one is a message on its way."""
+
+
+@final
+class Idling:
+    """Of one worker."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._has_worked = False
+        self._since_ns = 0
+        self._call: Call | None = None
+
+    def waits(self, call: Call | None) -> None:
+        """It has nothing to do: its next task, of this call, needs rows that are not here. None: it has no task."""
+        if not self._has_worked:
+            return
+        if not self._since_ns:
+            self._since_ns = now_ns()
+        if call is not None:
+            self._call = call
+
+    def works(self) -> None:
+        """It has something to do."""
+        self._has_worked = True
+        if not self._since_ns:
+            return
+        since_ns, at_ns, self._since_ns = self._since_ns, now_ns(), 0
+        call, self._call = self._call, None
+        if at_ns - since_ns < _SHORTEST_NS:
+            return
+        if call is None:
+            self._recorder.add(SpanName.WAIT, since_ns, at_ns, label="for a task")
+        else:
+            self._recorder.add(SpanName.WAIT, since_ns, at_ns, call=call.ordinal, label=call.name)
+
+
+@final
+class Reports:
+    """Of tasks that are done, and of which nobody was told yet."""
+
+    def __init__(self, attempt: Callable[[m.Task, Callable[[], None]], None]) -> None:
+        """
+        Args:
+            attempt: does something about a task, and reports the task as failed if that fails.
+        """
+        self._attempt = attempt
+        self._waiting: deque[tuple[m.Task, Callable[[], None]]] = deque()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether somebody waits to be told."""
+        return bool(self._waiting)
+
+    def later(self, task: m.Task, report: Callable[[], None]) -> None:
+        """Have this done at the next `make`."""
+        self._waiting.append((task, report))
+
+    def make(self) -> None:
+        """All that wait, in the order of their tasks."""
+        while self._waiting:
+            self._attempt(*self._waiting.popleft())
+
+
+def finished(
+    task: int,
+    call: Call,
+    rows: Batch,
+    place: tuple[str, int, int, int] | None,
+    dropped: Sequence[int],
+    parts: Sequence[Parts] = (),
+    *,
+    ends: bool,
+) -> m.Finished:
+    """The message about rows of a task.
+
+    Args:
+        dropped: samples of the task that became no rows.
+        parts: of each row's reward, if any has some.
+        ends: it has no others.
+    """
+    has_texts = call.engine == "rollout" and len(rows) > 0
+    texts = [_showable(str(rows.ragged(name).item(0))) for name in ("prompt", "text")] if has_texts else []
+    return m.Finished(
+        task,
+        call.ordinal,
+        rows.ids.tolist(),
+        execute.num_tokens_of(rows),
+        execute.num_generated_of(rows),
+        [float(v) for v in rows.dense("reward")] if execute.gives_reward(call) else [],
+        execute.finish_of(rows),
+        texts,
+        place,
+        list(dropped),
+        version_spans_of(rows) if is_time_dependent(call) else [],
+        ends,
+        list(parts),
+    )
+
+
+def _showable(text: str) -> str:
+    """The text without lone surrogates, which a message can't carry. Only what is shown is changed."""
+    return text.encode("utf-8", "replace").decode()
+
+
+_CHECKS = 8
+"""How often it is looked for samples to write down, in the time in which one gets the tokens that make it due."""
+
+
+@final
+class ProgressLog:
+    """Of one process."""
+
+    def __init__(self, directory: str | Path, name: str, *, every_tokens: int, every_s: float) -> None:
+        self._segments = SegmentWriter(directory, name)
+        self._running = Scratch(directory, scratch_name(name, "running"))
+        self._rows = Scratch(directory, scratch_name(name, "rows"))
+        self._meter: TokenMeter | None = None
+        self._every_tokens = every_tokens
+        self._every_ns = every_s * 1e9
+        self._check_after = max(1, every_tokens // _CHECKS)
+        self._num_steps = 0
+        """Decode steps since it was last looked."""
+        self._looked_ns = now_ns()
+        self._counts: Mapping[int, int] = {}
+        self._written: dict[int, int] = {}
+        """Running sample -> its tokens that are written down."""
+
+    def began(self, ids: Iterable[int], had: Iterable[int]) -> None:
+        """Samples go on from so many tokens, which are written down elsewhere."""
+        self._written.update(zip(ids, had, strict=True))
+
+    def finished(self, call: int, rows: Batch) -> Place:
+        return self._ended(self._segments.append(rows, Kind.FINISHED, call), rows.ids.tolist())
+
+    def read(self, place: Place) -> Batch:
+        """What was written down."""
+        return read_segment(self._segments.directory, place)
+
+    def stopped(self, call: int, rows: Batch) -> Place:
+        return self._ended(self._segments.append(rows, Kind.STOPPED, call), rows.ids.tolist())
+
+    def given_up(self, call: int, counts: Mapping[int, int]) -> None:
+        """These samples had so many tokens, and nobody goes on with them."""
+        ids = list(counts)
+        columns = {"num_generated": np.array(list(counts.values()), np.int64)}
+        self._ended(self._segments.append(Batch(np.array(ids, np.int64), columns), Kind.GIVEN_UP, call), ids)
+
+    def result(self, call: int, rows: Batch) -> Place:
+        """Rows of a function."""
+        return self._rows.append(rows, [call], Kind.RESULT, call)
+
+    def forget(self, call: int) -> None:
+        """Nobody needs a call's rows any more."""
+        self._rows.release([call])
+
+    def measure(self, bench: EngineHost, leaving: Iterable[Batch] = ()) -> None:
+        """Note how far everything is, with what leaves and is not written down yet: after each decode step, and when samples have left."""
+        if self._meter is None:
+            self._meter = TokenMeter(self._segments.path.with_suffix(".meter"))
+        total, counts = bench.tokens()
+        self._counts = dict(counts)
+        for rows in leaving:
+            counts.update(zip(rows.ids.tolist(), execute.num_generated_of(rows), strict=True))
+        self._meter.write(total, counts)
+
+    def due(self, bench: EngineHost) -> list[tuple[Call, Batch, Place]]:
+        """After a decode step: write down the running samples whose time it is. The rows of each call."""
+        self._num_steps += 1
+        is_time = now_ns() - self._looked_ns >= self._every_ns
+        if not self._counts or not (is_time or self._num_steps >= self._check_after):
+            return []
+        most = 0 if is_time else max(self._every_tokens - self._check_after, 0)
+        wanted = [packed for packed, count in self._counts.items() if count - self._written.get(packed, 0) > most]
+        self._num_steps = 0
+        if is_time:
+            self._looked_ns = now_ns()
+        done = []
+        for call, rows in bench.snapshot(wanted) if wanted else ():
+            ids = rows.ids.tolist()
+            done.append((call, rows, self._running.append(rows, ids, Kind.RUNNING, call.ordinal)))
+            self._written.update(zip(ids, execute.num_generated_of(rows), strict=True))
+        return done
+
+    def close(self) -> None:
+        self._segments.close()
+        self._running.close()
+        self._rows.close()
+        if self._meter is not None:
+            self._meter.close()
+
+    def _ended(self, place: Place, ids: list[int]) -> Place:
+        """These samples do not run any more."""
+        if self._written:
+            for packed in ids:
+                self._written.pop(packed, None)
+        self._running.release(ids)
+        return place
+
+
+_FLUSH_SPANS_NS = 250_000_000
+
+
+class Worker:
+    """What a worker does, on whatever links and channels it is given. `open`, then `turn` until `is_stopping`, then `close`."""
+
+    def __init__(
+        self, settings: WorkerSettings, link: ControlLink, inbox: Inbox, outbox: Outbox, make_train: MakeTrain = make_own_train
+    ) -> None:
+        self.settings = settings
+        self.is_stopping = False
+        self.recorder = Recorder(settings.name)
+        self.bench = EngineHost(
+            settings.engines,
+            settings.models,
+            settings.engine_settings(),
+            run_dir=settings.run_dir,
+            run_seed=settings.run_seed,
+            recorder=self.recorder,
+            shared_prefix=settings.shared_prefix,
+            gather_s=settings.gather_s,
+            restore=settings.restore,
+            worker=settings.name,
+            weights=settings.weights.with_keys(settings.keys),
+            make_train=make_train,
+            takes_turns=settings.takes_turns,
+            record_every=settings.record_every,
+        )
+        self._link = link
+        self._inbox = inbox
+        self._notebook = ProgressLog(
+            f"{settings.run_dir}/segments", settings.name, every_tokens=settings.flush_tokens, every_s=settings.flush_s
+        )
+        self._store = RowStore()
+        self._calls: dict[int, Call] = {}
+        self._peers = Peers(outbox, self._hear, knows_all=not settings.incarnation)
+        self._gauges, self._idling = Gauges(self.recorder, self.bench), Idling(self.recorder)
+        self._heard: deque[m.ToWorker] = deque()
+        """What the controller has said and is not done yet."""
+        self.num_turns = 0
+        self.is_in_users_code = False
+        """A user's function has been called, and takes as long as it takes."""
+        self._queue: deque[m.Task] = deque()
+        self._reports = Reports(self._attempt)
+        self._generations: dict[int, Generation] = {}
+        self._task_of: dict[int, int] = {}
+        self._flushed_ns = 0
+        self._num_turns = 0
+
+    def open(self) -> None:
+        """Load the engines, then say that we are here."""
+        self.bench.open()
+        self._send(m.Ready(self._inbox.open(), os.getpid()))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` would do more than read what has come."""
+        return self.bench.num_unfinished > 0 or self._reports.are_due or self._next_is_ready()
+
+    def turn(self) -> None:
+        """Read what has come, decode one token of everything that generates, do one task."""
+        self.num_turns += 1
+        if not self._reads_meanwhile():
+            self._read()
+            while self._heard:
+                self._take(self._heard.popleft())
+        if self.bench.num_unfinished:
+            self._idling.works()
+            self._decode()
+        self._report_load()
+        if self._next_is_ready():
+            self._idling.works()
+            self._do(self._queue.popleft())
+        else:
+            self._reports.make()
+        if not self._reads_meanwhile():
+            self.flush_spans(force=False)
+
+    def _reads_meanwhile(self) -> bool:
+        """Whether the next task can begin at once, and there is time for all else while it runs (`_meanwhile`)."""
+        task = self._queue[0] if self._queue and not self._heard and not self.bench.num_unfinished else None
+        return isinstance(task, m.RunFunction) and self._calls[task.call].engine == "function" and self._next_is_ready()
+
+    def _read(self) -> None:
+        """Rows that peers have sent are taken in; what the controller has said is only heard."""
+        for parcel in self._inbox.take():
+            if self._peers.counts(parcel):
+                self._store.put(parcel.call, parcel.batch, parcel.sender)
+        if news := self._inbox.dropped.news():
+            print(f"{self.settings.name} {news}", flush=True)
+            self.recorder.count("messages dropped", self._inbox.dropped.num, now_ns())
+        self._heard += map(m.decode_to_worker, self._link.receive(0.0))
+
+    def rest(self) -> None:
+        """There is nothing to do now; to be called before somebody waits for that."""
+        self._idling.waits(self._calls.get(self._queue[0].call) if self._queue else None)
+
+    def _report_load(self) -> None:
+        """Say how full the engines are, every so many turns of decoding."""
+        if not self.settings.report_every or not self.bench.num_unfinished:
+            return
+        self._num_turns += 1
+        if self._num_turns % self.settings.report_every == 0:
+            for role, (load, tokens) in self.bench.occupancy().items():
+                self._send(m.Load(role, *load[:4], list(tokens), list(tokens.values())))
+
+    def close(self) -> None:
+        """Free the engines; send the last spans and goodbye."""
+        self._reports.make()
+        self.bench.close()
+        self._notebook.close()
+        self.flush_spans(force=True)
+        self._send(m.Goodbye())
+
+    def killed(self) -> None:
+        """Free the engines, and say no word: what a process that is killed would leave."""
+        self.bench.close()
+        self._notebook.close()
+
+    def fail(self, error: M2FlowError) -> None:
+        """Tell the controller that this worker can't go on."""
+        self._send(m.Fatal(error.to_record()))
+
+    def _hear(self) -> None:
+        """A peer takes nothing: perhaps because it is dead. What is said of peers is taken in the order in which it was said, first what
+        waits here already: who is up by now must not be forgotten again for an older word."""
+        self._heard += map(m.decode_to_worker, self._link.receive(0.05))
+        of_peers = [message for message in self._heard if isinstance(message, m.Peers | m.PeerLost)]
+        self._heard = deque(message for message in self._heard if not isinstance(message, m.Peers | m.PeerLost))
+        for message in of_peers:
+            self._take(message)
+
+    def _take(self, message: m.ToWorker) -> None:
+        match message:
+            case m.Define(call=ordinal, body=body):
+                self._calls[ordinal] = call_of(body)
+            case m.Peers(addresses=addresses):
+                self._peers.announce(addresses, self.settings.transports)
+            case m.PeerLost(peer=peer, rows=sent):
+                self._peers.sever(peer)
+                self._send(m.Missing(peer, self._store.sever(peer, sent)))
+            case m.Push(call=ordinal, ids=ids, to=to):
+                self._forward(ordinal, self._store.get(ordinal, ids), [to])
+            case m.Abort(call=ordinal, keeps=keeps):
+                self._reports.make()  # They may be about this call, which is forgotten next.
+                if keeps:
+                    self._stop(ordinal)
+                self._abort(ordinal)
+            case m.Preempt(call=ordinal, ids=ids):
+                self._yield(ordinal, ids)
+            case m.Reassign(call=ordinal, drawn=drawn, ids=ids, forward_to=forward_to):
+                rows = self._store.get(drawn, ids)
+                self._store.put(ordinal, rows)
+                self._forward(ordinal, rows, forward_to)
+            case m.Forget(call=ordinal):
+                self._notebook.forget(ordinal)
+                self._store.forget(ordinal)
+                self._store.forget(stopped_at(ordinal))
+                self._calls.pop(ordinal, None)
+            case m.Stop():
+                self.is_stopping = True
+            case m.Task():
+                self._queue.append(message)
+
+    def _next_is_ready(self) -> bool:
+        """Whether the next task's rows are here. Tasks wait for each other: their order is the controller's decision."""
+        if not self._queue:
+            return False
+        task = self._queue[0]
+        if isinstance(task, m.Generate):
+            if task.aborted_by >= 0:
+                return self._store.has_prefixes(stopped_at(task.aborted_by), task.ids, task.had)
+            return self._store.has(self._prompts(task), task.prompts)
+        if isinstance(task, m.RunFunction | m.Accumulate):
+            call = self._calls[task.call]
+            if isinstance(task, m.RunFunction) and execute.gives(call) == "concat":
+                return all(self._store.has(source, ids) for source, ids in task.parts.items())
+            sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.RunFunction) and name in task.values)]
+            return all(self._store.has(source, task.ids) for source in sources)
+        return True
+
+    def _prompts(self, task: m.Generate) -> int:
+        ref = self._calls[task.drawn_by].input("prompts")
+        if ref is None:
+            raise InternalError(f"{self._calls[task.drawn_by].name} has no input 'prompts'")
+        return ref.call
+
+    def _do(self, task: m.Task) -> None:
+        self.is_in_users_code = isinstance(task, m.RunFunction) and self._calls[task.call].engine == "function"
+        if not self.is_in_users_code:
+            self._reports.make()
+        self._attempt(task, lambda: self._perform(task))
+        self.is_in_users_code = False
+
+    def _attempt(self, task: m.Task, action: Callable[[], m.TaskDone | None]) -> None:
+        """Do something about a task; say that it is done, if that is what comes of it, or that it has failed."""
+        try:
+            done = action()
+        except M2FlowError as error:
+            self._failed(task, error)
+        except Exception as error:
+            self._failed(task, unexpected(self._calls[task.call].name if task.call >= 0 else type(task).__name__, error))
+        else:
+            if done is not None:
+                self._send(done)
+
+    def _failed(self, task: m.Task, error: M2FlowError) -> None:
+        self._reports.make()
+        where = f" (worker {self.settings.name}, pid {os.getpid()})"
+        named = type(error)(error.what + where, where=error.where, now=error.now, remote=error.remote)
+        self._send(m.TaskFailed(task.number, task.call, named.to_record(), error.row))
+
+    def _perform(self, task: m.Task) -> m.TaskDone | None:
+        """Do a task; what to say at its end, if its last samples do not say it. A generation only begins here."""
+        bench = self.bench
+        match task:
+            case m.Generate():
+                self._generate(task)
+                return None
+            case m.RunFunction(forward_to=forward_to):
+                call = self._calls[task.call]
+                left: set[int] = set()
+
+                def leave(ids: list[int], rows: Batch) -> None:
+                    left.update(ids)
+                    self._deliver(task.number, call, rows, forward_to, dropped=sorted(set(ids) - set(rows.ids.tolist())), ends=False)
+
+                result = bench.perform(call, self._inputs(task), task.values, leave, self._meanwhile, is_suspect=task.is_suspect)
+                if isinstance(result, Batch):
+                    if len(result):
+                        self._store.put(call.ordinal, without_parts(result)[0])  # The next task may need them; all else can wait.
+                    dropped = sorted(set(task.ids) - left - set(result.ids.tolist()))
+                    self._reports.later(
+                        task, lambda: self._deliver(task.number, call, result, forward_to, dropped=dropped, ends=True, keeps=False)
+                    )
+                    return None
+                return m.TaskDone(task.number, execute.plain_value(call, result))
+            case m.Accumulate(epoch=epoch):
+                call = self._calls[task.call]
+                bench.accumulate(call, train_tasks.training_rows(call, self._inputs(task)), epoch=epoch)
+                return m.TaskDone(task.number)
+            case m.Apply(is_last=is_last):
+                return m.TaskDone(task.number, bench.apply(self._calls[task.call], is_last=is_last))
+            case m.CopyWeights():
+                bench.copy_weights(self._calls[task.call])
+                return m.TaskDone(task.number)
+            case m.PublishWeights(role=role, version=version):
+                return m.TaskDone(task.number, manifest=bench.publish(role, version))
+            case m.LoadWeights(role=role, version=version, manifest=manifest, under_requests=under_requests):
+                bench.load_weights(role, version, manifest, under_requests=under_requests)
+                return m.TaskDone(task.number)
+            case m.ShrinkKVCache():
+                bench.condense()
+                return m.TaskDone(task.number)
+            case m.Switch(to=to):
+                bench.switch(to)
+                return m.TaskDone(task.number)
+            case m.Save(role=role, path=path, seals=seals):
+                return m.TaskDone(task.number, bench.save(role, path, seals=seals))
+        raise InternalError(f"unknown task {type(task).__name__}")
+
+    def _meanwhile(self) -> None:
+        """A function runs: report what was done before it, take in what will be done next, and send what was recorded."""
+        self._reports.make()
+        self._read()
+        while self._heard and isinstance(self._heard[0], m.Define | m.Task | m.Forget):
+            self._take(self._heard.popleft())
+        self.flush_spans(force=False)
+
+    def _inputs(self, task: m.RunFunction | m.Accumulate) -> Mapping[str, Batch]:
+        call = self._calls[task.call]
+        refs = {name: ref.call for name, ref in call.inputs if not (isinstance(task, m.RunFunction) and name in task.values)}
+        if isinstance(task, m.RunFunction) and execute.gives(call) == "concat":
+            return {name: self._store.get(source, task.parts[source]) for name, source in refs.items() if source in task.parts}
+        return {name: self._store.get(source, task.ids) for name, source in refs.items()}
+
+    def _generate(self, task: m.Generate) -> None:
+        call, drawn = self._calls[task.call], self._calls[task.drawn_by]
+        if task.aborted_by >= 0:
+            self.bench.resume(call, self._store.get(stopped_at(task.aborted_by), task.ids), drawn, task.waited_us)
+            self._notebook.began(task.ids, task.had)
+        else:
+            self.bench.generate(call, task.ids, self._store.get(self._prompts(task), task.prompts), drawn, task.waited_us)
+        self._generations[task.number] = Generation(task, len(task.ids))
+        self._task_of.update(dict.fromkeys(task.ids, task.number))
+
+    def _decode(self) -> None:
+        """One token of everything that generates; what has finished leaves, and what goes on is written down now and then."""
+        left = self.bench.step()
+        self._notebook.measure(self.bench, [rows for _, rows in left])
+        for call, rows in left:
+            self._generated(call, rows)
+        if left:
+            self._notebook.measure(self.bench)
+        for call, rows, place in self._notebook.due(self.bench):
+            self._send(m.Flushed(call.ordinal, rows.ids.tolist(), *execute.lengths_of(rows), version_spans_of(rows), place))
+
+    def _generated(self, call: Call, rows: Batch) -> None:
+        """Samples are done: write them down, hand them on, and say so; end their tasks."""
+        place = self._notebook.finished(call.ordinal, rows)
+        by_task: dict[int, list[int]] = {}
+        for row, packed in enumerate(rows.ids.tolist()):
+            by_task.setdefault(self._task_of.pop(packed), []).append(row)
+        for number, positions in by_task.items():
+            generation = self._generations[number]
+            generation.num_left -= len(positions)
+            task = generation.task
+            if task.spills:
+                own = rows.ids[positions]
+                self._store.spill(call.ordinal, own.tolist(), lambda own=own: self._notebook.read(place).select(own))  # type: ignore[misc]
+            self._deliver(number, call, rows.take(positions), task.forward_to, place, ends=generation.num_left == 0, keeps=not task.spills)
+            if generation.num_left == 0:
+                del self._generations[number]
+
+    def _deliver(
+        self,
+        task: int,
+        call: Call,
+        rows: Batch,
+        forward_to: Iterable[str],
+        place: tuple[str, int, int, int] | None = None,
+        dropped: Sequence[int] = (),
+        *,
+        ends: bool,
+        keeps: bool = True,
+    ) -> None:
+        """Keep rows of a call's result in memory, send them where they are needed, and report them."""
+        rows, parts = without_parts(rows)
+        if place is None and len(rows) and call.engine == "function" and not execute.gives_reward(call):
+            place = self._notebook.result(call.ordinal, rows)
+        if len(rows):
+            if keeps:
+                self._store.put(call.ordinal, rows)
+            self._forward(call.ordinal, rows, forward_to)
+        self._send(finished(task, call, rows, place, dropped, parts, ends=ends))
+
+    def _forward(self, call: int, rows: Batch, to: Iterable[str]) -> None:
+        for peer in to:
+            start = now_ns()
+            if peer != self.settings.tag and self._peers.send(peer, Parcel(call, rows, self.settings.tag)):
+                self.recorder.add(SpanName.SEND, start, now_ns(), call=call, num_samples=len(rows), num_bytes=rows.num_bytes, label=peer)
+
+    def _yield(self, ordinal: int, ids: list[int]) -> None:
+        """Stop these samples of a call, those that have not finished; their tasks end without them."""
+        here = [packed for packed in ids if packed in self._task_of and self.bench.is_growing(packed, ordinal)]
+        self._kept(ordinal, self.bench.interrupt(here))
+        tasks = [self._task_of.pop(packed) for packed in here]
+        if here:
+            self._send(m.Preempted(ordinal, here, tasks))
+        for number in tasks:
+            self._generations[number].num_left -= 1
+            if self._generations[number].num_left == 0:
+                del self._generations[number]
+                self._send(m.TaskDone(number))
+
+    def _stop(self, ordinal: int) -> None:
+        """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
+        finished, stopped = self.bench.stop(ordinal)
+        if len(finished):
+            self._generated(self._calls[ordinal], finished)
+        self._kept(ordinal, stopped)
+
+    def _kept(self, ordinal: int, stopped: Batch) -> None:
+        """Samples of a call were stopped, and have tokens to go on from."""
+        if len(stopped):
+            self._store.put(stopped_at(ordinal), stopped)
+            place = self._notebook.stopped(ordinal, stopped)
+            self._notebook.measure(self.bench)
+            self._send(m.Aborted(ordinal, stopped.ids.tolist(), *execute.lengths_of(stopped), version_spans_of(stopped), place))
+
+    def _abort(self, ordinal: int) -> None:
+        """Give up what runs or waits for a call. Its tasks end as done: the controller knows that they were aborted."""
+        given_up = self.bench.abort(ordinal)
+        if given_up:
+            self._notebook.given_up(ordinal, given_up)
+            self._notebook.measure(self.bench)
+            self._send(m.GivenUp(ordinal, list(given_up), list(given_up.values())))
+        for number in [n for n, g in self._generations.items() if g.task.call == ordinal]:
+            for packed in self._generations.pop(number).task.ids:
+                self._task_of.pop(packed, None)
+            self._send(m.TaskDone(number))
+        for task in [task for task in self._queue if task.call == ordinal]:
+            self._queue.remove(task)
+            self._send(m.TaskDone(task.number))
+        if ordinal in self._calls and self._calls[ordinal].method == "update":
+            self.bench.give_up(self._calls[ordinal])
+
+    def _send(self, message: m.ToController) -> None:
+        self._link.send(m.encode(message))
+
+    def flush_spans(self, *, force: bool) -> None:
+        """Send what was recorded; not more often than a few times a second while there is work."""
+        if len(self.recorder) and (force or now_ns() - self._flushed_ns > _FLUSH_SPANS_NS):
+            self._gauges.record(self._peers.statistics())
+            self._send(m.Spans(self.recorder.drain()))
+            self._flushed_ns = now_ns()

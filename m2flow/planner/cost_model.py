@@ -1,0 +1,661 @@
+"""The cost model where nothing was measured: times, moves and memory from the models' shapes and the devices' data sheets.
+
+ModelShape, Layout, lengths --rollout_footprint, train_footprint--> Footprint
+
+Counted, not measured: weights, gradients, fp32 masters and moments, the cache, and what a decoder layer keeps for its backward pass.
+What allocators waste is in the device list's `usable_memory`.
+
+step(b) = step_s + b * sample_s
+
+    step_s   = weights read / (tp * MBU * bandwidth) + launch + layers * (gap + 2 all-reduces)
+    sample_s = cache read at the mean context / (its shards * MBU * bandwidth) + operations / (tp * MFU * peak) + bytes of the all-reduces
+
+Limit: of a model with experts, the weights that a step reads grow with the batch until all experts are met. The line takes what a batch
+of the mean size meets, so that a single sample's step is too slow in it. With pp stages, as many batches are under way, each a stage on.
+
+a sample of s tokens   token_s * s + token2_s * s**2        operations / (devices * MFU * peak), and the exposed communication
+                           of adapters: a pass less over the frozen weights, all passes over theirs
+    a micro-batch          fixed_s                              launches; ZeRO 2 reduces gradients, ZeRO 3 gathers weights too
+    an optimiser step      optimizer_s                          gradients' reduction, the optimiser's bytes, a pipeline's bubble
+
+Micro-batches are shared out to the replicas, so a micro-batch costs the whole trainer a dp-th of what it costs a replica. Samples are
+taken to be many and evenly shared; imbalance within a step is the simulator's.
+
+A switch goes by class of tensor. Caches and activations are dropped and rebuilt. A rollout engine of a trained model drops its weights too:
+the next sync brings new ones; otherwise they come back from the host's copy. A trainer puts away all that it keeps. Memory of the host is
+pinned as long as half of it is enough, for copies to pinned memory are several times as fast.
+
+ClusterSpec, Workload, ModelShape a role, Extent --ModelledCosts--> what the search and the simulator ask
+
+Everything is a closed form, worked out once for each (engine, pool, layout). What the numbers leave out is said in the files that make
+them; `constants` lists those in use. A profile replaces them term by term.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar, final
+
+from m2flow.errors import ModelError, SpecError, did_you_mean
+from m2flow.micro.protocol.cost_terms import (
+    Constant,
+    Costs,
+    DecodeCost,
+    EngineId,
+    Footprint,
+    FunctionCost,
+    Layout,
+    PassCost,
+    Switch,
+    TrainCost,
+)
+from m2flow.planner.model_shapes import ModelShape, adapted, shape_named
+from m2flow.planner.pools import Pool, adds_adapters, legal_layouts, offered, pools_of, thread_layouts
+from m2flow.planner.workload import Extent, Workload
+from m2flow.recipe import Model
+from m2flow.spec import ClusterSpec
+
+_PREFILL_TOKENS = 8192
+"""That a rollout engine reads at once."""
+_MASTER_BYTES = 12
+"""Of a parameter in half precision: a float32 copy, and two moments. Of a float32 one: the moments, 8."""
+
+
+def shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Parameters on a trainer's device of those that all tokens share, and of the experts', before ZeRO shards them."""
+    ways = layout.tp * layout.pp
+    return (shape.num_parameters - shape.expert_parameters) / ways, shape.expert_parameters / (ways * layout.ep)
+
+
+def trained_shards(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """The same of those that are trained: all, or the adapters."""
+    if not shape.adapter_parameters:
+        return shards(shape, layout)
+    ways, experts = layout.tp * layout.pp, shape.expert_adapter_parameters
+    return (shape.adapter_parameters - experts) / ways, experts / (ways * layout.ep)
+
+
+def kv_token_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Of the cache, on a device, for one token. Key/value heads that do not divide are copied; so is a latent."""
+    return shape.kv_bytes / (min(layout.tp, shape.max_kv_shards) * layout.pp)
+
+
+def rollout_weights(shape: ModelShape, layout: Layout) -> float:
+    return shape.weight_bytes / (layout.tp * layout.pp)
+
+
+def rollout_activations(shape: ModelShape, layout: Layout, max_running: int) -> float:
+    """A prefill's layer at a time, and the float32 logits of all that run."""
+    layer = _PREFILL_TOKENS * (4 * shape.hidden + _kept_width(shape) / layout.tp) * shape.bytes_each
+    return layer + max_running * shape.vocab * 4 / layout.tp
+
+
+def rollout_footprint(shape: ModelShape, layout: Layout, extent: Extent, num_running: int) -> Footprint:
+    """With a cache for so many samples of mean length, and for one of the longest at the least."""
+    tokens = max(num_running * extent.sample, float(extent.longest))
+    return Footprint(
+        weights=math.ceil(rollout_weights(shape, layout)),
+        kv=math.ceil(tokens * kv_token_bytes(shape, layout)),
+        activations=math.ceil(rollout_activations(shape, layout, num_running)),
+    )
+
+
+def most_running(shape: ModelShape, layout: Layout, extent: Extent, memory_bytes: int, limit: int) -> int:
+    """Samples of mean length whose caches fit the memory beside the weights, up to a limit; 1 at the least, whether it fits or not."""
+    free = memory_bytes - rollout_weights(shape, layout) - rollout_activations(shape, layout, limit)
+    return max(1, min(limit, int(free / (extent.sample * kv_token_bytes(shape, layout))))) if free > 0 else 1
+
+
+def train_footprint(shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool) -> Footprint:
+    """A trainer's, for micro-batches of so many tokens; of a model that is only asked (a reference), its weights and a layer. Of one that
+    trains adapters, gradients and optimiser are theirs; what layers keep for the backward pass is as much, but for the adapters' own.
+
+    Source:
+        Rajbhandari et al. 2020, arXiv:1910.02054: stage 1 shards the optimiser's state, 2 the gradients too, 3 the weights too.
+        Ren et al. 2021, arXiv:2101.06840: offloaded, the optimiser's state and a copy of the gradients are the host's.
+    """
+    each = shape.bytes_each
+    ranks = layout.dp * layout.sp
+    weights = gradients = optimizer = 0.0
+    beside = trained_shards(shape, layout) if shape.adapter_parameters else (0.0, 0.0)
+    groups = ranks, max(1, ranks // layout.ep)
+    for count, more, trained, group in zip(shards(shape, layout), beside, trained_shards(shape, layout), groups, strict=True):
+        weights += each * (count + more) / (group if layout.zero >= 3 else 1)
+        gradients += each * trained / (group if layout.zero >= 2 else 1)
+        optimizer += (_MASTER_BYTES if each < 4 else 8) * trained / (group if layout.zero >= 1 else 1)
+    activations = _activations(shape, layout, tokens / layout.sp, is_trained=is_trained, recomputes=recomputes)
+    if not is_trained:
+        return Footprint(weights=math.ceil(weights), activations=math.ceil(activations))
+    host = optimizer + gradients if layout.offload else 0.0
+    return Footprint(
+        weights=math.ceil(weights),
+        gradients=math.ceil(gradients),
+        optimizer=0 if layout.offload else math.ceil(optimizer),
+        activations=math.ceil(activations),
+        host=math.ceil(host),
+    )
+
+
+def _activations(shape: ModelShape, layout: Layout, tokens: float, *, is_trained: bool, recomputes: bool) -> float:
+    each, layers = shape.bytes_each, math.ceil(shape.num_layers / layout.pp)
+    layer = tokens * (4 * shape.hidden + _kept_width(shape) / layout.tp) * each
+    head = tokens * shape.vocab / layout.tp * (each + 4 * is_trained)
+    kept = 0.0
+    if is_trained:
+        kept = layers * (tokens * shape.hidden * each if recomputes else layer)
+    gathered = 2 * _largest_block(shape, layout.ep) / layout.tp * each if layout.zero >= 3 else 0.0
+    return kept + max(layer, head) + gathered
+
+
+def _kept_width(shape: ModelShape) -> float:
+    """Numbers that a token's pass through a layer makes and its backward pass needs, and that tensor parallelism shares out.
+
+    Queries, keys, values and what attention gives; gate, up, their activation and product. Inputs of the blocks and their norms, which
+    each device has whole, are four times the hidden size.
+    """
+    active = shape.num_experts_per_token * shape.expert_width + shape.shared_width
+    width = max(shape.dense_width if shape.num_dense_layers else 0, active)
+    return shape.num_heads * (shape.head_dim + shape.value_dim) + shape.num_kv_heads * (shape.head_dim + shape.value_dim) + 4 * width
+
+
+def _largest_block(shape: ModelShape, ep: int) -> int:
+    """Parameters that ZeRO 3 gathers at once: a layer, or the embedding table."""
+    sparse = shape.num_layers - shape.num_dense_layers
+    experts = shape.expert_parameters // sparse // ep if sparse else 0
+    return max(shape.attention_parameters + max(3 * shape.hidden * shape.dense_width, experts), shape.vocab * shape.hidden)
+
+
+def decode_cost(shape: ModelShape, pool: Pool, layout: Layout, extent: Extent, max_running: int) -> DecodeCost:
+    """Of one instance, whose batches have up to so many samples."""
+    device, tp, each = pool.device, layout.tp, shape.bytes_each
+    flops = device.flops(each)
+    step_s = (
+        weights_read(shape, max_running) / (tp * pool.decode_bytes_s)
+        + device.launch_s
+        + shape.num_layers * (device.layer_s + 2 * pool.latency_s(tp))
+        + (layout.pp - 1) * pool.latency_s(layout.num_replica_devices)
+    )
+    imbalance = pool.device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
+    attention = 2 * shape.attention_flops * extent.context
+    reduced_s = _reduced_s(shape, pool, layout)
+    sample_s = (
+        kv_token_bytes(shape, layout) * layout.pp * extent.context / pool.decode_bytes_s
+        + (shape.token_flops * imbalance + attention) / (tp * device.decode_mfu * flops)
+        + reduced_s
+    ) / layout.pp
+    prefill = shape.token_flops * imbalance + shape.attention_flops * extent.prompt
+    prefill_s = prefill / (tp * layout.pp * device.prefill_mfu * flops) + reduced_s / layout.pp
+    return DecodeCost(step_s, sample_s, prefill_s, max_running)
+
+
+def weights_read(shape: ModelShape, num_running: int) -> float:
+    """Bytes of the weights that a decode step reads: all but the embedding table, and of the experts those that the batch is routed to.
+
+    Source:
+        Of E experts, of which a token takes k evenly at random, b tokens miss one with probability (1 - k/E)^b.
+    """
+    shared = shape.num_multiplied - shape.expert_parameters * shape.num_experts_per_token // max(shape.num_experts, 1)
+    met = 1 - (1 - shape.num_experts_per_token / shape.num_experts) ** max(num_running, 1) if shape.num_experts else 0.0
+    return shape.bytes_each * (shared + shape.expert_parameters * met)
+
+
+def decode_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: DecodeCost, extent: Extent) -> dict[str, Constant]:
+    """The numbers of an instance, each with how it comes about."""
+    tp, device = layout.tp, pool.device
+    read = weights_read(shape, cost.max_running) / 1e9
+    step = f"{read:.3g} GB of weights / ({tp} x {device.decode_mbu:g} x {device.memory_gb_s:g} GB/s) + launch and {shape.num_layers} layers"
+    cache = kv_token_bytes(shape, layout) * extent.context / 1e9
+    peak = device.flops(shape.bytes_each) / 1e12
+    sample = (
+        f"{cache:.3g} GB of cache / ({device.decode_mbu:g} x {device.memory_gb_s:g} GB/s) + {shape.token_flops / 1e9:.3g} GFLOP / ({tp} x "
+    )
+    sample += f"{device.decode_mfu:g} x {peak:g} TFLOP/s)"
+    prefill = f"{shape.token_flops / 1e9:.3g} GFLOP / ({tp} x {device.prefill_mfu:g} x {peak:g} TFLOP/s)"
+    return {
+        "step_s": Constant(cost.step_s, "s", f"modelled: {step}"),
+        "sample_s": Constant(cost.sample_s, "s", f"modelled: {sample}"),
+        "prefill_token_s": Constant(cost.prefill_token_s, "s", f"modelled: {prefill}, and attention"),
+        "max_running": Constant(
+            cost.max_running, "samples", "modelled: the engine's limit, the step's samples, or what the cache has room for"
+        ),
+    }
+
+
+def _reduced_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
+    """Of a token: what tensor parallelism sums up twice a layer, all-reduced."""
+    tp = layout.tp
+    return 4 * (tp - 1) / tp * shape.num_layers * shape.hidden * shape.bytes_each / pool.between_bytes_s(tp)
+
+
+_STEP_BYTES = 28
+"""Read and written for a parameter in an optimiser step: the gradient, float32 weights and two moments twice each, the weights."""
+
+
+def train_cost(shape: ModelShape, pool: Pool, layout: Layout, *, microbatch_tokens: float, is_trained: bool, recomputes: bool) -> TrainCost:
+    device = pool.device
+    devices = layout.num_devices
+    peak = devices * device.flops(shape.bytes_each)
+    exposed = 1 - device.hidden
+    token_comm_s = exposed * _token_communication_s(shape, pool, layout)
+    imbalance = device.imbalance(shape.routed_share if layout.ep > 1 else 0.0)
+    work, work2 = shape.token_flops * imbalance, float(shape.attention_flops)
+    gather_s, reduce_s = _gathers(shape, pool, layout)
+    gathered = exposed * gather_s if layout.zero >= 3 else 0.0
+
+    forward = PassCost(
+        fixed_s=(device.microbatch_s + gathered) / layout.dp,
+        token_s=work / (device.prefill_mfu * peak) + token_comm_s,
+        token2_s=work2 / (device.prefill_mfu * peak),
+    )
+    if not is_trained:
+        return TrainCost(forward, forward, 0.0)
+    passes = 4 if recomputes else 3
+    # Frozen weights take no gradient of their own: a pass less. The adapters beside them are multiplied in all passes.
+    adapters = 2 * shape.active_adapter_parameters
+    trained_work = (passes - 1) * work + passes * adapters if adapters else passes * work
+    update = PassCost(
+        fixed_s=(device.microbatch_s + 2 * gathered + (exposed * reduce_s if layout.zero >= 2 else 0.0)) / layout.dp,
+        token_s=trained_work / (device.train_mfu * peak) + passes * token_comm_s,
+        token2_s=passes * work2 / (device.train_mfu * peak),
+    )
+    # Of each trained parameter, stages 0 and 1 move the gradients once and something back (the sums, or new weights); 2 the weights alone.
+    moved_s = {0: 2 * reduce_s, 1: 2 * reduce_s, 2: reduce_s, 3: 0.0}[layout.zero]
+    bubble_s = (layout.pp - 1) * microbatch_tokens * update.token_s * layout.dp
+    return TrainCost(forward, update, moved_s + _step_s(shape, pool, layout) + bubble_s)
+
+
+def train_constants(shape: ModelShape, pool: Pool, layout: Layout, cost: TrainCost) -> dict[str, Constant]:
+    """The numbers of a trainer, each with how it comes about."""
+    device, devices = pool.device, layout.num_devices
+    peak = device.flops(shape.bytes_each) / 1e12
+    rate = f"({devices} x {device.train_mfu:g} x {peak:g} TFLOP/s)"
+    forward = f"({devices} x {device.prefill_mfu:g} x {peak:g} TFLOP/s)"
+    linear, square = f"{shape.token_flops / 1e9:.3g} GFLOP", f"{shape.attention_flops:.3g} FLOP"
+    trained = f"each of {shape.adapter_parameters / 1e6:.3g} M parameters of adapters" if shape.adapter_parameters else "a parameter"
+    step = f"{_STEP_BYTES} B {trained} and the gradients' reduction, {layout}"
+    whole = f"{linear}, frozen but for adapters" if shape.adapter_parameters else linear
+    return {
+        "forward_token_s": Constant(cost.forward.token_s, "s", f"modelled: {linear} / {forward}"),
+        "forward_token2_s": Constant(cost.forward.token2_s, "s", f"modelled: {square} / {forward}"),
+        "update_token_s": Constant(cost.update.token_s, "s", f"modelled: forward and backward of {whole} / {rate}"),
+        "update_token2_s": Constant(cost.update.token2_s, "s", f"modelled: forward and backward of {square} / {rate}"),
+        "microbatch_s": Constant(cost.update.fixed_s, "s", "modelled: launches, and what ZeRO moves for each micro-batch"),
+        "optimizer_s": Constant(cost.optimizer_s, "s", f"modelled: {step}"),
+    }
+
+
+def _token_communication_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
+    """Of a token on its way forward, for the whole trainer: replicas, stages and sequence shards move theirs at the same time.
+
+    Source:
+        Shoeybi et al. 2019, arXiv:1909.08053: two all-reduces a layer. Jacobs et al. 2023, arXiv:2309.14509 (Ulysses): all-to-alls of
+        queries, keys, values and what attention gives. Experts: to them and back.
+    """
+    each, tp, sp, ep = shape.bytes_each, layout.tp, layout.sp, layout.ep
+    heads = (shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.value_dim)
+    reduced = 4 * (tp - 1) / tp * shape.hidden * each / pool.between_bytes_s(tp)
+    exchanged = (sp - 1) / sp * heads / tp * each / pool.between_bytes_s(tp * sp)
+    routed = 0.0
+    if ep > 1:
+        sparse = (shape.num_layers - shape.num_dense_layers) / shape.num_layers
+        sent = 2 * (ep - 1) / ep * shape.num_experts_per_token * shape.hidden * each
+        routed = sparse * sent / pool.between_bytes_s(ep * tp * layout.pp)
+    return shape.num_layers * (reduced + exchanged + routed) / (layout.dp * sp * layout.pp)
+
+
+def _gathers(shape: ModelShape, pool: Pool, layout: Layout) -> tuple[float, float]:
+    """Seconds to gather all weights on every replica, and to reduce all gradients that there are to their shards."""
+    ranks, stride = layout.dp * layout.sp, layout.tp * layout.pp
+    gather_s = reduce_s = 0.0
+    groups = ranks, max(1, ranks // layout.ep)
+    for count, trained, group in zip(shards(shape, layout), trained_shards(shape, layout), groups, strict=True):
+        if count:
+            gather_s += pool.gather_s(count * shape.bytes_each, group, stride * (ranks // group))
+        if trained:
+            reduce_s += pool.gather_s(trained * shape.bytes_each, group, stride * (ranks // group))
+    return gather_s, reduce_s
+
+
+def _step_s(shape: ModelShape, pool: Pool, layout: Layout) -> float:
+    ranks = layout.dp * layout.sp
+    shared, experts = trained_shards(shape, layout)
+    if layout.zero >= 1:
+        shared, experts = shared / ranks, experts / max(1, ranks // layout.ep)
+    count = shared + experts
+    if not layout.offload:
+        return count * _STEP_BYTES / pool.step_bytes_s
+    moved = 2 * count * shape.bytes_each / pool.host_link_bytes_s(is_pinned=True)
+    return moved + count * _STEP_BYTES / pool.host_step_bytes_s
+
+
+_MAY_PIN = 0.5
+"""Of the host's memory: what is pinned can't be swapped out, and the rest of the machine needs some."""
+
+
+def switch(engine: EngineId, pool: Pool, footprint: Footprint, *, is_trained: bool) -> Switch:
+    """Of one engine, by what it has on each device."""
+    if pool.device.shares_host_memory:
+        return Switch(0.0, pool.device.switch_s, is_resident=True)
+    kept = footprint.kept_bytes
+    rate = pool.host_link_bytes_s(is_pinned=kept + footprint.host <= _MAY_PIN * pool.host_bytes)
+    if engine.kind == "rollout":
+        return Switch(0.0, pool.device.switch_s + (0.0 if is_trained else kept / rate))
+    if not is_trained:
+        return Switch(0.0, pool.device.switch_s + kept / rate)
+    return Switch(kept / rate, pool.device.switch_s + kept / rate)
+
+
+def sync_s(num_bytes: float, source: tuple[Pool, Layout], target: tuple[Pool, Layout], *, is_same_devices: bool) -> float:
+    """New weights, so many bytes in all, from a trainer to all rollout instances, and their checksums.
+
+    On the same devices each takes what it lacks of its part from its neighbours (CUDA IPC inside a node); one device alone copies. Else
+    they are broadcast in buckets, of which every device sees all: inside a node over its links, else over the network.
+
+    Source:
+        The broadcast attains what was published of one (`attained_sync`): far less than the links, since receivers wait for loading.
+    """
+    (giver, given), (taker, taken) = source, target
+    part = num_bytes / (taken.tp * taken.pp)
+    fixed = max(giver.device.sync_s, taker.device.sync_s) + part / taker.step_bytes_s
+    if is_same_devices:
+        held = given.num_replica_devices * (given.dp if given.zero >= 3 else 1)
+        if taken.num_replica_devices == held == 1:
+            return fixed + 2 * part / taker.step_bytes_s
+        return fixed + part / taker.between_bytes_s(max(held, taken.num_replica_devices))
+    is_one_node = giver.name == taker.name and giver.is_in_node(given.num_devices + taken.num_devices)
+    rate = min(giver.link_bytes_s, taker.link_bytes_s)
+    if not is_one_node:
+        rate = min(rate, giver.network_bytes_s, taker.network_bytes_s)
+    attained = min(giver.device.attained_sync / giver.device.attained_link, taker.device.attained_sync / taker.device.attained_link, 1.0)
+    return fixed + num_bytes / (attained * rate)
+
+
+def adding_s(num_bytes: float, target: tuple[Pool, Layout]) -> float:
+    """What rollout instances take to add adapters to weights of so many bytes, which come from the host's pinned memory."""
+    taker, taken = target
+    rate = taker.step_bytes_s if taker.device.shares_host_memory else taker.host_link_bytes_s(is_pinned=True)
+    return num_bytes / (taken.tp * taken.pp) / rate
+
+
+def hop_s(num_bytes: float, pools: Sequence[Pool], *, is_same_pool: bool) -> float:
+    """Samples from one process to another: on one host, or over the network between pools and inside one of several nodes."""
+    latency = max((pool.device.hop_s for pool in pools), default=0.0)
+    rate = min((pool.device.channel_gb_s * 1e9 for pool in pools), default=float("inf"))
+    if not is_same_pool or any(pool.num_nodes > 1 for pool in pools):
+        rate = min([rate, *(pool.network_bytes_s * pool.per_node for pool in pools)])
+    return latency + num_bytes / rate
+
+
+DEFAULT_LATENCY_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.002)
+"""Of a reward or an op of which the spec says nothing: a rule that checks a text, now and then slowly. An estimate."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _once(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Answers of an object that is asked the same again and again are kept in it."""
+    name = getattr(method, "__name__", "")
+
+    @functools.wraps(method)
+    def answer(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        known = args[0]._answers  # type: ignore[attr-defined]  # `args[0]` is the costs
+        key = (name, *args[1:])
+        try:
+            found: _T = known[key]
+        except KeyError:
+            found = known[key] = method(*args, **kwargs)
+        return found
+
+    return answer
+
+
+@final
+class ModelledCosts(Costs):
+    """Costs of one flow on one cluster.
+
+    Args:
+        shapes: of each role with a model; see `shapes_of`.
+        extents: lengths of the samples, by role; `""` for roles that are not there.
+    Raises:
+        SpecError: a device that does not exist, or latencies of a function that are none.
+    """
+
+    def __init__(self, spec: ClusterSpec, workload: Workload, shapes: Mapping[str, ModelShape], extents: Mapping[str, Extent]) -> None:
+        self._spec = spec
+        self._workload = workload
+        self._shapes = dict(shapes)
+        self._extents = dict(extents)
+        self._pools = pools_of(spec)
+        self._answers: dict[object, object] = {}
+        self._offers = {"rollout": offered(spec.rollout.engine, "rollout"), "train": offered(spec.train.engine, "train")}
+        self._sends_adapters = spec.weights.adapters == "alone" and adds_adapters(spec.rollout.engine)
+        self._trained = {call.engine.role for call in workload.calls if call.work == "update" and call.engine is not None}
+        self._samples: dict[str, int] = {}
+        for call in workload.calls:
+            if call.work == "generate" and call.engine is not None:
+                self._samples[call.engine.role] = max(self._samples.get(call.engine.role, 1), call.num_samples)
+        _check_latencies(spec)
+
+    @property
+    def spec(self) -> ClusterSpec:
+        return self._spec
+
+    def for_spec(self, spec: ClusterSpec) -> ModelledCosts:
+        """The same flow on another cluster, or under other settings."""
+        return ModelledCosts(spec, self._workload, self._shapes, self._extents)
+
+    def pool(self, name: str) -> Pool:
+        return self._pools[name]
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        return tuple(self._pools)
+
+    def shape(self, engine: EngineId) -> ModelShape:
+        """Raises `ModelError`: nothing says how large the role's model is."""
+        if engine.role not in self._shapes:
+            now = f"Say which model to plan for: `shapes: {{{engine.role}: Qwen2.5-7B}}` in the cluster spec."
+            raise ModelError(f"there is no shape for {engine.role}", now=now)
+        return self._shapes[engine.role]
+
+    def extent(self, role: str) -> Extent:
+        return self._extents.get(role) or self._extents.get("") or next(iter(self._extents.values()))
+
+    def is_trained(self, engine: EngineId) -> bool:
+        return engine.role in self._trained
+
+    @_once
+    def layouts(self, engine: EngineId, pool: str, num_devices: int) -> Sequence[Layout]:
+        found = self._pools[pool]
+        if not 1 <= num_devices <= found.num_devices:
+            return ()
+        if found.device.shares_host_memory:
+            return thread_layouts(engine.kind, num_devices, found.per_node, self._spec.train.ranks)
+        return legal_layouts(self.shape(engine), self._offers[engine.kind], engine.kind, num_devices, found.per_node)
+
+    @_once
+    def unit(self, engine: EngineId, pool: str) -> int:
+        found = self._pools[pool]
+        inside = [count for count in range(1, found.per_node + 1) if found.per_node % count == 0]
+        first = next((count for count in inside if self.fits(engine, pool, count)), 0)
+        if first or found.num_nodes == 1:
+            return first
+        if engine.kind == "rollout":  # Instances have the sizes of replicas, which double.
+            doubled = [found.per_node << i for i in range(1, 12) if 1 << i <= found.num_nodes]
+            return next((count for count in doubled if self.fits(engine, pool, count)), 0)
+        # What a trainer needs of a device does not grow with the number of nodes, so the smallest number is found by halving.
+        few, many = 1, found.num_nodes
+        if not self.fits(engine, pool, many * found.per_node):
+            return 0
+        while many - few > 1:
+            middle = (few + many) // 2
+            few, many = (few, middle) if self.fits(engine, pool, middle * found.per_node) else (middle, many)
+        return many * found.per_node
+
+    def fits(self, engine: EngineId, pool: str, num_devices: int) -> bool:
+        """Whether some layout on so many devices fits the memory, with nothing else on them."""
+        layouts = self.layouts(engine, pool, num_devices)
+        most = max((layout.zero for layout in layouts), default=0)
+        needs = (self.footprint(engine, pool, layout) for layout in layouts if layout.zero == most)
+        return any(need.device_bytes <= self.device_bytes(pool) and need.host <= self.host_bytes(pool) for need in needs)
+
+    def like(self, engine: EngineId) -> EngineId:
+        return self._first_like(engine) if engine.kind == "train" else engine
+
+    @_once
+    def decode(self, engine: EngineId, pool: str, layout: Layout) -> DecodeCost:
+        shape, extent = self.shape(engine), self.extent(engine.role)
+        return decode_cost(shape, self._pools[pool], layout, extent, self._num_running(engine, pool, layout))
+
+    def train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
+        return self._train(self._first_like(engine), pool, layout)
+
+    @_once
+    def _train(self, engine: EngineId, pool: str, layout: Layout) -> TrainCost:
+        return train_cost(
+            self.shape(engine),
+            self._pools[pool],
+            layout,
+            microbatch_tokens=self._microbatch_tokens(engine.role),
+            is_trained=self.is_trained(engine),
+            recomputes=self._offers["train"].recomputes,
+        )
+
+    @_once
+    def function(self, call: str) -> FunctionCost:
+        given = self._spec.functions.latency_s.get(call.partition("@")[0], DEFAULT_LATENCY_S)
+        quantiles = given if isinstance(given, tuple) else (given,)
+        return FunctionCost(quantiles, self._spec.functions.concurrency)
+
+    def footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
+        if engine.kind == "rollout":
+            return self._rollout_footprint(engine, pool, layout)
+        return self._train_footprint(self._first_like(engine), layout)
+
+    @_once
+    def _rollout_footprint(self, engine: EngineId, pool: str, layout: Layout) -> Footprint:
+        running = self._num_running(engine, pool, layout)
+        return rollout_footprint(self.shape(engine), layout, self.extent(engine.role), running)
+
+    @_once
+    def _train_footprint(self, engine: EngineId, layout: Layout) -> Footprint:
+        return train_footprint(
+            self.shape(engine),
+            layout,
+            self._microbatch_tokens(engine.role),
+            is_trained=self.is_trained(engine),
+            recomputes=self._offers["train"].recomputes,
+        )
+
+    @_once
+    def _first_like(self, engine: EngineId) -> EngineId:
+        """The first trainer that costs the same: a policy's critic has the policy's shape."""
+
+        def what(one: EngineId) -> tuple[ModelShape, float, bool]:
+            return self.shape(one), self._microbatch_tokens(one.role), self.is_trained(one)
+
+        mine = what(engine)
+        return next((one for one in self._workload.engines if one.kind == "train" and what(one) == mine), engine)
+
+    def device_bytes(self, pool: str) -> int:
+        return self._pools[pool].memory_bytes
+
+    def host_bytes(self, pool: str) -> int:
+        return self._pools[pool].host_bytes
+
+    def switch(self, engine: EngineId, pool: str, footprint: Footprint) -> Switch:
+        return switch(engine, self._pools[pool], footprint, is_trained=self.is_trained(engine))
+
+    @_once
+    def _sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], is_same_devices: bool) -> float:
+        shape = self._shapes[role]
+        ends = (self._pools[source[0]], source[1]), (self._pools[target[0]], target[1])
+        if shape.adapter_parameters and self._sends_adapters and not is_same_devices:
+            sent_s = sync_s(shape.adapter_parameters * shape.bytes_each, *ends, is_same_devices=False)
+            return sent_s + adding_s(shape.weight_bytes, ends[1])
+        return sync_s(shape.weight_bytes, *ends, is_same_devices=is_same_devices)
+
+    def sync_s(self, role: str, source: tuple[str, Layout], target: tuple[str, Layout], *, is_same_devices: bool) -> float:
+        return self._sync_s(role, source, target, is_same_devices)
+
+    def hop_s(self, num_bytes: float, source: str, target: str) -> float:
+        return hop_s(
+            num_bytes, [self._pools[name] for name in (source, target) if name], is_same_pool=source == target or not (source and target)
+        )
+
+    def constants(self) -> dict[str, Constant]:
+        """Of the devices, and of each engine at its smallest layout; `terms` gives those of another."""
+        found: dict[str, Constant] = {}
+        for name, pool in self._pools.items():
+            found |= {f"{name}.{field}": constant for field, constant in pool.device.constants().items()}
+            for engine in self._workload.engines:
+                unit = self.unit(engine, name)
+                layouts = self.layouts(engine, name, unit) if unit else ()
+                layout = next((one for one in layouts if self._is_small(engine, name, one)), None)
+                if layout is not None:
+                    found |= {f"{engine}.{name}.{term}": constant for term, constant in self.terms(engine, name, layout).items()}
+        for call in self._workload.calls:
+            if call.work == "function":
+                base = call.name.partition("@")[0]
+                source = "the cluster spec" if base in self._spec.functions.latency_s else "estimate: a rule that checks a text"
+                found[f"{base}.latency_s"] = Constant(self.function(call.name).mean_s, "s", f"modelled: {source}")
+        return found
+
+    def terms(self, engine: EngineId, pool: str, layout: Layout) -> dict[str, Constant]:
+        """The constants of one engine in one layout, each with its formula."""
+        shape, found = self.shape(engine), self._pools[pool]
+        if engine.kind == "rollout":
+            return decode_constants(shape, found, layout, self.decode(engine, pool, layout), self.extent(engine.role))
+        return train_constants(shape, found, layout, self.train(engine, pool, layout))
+
+    def _is_small(self, engine: EngineId, pool: str, layout: Layout) -> bool:
+        need = self.footprint(engine, pool, layout)
+        return need.device_bytes <= self.device_bytes(pool) and need.host <= self.host_bytes(pool)
+
+    def _num_running(self, engine: EngineId, pool: str, layout: Layout) -> int:
+        """Samples that decode together in an instance: no more than the engine allows, the step has for it, and the cache holds."""
+        limit = min(self._spec.rollout.max_running, max(1, -(-self._samples.get(engine.role, 1) // layout.dp)))
+        return most_running(self.shape(engine), layout, self.extent(engine.role), self._pools[pool].memory_bytes, limit)
+
+    def _microbatch_tokens(self, role: str) -> float:
+        """A micro-batch is filled up to its budget; a sample that is longer has one of its own."""
+        return max(self._spec.train.token_budget, self.extent(role).longest)
+
+
+def shapes_of(models: Mapping[str, Model], spec: ClusterSpec) -> dict[str, ModelShape]:
+    """The shape of each role's model: what the spec says (`shapes`), else what its directory's config.json says, in the flow's dtype; with
+    its adapters.
+
+    A shape for a role is also that of the roles whose model was made from the same path: a policy's reference and critic.
+
+    Raises:
+        SpecError: a shape for a role that the flow does not have. ModelError: a name or a directory that is not there.
+    """
+    for role in spec.shapes:
+        if role not in models:
+            now = did_you_mean(role, models, f"It has {', '.join(models) or 'none'}.")
+            raise SpecError(f"shapes.{role}: the flow has no model of that role", where=spec.where("shapes", role), now=now)
+    by_path = {models[role].path: name for role, name in reversed(spec.shapes.items())}
+    shapes = {}
+    for role, model in models.items():
+        named = spec.shapes.get(role) or by_path.get(model.path)
+        shapes[role] = adapted(shape_named(named) if named else _own_shape(role, model), model.lora)
+    return shapes
+
+
+def _own_shape(role: str, model: Model) -> ModelShape:
+    try:
+        return ModelShape.from_config(model.path).with_dtype(model.dtype)
+    except ModelError as error:
+        now = f"Or say which model to plan for: `shapes: {{{role}: Qwen2.5-7B}}` in the cluster spec."
+        raise ModelError(f"how large the model of {role} is can't be seen: {error.what}", now=f"{error.now}\n{now}") from None
+
+
+def _check_latencies(spec: ClusterSpec) -> None:
+    for name, given in spec.functions.latency_s.items():
+        quantiles = given if isinstance(given, tuple) else (given,)
+        if not quantiles or min(quantiles) < 0 or list(quantiles) != sorted(quantiles):
+            raise SpecError(f"functions.latency_s.{name}: {given}; seconds, none of them negative, the shortest first")

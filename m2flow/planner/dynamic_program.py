@@ -1,0 +1,791 @@
+"""The search: for every set of calls between two cuts, the plans that no other beats, made of those of its two halves.
+
+path    l of what comes before + T + d of what comes after         linked parts never overlap in these
+    work    (its device-seconds + the least of all other calls) / devices
+
+Both hold for every tree: T of two linked parts is at least l of the first + T of the second, and T of the first + d of the second; and
+devices times T is at least the device-seconds of the parts, in turns as in splits. A row whose limit is above the time of a plan that
+is known can be dropped, whatever its ties.
+
+Of each set of devices: what is kept there while others work, and the most that is there at once.
+
+    turns   kept = kA + kB        most = max(mA + kB, mB + kA)
+    split   kept = max(kA, kB)    most = max(mA, mB)
+
+The fullest devices of two parts that take turns are taken to be the same ones. An engine with several calls is in one place in all of
+them, so its devices are a set of their own until the last of its calls is inside: what it keeps is counted once, and what other
+engines keep elsewhere is not added to it. Room on the host for what leaves is reserved for good, by the rule for what is kept.
+
+Where memory can't run out any more, whatever the rest of the plan, it is set to 0: rows that differ only there are alike.
+
+An option may go if another one of the same engine and pool takes no more devices, memory and time. If the model is both sampled and
+trained, their counts must be equal, and no sync may cost more: with any option of the other end where these are few; where they are many
+with some of them, and then a better plan may be lost by what syncs differ.
+
+rollout on R instances, r of them on the trainer's devices, which it has up to x:
+    T(x) = x + t0 (steps that are left) + t1 (tokens that are left) / (R - r) + moving       end = min_x max(x + T_B, l' + T_B, T(x) + d_B)
+
+With the letters of composing.py: A is the rollout, B the training on the devices of r instances. The steps that are left are those of the
+longest sample, or of the rounds that fewer slots need; what is moved has its prefix computed again. Some x are tried: not times, which no
+scheduler knows, but shares of samples that have ended by then; that is taken which suits several steps of the lengths best.
+
+Limits: for steps that do not overlap (staleness 0), one generation and one trainer, linked without a barrier between them. A row of the
+search with fewer devices may beat one with more and leave less to lend: of lent plans the best is not sure to be found.
+
+F(S) = unbeaten( leaves of S,  { A then B in turns, A and B split : cuts A | B of S,  a in F(A), b in F(B) } )
+
+A row has the devices that a plan needs, its times and its memory (composing.py, memory.py), and its ties. Putting rows together is
+monotone in every value and asks nothing else of a row but its ties, so a beaten row is part of no plan that an unbeaten one could not
+replace: F(everything) has an optimal plan of the cost model among all trees of leaves, turns and splits. A plan may leave devices
+idle: splits add up the devices that their parts need, turns take the greater need of each pool, and the sum need not be the cluster's.
+
+Exact for all that `Problem.options` offers. Sets that no two cuts enclose never occur. Time grows with the square of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.planner.problem import (
+    Cut,
+    FloatArray,
+    Front,
+    IntArray,
+    Option,
+    Problem,
+    Times,
+    codes,
+    gathered,
+    in_turns,
+    instances,
+    pruned,
+    side_by_side,
+    spread,
+    through_functions,
+    unbeaten,
+    zero_times,
+)
+from m2flow.planner.workload import Draw, Instances
+
+
+class Limits:
+    """Of one problem."""
+
+    def __init__(self, problem: Problem, *, counts_work: bool = True) -> None:
+        """`counts_work`: a part has all of its devices for all of its time, which is not so where they are lent."""
+        self._problem = problem
+        self._counts_work = counts_work
+        self._outside: dict[int, tuple[float, float]] = {}
+        """By calls: `around_s`, and the least device-seconds of all others."""
+
+    @cached_property
+    def _least(self) -> FloatArray:
+        """[calls, 4]: the least l, T, d and device-seconds of each call, over its options and chunks."""
+        problem = self._problem
+        found = []
+        for call in problem.graph.device_calls:
+            assert call.engine is not None
+            options = problem.options.of[call.engine]
+            times = problem.leaf(problem.graph.bits[call.name]).times
+            work = times[..., 1] * np.array([option.num_devices for option in options])[:, None]
+            found.append([times[..., 0].min(), times[..., 1].min(), times[..., 2].min(), work.min()])
+        return np.array(found)
+
+    @cached_property
+    def _head(self) -> list[float]:
+        """For each call: the least time from the start of the step until its first chunk is out."""
+        found: list[float] = []
+        for i, needs in enumerate(self._problem.graph.direct):
+            found.append(self._least[i, 0] + max((found[j] for j in range(i) if needs >> j & 1), default=0.0))
+        return found
+
+    @cached_property
+    def _tail(self) -> list[float]:
+        """For each call: the least time from its last sample in to the end of the step."""
+        direct = self._problem.graph.direct
+        found = [0.0] * len(direct)
+        for i in reversed(range(len(direct))):
+            found[i] = self._least[i, 2] + max((found[j] for j in range(i + 1, len(direct)) if direct[j] >> i & 1), default=0.0)
+        return found
+
+    def path_s(self) -> float:
+        """The longest path: for some call, what must come before it, all of it, and what must come after it."""
+        return max(self.around_s(1 << i) + float(self._least[i, 1]) for i in range(len(self._least)))
+
+    def work_s(self) -> float:
+        """All device-seconds at their least, on all devices."""
+        return float(self._least[:, 3].sum()) / sum(self._problem.num_devices)
+
+    def around_s(self, calls: int) -> float:
+        """What must come before a set of calls, and after it."""
+        direct = self._problem.graph.direct
+        inside = [i for i in range(len(direct)) if calls >> i & 1]
+        before = max((self._head[j] for i in inside for j in range(i) if direct[i] >> j & 1 and not calls >> j & 1), default=0.0)
+        after = max(
+            (self._tail[j] for i in inside for j in range(i + 1, len(direct)) if direct[j] >> i & 1 and not calls >> j & 1), default=0.0
+        )
+        return before + after
+
+    def of_rows(self, calls: int, total: FloatArray, busy: FloatArray, work: FloatArray) -> FloatArray:
+        """[rows]: no step of a plan that has this row for `calls` is shorter.
+
+        Args:
+            work: device-seconds of the rows.
+        """
+        if calls not in self._outside:
+            rest = float(sum(self._least[i, 3] for i in range(len(self._least)) if not calls >> i & 1))
+            self._outside[calls] = self.around_s(calls), rest
+        around, rest = self._outside[calls]
+        least = (total + around) / (self._problem.workload.staleness + 1)
+        if self._problem.workload.staleness:
+            least = np.maximum(least, busy)
+        return np.maximum(least, (work + rest) / sum(self._problem.num_devices)) if self._counts_work else np.asarray(least)
+
+
+KEPT, MOST, HOST = 0, 1, 2
+_MEMORY_SLACK = 1 / 8
+"""Of all there is."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Rows of [3 (kept, most, host), pools, 1 + placed engines], flat. Set 0 are the devices of no placed engine that is open."""
+
+    problem: Problem
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        return 3, len(self.problem.pools), 1 + len(self.problem.placed)
+
+    @property
+    def width(self) -> int:
+        return 3 * self.shape[1] * self.shape[2]
+
+    def leaf(self, engine: EngineId, options: Sequence[Option], calls: int) -> FloatArray:
+        """[options, width]."""
+        place = self._set_of(engine, calls)
+        found = np.zeros((len(options), *self.shape))
+        for i, option in enumerate(options):
+            pool = self.problem.pools.index(option.pool)
+            found[i, :, pool, place] = option.kept_bytes, option.device_bytes, option.host_bytes
+        return found.reshape(len(options), -1)
+
+    def join(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray, *, is_turns: bool) -> FloatArray:
+        """[rows, width] of two parts; `ties` as they are before anything is closed."""
+        of_a, of_b = (side.reshape(-1, *self.shape) for side in (a, b))
+        found = self._turns(cut, of_a, of_b, ties) if is_turns else np.maximum(of_a, of_b)
+        return self._closed(cut.first | cut.second, found).reshape(len(a), self.width)
+
+    def settled(self, calls: int, rows: FloatArray) -> FloatArray:
+        """The same rows, with 0 for what nothing outside of `calls` can bring to its limit."""
+        found = rows.reshape(-1, *self.shape)
+        kept, most, host = (number[:, None] for number in self._outside(calls))
+        room, host_room = self.problem.room[:, :, None]
+        is_safe = (found[:, KEPT] + kept + most <= room) & (found[:, MOST] + kept <= room)
+        settled = found.copy()
+        settled[:, KEPT][is_safe] = 0
+        settled[:, MOST][is_safe] = 0
+        settled[:, HOST][found[:, HOST] + host <= host_room] = 0
+        return settled.reshape(len(rows), self.width)
+
+    def _outside(self, calls: int) -> FloatArray:
+        """[3, pools]: the most that other engines may keep, that one of the other calls may need at work, and of the host."""
+        if calls not in self._known_outside:
+            self._known_outside[calls] = self._worked_out_outside(calls)
+        return self._known_outside[calls]
+
+    @cached_property
+    def _known_outside(self) -> dict[int, FloatArray]:
+        return {}
+
+    def _worked_out_outside(self, calls: int) -> FloatArray:
+        found = np.zeros((3, len(self.problem.pools)))
+        for mine, (kept, most, host) in self._largest:
+            if mine & ~calls:
+                found[MOST] = np.maximum(found[MOST], most)
+                if not mine & calls:
+                    found[KEPT] += kept
+                    found[HOST] += host
+        return found
+
+    @cached_property
+    def _largest(self) -> list[tuple[int, FloatArray]]:
+        """Of each engine: its calls, and the most that any of its options keeps, needs and has on the host, [3, pools]."""
+        problem = self.problem
+        found = []
+        for engine, options in problem.options.of.items():
+            most = np.zeros((3, len(problem.pools)))
+            for option in options:
+                pool = problem.pools.index(option.pool)
+                most[:, pool] = np.maximum(most[:, pool], (option.kept_bytes, option.device_bytes, option.host_bytes))
+            found.append((problem.calls_of(engine), most))
+        return found
+
+    def fits(self, rows: FloatArray) -> npt.NDArray[np.bool_]:
+        found = rows.reshape(-1, *self.shape)
+        room, host = self.problem.room
+        return np.asarray(((found[:, MOST] <= room[:, None]) & (found[:, HOST] <= host[:, None])).all(axis=(1, 2)))
+
+    def _turns(self, cut: Cut, a: FloatArray, b: FloatArray, ties: IntArray) -> FloatArray:
+        found = np.zeros_like(a)
+        any_a, any_b = a.max(axis=3), b.max(axis=3)
+        found[..., 0] = _stacked(a[..., 0], b[..., 0])
+        for i, engine in enumerate(self.problem.placed, 1):
+            in_a, in_b = (self._set_of(engine, calls) == i for calls in (cut.first, cut.second))
+            if in_a and in_b:
+                found[..., i] = np.maximum(_stacked(a[..., i], b[..., i]) - self._own(engine, ties), 0)
+            elif in_a:
+                found[..., i] = _stacked(a[..., i], any_b)
+            elif in_b:
+                found[..., i] = _stacked(any_a, b[..., i])
+        return found
+
+    def _own(self, engine: EngineId, ties: IntArray) -> FloatArray:
+        """[rows, 3, pools]: what both sides have counted."""
+        if engine not in self._kept:
+            options = self.problem.options.of[engine]
+            table = np.zeros((len(options), 3, len(self.problem.pools)))
+            for i, option in enumerate(options):
+                pool = self.problem.pools.index(option.pool)
+                table[i, :, pool] = option.kept_bytes, option.kept_bytes, option.host_bytes
+            self._kept[engine] = table
+        return self._kept[engine][ties[:, self.problem.tied.index(engine)]]
+
+    @cached_property
+    def _kept(self) -> dict[EngineId, FloatArray]:
+        return {}
+
+    def _closed(self, calls: int, found: FloatArray) -> FloatArray:
+        """Devices of an engine all of whose calls are inside are like any others."""
+        for i, engine in enumerate(self.problem.placed, 1):
+            if self.problem.calls_of(engine) & ~calls == 0:
+                found[..., 0] = np.maximum(found[..., 0], found[..., i])
+                found[..., i] = 0
+        return found
+
+    def _set_of(self, engine: EngineId, calls: int) -> int:
+        """The set in which a part with these calls counts an engine's devices; 0 if it is nothing special (or not there)."""
+        problem = self.problem
+        if engine not in problem.placed:
+            return 0
+        mine = problem.calls_of(engine)
+        return 1 + problem.placed.index(engine) if mine & calls and mine & ~calls else 0
+
+
+def memory_slack(problem: Problem, slack_s: float) -> FloatArray:
+    """[3, pools]: what memory may differ by where times may, too."""
+    room, host = problem.room
+    return np.stack([room, room, host]) * _MEMORY_SLACK * (slack_s > 0)
+
+
+def _stacked(a: FloatArray, b: FloatArray) -> FloatArray:
+    """[rows, 3, pools] of two parts whose fullest devices are the same."""
+    most = np.maximum(a[:, MOST] + b[:, KEPT], b[:, MOST] + a[:, KEPT])
+    found = a + b
+    found[:, MOST] = most
+    return found
+
+
+_MOST_PAIRS = 4000
+"""Pairs of options up to which all syncs are compared."""
+_FEW = 1
+
+
+def thin(problem: Problem, slack_s: float = 0.0) -> bool:
+    """Take away from the options of a problem those that no plan needs, or that others miss by no more than `slack_s`.
+
+    Returns:
+        Whether nothing can have been lost but for the slack.
+    """
+    is_exact = True
+    kept = {}
+    for engine, options in problem.options.of.items():
+        syncs, is_all = _syncs(problem, engine)
+        is_exact &= is_all
+        kept[engine] = _needed(problem, engine, options, syncs, slack_s) if len(options) > 1 else list(range(len(options)))
+    problem.keep(kept)
+    return is_exact
+
+
+def _needed(problem: Problem, engine: EngineId, options: list[Option], syncs: FloatArray, slack_s: float) -> list[int]:
+    calls = [problem.graph.bits[call.name] for call in problem.graph.members(problem.calls_of(engine))]
+    times = [problem.leaf(call).times.reshape(len(options), -1) for call in calls]
+    nums = np.array([[option.num_devices] for option in options], np.float64)
+    bytes_ = np.array([[o.kept_bytes, o.device_bytes, o.host_bytes] for o in options], np.float64)
+    values = np.concatenate([nums, bytes_, *times, syncs], axis=1)
+    slack = np.full(values.shape[1], slack_s)
+    slack[0] = 0
+    slack[1:4] = memory_slack(problem, slack_s).max(axis=1)
+    pools = np.array([problem.pools.index(option.pool) for option in options])
+    codes = pools * (1 + int(nums.max())) + nums[:, 0].astype(np.int64)
+    alike = [np.flatnonzero(codes == code) for code in np.unique(codes)]
+    rows = np.concatenate([same[unbeaten(values[same], codes[same], slack)] if len(same) > 1 else same for same in alike])
+    if not syncs.size:
+        rows = rows[unbeaten(values[rows], pools[rows], slack)]
+    return [int(i) for i in rows]
+
+
+def _syncs(problem: Problem, engine: EngineId) -> tuple[FloatArray, bool]:
+    """[options, others]: seconds of the syncs of each option with those of the other end; and whether that is all of them."""
+    options = problem.options.of[engine]
+    sync = next((sync for sync in problem.syncs if engine in (sync.source, sync.target)), None)
+    if sync is None:
+        return np.zeros((len(options), 0)), True
+    others = problem.options.of[sync.target if engine == sync.source else sync.source]
+    places = {(option.pool, msgspec.structs.astuple(option.layout)): option for option in others}
+    is_all = len(options) * len(places) <= _MOST_PAIRS
+    some = list(places.values()) if is_all else list(places.values())[:: -(-len(places) // _FEW)]
+    mine = {(option.pool, msgspec.structs.astuple(option.layout)): option for option in options}  # Swapped or not, it syncs alike.
+    rows = {place: row for row, place in enumerate(mine)}
+    found = np.empty((len(mine), 2 * len(some)))
+    for i, option in enumerate(mine.values()):
+        for j, other in enumerate(some):
+            ends = (option, other) if engine == sync.source else (other, option)
+            for is_turns in (False, True):
+                found[i, 2 * j + is_turns] = problem.sync_s(sync, *ends, is_turns=is_turns)
+    return found[[rows[option.pool, msgspec.structs.astuple(option.layout)] for option in options]], is_all
+
+
+WORTH = 0.02
+"""A plan that lends must be so much shorter, of the step: what moving samples disturbs is not priced to the hair."""
+_SHARES = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 1.0])
+"""Of a step's samples, that have ended."""
+_STEPS = 4
+"""Steps whose lengths a share must suit, on average."""
+_MOST_SAMPLES = 1024
+"""Of a step, that are looked at."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lent:
+    """Rollouts whose trainer's devices are given back after each share of their samples: [steps, shares]."""
+
+    given_back_s: FloatArray
+    """From the start of the rollout."""
+    total_s: FloatArray
+    """Its end."""
+    num_own: int
+    """The first of these steps are those that the rest of the search goes by."""
+
+    def best(self, a: float, fed: tuple[float, float], b: tuple[float, float], slower: tuple[float, float]) -> tuple[float, float]:
+        """Seconds until training is done, and the share of samples, chosen for all of the steps.
+
+        Args:
+            a: seconds of the rollout where nothing is given back. fed: l' and T' of what training gets. b: T and d of training.
+            slower: how many times as long rollout, and training, take while both work.
+        """
+        both = np.clip(self.total_s - self.given_back_s, 0.0, b[0])
+        trained = np.maximum(self.given_back_s, fed[0] * self.total_s / max(a, 1e-12)) + b[0] + (slower[1] - 1) * both
+        ends = np.maximum(trained, self.total_s + (slower[0] - 1) * both + fed[1] - a + b[1])
+        best = int(np.argmin(ends.mean(axis=0)))
+        return float(ends[: self.num_own, best].mean()), float(_SHARES[best])
+
+
+def may_lend(problem: Problem, cut: Cut, first: Option, second: Option) -> bool:
+    """Whether the devices of the second part can be some of those of the first one's instances, and leave others to it."""
+    size = first.num_devices // first.layout.dp
+    is_inside = first.pool == second.pool and second.num_devices < first.num_devices and second.num_devices % size == 0
+    return is_inside and may_be_lent(problem, cut)
+
+
+def may_be_lent(problem: Problem, cut: Cut) -> bool:
+    """Whether the first part is a generation and the second one's trainer works on what comes of it, as it comes."""
+    graph = problem.graph
+    if problem.workload.staleness or cut.waits or not cut.is_linked:
+        return False
+    first, second = graph.members(cut.first), graph.members(cut.second)
+    kinds = {call.engine.kind for call in second if call.engine is not None}
+    engines = graph.engines(cut.second)
+    return len(first) == 1 and first[0].work == "generate" and kinds == {"train"} and len(engines) == 1
+
+
+def lent_times(problem: Problem, cut: Cut, first: Option, second: Option, a: Times, fed: Times, b: Times) -> tuple[Times, float]:
+    """Of one pair of leaves; and the share of samples after which the devices are given back."""
+    lent = _lent(problem, cut, first, second)
+    total, ended = lent.best(float(a.total), (float(fed.first), float(fed.total)), (float(b.total), float(b.last)), problem.slowdowns(cut))
+    end = np.asarray(total)
+    return Times(end, end, end, end), ended
+
+
+def _lent(problem: Problem, cut: Cut, first: Option, second: Option) -> Lent:
+    (call,) = problem.graph.members(cut.first)
+    assert call.engine is not None
+    batch = problem.batches[call.name]
+    key = (cut.first, first.pool, first.layout, first.is_swapped, second.num_devices)
+    known = problem.lent
+    if key not in known:
+        ways = instances(call.engine, [first], problem.costs)
+        num_lent = second.num_devices // (first.num_devices // first.layout.dp)
+        each = [_of_draw(draw, ways, num_lent) for draw in batch.several(_STEPS)]
+        given_back, total = (np.stack([one[i] for one in each]) + first.come_s + first.leave_s for i in range(2))
+        known[key] = Lent(given_back, total, len(batch.draws))
+    return known[key]
+
+
+def _of_draw(draw: Draw, ways: Instances, num_lent: int) -> tuple[FloatArray, FloatArray]:
+    """(given back, end) of one step, where so many of its samples have ended."""
+    num, slots = float(ways.num[0]), float(ways.slots[0])
+    own, step_s, sample_s = num - num_lent, float(ways.step_s[0]), float(ways.sample_s[0])
+    lengths = draw.responses.ravel().astype(np.float64)
+    tokens, count = float(lengths.sum()), len(lengths)
+    begins = np.maximum(0.0, np.arange(count) / count - slots / count) * tokens / slots  # As in `Draw.releases_s`.
+    ends = begins + lengths
+    at = np.concatenate([[0.0], np.sort(ends)])[np.ceil(_SHARES * count).astype(np.int64)]
+    every = max(1, count // _MOST_SAMPLES)
+    lengths, begins, ends = lengths[::every], begins[::every], ends[::every]
+    made = np.clip(at[:, None] - begins, 0.0, lengths)
+    done = made.sum(axis=1) * tokens / max(float(lengths.sum()), 1.0)
+    given_back = step_s * at + sample_s * done / num
+    left = np.maximum(at[-1] - at, (tokens - done) / (slots * own / num))
+    moves = ((begins < at[:, None]) & (ends > at[:, None])).sum(axis=1) * every * num_lent / num
+    prefix = float(draw.prompts.mean()) + np.where(ends > at[:, None], made, 0.0).sum(axis=1) * every * num_lent / num / np.maximum(
+        moves, 1.0
+    )
+    moving = moves / own * (prefix * float(ways.prefill_token_s[0]) + float(ways.enter_leave_s[0]))
+    whole, alone = float(draw.seconds(ways)[0]), float(given_back[-1])
+    scale = whole / alone if alone else 1.0
+    total = scale * (given_back + step_s * left + sample_s * (tokens - done) / own) + moving
+    return given_back * scale, np.maximum(whole, total)
+
+
+BoolArray = npt.NDArray[np.bool_]
+
+TURNS, SPLIT, LENT = 0, 1, 2
+NUM_HOWS = 3
+APART, TOGETHER, UNKNOWN = 1, 0, -1
+_NUM_TIMES = 4
+_MOST_WHOLE = 100
+_COMPARED = 0.05
+"""Of the pairs of rows that may be looked at: rows that may be compared with each other, which takes longer. Where no plan is known,
+none is dropped for being slower, and they would be too many."""
+
+
+class TooLarge(Exception):
+    """More pairs of rows than were allowed, or more of them left to be compared with each other."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What `solve` found, for whoever wants the plan of a row."""
+
+    problem: Problem
+    fronts: dict[int, Front]
+    cuts: dict[int, tuple[Cut, ...]]
+    chunks: dict[int, tuple[int, ...]]
+    steps_s: FloatArray
+    """[rows of everything]: the time of a step."""
+
+
+class Solver:
+    """Fills the tables of one problem."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        known_s: float = np.inf,
+        *,
+        slack_s: float = 0.0,
+        most_rows: int = 0,
+        most_pairs: float = np.inf,
+        hows: Sequence[int] = (TURNS, SPLIT),
+        within: Mapping[int, tuple[Cut, int]] | None = None,
+    ) -> None:
+        """
+        Args:
+            known_s: the time of a plan that is known; what can't be as fast is dropped.
+            slack_s: what is better than another by no more than this in each of its times is dropped, too.
+            most_rows: of a front, the most promising of each number of devices; 0: all.
+            most_pairs: of rows that may be looked at before `TooLarge` is raised.
+            hows: ways to put two parts together that may be used.
+            within: of a plan, by calls the cut and the way; only plans put together like this are looked at. None: all.
+        """
+        self.problem = problem
+        self.limits = Limits(problem, counts_work=LENT not in hows)
+        self._known_s = known_s * (1 + 1e-9)
+        self.memory = Memory(problem)
+        self._num_pools = len(problem.pools)
+        self._sizes = np.array(problem.num_devices)
+        self._times = slice(self._num_pools, self._num_pools + _NUM_TIMES)
+        self._bytes = slice(self._num_pools + _NUM_TIMES, None)
+        self._late = np.array([0.0, 1.0, 1.0, float(problem.workload.staleness > 0)])
+        """The times to which a sync is added."""
+        self._has_ends = bool(problem.graph.leading_functions or problem.graph.trailing_functions)
+        self._most_rows = most_rows
+        self._hows = hows
+        self._within = within
+        self._pairs_left = most_pairs
+        self._compared_left = most_pairs * _COMPARED
+        self._slack = np.zeros(self._num_pools + _NUM_TIMES + self.memory.width)
+        self._slack[self._times] = slack_s
+        sets = np.ones(self.memory.shape[2])
+        self._slack[self._bytes] = (memory_slack(problem, slack_s)[..., None] * sets).reshape(-1)
+        exact = list(range(len(problem.tied) + len(problem.pairs)))
+        self._compared = [i for i in exact if i < len(problem.placed) or i >= len(problem.tied)] if most_rows else exact
+        """Ties that rows must share to be compared; where rows are few, what syncs cost is left out."""
+        self._fronts: dict[int, Front] = {}
+        self._cuts: dict[int, tuple[Cut, ...]] = {}
+        self._chunks: dict[int, tuple[int, ...]] = {}
+        self._over: dict[int, list[int]] = {}
+        self._sync_tables: dict[tuple[str, int], FloatArray] = {}
+        """(role, how) -> seconds of the sync between each two options of its ends, as far as they were asked for."""
+
+    def solve(self) -> Tables:
+        graph = self.problem.graph
+        if self._within is not None:
+            return self._solve_within(self._within)
+        for calls in graph.convex_sets:
+            self._cuts[calls] = tuple(graph.cuts(calls))
+            found = [self._leaf(calls)] if len(graph.engines(calls)) == 1 else []
+            for index, cut in enumerate(self._cuts[calls]):
+                found += [self._join(calls, cut, index, how) for how in self._hows if self._may(cut, how)]
+            self._fronts[calls] = self._pruned(calls, gathered(found)) if found else self._nothing()
+        return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
+
+    def _solve_within(self, within: Mapping[int, tuple[Cut, int]]) -> Tables:
+        parts = {part for cut, _ in within.values() for part in (cut.first, cut.second)} | {self.problem.graph.everything}
+        for calls in sorted(parts, key=lambda part: part.bit_count()):
+            self._cuts[calls] = ()
+            found = self._leaf(calls) if calls not in within else None
+            if found is None:
+                cut, how = within[calls]
+                self._cuts[calls] = (cut,)
+                found = self._join(calls, cut, 0, how)
+            self._fronts[calls] = self._pruned(calls, found)
+        return Tables(self.problem, self._fronts, self._cuts, self._chunks, self._steps_s())
+
+    def _may(self, cut: Cut, how: int) -> bool:
+        """Calls of one engine are on the same devices."""
+        graph = self.problem.graph
+        if how == LENT and not may_be_lent(self.problem, cut):
+            return False
+        return how == TURNS or not graph.engines(cut.first) & graph.engines(cut.second)
+
+    def _nothing(self) -> Front:
+        return Front(
+            np.zeros((0, self._num_pools + _NUM_TIMES + self.memory.width)),
+            np.zeros((0, self._num_ties), np.int64),
+            np.zeros(0),
+            np.zeros((0, 3), np.int64),
+        )
+
+    @property
+    def _num_ties(self) -> int:
+        return len(self.problem.tied) + len(self.problem.pairs)
+
+    # ---- leaves
+
+    def _leaf(self, calls: int) -> Front:
+        problem = self.problem
+        members = problem.graph.members(calls)
+        engine = members[0].engine
+        assert engine is not None
+        options = problem.options.of[engine]
+        if not options:
+            return self._nothing()
+        leaf = problem.leaf(calls)
+        self._chunks[calls] = leaf.chunks
+        num_options, num_chunks = leaf.times.shape[:2]
+        which = np.repeat(np.arange(num_options), num_chunks)
+        times = leaf.times.reshape(-1, 3)
+        need = np.zeros((num_options, self._num_pools))
+        need[np.arange(num_options), [problem.pools.index(option.pool) for option in options]] = [o.num_devices for o in options]
+        busy = times[:, 1:2] * bool(problem.workload.staleness)
+        values = np.concatenate(
+            [need[which], times, busy, self.memory.settled(calls, self.memory.leaf(engine, options, calls))[which]], axis=1
+        )
+        ties = np.full((len(which), self._num_ties), UNKNOWN)
+        if engine in problem.tied and problem.is_open(engine, calls):
+            ties[:, problem.tied.index(engine)] = which
+        origin = np.stack([np.full(len(which), -1), which, np.tile(np.arange(num_chunks), num_options)], axis=1)
+        work = times[:, 1] * need[which].sum(axis=1)
+        return self._pruned(calls, self._promising(calls, Front(values, ties, work, origin)))
+
+    # ---- two parts
+
+    def _join(self, calls: int, cut: Cut, index: int, how: int) -> Front:
+        """All pairs of rows of the two sides that fit together."""
+        a, b = self._fronts[cut.first], self._fronts[cut.second]
+        if not len(a) or not len(b):
+            return self._nothing()
+        self._pairs_left -= len(a) * len(b)
+        if self._pairs_left < 0:
+            raise TooLarge
+        need = self._need(a, b, how)
+        legal = (need <= self._sizes).all(axis=2) & self._agree(cut, a, b)
+        if how == LENT:
+            legal &= self._lendable(cut, a, b)
+        ia, ib = np.nonzero(legal)
+        if not len(ia):
+            return self._nothing()
+        times = self._lent_times(cut, a, b, ia, ib) if how == LENT else self._pair_times(cut, a, b, ia, ib, how)
+        work = a.work[ia] + b.work[ib]
+        keep = self._is_promising(calls, times, work)
+        if not keep.all():
+            ia, ib, times, work = ia[keep], ib[keep], times[keep], work[keep]
+            if not len(ia):
+                return self._nothing()
+        ties = self._ties(cut, a.ties[ia], b.ties[ib], how)
+        times += self._sync_s(cut, ties, how)[:, None] * self._late
+        bytes_ = self.memory.join(cut, a.values[ia, self._bytes], b.values[ib, self._bytes], ties, is_turns=how != SPLIT)
+        ties = self._closed(calls, ties)
+        fits = self.memory.fits(bytes_)
+        bytes_ = self.memory.settled(calls, bytes_)
+        values = np.concatenate([need[ia, ib], times, bytes_], axis=1)
+        origin = np.empty((len(ia), 3), np.int64)
+        origin[:, 0], origin[:, 1], origin[:, 2] = NUM_HOWS * index + how, ia, ib
+        found = Front(values, ties, work, origin)
+        found = self._promising(calls, found if fits.all() else found.take(fits))
+        return self._few(calls, found, self._most_rows) if self._most_rows else self._pruned(calls, found)
+
+    def _pruned(self, calls: int, front: Front) -> Front:
+        """Of a whole plan only the time of a step matters; some are kept, since not all may have places."""
+        if calls == self.problem.graph.everything and not self._has_ends:
+            best = np.argsort(self._objective(self._read(front)), kind="stable")[:_MOST_WHOLE]
+            return front.take(np.sort(best))
+        if not self._most_rows:
+            self._compared_left -= len(front)
+            if self._compared_left < 0:
+                raise TooLarge
+            return pruned(front, self._slack)
+        found = pruned(self._few(calls, front, 2 * self._most_rows), self._slack, self._compared)
+        return self._few(calls, found, self._most_rows)
+
+    def _few(self, calls: int, front: Front, most: int) -> Front:
+        if len(front) <= most:
+            return front
+        total, busy = front.values[:, self._times][:, 1], front.values[:, self._times][:, 3]
+        groups = codes(np.concatenate([front.values[:, : self._num_pools].astype(np.int64), front.ties[:, self._compared]], axis=1))
+        return spread(front, groups, self.limits.of_rows(calls, total, busy, front.work), most)
+
+    def _promising(self, calls: int, front: Front) -> Front:
+        keep = self._is_promising(calls, front.values[:, self._times], front.work)
+        return front if keep.all() else front.take(keep)
+
+    def _is_promising(self, calls: int, times: FloatArray, work: FloatArray) -> BoolArray:
+        """Rows that a plan as fast as the one that is known may have."""
+        if self._known_s == np.inf:
+            return np.ones(len(times), np.bool_)
+        return np.asarray(self.limits.of_rows(calls, times[:, 1], times[:, 3], work) <= self._known_s)
+
+    def _need(self, a: Front, b: Front, how: int) -> FloatArray:
+        of_a, of_b = a.values[:, None, : self._num_pools], b.values[None, :, : self._num_pools]
+        return of_a + of_b if how == SPLIT else np.maximum(of_a, of_b)
+
+    def _lendable(self, cut: Cut, a: Front, b: Front) -> BoolArray:
+        """[rows of a, rows of b]: both are leaves, and the devices of the second can be lent to the first."""
+        found = np.zeros((len(a), len(b)), np.bool_)
+        known: dict[tuple[int, int], bool] = {}
+        (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))
+        for i in np.flatnonzero(a.origin[:, 0] < 0):
+            for j in np.flatnonzero(b.origin[:, 0] < 0):
+                ways = int(a.origin[i, 1]), int(b.origin[j, 1])
+                if ways not in known:
+                    options = option_of(self.problem, first, a.origin[i]), option_of(self.problem, second, b.origin[j])
+                    known[ways] = may_lend(self.problem, cut, *options)
+                found[i, j] = known[ways]
+        return found
+
+    def _lent_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray) -> FloatArray:
+        of_a, of_b = self._read(a), self._read(b)
+        fed = through_functions(of_a, cut.functions, self.problem.calls, self.problem.functions)
+        (first,), (second,) = (self.problem.graph.engines(side) for side in (cut.first, cut.second))
+        times = np.empty((len(ia), _NUM_TIMES))
+        for row, (i, j) in enumerate(zip(ia, ib, strict=True)):
+            options = option_of(self.problem, first, a.origin[i]), option_of(self.problem, second, b.origin[j])
+            parts = (t.at(np.asarray(k)) for t, k in ((of_a, i), (fed, i), (of_b, j)))
+            times[row] = lent_times(self.problem, cut, *options, *parts)[0].total
+        return times
+
+    def _agree(self, cut: Cut, a: Front, b: Front) -> BoolArray:
+        """An engine that has calls on both sides has chosen the same, and what is apart on one side is so on the other."""
+        agree = np.ones((len(a), len(b)), np.bool_)
+        for column in self._shared(cut):
+            agree &= a.ties[:, None, column] == b.ties[None, :, column]
+        return agree
+
+    def _shared(self, cut: Cut) -> list[int]:
+        problem = self.problem
+        both = problem.graph.engines(cut.first) & problem.graph.engines(cut.second)
+        engines = [i for i, engine in enumerate(problem.tied) if engine in both]
+        return engines + [len(problem.tied) + i for i, pair in enumerate(problem.pairs) if both.issuperset(pair)]
+
+    def _ties(self, cut: Cut, a: IntArray, b: IntArray, how: int) -> IntArray:
+        """Of the two together. Engines that this cut brings together first are apart if it is a split."""
+        problem = self.problem
+        ties = np.maximum(a, b)
+        first, second = problem.graph.engines(cut.first), problem.graph.engines(cut.second)
+        for i, pair in enumerate(problem.pairs):
+            here = first | second
+            if here.issuperset(pair) and not first.issuperset(pair) and not second.issuperset(pair):
+                ties[:, len(problem.tied) + i] = APART if how == SPLIT else TOGETHER
+        return ties
+
+    def _closed(self, calls: int, ties: IntArray) -> IntArray:
+        """What no call outside of `calls` asks for is forgotten."""
+        if calls not in self._over:
+            problem = self.problem
+            is_open = [problem.is_open(engine, calls) for engine in problem.tied]
+            placed = {e for e in problem.placed if problem.calls_of(e) & ~calls}
+            is_open += [placed.issuperset(pair) for pair in problem.pairs]
+            self._over[calls] = [column for column, one in enumerate(is_open) if not one]
+        ties[:, self._over[calls]] = UNKNOWN
+        return ties
+
+    def _pair_times(self, cut: Cut, a: Front, b: Front, ia: IntArray, ib: IntArray, how: int) -> FloatArray:
+        of_a, of_b = self._read(a), self._read(b)
+        fed = through_functions(of_a, cut.functions, self.problem.calls, self.problem.functions)
+        parts = of_a.at(ia), fed.at(ia), of_b.at(ib)
+        if how == TURNS:
+            found = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
+        else:
+            found = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits, slowdowns=self.problem.slowdowns(cut))
+        times = np.empty((len(ia), _NUM_TIMES))
+        times[:, 0], times[:, 1], times[:, 2] = found.first, found.total, found.last
+        times[:, 3] = found.busy if self.problem.workload.staleness else 0.0
+        return times
+
+    def _read(self, front: Front) -> Times:
+        first, total, last, busy = front.values[:, self._times].T
+        return Times(first, total, last, busy)
+
+    def _sync_s(self, cut: Cut, ties: IntArray, how: int) -> FloatArray:
+        """Seconds of the syncs whose calls this cut brings together."""
+        problem = self.problem
+        found = np.zeros(len(ties))
+        for sync in problem.syncs:
+            if not sync.meets(cut):
+                continue
+            sources, targets = problem.options.of[sync.source], problem.options.of[sync.target]
+            pairs = ties[:, problem.tied.index(sync.source)] * len(targets) + ties[:, problem.tied.index(sync.target)]
+            table = self._sync_tables.setdefault((sync.role, how), np.full(len(sources) * len(targets), np.nan))
+            for pair in np.flatnonzero(np.isnan(table) & (np.bincount(pairs, minlength=len(table)) > 0)).tolist():
+                source, target = divmod(pair, len(targets))
+                table[pair] = problem.sync_s(sync, sources[source], targets[target], is_turns=how == TURNS)
+            found += table[pairs]
+        return found
+
+    # ---- the step
+
+    def _steps_s(self) -> FloatArray:
+        problem = self.problem
+        whole = self._read(self._fronts[problem.graph.everything])
+        fed = through_functions(zero_times(), problem.graph.leading_functions, problem.calls, problem.functions)
+        total = np.maximum(fed.first + whole.total, fed.total + whole.last)
+        step = Times(whole.first, total, whole.last, np.maximum(whole.busy, fed.busy))
+        return self._objective(through_functions(step, problem.graph.trailing_functions, problem.calls, problem.functions))
+
+    def _objective(self, whole: Times) -> FloatArray:
+        staleness = self.problem.workload.staleness
+        return whole.total if not staleness else np.maximum(whole.busy, whole.total / (staleness + 1))
+
+
+def option_of(problem: Problem, engine: EngineId, row: IntArray) -> Option:
+    """The option of a leaf's row."""
+    return problem.options.of[engine][int(row[1])]

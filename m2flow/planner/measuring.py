@@ -1,0 +1,676 @@
+"""Measure a profile: each decode step, micro-batch and function call that a run's trace shows, with its size and time, fitted.
+
+rollout.step and sample spans, lengths --batches_of--> samples, contexts and prompts of each step
+
+A sample of L tokens that ended with step e got one in each of the steps e - L + 1 to e; the first of these read its prompt.
+
+spans, ledger --Observed.of_run--> sizes and seconds, by engine --(m2flow.planner.measuring)--> constants
+
+A span says when; the ledger says how long samples are. What ran in a decode step follows from both: a sample of L tokens that ended with
+step e was read in at step e - L + 1 and got a token in each step from there. So a trace of any run will do, and recording it costs
+the run nothing more. Limits: a generation that was aborted, or moved between engines, leaves steps whose batch is not known; they are
+left out, and so is the first step of the flow's loop, in which memory is touched and code is loaded for the first time.
+
+Observed of one or more runs (each with its plan) --profile_of--> Profile
+
+A run measures the layouts of its own plan; the others of a profile come from further runs. What an engine takes while others work
+beside it is a factor of its own: fitted in turn with the constants, from steps that overlap more and less.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.micro.protocol.plan import Plan, WorkerPlan
+from m2flow.micro.records.ledger import read_token_counts
+from m2flow.observe.spans import Span, SpanName, sample_of, samples_of
+from m2flow.observe.store import read_spans
+from m2flow.planner.profiles import (
+    Beside,
+    Machine,
+    MeasuredDecode,
+    MeasuredEngine,
+    MeasuredFunction,
+    MeasuredPass,
+    MeasuredSync,
+    Profile,
+    Quality,
+    fit,
+    now_text,
+    robust_mean,
+    told_model,
+)
+from m2flow.recipe import Model
+from m2flow.rollout_scheduling.lengths import log_length_icc
+from m2flow.samples import group_key
+from m2flow.spec import ClusterSpec
+
+IntArray = npt.NDArray[np.int64]
+
+
+def batches_of(
+    steps: Sequence[Span], lives: Sequence[Span], counts: Mapping[int, tuple[int, int, int]]
+) -> tuple[tuple[IntArray, IntArray, IntArray, IntArray], IntArray]:
+    """Of each step of one engine: samples that were decoded, tokens in their caches, samples that came in, tokens of their prompts (each
+    prompt once). And the positions of the steps of which this is known.
+
+    Args:
+        lives: of the samples of the engine's worker.
+        counts: of each sample the step of the flow, tokens of its prompt, and tokens generated.
+    """
+    ends = np.array([span.end_ns for span in steps])
+    first, last, prompts, groups = [], [], [], []
+    for life in lives:
+        packed = sample_of(life)
+        position = int(np.searchsorted(ends, life.end_ns))
+        if packed is not None and packed in counts and position < len(ends) and ends[position] == life.end_ns:
+            first.append(position - number(life, "num_tokens") + 1)
+            last.append(position)
+            prompts.append(counts[packed][1])
+            groups.append(group_key(packed))
+    rows = _Rows(np.array(first, np.int64), np.array(last, np.int64), np.array(prompts, np.int64), np.array(groups, np.int64))
+    running, entered, prefill, context = rows.by_step(len(steps))
+    asked = np.array([number(span, "num_samples") for span in steps], np.int64)
+    # Beyond the engine's limit samples queue; below it, a batch that does not add up had samples that never ended.
+    is_known = (running > 0) & ((running == asked) | ((running < asked) & (running == running.max(initial=0))))
+    return (running - entered, context, entered, prefill), np.flatnonzero(is_known)
+
+
+class Cover:
+    """How much of a stretch of time was covered by spans."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        times, done = [0], [0]
+        for span in sorted(spans, key=lambda s: s.start_ns):
+            start = max(span.start_ns, times[-1])
+            if span.end_ns > start:
+                times += [start, span.end_ns]
+                done += [done[-1], done[-1] + span.end_ns - start]
+        self._origin = times[1] if len(times) > 1 else 0
+        self._times = np.array(times[1:] or [0]) - self._origin
+        self._done = np.array(done[1:] or [0])
+
+    def covered_ns(self, start_ns: int, end_ns: int) -> float:
+        at = np.interp([start_ns - self._origin, end_ns - self._origin], self._times, self._done)
+        return float(at[1] - at[0])
+
+
+def number(span: Span, name: str, default: int = 0) -> int:
+    """An attribute of a span that is a number."""
+    value = span.attributes.get(name)
+    return int(value) if isinstance(value, int | float) else default
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Samples of one engine, [N] each: the steps in which they got their first and their last token, prompts' tokens, their groups."""
+
+    first: IntArray
+    last: IntArray
+    prompts: IntArray
+    groups: IntArray
+
+    def by_step(self, num_steps: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Of each step: samples that run, those that enter, tokens of the latters' prompts, tokens in the caches of the others."""
+        first = np.clip(self.first, 0, None)
+
+        def total(weights: IntArray) -> IntArray:
+            change = np.zeros(num_steps + 1, np.int64)
+            np.add.at(change, first, weights)
+            np.add.at(change, self.last + 1, -weights)
+            return np.cumsum(change)[:num_steps]
+
+        running = total(np.ones(len(first), np.int64))
+        entered, prefill, unread = (np.zeros(num_steps, np.int64) for _ in range(3))
+        np.add.at(entered, first, 1)
+        np.add.at(unread, first, self.prompts)
+        _, once = np.unique(np.stack([first, self.groups]), axis=1, return_index=True)
+        np.add.at(prefill, first[once], self.prompts[once])
+        # A sample that entered at step f has its prompt and k - f tokens in the cache at step k; at f itself it is read, not decoded.
+        context = total(self.prompts) + np.arange(num_steps) * running - total(first) - unread
+        return running, entered, prefill, context
+
+
+FloatArray = npt.NDArray[np.float64]
+
+KINDS = ("rollout", "train", "function")
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeSteps:
+    """The steps of one engine on one worker, [K] each."""
+
+    decoding: IntArray
+    """Samples that got a token from their cache."""
+    context: IntArray
+    """Tokens in their caches, of all together."""
+    entered: IntArray
+    """Samples that were read in."""
+    prefill: IntArray
+    """Tokens of their prompts, each prompt once."""
+    seconds: FloatArray
+    beside: dict[str, FloatArray]
+    """Kind of engine -> share of the step in which one worked on another worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """Micro-batches of one role on one worker, [K] each."""
+
+    num_samples: IntArray
+    tokens: IntArray
+    shared: IntArray
+    """Of these tokens, those of a prompt that a sample of the same group has too: an engine may put them through the model once."""
+    squares: FloatArray
+    """Sum over the samples of the square of their tokens."""
+    seconds: FloatArray
+    beside: dict[str, FloatArray]
+
+
+@dataclass(frozen=True, eq=False)
+class Leavings:
+    """Samples that left a rollout engine together, [K] each."""
+
+    num_samples: IntArray
+    seconds: FloatArray
+    """Beyond what lies between two steps anyway."""
+    between_s: float
+    """What lies between two steps anyway."""
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Calls of one function."""
+
+    seconds: FloatArray
+    """Of each unit by itself, [U]."""
+    num_units: IntArray
+    """Of each task, [K]."""
+    task_s: FloatArray
+    """Of each task, [K]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """All of a run. A key's last part is the worker."""
+
+    decode: dict[tuple[str, str], DecodeSteps]
+    leaving: dict[str, Leavings]
+    entering: dict[str, tuple[IntArray, FloatArray]]
+    """Samples that an idle engine was given, and seconds from the end of what they waited for to its first step."""
+    update: dict[tuple[str, str], Passes]
+    forward: dict[tuple[str, str], Passes]
+    preparing: dict[str, tuple[IntArray, FloatArray]]
+    """Samples of a micro-batch that waited for the one before it, and seconds between the two."""
+    starting: dict[str, tuple[IntArray, FloatArray]]
+    """Samples of a micro-batch that an idle trainer was given, and seconds from the end of what they waited for to its beginning."""
+    optimizer: dict[tuple[str, str], FloatArray]
+    switches: dict[tuple[str, str], FloatArray]
+    """By whom the device goes to."""
+    publishes: dict[tuple[str, str], FloatArray]
+    loads: dict[tuple[str, str], FloatArray]
+    weight_bytes: dict[str, int]
+    functions: dict[str, Units]
+    hops: FloatArray
+    """Seconds in which nobody worked, between a task's end on one worker and the start of what waited for it."""
+    turns: FloatArray
+    """The same after the last task of a step: with what the program takes to make the next step's calls."""
+    sends: tuple[IntArray, FloatArray]
+    """Bytes of parcels, and seconds to hand them to the network."""
+    groups: list[tuple[int, list[int]]]
+    """Tokens of a prompt, and of the answers to it, of the steps whose lengths the flow decided."""
+
+    @classmethod
+    def of_run(cls, run_dir: Path, *, natural_steps: Iterable[int] | None = None, last_bytes: int | None = None) -> Observed:
+        """Read a run's trace and ledger.
+
+        Args:
+            natural_steps: the steps whose lengths are the flow's own; by default all.
+            last_bytes: of the trace, only what was recorded last.
+        Raises:
+            SpecError: the directory has no ledger.
+        """
+        spans = sorted(read_spans(run_dir, last_bytes=last_bytes), key=lambda span: (span.start_ns, span.end_ns))
+        counts = read_token_counts(run_dir)
+        steps = [int(str(span.attributes["step"])) for span in spans if "step" in span.attributes]
+        first = min((step for step in steps if step >= 0), default=-1)
+        reader = _Reader(spans, counts, warm_up=first if len({step for step in steps if step >= 0}) > 1 else -2)
+        natural = None if natural_steps is None else set(natural_steps)
+        return reader.read([(packed, num) for packed, num in counts.items() if natural is None or num[0] in natural])
+
+
+class _Reader:
+    def __init__(self, spans: Sequence[Span], counts: Mapping[int, tuple[int, int, int]], *, warm_up: int) -> None:
+        self._spans = spans
+        self._counts = counts
+        ends = [span.end_ns for span in spans if span.attributes.get("step") == warm_up]
+        self._from_ns = max(ends, default=0)
+        """The end of the warm-up, and of all before it."""
+        self._work = [span for span in spans if span.is_work]
+        by_kind: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        for span in self._work:
+            by_kind[span.lane[0], span.lane[1]].append(span)
+        self._covers = {key: Cover(found) for key, found in by_kind.items()}
+
+    def read(self, samples: Sequence[tuple[int, tuple[int, int, int]]]) -> Observed:
+        counted = [span for span in self._spans if span.start_ns >= self._from_ns]
+        named: dict[str, list[Span]] = defaultdict(list)
+        for span in counted:
+            named[span.name].append(span)
+        idle = self._idle(counted)
+        turns = [(seconds, before.name == SpanName.TRAIN_APPLY) for span, seconds, before in idle if span.name in _PROMPT_STARTS]
+        begun = [(span, seconds) for span, seconds, before in idle if before.name not in (SpanName.ROLLOUT_STEP, SpanName.SEND)]
+        groups: dict[int, tuple[int, list[int]]] = {}
+        for packed, (_, num_prompt, num_generated) in sorted(samples):
+            groups.setdefault(group_key(packed), (num_prompt, []))[1].append(num_generated)
+        return Observed(
+            decode=self._decode(named[SpanName.ROLLOUT_STEP], named[SpanName.SAMPLE]),
+            leaving=self._leaving(named[SpanName.ROLLOUT_STEP], named[SpanName.SEND]),
+            entering=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.ROLLOUT_STEP),
+            update=self._passes(named[SpanName.TRAIN_ACCUMULATE]),
+            forward=self._passes(named[SpanName.TRAIN_LOGPROBS]),
+            preparing=_sized(self._between(named[SpanName.TRAIN_ACCUMULATE])),
+            starting=_sized((s.lane[0], number(s, "num_samples"), t) for s, t in begun if s.name == SpanName.TRAIN_ACCUMULATE),
+            optimizer=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.TRAIN_APPLY]),
+            switches=_seconds((str(s.attributes.get("label", "")).removeprefix("to "), s.lane[0], s) for s in named[SpanName.SWITCH]),
+            publishes=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_PUBLISH]),
+            loads=_seconds((_role(s), s.lane[0], s) for s in named[SpanName.WEIGHTS_LOAD]),
+            weight_bytes={_role(s): number(s, "num_bytes") for s in named[SpanName.WEIGHTS_LOAD]},
+            functions=_units(named[SpanName.FUNCTION_CALL]),
+            hops=np.array([seconds for seconds, is_turn in turns if not is_turn]),
+            turns=np.array([seconds for seconds, is_turn in turns if is_turn]),
+            sends=(
+                np.array([number(s, "num_bytes") for s in named[SpanName.SEND]], np.int64),
+                np.array([s.duration_s for s in named[SpanName.SEND]]),
+            ),
+            groups=list(groups.values()),
+        )
+
+    def _decode(self, steps: Sequence[Span], lives: Sequence[Span]) -> dict[tuple[str, str], DecodeSteps]:
+        found = {}
+        single = [span for span in steps if "num_steps" not in span.attributes]  # Several as one span do not say what each took.
+        for (role, worker), own in _by(single).items():
+            (decoding, context, entered, prefill), kept = batches_of(own, [life for life in lives if life.lane[0] == worker], self._counts)
+            spans = [own[i] for i in kept.tolist()]
+            if spans:
+                seconds = np.array([span.duration_s for span in spans])
+                found[role, worker] = DecodeSteps(decoding[kept], context[kept], entered[kept], prefill[kept], seconds, self._beside(spans))
+        return found
+
+    def _leaving(self, steps: Sequence[Span], sends: Sequence[Span]) -> dict[str, Leavings]:
+        """Between two decode steps: what it takes to hand over samples that have finished, beyond what lies between steps anyway."""
+        found: dict[str, Leavings] = {}
+        for worker, own in _by_worker(steps).items():
+            starts, ends = np.array([s.start_ns for s in own]), np.array([s.end_ns for s in own])
+            handed: dict[int, tuple[int, int]] = {}
+            for send in sends:
+                position = int(np.searchsorted(ends, send.start_ns, side="right")) - 1
+                if send.lane[0] == worker and position >= 0:
+                    num, until = handed.get(position, (0, 0))
+                    handed[position] = max(num, number(send, "num_samples")), max(until, send.end_ns)
+            gaps = starts[1:] - ends[:-1]
+            quiet = [gap for position, gap in enumerate(gaps.tolist()) if position not in handed and gap < _MOST_GAP_NS]
+            usual = float(np.median(quiet)) if quiet else 0.0
+            rows = []
+            for position, (num, until) in handed.items():
+                gap = int(gaps[position]) if position < len(gaps) else _MOST_GAP_NS
+                rows.append((num, max((gap if gap < _MOST_GAP_NS else until - ends[position]) - usual, 0.0) / 1e9))
+            found[worker] = Leavings(np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows], np.float64), usual / 1e9)
+        return found
+
+    def _passes(self, spans: Sequence[Span]) -> dict[tuple[str, str], Passes]:
+        found = {}
+        for key, every in _by(spans).items():
+            own = [span for span in every if number(span, "step", -1) >= 0] or every  # What is done before the loop may be other work.
+            sizes = [self._lengths(span) for span in own]
+            found[key] = Passes(
+                np.array([len(lengths) for lengths in sizes], np.int64),
+                np.array([int(lengths.sum()) for lengths in sizes], np.int64),
+                np.array([self._shared(span) for span in own], np.int64),
+                np.array([float((lengths.astype(np.float64) ** 2).sum()) for lengths in sizes]),
+                np.array([span.duration_s for span in own]),
+                self._beside(own),
+            )
+        return found
+
+    def _lengths(self, span: Span) -> IntArray:
+        """Of the samples of a micro-batch; where they were not generated but given, all as long as the mean."""
+        ids = samples_of(span)
+        known = [self._counts[packed] for packed in ids if packed in self._counts]
+        if known and len(known) == len(ids):
+            return np.array([num_prompt + num_generated for _, num_prompt, num_generated in known], np.int64)
+        num = max(number(span, "num_samples"), 1)
+        return np.full(num, number(span, "num_tokens") // num, np.int64)
+
+    def _shared(self, span: Span) -> int:
+        prompts: dict[int, list[int]] = defaultdict(list)
+        for packed in samples_of(span):
+            if packed in self._counts:
+                prompts[group_key(packed)].append(self._counts[packed][1])
+        return sum(sum(tokens) - max(tokens) for tokens in prompts.values())
+
+    def _between(self, spans: Sequence[Span]) -> list[tuple[str, int, float]]:
+        """What it takes to begin a micro-batch after the one before it, which it did not have to wait for."""
+        found = []
+        for worker, own in _by_worker(spans).items():
+            pairs = [(a, b) for a, b in itertools.pairwise(own) if a.attributes.get("call") == b.attributes.get("call")]
+            found += [
+                (worker, number(b, "num_samples"), max(b.start_ns - a.end_ns, 0) / 1e9)
+                for a, b in pairs
+                if b.start_ns - a.end_ns < min(_MOST_GAP_NS, a.end_ns - a.start_ns)
+            ]
+        return found
+
+    def _idle(self, spans: Sequence[Span]) -> list[tuple[Span, float, Span]]:
+        """Each span before which nobody worked or sent, for how long, and what ended then."""
+        found = []
+        last: Span | None = None
+        for span in spans:
+            if not (span.is_work or span.name == SpanName.SEND):
+                continue
+            pause_ns = span.start_ns - last.end_ns if last is not None else 0
+            if last is not None and 0 < pause_ns < _MOST_GAP_NS and span.name != SpanName.SEND:
+                found.append((span, pause_ns / 1e9, last))
+            if last is None or span.end_ns > last.end_ns:
+                last = span
+        return found
+
+    def _beside(self, spans: Sequence[Span]) -> dict[str, FloatArray]:
+        shares = {}
+        for kind in KINDS:
+            others = [(worker, cover) for (worker, engine), cover in self._covers.items() if engine == kind]
+            shares[kind] = np.array(
+                [
+                    min(1.0, sum(cover.covered_ns(s.start_ns, s.end_ns) for worker, cover in others if worker != s.lane[0])
+                        / max(s.end_ns - s.start_ns, 1))
+                    for s in spans
+                ]
+            )  # fmt: skip
+        return shares
+
+
+_MOST_GAP_NS = 50_000_000
+"""A longer pause has another cause."""
+_PROMPT_STARTS = (SpanName.SWITCH, SpanName.WEIGHTS_PUBLISH, SpanName.WEIGHTS_LOAD, SpanName.FUNCTION_CALL)
+"""Work that begins as soon as its message is there."""
+
+
+def _role(span: Span) -> str:
+    return str(span.attributes.get("label", "")).partition(".")[0]
+
+
+def _by(spans: Iterable[Span]) -> dict[tuple[str, str], list[Span]]:
+    found: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        found[_role(span), span.lane[0]].append(span)
+    return found
+
+
+def _by_worker(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[span.lane[0]].append(span)
+    return found
+
+
+def _seconds(spans: Iterable[tuple[str, str, Span]]) -> dict[tuple[str, str], FloatArray]:
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for name, worker, span in spans:
+        found[name, worker].append(span.duration_s)
+    return {key: np.array(values) for key, values in found.items()}
+
+
+def _sized(rows: Iterable[tuple[str, int, float]]) -> dict[str, tuple[IntArray, FloatArray]]:
+    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for worker, num, seconds in rows:
+        found[worker].append((num, seconds))
+    return {w: (np.array([n for n, _ in rows], np.int64), np.array([s for _, s in rows])) for w, rows in found.items()}
+
+
+def _units(spans: Iterable[Span]) -> dict[str, Units]:
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[str(span.attributes.get("label", ""))].append(span)
+    result = {}
+    for name, own in found.items():
+        units = [[float(us) / 1e6 for us in each] if isinstance(each := s.attributes.get("unit_us"), list) else [] for s in own]  # type: ignore[arg-type]
+        seconds = [one for each in units for one in each] or [span.duration_s for span in own]
+        result[name] = Units(
+            np.array(seconds), np.array([max(len(each), 1) for each in units], np.int64), np.array([span.duration_s for span in own])
+        )
+    return result
+
+
+_NUM_QUANTILES = 21
+_LEAST_BESIDE_S = 0.05
+"""Seconds of work beside another engine below which they say nothing about how it slows down."""
+_MOST_SLOWDOWN = 8.0
+_MOST_GROUPS = 2000
+_TURNS = 4
+_LAST_BYTES = 4 << 20
+"""Of a trace: some ten thousand spans, which are read in about a second."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A run that was measured."""
+
+    plan: Plan
+    spec: ClusterSpec
+    observed: Observed
+    startup_s: float = 0.0
+
+
+def profile_of(flow: str, models: Mapping[str, Model], runs: Sequence[Measurement], *, gather_s: float, load: float) -> Profile:
+    """The profile that these runs give. Of an engine that several runs have on equally many devices the first one counts.
+
+    Args:
+        gather_s: how long the plan's workers let finished samples wait for others.
+        load: of the machine, when the first run began.
+    """
+    engines: dict[tuple[object, ...], MeasuredEngine] = {}
+    syncs: dict[tuple[str, str], MeasuredSync] = {}
+    functions: dict[str, MeasuredFunction] = {}
+    hop_s = _hop_s(runs)
+    for run in runs:
+        for worker in run.plan.workers:
+            for found in _engines(run, worker, hop_s):
+                engines.setdefault(found.place, found)
+        for sync in _syncs(run):
+            syncs.setdefault((sync.role, sync.transport), sync)
+        for call, units in run.observed.functions.items():
+            own = np.maximum((units.task_s - units.num_units * units.seconds.mean()), 0.0)
+            (task_s, unit_s), _ = fit(np.stack([np.ones(len(own)), units.num_units], 1), np.maximum(own, 1e-7))
+            quantiles = np.quantile(units.seconds, np.linspace(0, 1, _NUM_QUANTILES)) + unit_s
+            shown = tuple(float(value) for value in quantiles)
+            concurrency = run.spec.functions.concurrency
+            functions.setdefault(call, MeasuredFunction(call, shown, concurrency, float(task_s), len(units.seconds)))
+    num_bytes = np.concatenate([run.observed.sends[0] for run in runs])
+    send_s = np.concatenate([run.observed.sends[1] for run in runs])
+    (_, byte_s), _ = fit(np.stack([np.ones(len(num_bytes)), num_bytes], 1), send_s)
+    # Of the first run that has any: what comes before the loop may be cut short in others, and their answers are another policy's.
+    groups = next((run.observed.groups for run in runs if run.observed.groups), [])[:_MOST_GROUPS]
+    return Profile(
+        flow=flow,
+        made=now_text(),
+        machine=Machine.here(runs[0].plan.workers[0].device),
+        models={role: told_model(model) for role, model in models.items()},
+        engines=tuple(engines.values()),
+        functions=tuple(functions.values()),
+        syncs=tuple(syncs.values()),
+        hop_s=hop_s,
+        byte_s=float(byte_s),
+        turn_s=max(robust_mean(np.concatenate([run.observed.turns for run in runs])) - hop_s, 0.0),
+        gather_s=gather_s,
+        startup_s=max((run.startup_s for run in runs), default=0.0),
+        prompts=tuple(prompt for prompt, _ in groups),
+        responses=tuple(tuple(answers) for _, answers in groups),
+        icc=float(log_length_icc([answers for _, answers in groups]).icc),
+        load=round(load, 2),
+    )
+
+
+def measured_so_far(
+    flow: str, models: Mapping[str, Model], plan: Plan, spec: ClusterSpec, run_dir: Path, *, gather_s: float
+) -> Profile | None:
+    """The profile of a run that goes on, by what it recorded last, in the pools that its engines are in. None: they have hardly begun."""
+    observed = Observed.of_run(run_dir, last_bytes=_LAST_BYTES)
+    if not observed.decode or not observed.update:
+        return None
+    return profile_of(flow, models, [Measurement(plan, spec, observed)], gather_s=gather_s, load=0.0)
+
+
+def _engines(run: Measurement, worker: WorkerPlan, hop_s: float) -> list[MeasuredEngine]:
+    seen, found = run.observed, []
+    pools = {(seat.engine.role, seat.engine.kind): seat.pool for seat in run.plan.choice.seats} if run.plan.choice else {}
+    for slot in worker.engines:
+        if slot.kind == "function":
+            continue
+        num_devices = worker.threads if worker.device == "cpu" else slot.tp * slot.pp
+        key = (slot.role, worker.name)
+        come_s = robust_mean(seen.switches.get((slot.takes_turn, worker.name), []))
+        slowdown: dict[Beside, float] = {}
+        decode = update = forward = None
+        if slot.kind == "rollout":
+            steps = seen.decode.get(key) or seen.decode.get(("", worker.name))
+            if steps is None:
+                continue
+            decode, slowdown = _decode(steps, seen, worker.name, hop_s)
+        else:
+            if key not in seen.update and key not in seen.forward:
+                continue
+            if key in seen.update:
+                update, slowdown = _pass(seen.update[key], seen, worker.name, hop_s)
+            if key in seen.forward:
+                forward, also = _pass(seen.forward[key], seen, worker.name, hop_s)
+                slowdown = slowdown or also
+        optimizer_s = robust_mean(seen.optimizer.get(key, [])) if slot.kind == "train" else 0.0
+        ranks = worker.ranks if slot.kind == "train" else 1
+        found.append(
+            MeasuredEngine(
+                slot.role,
+                slot.kind,
+                slot.engine,
+                worker.device,
+                num_devices * ranks,
+                decode,
+                update,
+                forward,
+                optimizer_s,
+                come_s,
+                slowdown,
+                ranks,
+                pools.get((slot.role, slot.kind), ""),
+            )
+        )
+    return found
+
+
+def _decode(steps: DecodeSteps, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredDecode, dict[Beside, float]]:
+    running = steps.decoding + steps.entered
+    sizes = np.stack([np.ones(len(running)), running, steps.context, steps.prefill, steps.entered], 1).astype(np.float64)
+    found = _fit_beside(sizes, steps.seconds, steps.beside, "rollout")
+    step_s, sample_s, context_s, prefill_s, enter_s = found.constants
+    leave_s = handover_s = 0.0
+    if worker in seen.leaving and len(seen.leaving[worker].seconds):
+        left = seen.leaving[worker]
+        step_s += left.between_s
+        handover_s, leave_s = fit(np.stack([np.ones(len(left.num_samples)), left.num_samples], 1), np.maximum(left.seconds, 1e-6))[0]
+    num, seconds = seen.entering.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
+    is_new = num > 0
+    asking = np.maximum(seconds[is_new] - hop_s, 0.0) / num[is_new]
+    is_decode = steps.decoding > 0
+    total = float(steps.decoding[is_decode].sum())
+    return (
+        MeasuredDecode(
+            step_s=float(step_s),
+            sample_s=float(sample_s),
+            context_s=float(context_s),
+            prefill_token_s=float(prefill_s),
+            enter_s=float(enter_s) + (float(np.median(asking)) if len(asking) else 0.0),
+            leave_s=float(leave_s),
+            handover_s=float(handover_s),
+            most_running=int(running.max()),
+            context=float(steps.context[is_decode].sum()) / total if total else 0.0,
+            quality=found.quality,
+        ),
+        found.slowdown,
+    )
+
+
+def _pass(passes: Passes, seen: Observed, worker: str, hop_s: float) -> tuple[MeasuredPass, dict[Beside, float]]:
+    # Whether prompts are shared in a group is the engine's affair: what explains the times better is what it does.
+    tried = []
+    for tokens in (passes.tokens - passes.shared, passes.tokens):
+        sizes = np.stack([np.ones(len(passes.seconds)), tokens, passes.squares], 1).astype(np.float64)
+        tried.append(_fit_beside(sizes, passes.seconds, passes.beside, "train"))
+    is_shared = tried[0].quality.r2 >= tried[1].quality.r2
+    found = tried[0 if is_shared else 1]
+    fixed_s, token_s, token2_s = found.constants
+    sample_s = -token_s * passes.shared.sum() / passes.num_samples.sum() if is_shared else 0.0
+    queued, queued_s = seen.preparing.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
+    waited, waited_s = seen.starting.get(worker, (np.zeros(0, np.int64), np.zeros(0)))
+    num, seconds = np.concatenate([queued, waited]), np.concatenate([queued_s, waited_s - hop_s])
+    before_s = each_s = 0.0
+    if len(num):
+        before_s, each_s = fit(np.stack([np.ones(len(num)), num], 1), np.maximum(seconds, 1e-6))[0]
+    longest = float(np.sqrt((passes.squares / passes.num_samples).max()))
+    measured = MeasuredPass(
+        float(fixed_s) + float(before_s), float(sample_s) + float(each_s), float(token_s), float(token2_s), longest, found.quality
+    )
+    return measured, found.slowdown
+
+
+@dataclass(frozen=True)
+class _Fit:
+    constants: FloatArray
+    quality: Quality
+    slowdown: dict[Beside, float]
+
+
+def _fit_beside(sizes: FloatArray, seconds: FloatArray, beside: Mapping[str, FloatArray], kind: str) -> _Fit:
+    """Constants of undisturbed work, and how many times as long it takes beside each other kind of engine, in turn.
+
+    Args:
+        sizes: the third column is doubted, as the first is: contexts, and squares of lengths, grow with what the second counts.
+    """
+    factors = np.ones(len(seconds))
+    slowdown: dict[Beside, float] = {}
+    shares = {other: beside[other] for other in get_args(Beside) if other != kind}
+    told = {other: share for other, share in shares.items() if float((share * seconds).sum()) >= _LEAST_BESIDE_S}
+    constants, quality = fit(sizes, seconds, doubted=(0, 2))
+    for _ in range(_TURNS if told else 0):
+        alone = np.maximum(sizes @ constants, 1e-9)
+        # seconds = alone * (1 + sum of share * (slowdown - 1)), so what is beyond `alone` is a sum of terms as well.
+        extra, _ = fit(np.stack([alone, *(alone * share for share in told.values())], 1), seconds)
+        added = extra[1:] / max(float(extra[0]), 1e-9)
+        slowdown = {other: float(np.clip(1 + more, 1.0, _MOST_SLOWDOWN)) for other, more in zip(told, added, strict=True)}
+        factors = np.ones(len(seconds))
+        for other, share in told.items():
+            factors = factors + (slowdown[other] - 1) * share
+        constants, quality = fit(sizes, seconds / factors, doubted=(0, 2))
+    return _Fit(constants, quality, slowdown)
+
+
+def _syncs(run: Measurement) -> list[MeasuredSync]:
+    seen, found = run.observed, []
+    for sync in run.plan.syncs:
+        loads = seen.loads.get((sync.role, sync.target), np.zeros(0))
+        if len(loads):
+            publish_s = robust_mean(seen.publishes.get((sync.role, sync.source), []))
+            num_bytes = seen.weight_bytes.get(sync.role, 0)
+            found.append(MeasuredSync(sync.role, sync.transport, num_bytes, publish_s, robust_mean(loads), len(loads)))
+    return found
+
+
+def _hop_s(runs: Sequence[Measurement]) -> float:
+    hops = np.concatenate([run.observed.hops for run in runs]) if runs else np.zeros(0)
+    return float(np.median(hops)) if len(hops) else 0.0

@@ -1,0 +1,433 @@
+"""A plan as a tree, read back from the search's tables: what each part takes, which parts decide, and which devices each engine gets.
+
+Tables, row --tree_of--> Node --parts_of--> summands of the predicted time
+                                  --seats_of--> Seats
+
+Every node is priced again by the formulas of composing.py, one plan instead of thousands; the sum is the search's or the search is wrong.
+
+Node --places_of--> first device of each engine, --seats_of--> Seats with their leases
+
+Parts of a split lie next to each other, in either order; parts that take turns lie over each other. An engine has one place in all
+of its calls, and a pinned one that of its pin: the orders are tried until all of this holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.micro.protocol.plan import Mode, Part, Seat
+from m2flow.planner.dynamic_program import LENT, NUM_HOWS, SPLIT, TURNS, Tables, lent_times
+from m2flow.planner.problem import (
+    Cut,
+    Option,
+    Problem,
+    Sync,
+    Times,
+    in_turns,
+    leaf_times,
+    outside_call,
+    pin_of,
+    side_by_side,
+    through_functions,
+    zero_times,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """An engine at its calls."""
+
+    engine: EngineId
+    names: tuple[str, ...]
+    option: Option
+    chunk: int
+    times: Times
+
+    @property
+    def need(self) -> dict[str, int]:
+        return {self.option.pool: self.option.num_devices}
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two parts."""
+
+    how: int
+    first: Node
+    second: Node
+    cut: Cut
+    fed: Times
+    """What the second gets."""
+    syncs: tuple[tuple[Sync, float], ...]
+    """With their seconds: syncs whose calls come together here."""
+    times: Times
+    lent_until: float = 0.0
+    """Where the second one's devices are lent to the first: the share of its samples that have ended when they are given back."""
+
+    @property
+    def is_turns(self) -> bool:
+        return self.how == TURNS
+
+    @property
+    def need(self) -> dict[str, int]:
+        a, b = self.first.need, self.second.need
+        of = {pool: (a.get(pool, 0), b.get(pool, 0)) for pool in {**a, **b}}
+        return {pool: sum(pair) if self.how == SPLIT else max(pair) for pool, pair in of.items()}
+
+
+Node = Leaf | Pair
+
+
+def tree_of(tables: Tables, row: int) -> Node:
+    """The plan of a row of everything."""
+    return _node(tables, tables.problem.graph.everything, row)
+
+
+def ways_of(tables: Tables, row: int) -> dict[int, tuple[Cut, int]]:
+    """How the plan of a row of everything is put together, without its times: by calls, the cut and the way."""
+    return _ways_inside(tables, tables.problem.graph.everything, row)
+
+
+def _ways_inside(tables: Tables, calls: int, row: int) -> dict[int, tuple[Cut, int]]:
+    kind, left, right = (int(number) for number in tables.fronts[calls].origin[row])
+    if kind < 0:
+        return {}
+    cut = tables.cuts[calls][kind // NUM_HOWS]
+    return {**_ways_inside(tables, cut.first, left), **_ways_inside(tables, cut.second, right), calls: (cut, kind % NUM_HOWS)}
+
+
+def leaves_of(node: Node) -> list[Leaf]:
+    return [node] if isinstance(node, Leaf) else leaves_of(node.first) + leaves_of(node.second)
+
+
+def lent_of(node: Node) -> dict[EngineId, float]:
+    """Engines that have lent devices -> the share of their samples after which they give them back."""
+    if isinstance(node, Leaf):
+        return {}
+    here = {leaf.engine: node.lent_until for leaf in leaves_of(node.first)} if node.how == LENT else {}
+    return {**lent_of(node.first), **lent_of(node.second), **here}
+
+
+def _node(tables: Tables, calls: int, row: int) -> Node:
+    problem = tables.problem
+    kind, left, right = (int(number) for number in tables.fronts[calls].origin[row])
+    if kind < 0:
+        members = problem.graph.members(calls)
+        engine = members[0].engine
+        assert engine is not None
+        option, chunk = problem.options.of[engine][left], tables.chunks[calls][right]
+        leaf = leaf_times(members, [option], problem.costs, problem.batches)
+        first, total, last = leaf.times[0, leaf.chunks.index(chunk)]
+        return Leaf(engine, tuple(call.name for call in members), option, chunk, Times(first, total, last, total))
+    cut, how = tables.cuts[calls][kind // NUM_HOWS], kind % NUM_HOWS
+    return pair_of(problem, cut, _node(tables, cut.first, left), _node(tables, cut.second, right), how)
+
+
+def pair_of(problem: Problem, cut: Cut, first: Node, second: Node, how: int) -> Pair:
+    """Two parts put together."""
+    fed = through_functions(first.times, cut.functions, problem.calls, problem.functions)
+    parts = first.times, fed, second.times
+    lent_until = 0.0
+    if how == LENT:
+        assert isinstance(first, Leaf)
+        assert isinstance(second, Leaf)
+        times, lent_until = lent_times(problem, cut, first.option, second.option, *parts)
+    elif how == TURNS:
+        times = in_turns(*parts, is_linked=cut.is_linked, waits=cut.waits)
+    else:
+        times = side_by_side(*parts, is_linked=cut.is_linked, waits=cut.waits, slowdowns=problem.slowdowns(cut))
+    where = {leaf.engine: leaf.option for leaf in leaves_of(first) + leaves_of(second)}
+    syncs = tuple(
+        (sync, problem.sync_s(sync, where[sync.source], where[sync.target], is_turns=how == TURNS))
+        for sync in problem.syncs
+        if sync.meets(cut)
+    )
+    more = sum(seconds for _, seconds in syncs)
+    times = Times(times.first, times.total + more, times.last + more, times.busy + more)
+    return Pair(how, first, second, cut, fed, syncs, times, lent_until)
+
+
+def step_s(problem: Problem, node: Node) -> float:
+    """The predicted time of a step."""
+    return float(sum(part.seconds for part in parts_of(problem, node) if part.on_critical_path))
+
+
+def parts_of(problem: Problem, node: Node) -> tuple[Part, ...]:
+    """Summands of the predicted time, then what happens beside them."""
+    staleness = problem.workload.staleness
+    path = list(_whole(problem, node))
+    total = sum(part.seconds for part in path) / (staleness + 1)
+    if staleness:
+        path = [Part(f"{part.what} / {staleness + 1} steps under way", part.seconds / (staleness + 1)) for part in path]
+        held = list(_busy(problem, node))
+        ends = [
+            Part(name, function.total)
+            for name, function in problem.functions.items()
+            if name in (*problem.graph.leading_functions, *problem.graph.trailing_functions)
+        ]
+        held = max([held, *([part] for part in ends)], key=lambda parts: sum(part.seconds for part in parts))
+        path = held if sum(part.seconds for part in held) > total else path
+    named = {part.what.split(" / ")[0] for part in path}
+    beside = [Part(_called(leaf), float(leaf.times.total), False) for leaf in leaves_of(node) if _called(leaf) not in named]
+    return tuple(part for part in (*path, *beside) if part.seconds > 0)
+
+
+def _whole(problem: Problem, node: Node) -> Iterator[Part]:
+    """All of a step: what needs nothing from devices, the plan, what feeds nothing on them."""
+    graph = problem.graph
+    fed = through_functions(zero_times(), graph.leading_functions, problem.calls, problem.functions)
+    early, late = fed.first + node.times.total, fed.total + node.times.last
+    path, total = list(_path(problem, node, "total" if early >= late else "last")), float(max(early, late))
+    step = Times(node.times.first, np.asarray(total), node.times.last, node.times.busy)
+    end = float(through_functions(step, graph.trailing_functions, problem.calls, problem.functions).total)
+    before = total - sum(part.seconds for part in path)
+    yield from [Part(", ".join(graph.leading_functions), before)] if before > 0 else []
+    yield from path
+    yield from [Part(", ".join(graph.trailing_functions), end - total)] if end > total else []
+
+
+def _path(problem: Problem, node: Node, which: str) -> Iterator[Part]:
+    """Summands of the first, total or last time of a part."""
+    if isinstance(node, Leaf):
+        yield from _leaf_path(node, which)
+        return
+    a, b = node.first, node.second
+    if node.how == LENT:
+        value, of_a, of_b = float(node.times.total) - sum(seconds for _, seconds in node.syncs), "total", ""
+    else:
+        value, of_a, of_b = max(_ways(problem, node, which), key=lambda way: way[0])
+    if of_a:
+        yield from _path(problem, a, of_a)
+    between = value - sum(float(getattr(part.times, of)) for part, of in ((a, of_a), (b, of_b)) if of)
+    if between > 1e-9 * value:
+        yield Part(_between(node), between)
+    if of_b:
+        yield from _path(problem, b, of_b)
+    if which != "first":
+        yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
+
+
+def _between(node: Pair) -> str:
+    """What takes the time that is neither part's own."""
+    if node.how == LENT:
+        return f"end of {', '.join(leaf_names(node.second))}, after devices were lent"
+    return ", ".join(node.cut.functions) or "both at work on one host"
+
+
+def leaf_names(node: Node) -> list[str]:
+    return [name for leaf in leaves_of(node) for name in leaf.names]
+
+
+def _ways(problem: Problem, node: Pair, which: str) -> list[tuple[float, str, str]]:
+    """(seconds, time of the first, time of the second): the terms of the maximum that `which` is, syncs not counted."""
+    a, b, fed = node.first.times, node.second.times, node.fed
+    in_order = {"first": ("total", "first"), "total": ("total", "total"), "last": ("last", "total")}[which]
+    after = float(getattr(a, in_order[0]) + getattr(b, in_order[1])), *in_order
+    if not node.cut.is_linked:
+        if node.is_turns:
+            return [after]
+        of_a, of_b = ((s - 1) * float(min(a.total, b.total)) * (which == "total") for s in problem.slowdowns(node.cut))
+        return [(float(getattr(a, which)) + of_a, which, ""), (float(getattr(b, which)) + of_b, "", which)]
+    if node.cut.waits:
+        handed = [in_order]
+    else:
+        handed = {"first": [("first", "first")], "total": [("first", "total"), ("total", "last")], "last": [("last", "last")]}[which]
+    both = float(min(a.total, b.total)) if which == "total" and not node.is_turns and not node.cut.waits else 0.0
+    slower = {y: (factor - 1) * both for y, factor in zip(("last", "total"), problem.slowdowns(node.cut), strict=True)}
+    ways = [(float(getattr(fed, x) + getattr(b, y)) + slower.get(y, 0.0), _cause(problem, node, x), y) for x, y in handed]
+    return [*ways, after] if node.is_turns and not node.cut.waits else ways
+
+
+def _cause(problem: Problem, node: Pair, which: str) -> str:
+    """What of the first part a time of what it hands on is reckoned from: a slow function may decide from the first sample on."""
+    if which == "last":
+        return "last"
+    a = node.first.times
+    late = Times(np.asarray(-np.inf), a.total, a.last, a.busy)
+    blind = through_functions(late, node.cut.functions, problem.calls, problem.functions)
+    return "total" if float(getattr(blind, which)) >= float(getattr(node.fed, which)) * (1 - 1e-12) else "first"
+
+
+def _leaf_path(leaf: Leaf, which: str) -> Iterator[Part]:
+    seconds, option = float(getattr(leaf.times, which)), leaf.option
+    come = option.come_s if which != "last" else 0.0
+    leave = option.leave_s if which != "first" else 0.0
+    yield from [Part(f"switch to {leaf.engine}", come)] if come else []
+    yield Part(_called(leaf), seconds - come - leave)
+    yield from [Part(f"switch from {leaf.engine}", leave)] if leave else []
+
+
+def _called(leaf: Leaf) -> str:
+    return ", ".join(leaf.names)
+
+
+def _busy(problem: Problem, node: Node) -> Iterator[Part]:
+    """Summands of how long the devices that are busiest are held in each step."""
+    if isinstance(node, Leaf):
+        yield from _leaf_path(node, "total")
+    elif node.is_turns:
+        yield from _path(problem, node, "total")
+    else:
+        a, b, fed = (float(times.busy) for times in (node.first.times, node.second.times, node.fed))
+        both = 0.0 if node.cut.waits else min(float(node.first.times.total), float(node.second.times.total))
+        more_a, more_b = ((factor - 1) * both for factor in problem.slowdowns(node.cut))
+        more = more_a if fed + more_a >= b + more_b else more_b
+        if b + more_b > fed + more_a:
+            yield from _busy(problem, node.second)
+        elif a >= fed:
+            yield from _busy(problem, node.first)
+        else:
+            yield Part(", ".join(node.cut.functions), fed)
+        yield from [Part("both at work on one host", more)] if more > 0 else []
+        yield from (Part(f"weight sync of {sync.role}", seconds) for sync, seconds in node.syncs if seconds)
+
+
+Block = dict[str, tuple[int, int]]
+"""Pool -> the first device and the one after the last."""
+Places = dict[EngineId, int]
+
+_MOST_PLACES = 256
+"""Orders of the parts of one plan that are looked at."""
+
+
+def places_of(problem: Problem, node: Node) -> Places | None:
+    """The first device of each engine; None if its places contradict each other, or nobody can stand in for engines on lent devices."""
+    whole = {pool: (0, num) for pool, num in zip(problem.pools, problem.num_devices, strict=True)}
+    pins = {e: pin.devices[0] for e in problem.workload.engines if (pin := pin_of(e, problem.spec)).devices is not None}
+    if not _leaves_room_beside_loans(node, whole):
+        return None
+    every = itertools.islice(_placed(node, whole, {}, pins), _MOST_PLACES)
+    return next((places for places in every if _has_stand_ins(node, places)), None)
+
+
+def _leaves_room_beside_loans(node: Node, whole: Block) -> bool:
+    """Whether every engine has room beside the rollout instances that nobody lends devices to: else no places need to be tried."""
+    need = {leaf.engine: (leaf.option.pool, leaf.option.num_devices) for leaf in leaves_of(node)}
+    for lender, borrower in _loans(node):
+        pool, num = need[borrower]
+        left = whole[pool][1] - (num - need[lender][1])
+        if any(place[0] == pool and place[1] > left for other, place in need.items() if other not in (lender, borrower)):
+            return False
+    return True
+
+
+def _has_stand_ins(node: Node, places: Places) -> bool:
+    """Whether rollout instances on devices that nobody lends share them with nobody: these must not wait for the lease."""
+    at = {leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves_of(node)}
+    for lender, borrower in _loans(node):
+        pool, low, num = at[borrower]
+        first, past = at[lender][1], at[lender][1] + at[lender][2]
+        own = [(pool, low, first - low), (pool, past, low + num - past)]
+        if any(_overlap(at[other], part) for other in at if other not in (lender, borrower) for part in own):
+            return False
+    return True
+
+
+def _loans(node: Node) -> Iterator[tuple[EngineId, EngineId]]:
+    """(who lends, to whom)."""
+    if isinstance(node, Pair):
+        if node.how == LENT:
+            yield next(leaf.engine for leaf in leaves_of(node.second)), next(leaf.engine for leaf in leaves_of(node.first))
+        yield from _loans(node.first)
+        yield from _loans(node.second)
+
+
+def _placed(node: Node, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:
+    if isinstance(node, Leaf):
+        yield from _leaf_places(node, block, fixed, pins)
+    elif node.how == LENT:
+        yield from _lent_places(node, block, fixed, pins)
+    elif node.is_turns:
+        for so_far in _placed(node.first, block, fixed, pins):
+            yield from _placed(node.second, block, so_far, pins)
+    else:
+        for left, right in ((node.first, node.second), (node.second, node.first)):
+            for of_left, of_right in _divided(block, left.need, right.need):
+                for so_far in _placed(left, of_left, fixed, pins):
+                    yield from _placed(right, of_right, so_far, pins)
+
+
+def _lent_places(node: Pair, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:
+    """The second one's devices are some of the first one's instances."""
+    assert isinstance(node.first, Leaf)
+    assert isinstance(node.second, Leaf)
+    option = node.first.option
+    size = option.num_devices // option.layout.dp
+    for so_far in _leaf_places(node.first, block, fixed, pins):
+        low = so_far[node.first.engine]
+        for found in _leaf_places(node.second, {**block, option.pool: (low, low + option.num_devices)}, so_far, pins):
+            if (found[node.second.engine] - low) % size == 0:
+                yield found
+
+
+def _leaf_places(leaf: Leaf, block: Block, fixed: Places, pins: Mapping[EngineId, int]) -> Iterator[Places]:
+    low, high = block[leaf.option.pool]
+    known = fixed.get(leaf.engine, pins.get(leaf.engine))
+    ends = dict.fromkeys([low, high - leaf.option.num_devices]) if known is None else [known]
+    for first in ends:
+        if low <= first and first + leaf.option.num_devices <= high:
+            yield {**fixed, leaf.engine: first}
+
+
+def _divided(block: Block, left: Mapping[str, int], right: Mapping[str, int]) -> Iterator[tuple[Block, Block]]:
+    """With what neither needs on the right, or on the left if there is any."""
+    after = {pool: low + left.get(pool, 0) for pool, (low, _) in block.items()}
+    before = {pool: high - right.get(pool, 0) for pool, (_, high) in block.items()}
+    for border in (after, before) if after != before else (after,):
+        yield (
+            {pool: (low, border[pool]) for pool, (low, _) in block.items()},
+            {pool: (border[pool], high) for pool, (_, high) in block.items()},
+        )
+
+
+def seats_of(node: Node, places: Places) -> tuple[Seat, ...]:
+    """In the order of the plan."""
+    leaves = leaves_of(node)
+    lent = lent_of(node)
+    leases = _leases({leaf.engine: (leaf.option.pool, places[leaf.engine], leaf.option.num_devices) for leaf in leaves})
+    return tuple(
+        Seat(
+            engine=leaf.engine,
+            calls=tuple(name for name in leaf.names if name != outside_call(leaf.engine)),
+            pool=leaf.option.pool,
+            first_device=places[leaf.engine],
+            num_devices=leaf.option.num_devices,
+            layout=leaf.option.layout,
+            chunk=leaf.chunk,
+            footprint=leaf.option.footprint,
+            lease=leases.get(leaf.engine, ""),
+            mode="time-shared" if leaf.engine in leases else "split",
+            is_swapped=leaf.option.is_swapped,
+            lent_until=lent.get(leaf.engine, 0.0),
+        )
+        for leaf in leaves
+    )
+
+
+def _leases(places: Mapping[EngineId, tuple[str, int, int]]) -> dict[EngineId, str]:
+    """Engine -> the lease of all whose devices overlap, directly or by others; nothing for an engine that is alone on its own."""
+    groups: list[list[EngineId]] = []
+    for engine, place in places.items():
+        met = [group for group in groups if any(_overlap(place, places[other]) for other in group)]
+        groups = [group for group in groups if group not in met] + [[engine, *(e for group in met for e in group)]]
+    shared = sorted((group for group in groups if len(group) > 1), key=lambda group: min((places[e][0], places[e][1]) for e in group))
+    return {engine: f"lease-{i}" for i, group in enumerate(shared) for engine in group}
+
+
+def _overlap(a: tuple[str, int, int], b: tuple[str, int, int]) -> bool:
+    return a[0] == b[0] and a[1] < b[1] + b[2] and b[1] < a[1] + a[2]
+
+
+def mode_of(seats: Sequence[Seat]) -> Mode:
+    """By the devices: all engines on common ones, none, or something between."""
+    engines = {seat.engine: (seat.pool, seat.first_device, seat.num_devices) for seat in seats}
+    pairs = [(a, b) for a in engines for b in engines if a < b]
+    num_shared = sum(_overlap(engines[a], engines[b]) for a, b in pairs)
+    if num_shared == len(pairs) and not any(seat.lent_until for seat in seats):
+        return "time-shared"
+    return "hybrid" if num_shared else "split"

@@ -1,0 +1,284 @@
+"""Plan a flow: from its graph and what is known of its lengths and costs to where everything runs, and what a step then takes.
+
+MacroGraph, models, ClusterSpec, lengths, profile --question_of--> Question --choose--> Choice --(m2flow.micro.lowering.passes)--> Plan
+
+What `m2flow plan`, `m2flow run` and `m2flow simulate` share. Placement is searched for where the spec leaves it open: it has pools, or
+says `placement: auto`. Otherwise the rule of `m2flow.micro.lowering.placement` holds, and nothing here is needed.
+
+Plan, ClusterSpec, Question --forecast--> Forecast        what `m2flow view` and `analyze` lay beside what happened
+    Forecast <--read, write--> RUN/forecast.json
+
+A plan by rule (`split`, `time-shared`) or from a file is run as it is; this says only what it should take, with the costs of a profile or
+of the model of the hardware. Limits: chunks are the search's, and what processes without a lease take from each other's devices is not
+known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from m2flow.errors import M2FlowError, PlanError, SpecError
+from m2flow.macro.graph import MacroGraph
+from m2flow.micro.lowering.passes import lower
+from m2flow.micro.lowering.placement import check_pins
+from m2flow.micro.protocol.cost_terms import Costs
+from m2flow.micro.protocol.plan import Choice, Plan, WorkerPlan
+from m2flow.planner.cost_model import ModelledCosts, shapes_of
+from m2flow.planner.model_shapes import ModelShape
+from m2flow.planner.profiles import Profile, ProfiledCosts, read_profile
+from m2flow.planner.search import find_plan
+from m2flow.planner.workload import Workload, extents_of, workload_of
+from m2flow.recipe import Model
+from m2flow.rollout_scheduling.lengths import Lengths, Mixture, parse_lengths
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec
+
+_ASSUMED_SHARE, _ASSUMED_SIGMA = 0.25, 0.8
+"""Of lengths that nobody knows: the median as a share of the limit, and the spread of their logarithm, as runs of many kinds have it."""
+
+_FEW = 5e-4
+"""Of answers: a share that is cut without a word."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that the search and the simulator ask about one flow on one cluster."""
+
+    workload: Workload
+    lengths: Lengths
+    lengths_are_known: bool
+    """Given, or observed by the profile; else they are assumed from the limit of the generate calls."""
+    costs: Costs
+    spec: ClusterSpec
+    doubts: tuple[str, ...] = ()
+    """Why the profile may say little about this cluster."""
+    check: Callable[[Choice], object] | None = None
+    """Lowers a choice: raises PlanError for one that can't be run."""
+
+    def choose(self, spec: ClusterSpec | None = None, *, is_alone: bool = False) -> Choice:
+        """The best plan of the cost model that can be run.
+
+        Args:
+            spec: the same cluster with other pins; None: the question's own.
+            is_alone: leave out what other plans would take.
+        Raises:
+            PlanError: nothing fits; what is short, and what would help.
+        """
+        return find_plan(self.workload, self.lengths, self.costs, spec or self.spec, is_alone=is_alone, check=self.check)
+
+
+def is_searched(spec: ClusterSpec) -> bool:
+    """Whether placement is the search's to choose."""
+    return bool(spec.pools) or spec.placement == "auto"
+
+
+def with_shapes(spec: ClusterSpec, texts: tuple[str, ...]) -> ClusterSpec:
+    """The spec with shapes that were given as `policy=Qwen2.5-7B`.
+
+    Raises:
+        SpecError: a text is not of that form.
+    """
+    shapes = dict(spec.shapes)
+    for text in texts:
+        role, equals, name = text.partition("=")
+        if not (role and equals and name):
+            raise SpecError(f"--shape {text}: it must be ROLE=MODEL", now="Example: --shape policy=Qwen2.5-7B")
+        shapes[role] = name
+    return spec.model_copy(update={"shapes": shapes})
+
+
+def question_of(
+    graph: MacroGraph,
+    models: Mapping[str, Model],
+    spec: ClusterSpec,
+    *,
+    lengths: str | Lengths = "",
+    profile: Path | Profile | None = None,
+    copies: Mapping[str, str] | None = None,
+) -> Question:
+    """Set up planning for a traced flow.
+
+    Args:
+        graph: some steps of it; with what comes before and after them.
+        lengths: of answers, as `m2flow.rollout_scheduling.lengths.parse_lengths` takes them; by default those that the profile
+        observed, and
+            without a profile an assumption from the limit of the generate calls. Text that these limits contradict is refused, what was
+            observed is cut.
+        profile: what `m2flow profile` wrote, or what a run has measured so far; without one all is modelled.
+        copies: of roles that take the weights of another: whose, as `m2flow.micro.lowering.passes.lower` takes them.
+    Raises:
+        SpecError: lengths or a profile that can't be used. ModelError: nothing says how large a model is.
+    """
+    check_pins(graph, models, spec)
+    workload = workload_of(graph, spec)
+    measured = read_profile(profile) if isinstance(profile, Path) else profile
+    if measured is not None:
+        measured.check(models, spec)
+    observed = measured.lengths() if measured and measured.responses else None
+    known = parse_lengths(lengths) if isinstance(lengths, str) and lengths else lengths or observed
+    shapes = shapes_of(models, spec)
+    found, cuts = _within_limits(known or _assumed(workload), workload, shapes, given=lengths if isinstance(lengths, str) else "")
+    modelled = ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, found))
+    costs = ProfiledCosts(measured, modelled) if measured else modelled
+    doubts = (*cuts, *(measured.doubts(spec) if measured else ()))
+    return Question(workload, found, known is not None, costs, spec, doubts, partial(_lowered, graph, models, spec, copies))
+
+
+def _lowered(graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, copies: Mapping[str, str] | None, choice: Choice) -> Plan:
+    return lower(graph, models, spec, choice=choice, copies=copies)
+
+
+def _within_limits(
+    lengths: Lengths, workload: Workload, shapes: Mapping[str, ModelShape], *, given: str
+) -> tuple[Lengths, tuple[str, ...]]:
+    """Lengths that the calls' `max_new_tokens` and the models' contexts allow, and what was cut.
+
+    A formula without a cap says how long answers would be if nothing stopped them: it is cut at the limit. Others say what was.
+
+    Raises:
+        SpecError: text asks for answers that no call allows, or a call for more than a context holds.
+    """
+    calls = [call for call in workload.calls if call.work == "generate" and call.max_new_tokens]
+    if not calls:
+        return lengths, ()
+    call = max(calls, key=lambda call: call.max_new_tokens)
+    limit, longest = call.max_new_tokens, lengths.longest
+    for one in calls:
+        assert one.engine is not None
+        context = shapes[one.engine.role].max_context if one.engine.role in shapes else 0
+        if context and lengths.longest_prompt + one.max_new_tokens > context:
+            prompts = f"prompts of up to {lengths.longest_prompt:,} tokens and " if lengths.longest_prompt else ""
+            raise SpecError(
+                f"{one.name}: {prompts}answers of up to {one.max_new_tokens:,} tokens (max_new_tokens) do not fit the context of "
+                f"{one.engine.role}'s model, {context:,} tokens",
+                now="Lower max_new_tokens in the flow, or plan for a model with a longer context (--shape ROLE=MODEL).",
+            )
+    if longest is not None and longest <= limit:
+        return lengths, ()
+    share = lengths.survival(limit)
+    if given and (longest is not None or share > 0.5):
+        reach = (
+            f"answers of up to {longest:,} tokens"
+            if longest is not None
+            else f"answers of which {share:.0%} are longer than {limit:,} tokens"
+        )
+        cap = "" if "cap=" in given else f", or cut the lengths there: --lengths {given},cap={limit}"
+        raise SpecError(
+            f"--lengths {given}: {reach}, and {call.name} stops at {limit:,} (max_new_tokens)",
+            now=f"Raise max_new_tokens in the flow{f' to {longest}' if longest else ''} (of a flow that takes it: --max-new-tokens){cap}.",
+        )
+    if share < _FEW:
+        return lengths.cut_at(limit), ()
+    return lengths.cut_at(limit), (
+        f"{share:.1%} of the answers of {lengths.name} are cut at {limit:,} tokens, max_new_tokens of {call.name}",
+    )
+
+
+def _assumed(workload: Workload) -> Lengths:
+    limits = [call.max_new_tokens for call in workload.calls if call.work == "generate"]
+    cap = max(limits, default=1)
+    prompts = [call.prompt_bytes / 4 for call in workload.calls if call.work == "generate" and call.prompt_bytes]
+    median = max(1.0, cap * _ASSUMED_SHARE)
+    return Mixture([1.0], [median], [_ASSUMED_SIGMA], cap=cap, prompt_tokens=max(1, round(max(prompts, default=1.0))))
+
+
+_FILE = "forecast.json"
+_AMPLE_GIB = 2.0**20
+
+
+@final
+class Forecast(msgspec.Struct, frozen=True):
+    """Of one run's plan."""
+
+    choice: Choice | None
+    note: str = ""
+    """Why there is none, or what it does not reckon with."""
+
+
+def forecast(plan: Plan, spec: ClusterSpec, ask: Callable[[ClusterSpec], Question]) -> Forecast:
+    """What a step of the plan takes, part by part. What can't be said is said so: nobody's run fails for it.
+
+    Args:
+        ask: about the flow on a cluster; with the calls of a step, and the costs and lengths to go by.
+    """
+    try:
+        pins, used = _pins(plan, spec)
+        (pool,) = spec.planned_pools.values()
+        notes, there = [], pool.num_devices
+        if used > there and spec.launcher == "local":
+            what = "cores" if pool.device == "cpu" else "devices"
+            notes.append(f"as if each process had {what} of its own: they use {used}, and there are {there}")
+        choice = _choice(ask(_with_room(spec, pins, used)))
+    except M2FlowError as error:
+        return Forecast(None, str(error).partition("\n")[0])
+    if not any(constant.source.startswith("measured") for constant in choice.constants.values()):
+        notes.append("by a model of the hardware; `m2flow profile` measures this one")
+    return Forecast(choice, "; ".join(notes))
+
+
+def write_forecast(run_dir: Path, found: Forecast) -> None:
+    (run_dir / _FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+
+
+def read_forecast(run_dir: Path) -> Forecast | None:
+    """None: nobody made one."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((run_dir / _FILE).read_bytes(), type=Forecast)
+    return None
+
+
+def read_prediction(run_dir: Path, plan: Plan | None) -> Choice | None:
+    """What the plan should take: as it was searched for, or foreseen."""
+    if plan is not None and plan.choice is not None:
+        return plan.choice
+    foreseen = read_forecast(run_dir)
+    return foreseen.choice if foreseen else None
+
+
+def _choice(question: Question) -> Choice:
+    missing = [str(engine) for engine in question.workload.engines if str(engine) not in question.spec.pin]
+    if missing:
+        raise PlanError(f"the plan has no process for {', '.join(missing)}")
+    return find_plan(question.workload, question.lengths, question.costs, question.spec, is_alone=True)
+
+
+def _with_room(spec: ClusterSpec, pins: Mapping[str, PinSpec], used: int) -> ClusterSpec:
+    """The spec with every engine where it is, and devices for all: it is not asked whether they fit, on a CPU not of memory either."""
+    ((name, pool),) = spec.planned_pools.items()
+    each = math.lcm(*(pin.devices[1] - pin.devices[0] for pin in pins.values() if pin.devices))
+    size = max(used, pool.num_devices)
+    room = pool.model_copy(update={"devices_per_node": -(-size // each) * each})  # Engines may have parts that come out even.
+    if pool.device == "cpu":
+        room = room.model_copy(update={"memory_gib": _AMPLE_GIB})
+    return spec.model_copy(update={"placement": "auto", "pin": {**pins, **spec.pin}, "pools": {name: room}})
+
+
+def _pins(plan: Plan, spec: ClusterSpec) -> tuple[dict[str, PinSpec], int]:
+    """Workers beside each other on the devices of the machine, each engine on all that have it; and how many devices that are."""
+    if spec.pools:
+        raise PlanError("the plan's cluster has pools, and nobody searched for a place in them")
+    ((name, pool),) = spec.planned_pools.items()
+    at, places = 0, dict[str, list[tuple[WorkerPlan, int, int]]]()
+    for worker in plan.workers:
+        slots = [slot for slot in worker.engines if slot.kind in ("rollout", "train")]
+        if not slots or worker.is_spare:
+            continue
+        each, ranks = worker.threads if pool.device == "cpu" else 1, max(worker.ranks, 1)
+        for slot in slots:
+            end = at + each * (ranks if slot.kind == "train" else 1)
+            places.setdefault(f"{slot.role}.{slot.kind}", []).append((worker, at, end))
+        at += each * ranks
+    found = {}
+    for engine, mine in places.items():
+        first, last = mine[0][1], mine[-1][2]
+        # What a trainer's ranks make of its devices is the spec's to say.
+        layout = LayoutSpec() if engine.endswith(".train") else LayoutSpec(dp=len(mine), tp=(last - first) // len(mine))
+        found[engine] = PinSpec(pool=name, devices=(first, last), layout=layout)
+    return found, at

@@ -1,0 +1,500 @@
+"""Devices that plans can be made for: what each can do and where every number is from, and how fast bytes move among several.
+
+devices.yaml, the user's own files --device_list--> DeviceList --find--> Device
+
+A user's file has the same form. Files are read in this order, a later one adding to and replacing what an earlier one has: the one that
+comes with m2flow, `~/.config/m2flow/devices.yaml` (or under `$XDG_CONFIG_HOME`), the one that the cluster spec names (`devices`).
+Attainable fractions are no data sheet's: they are what makes the model wrong, and what `m2flow profile` measures.
+
+ClusterSpec, devices.yaml --pools_of--> Pool --> seconds of a copy, an all-gather, a step of an optimiser
+
+Collectives are modelled by their bytes on the slowest link, inside a node and then across nodes, plus one latency. Contention between
+engines, and a network that is not flat, are not.
+
+ParallelLayouts of the engine, ModelShape, Pool --legal_layouts--> Layouts
+
+All that are legal, good or not: memory is not asked, and what is pinned is the search's to keep. Degrees of tensor and sequence
+parallelism are divisors of a node's devices, so that their groups lie inside one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import yaml
+
+from m2flow.engines.contract import ParallelLayouts
+from m2flow.engines.registry import engines
+from m2flow.errors import EngineError, SpecError, did_you_mean
+from m2flow.micro.protocol.cost_terms import Constant, EngineKind, Layout
+from m2flow.planner.model_shapes import ModelShape
+from m2flow.spec import ClusterSpec, PoolSpec
+
+BUILT_IN = Path(__file__).with_name("devices.yaml")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, with its share of what its node has. SI units; `sources` says of each number where it is from."""
+
+    name: str
+    title: str
+    bf16_tflops: float
+    """Dense, 10^12 operations a second; also of float16."""
+    fp32_tflops: float
+    memory_gib: float
+    memory_gb_s: float
+    host_link_gb_s: float
+    """Between the device and pinned memory of its host, in each direction."""
+    link_gb_s: float
+    """Between the devices of a node, of each, in each direction."""
+    network_gb_s: float
+    """Of a whole node to the others, in each direction."""
+    host_memory_gib: float
+    """Of a node."""
+    host_memory_gb_s: float
+    """Of a node: what an optimiser that is stepped on the host streams through."""
+    pageable: float
+    """A copy to memory of the host that is not pinned, as a fraction of one that is."""
+    attained_link: float
+    attained_sync: float
+    """What a broadcast of weights attains of the slowest link on its way."""
+    train_mfu: float
+    prefill_mfu: float
+    decode_mfu: float
+    """Model operations a second as a fraction of the peak: in training, in forward passes, in decoding."""
+    decode_mbu: float
+    step_mbu: float
+    """Bytes a second as a fraction of the memory's bandwidth: in decoding, in an optimiser step."""
+    usable_memory: float
+    usable_host_memory: float
+    launch_s: float
+    """Of a decode step, whatever its size."""
+    layer_s: float
+    """Of each layer of a decode step, whatever its size."""
+    microbatch_s: float
+    collective_s: float
+    """A small all-reduce inside a node."""
+    network_collective_s: float
+    hop_s: float
+    """From one worker to another, whatever the size."""
+    channel_gb_s: float
+    """Of samples on their way between processes; no more than the network has."""
+    sync_s: float
+    """A weight sync, whatever the size."""
+    switch_s: float
+    """Leaving or taking a device, besides its bytes."""
+    expert_imbalance: float
+    hidden: float
+    shares_host_memory: bool = False
+    """Its memory is the host's: nothing is offloaded."""
+    sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+
+    def flops(self, num_bytes: int) -> float:
+        """Dense operations a second on numbers of this size."""
+        return 1e12 * (self.fp32_tflops if num_bytes >= 4 else self.bf16_tflops)
+
+    def imbalance(self, share: float) -> float:
+        """How much longer the busiest device works than the mean, where this share of the work is dealt out by expert."""
+        return 1 + (self.expert_imbalance - 1) * share
+
+    def constants(self) -> dict[str, Constant]:
+        """Every number, by its field's name."""
+        return {
+            name: Constant(getattr(self, name), _unit(name), self.sources.get(name, ""))
+            for name in _NUMBERS
+            if name != "shares_host_memory"
+        }
+
+
+_NUMBERS = tuple(f.name for f in fields(Device) if f.name not in ("name", "title", "sources"))
+_FRACTIONS = tuple(n for n in _NUMBERS if n.startswith(("attained", "usable")) or n.endswith(("mfu", "mbu")) or n in ("pageable", "hidden"))
+_ENTRY = {*_NUMBERS, "title", "source", "like"}
+
+
+def _unit(name: str) -> str:
+    for suffix, unit in (("tflops", "10^12 FLOP/s"), ("gib", "GiB"), ("gb_s", "10^9 B/s")):
+        if name.endswith(suffix):
+            return unit
+    return "1" if name in _FRACTIONS or name == "expert_imbalance" else "s"
+
+
+class DeviceList:
+    """Devices by name."""
+
+    def __init__(self, devices: dict[str, Device]) -> None:
+        self._devices = devices
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._devices)
+
+    def find(self, name: str, *, where: str = "") -> Device:
+        """Raises `SpecError` if there is none, with the nearest name."""
+        found = self._devices.get(name.lower())
+        if found is None:
+            near = did_you_mean(name.lower(), self._devices, cutoff=0.5)
+            raise SpecError(f"there is no device {name!r}", where=where, now=f"{near} A file of yours adds one: `devices: mine.yaml`.")
+        return found
+
+
+def device_list(own: str | Path | None = None) -> DeviceList:
+    """The devices of m2flow, of the user's configuration and of this file, which the cluster spec names.
+
+    Raises:
+        SpecError: a file that is not there or no YAML, an unknown field, a value of the wrong kind, each with its line.
+    """
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "m2flow" / "devices.yaml"
+    files = [config] if config.is_file() else []
+    files += [Path(own).expanduser()] if own else []
+    return DeviceList(_resolved([BUILT_IN, *files])) if files else _built_in()
+
+
+@functools.cache
+def _built_in() -> DeviceList:
+    return DeviceList(_resolved([BUILT_IN]))
+
+
+@dataclass(frozen=True)
+class _Value:
+    value: float | str | bool
+    source: str
+    where: str
+
+
+def _resolved(files: list[Path]) -> dict[str, Device]:
+    defaults: dict[str, _Value] = {}
+    entries: dict[str, dict[str, _Value]] = {}
+    for file in files:
+        for section, name, entry in _sections(file):
+            if section == "defaults":
+                defaults |= entry
+            elif "like" in entry or name not in entries:
+                entries[name] = entry
+            else:
+                entries[name] = entries[name] | entry
+    return {name: _device(name, entries, defaults) for name in entries}
+
+
+def _device(name: str, entries: dict[str, dict[str, _Value]], defaults: dict[str, _Value]) -> Device:
+    values, chain = dict(entries[name]), [name]
+    while "like" in values:
+        like = values.pop("like")
+        base = str(like.value)
+        if base not in entries or base in chain:
+            now = "It is like itself." if base in chain else did_you_mean(base, entries)
+            raise SpecError(f"{name}: like {base!r}, which is no other device", where=like.where, now=now)
+        chain.append(base)
+        values = entries[base] | values
+    values = defaults | values
+    missing = [number for number in _NUMBERS if number not in values and number != "shares_host_memory"]
+    if missing:
+        where = next(iter(entries[name].values())).where if entries[name] else ""
+        raise SpecError(
+            f"the device {name} has no {', '.join(missing)}", where=where, now="Add them, or `like: h100` to take the rest from there."
+        )
+    numbers = {number: values[number].value for number in _NUMBERS if number in values}
+    title = values.get("title")
+    sources = {number: values[number].source for number in numbers}
+    return Device(name=name, title=str(title.value) if title else name, sources=sources, **numbers)  # type: ignore[arg-type]
+
+
+_MOST = 1e30
+"""Of any number of a device."""
+
+
+def _sections(file: Path) -> list[tuple[str, str, dict[str, _Value]]]:
+    """(`defaults` or `devices`, name, entry) of a file, in its order."""
+    try:
+        root = yaml.compose(file.read_text(), yaml.SafeLoader)
+    except OSError as error:
+        raise SpecError(f"the device list {file} can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(f"not YAML: {error}", where=str(file)) from None
+    found = []
+    for section, node, line in _items(root, file, "a device list is a mapping, with `devices:`"):
+        _known(section, {"defaults", "devices"}, f"{file}:{line}")
+        if section == "defaults":
+            found.append((section, "", _entry(node, file)))
+        else:
+            inside = _items(node, file, "`devices` are entries by name")
+            found += [(section, name.lower(), _entry(entry, file)) for name, entry, _ in inside]
+    return found
+
+
+def _entry(node: yaml.Node, file: Path) -> dict[str, _Value]:
+    items = _items(node, file, "an entry is a mapping, like `memory_gib: 80`")
+    own = next((str(_plain(value)) for name, value, _ in items if name == "source"), str(file))
+    entry = {}
+    for name, value, line in items:
+        where = f"{file}:{line}"
+        _known(name, _ENTRY, where)
+        if name != "source":
+            entry[name] = _checked(name, value, own, where, file)
+    return entry
+
+
+def _checked(name: str, node: yaml.Node, source: str, where: str, file: Path) -> _Value:
+    if isinstance(node, yaml.MappingNode):
+        parts = {key: _plain(value) for key, value, _ in _items(node, file, "")}
+        for key in parts:
+            _known(key, {"value", "source"}, where)
+        value, source = parts.get("value"), str(parts.get("source", source))
+    else:
+        value = _plain(node)
+    if name in ("title", "like") or (name == "shares_host_memory" and isinstance(value, bool)):
+        return _Value(str(value).lower() if name == "like" else value if isinstance(value, bool) else str(value), source, where)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST:
+        raise SpecError(f"{name}: {value!r:.40} is no number", where=where)
+    lowest_ok = value >= 0 if (name.endswith("_s") and not name.endswith("gb_s")) or name == "hidden" else value > 0
+    if not lowest_ok or (name in _FRACTIONS and value > 1):
+        raise SpecError(f"{name} is {value}; it must be {'a fraction of 1' if name in _FRACTIONS else 'positive'}", where=where)
+    return _Value(float(value), source, where)
+
+
+def _items(node: yaml.Node | None, file: Path, what: str) -> list[tuple[str, yaml.Node, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        raise SpecError(what, where=f"{file}:{node.start_mark.line + 1 if node else 1}")
+    return [(str(key.value), value, key.start_mark.line + 1) for key, value in node.value]
+
+
+def _plain(node: yaml.Node) -> object:
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except ValueError as error:  # A date that there is not, a number of thousands of digits.
+        raise SpecError(f"{node.value!s:.40} can't be read: {error}", where=f"line {node.start_mark.line + 1} of the device list") from None
+
+
+def _known(name: str, names: set[str], where: str) -> None:
+    if name not in names:
+        raise SpecError(f"{name}: no such field", where=where, now=did_you_mean(name, sorted(names)))
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices of one kind. Bytes and seconds; rates are of one device, attained rather than peak where the name does not say otherwise."""
+
+    name: str
+    device: Device
+    num_nodes: int
+    per_node: int
+    memory_bytes: int
+    """What engines may have of a device's memory."""
+    host_bytes: int
+    """What they may have of the host's, for each device."""
+    link_bytes_s: float
+    """To the others of its node."""
+    network_bytes_s: float
+    """To other nodes: its share of its node's network."""
+    pinned_bytes_s: float
+    """To and from pinned memory of its host."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.per_node
+
+    @property
+    def decode_bytes_s(self) -> float:
+        return self.device.memory_gb_s * 1e9 * self.device.decode_mbu
+
+    @property
+    def step_bytes_s(self) -> float:
+        return self.device.memory_gb_s * 1e9 * self.device.step_mbu
+
+    @property
+    def host_step_bytes_s(self) -> float:
+        """Of an optimiser that is stepped on the host: this device's share."""
+        return self.device.host_memory_gb_s * 1e9 * self.device.step_mbu / self.per_node
+
+    def host_link_bytes_s(self, *, is_pinned: bool) -> float:
+        return self.pinned_bytes_s * (1.0 if is_pinned else self.device.pageable)
+
+    def is_in_node(self, num_devices: int) -> bool:
+        return num_devices <= self.per_node
+
+    def between_bytes_s(self, num_devices: int) -> float:
+        """Among so many neighbours: the node's links, or the network."""
+        return self.link_bytes_s if self.is_in_node(num_devices) else min(self.link_bytes_s, self.network_bytes_s)
+
+    def latency_s(self, num_devices: int) -> float:
+        """Of a small all-reduce."""
+        if num_devices <= 1:
+            return 0.0
+        return self.device.collective_s if self.is_in_node(num_devices) else self.device.network_collective_s
+
+    def gather_s(self, num_bytes: float, group: int, stride: int = 1) -> float:
+        """An all-gather after which each of the group has so many bytes, or a reduce-scatter before which each has. An all-reduce is both.
+
+        Args:
+            stride: the group is every `stride`-th device.
+        Source:
+            Hierarchical rings: (m - 1)/m of the bytes over the link of a node with m members, then (k - 1)/k of each member's m-th part
+            over its share of the network, for k nodes.
+        """
+        if group <= 1:
+            return 0.0
+        members = max(1, min(group, self.per_node // stride))
+        nodes = -(-group // members)
+        inside = (members - 1) / members * num_bytes / self.link_bytes_s
+        across = (nodes - 1) / nodes * num_bytes / members / self.network_bytes_s
+        return inside + across + self.latency_s(group * stride)
+
+
+def pools_of(spec: ClusterSpec) -> dict[str, Pool]:
+    """The pools of a spec by name; this machine, as a pool named "", if it names none.
+
+    Raises:
+        SpecError: a device that no list has, with the nearest name; or this machine's GPU is none of them.
+    """
+    devices = device_list(spec.devices)
+    found = {}
+    for name, pool in spec.planned_pools.items():
+        if not name:
+            pool = _this_machine(pool)
+        found[name] = _pool(name, pool, devices.find(pool.device, where=f"pools.{name}.device"))
+    return found
+
+
+def _pool(name: str, spec: PoolSpec, device: Device) -> Pool:
+    memory = (spec.memory_gib or device.memory_gib) * GIB
+    host = (spec.host_memory_gib or device.host_memory_gib) * GIB
+    return Pool(
+        name=name,
+        device=device,
+        num_nodes=spec.nodes,
+        per_node=spec.devices_per_node,
+        memory_bytes=int(memory * device.usable_memory),
+        host_bytes=0 if device.shares_host_memory else int(host * device.usable_host_memory / spec.devices_per_node),
+        link_bytes_s=(spec.link_gb_s or device.link_gb_s) * 1e9 * device.attained_link,
+        network_bytes_s=(spec.network_gb_s or device.network_gb_s) * 1e9 * device.attained_link / spec.devices_per_node,
+        pinned_bytes_s=(spec.host_link_gb_s or device.host_link_gb_s) * 1e9 * device.attained_link,
+    )
+
+
+def _this_machine(pool: PoolSpec) -> PoolSpec:
+    """What the spec leaves open: the memory of each core, or what GPU it is."""
+    if pool.device == "cpu":
+        memory = None if pool.memory_gib else _memory_gib()
+        return pool.model_copy(update={"memory_gib": memory / pool.devices_per_node}) if memory else pool
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        model = next((line.partition(":")[2] for line in file.read_text().splitlines() if line.startswith("Model:")), "")
+        return pool.model_copy(update={"device": _device_of(model)})
+    now = "Say which, as `pools: {gpus: {device: h100, devices_per_node: 1}}`."
+    raise SpecError("what GPU this machine has can't be seen: its driver says nothing", now=now)
+
+
+def _device_of(model: str) -> str:
+    """The name in the device list of what the driver calls `NVIDIA H100 80GB HBM3`."""
+    words = model.lower().replace("-", " ").split()
+    name = next((word for word in words if word in ("h100", "h800", "h200", "h20", "b200", "l40s", "a100")), "")
+    if not name:
+        now = "Say what it can do in a device list of yours, and plan with `pools:`."
+        raise SpecError(f"this machine's GPU is a {model.strip() or 'device without a name'}, which the device list does not have", now=now)
+    return f"{name}-{'80' if '80gb' in model.lower() else '40'}" if name == "a100" else name
+
+
+def _memory_gib() -> float | None:
+    try:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    except (OSError, StopIteration):
+        return None
+    return int(line.split()[1]) / 2**20
+
+
+PLANNED: dict[tuple[str, EngineKind], ParallelLayouts] = {
+    ("deepspeed", "train"): ParallelLayouts(tp=None, sp=None, dp=None, ep=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
+}
+"""Layouts that can be planned for, beyond what the engine of that name can do here: to see what they would bring.
+
+DeepSpeed's pipelines need a model that is written as one, and go with ZeRO 0 and 1 only: not offered."""
+
+
+def offered(name: str, kind: EngineKind) -> ParallelLayouts:
+    """What an engine offers, whether or not what it needs is installed here.
+
+    Raises:
+        EngineError: there is no such engine.
+    """
+    known = {(info.name, info.kind): info.capabilities.parallel_layouts for info in engines() if info.kind == kind}
+    found = PLANNED.get((name, kind)) or known.get((name, kind))
+    if found is None:
+        names = sorted({one for one, of in [*known, *PLANNED] if of == kind})
+        raise EngineError(f"there is no {kind} engine {name!r} to plan for", now=f"There are {', '.join(names)}; see `m2flow engines`.")
+    return found
+
+
+def adds_adapters(engine: str) -> bool:
+    """Whether a rollout engine takes adapters alone."""
+    return any(info.kind == "rollout" and info.name == engine and info.capabilities.lora for info in engines())
+
+
+def legal_layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> tuple[Layout, ...]:
+    """Every legal layout on exactly this many devices; empty if there is none."""
+    return tuple(_layouts(shape, offers, kind, num_devices, per_node))
+
+
+def thread_layouts(kind: EngineKind, num_devices: int, per_node: int, num_ranks: int = 1) -> tuple[Layout, ...]:
+    """On cores of a CPU. `tp` counts the threads of a process: a trainer has as many processes as the spec gives it ranks, and rollout
+    instances share the cores out evenly."""
+    if kind == "train":
+        is_legal = num_devices <= per_node and num_devices % num_ranks == 0
+        return (Layout(tp=num_devices // num_ranks, dp=num_ranks),) if is_legal else ()
+    return tuple(Layout(tp=k, dp=num_devices // k) for k in range(1, min(per_node, num_devices) + 1) if num_devices % k == 0)
+
+
+def _layouts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, num_devices: int, per_node: int) -> Iterator[Layout]:
+    for tp in _degrees(offers.tp, per_node, num_devices):
+        if not shape.is_tp_legal(tp):
+            continue
+        for sp in _degrees(offers.sp, per_node // tp, num_devices // tp):
+            if per_node % (tp * sp) or not shape.is_sp_legal(tp * sp):
+                continue
+            for pp in _powers(offers.pp, min(shape.num_layers, num_devices // (tp * sp))):
+                replica = tp * sp * pp
+                if num_devices % replica:
+                    continue
+                dp = num_devices // replica
+                if kind == "train" and offers.dp is not None and dp > offers.dp:
+                    continue
+                for ep in _experts(shape, offers, kind, tp, dp * sp):
+                    yield from _stages(Layout(tp=tp, pp=pp, sp=sp, dp=dp, ep=ep), offers)
+
+
+def _stages(layout: Layout, offers: ParallelLayouts) -> Iterator[Layout]:
+    """The layout at each ZeRO stage, with and without offloading. A trainer of one replica has nothing to shard."""
+    stages = [stage for stage in offers.zero if stage == 0 or layout.dp * layout.sp > 1] or [0]
+    for stage in stages:
+        for offload in (False, True) if offers.offload else (False,):
+            yield Layout(layout.tp, layout.pp, layout.sp, layout.dp, layout.ep, stage, offload)
+
+
+def _experts(shape: ModelShape, offers: ParallelLayouts, kind: EngineKind, tp: int, num_replicas: int) -> list[int]:
+    """Degrees of expert parallelism: none, or as far as it goes."""
+    most = tp if kind == "rollout" else num_replicas
+    most = most if offers.ep is None else min(most, offers.ep)
+    best = next(
+        (
+            ep
+            for ep in range(min(most, shape.num_experts), 1, -1)
+            if (tp if kind == "rollout" else num_replicas) % ep == 0 and shape.is_ep_legal(ep)
+        ),
+        1,
+    )
+    return [1, best] if best > 1 else [1]
+
+
+def _degrees(most: int | None, within: int, num_devices: int) -> list[int]:
+    limit = within if most is None else min(most, within)
+    return [degree for degree in range(1, limit + 1) if within % degree == 0 and num_devices % degree == 0]
+
+
+def _powers(most: int | None, limit: int) -> list[int]:
+    limit = limit if most is None else min(most, limit)
+    return [1 << i for i in range(max(limit, 1).bit_length()) if 1 << i <= max(limit, 1)]

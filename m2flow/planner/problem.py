@@ -1,0 +1,985 @@
+"""One search, set up: calls as bits of a set, every engine's options and times, and how the costs of parts add up to Pareto fronts.
+
+Workload --CallGraph--> convex sets, their cuts (A before B), and what lies on each cut
+
+A cut of a set S splits it into A and B such that no call of B comes before one of A: every down-set of S is tried, not only the
+prefixes of one order. Sets are ints, a bit for each call on devices in program order. Functions have no devices; they are counted on
+the one cut that parts what feeds them from what they feed.
+
+Calls that need nothing of each other have 2^n down-sets. Where these are too many, some are taken: the prefixes of a few orders of the
+calls, and what two of them have in common; `not_tried` says so.
+
+Costs, ClusterSpec --options_of--> Options of each engine (resident, or in the host's memory between its calls)
+
+What a pin forbids, and what does not fit the device alone, is not here. `unfit` remembers the latter, for the error.
+
+first  (l)   first sample in -> first chunk out
+    total  (T)   all of the input there at 0 -> last chunk out
+    last   (d)   last sample in -> last chunk out
+
+A forward pass and an update work chunk by chunk: a chunk of m samples on R replicas costs what ceil(m/R) R samples cost, and a fixed
+time for each micro-batch. An update makes nothing of use before its end (l = T); only its first mini-batch can be worked on before
+the last sample is in. Legal chunks are the call's unit times powers of two, and the whole batch.
+
+A row of a `Front` is one plan for some of the calls. `values` are its devices (by pool), its times and its memory; `ties` is what it
+has fixed for the rest of the plan, -1 where it has not. A row may be dropped if another with the same ties is no worse in any value:
+whatever the rest of the plan, every formula that puts rows together is monotone in each value.
+
+With (l, T, d) of leaves.py, A before B, both with what they need of functions between them already added to A as A' (below):
+
+    split, linked       l = l' + lB             T = max(l' + TB, T' + dB)         d = d' + dB
+    split, unlinked     l = max(lA, lB)         T = max(TA, TB)                   d = max(dA, dB)
+    turns               l = max(TA, l') + lB    T = max(TA + TB, l' + TB, T' + dB)    d = max(dA + TB, d' + dB)
+
+and where B waits for all of its input, l' is T' for B's start. A function f takes (l, T, d) to (l + lf, max(l + Tf, T + df), d + df).
+All are sums and maxima: no time of a plan falls when one of a part grows. For stages whose chunks come at an even pace, T is
+max_k(r_k + sum_{i>=k} p_i), which has its maximum at the first or the last chunk.
+
+With staleness, steps overlap: `busy` is how long a part holds its devices in each step: T of what takes turns, the longest of what
+is split. A step then takes max(busy, T/(staleness + 1)), since an answer waits for the update of staleness + 1 steps before.
+
+Source: the pipeline of Yu et al. (RLinf), arXiv:2509.15965, T_critical + (M/m - 1) T_bottleneck, is the case of even chunks.
+
+Two kinds of engine are more than a leaf of their own. One with several calls (a critic's values and update) is in one place: wherever
+a plan puts these calls, they have the same devices and the same layout. And a model that is both sampled and trained needs its new
+weights sent, which costs what both layouts make it cost. What such an engine has chosen is part of a row's ties until all the calls
+that it matters to are inside.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import PlanError
+from m2flow.micro.protocol.cost_terms import Costs, EngineId, Footprint, FunctionCost, Layout, Switch
+from m2flow.planner.shortage import no_room
+from m2flow.planner.workload import BatchTimes, CallLoad, Draws, Instances, Workload
+from m2flow.spec import ClusterSpec, PinSpec
+
+if TYPE_CHECKING:
+    from m2flow.planner.dynamic_program import Lent
+
+_MOST_DOWN_SETS = 64
+_MOST_CUTS = 1500
+"""Of all parts. Time grows with their number; five calls beside each other have some 1,000, and a chain of twenty."""
+_SHORT = 6
+"""Calls of a part that begins later than the step, where even the cuts of a few orders are too many."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """S = first | second, and how the second gets what the first makes."""
+
+    first: int
+    second: int
+    is_linked: bool
+    """Something in `second` needs something in `first`; otherwise they may run side by side."""
+    waits: bool
+    """What starts `second` needs all of its input."""
+    functions: tuple[str, ...]
+    """Functions that are fed by `first` alone and feed `second`, in program order."""
+
+
+@dataclass(frozen=True)
+class CallGraph:
+    """The calls on devices with their order."""
+
+    workload: Workload
+    device_calls: tuple[CallLoad, ...] = field(init=False)
+    function_calls: tuple[CallLoad, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        calls = self.workload.calls
+        object.__setattr__(self, "device_calls", tuple(call for call in calls if call.engine is not None))
+        object.__setattr__(self, "function_calls", tuple(call for call in calls if call.engine is None))
+
+    @property
+    def everything(self) -> int:
+        return (1 << len(self.device_calls)) - 1
+
+    def members(self, calls: int) -> tuple[CallLoad, ...]:
+        return tuple(call for i, call in enumerate(self.device_calls) if calls >> i & 1)
+
+    def engines(self, calls: int) -> frozenset[EngineId]:
+        if calls not in self._engines:
+            self._engines[calls] = frozenset(call.engine for call in self.members(calls) if call.engine is not None)
+        return self._engines[calls]
+
+    @cached_property
+    def _engines(self) -> dict[int, frozenset[EngineId]]:
+        return {}
+
+    @cached_property
+    def bits(self) -> dict[str, int]:
+        return {call.name: 1 << i for i, call in enumerate(self.device_calls)}
+
+    @cached_property
+    def _through(self) -> dict[str, int]:
+        """Function -> the calls on devices that feed it, directly or through functions."""
+        found: dict[str, int] = {}
+        for call in self.function_calls:
+            found[call.name] = self._union(found.get(name, self.bits.get(name, 0)) for name in call.after)
+        return found
+
+    @cached_property
+    def _fed(self) -> dict[str, int]:
+        """Function -> the calls on devices that it feeds, directly or through functions."""
+        found: dict[str, int] = {}
+        for call in reversed(self.function_calls):
+            takers = (taker for taker in self.workload.calls if call.name in taker.after)
+            found[call.name] = self._union(found.get(taker.name, self.bits.get(taker.name, 0)) for taker in takers)
+        return found
+
+    @cached_property
+    def direct(self) -> tuple[int, ...]:
+        """For each call on devices those that it needs, directly or through functions."""
+        return tuple(self._union(self._through.get(name, self.bits.get(name, 0)) for name in call.after) for call in self.device_calls)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """For each call on devices all that come before it."""
+        found: list[int] = []
+        for needs in self.direct:
+            found.append(needs | self._union(found[i] for i in _indices(needs)))
+        return tuple(found)
+
+    @cached_property
+    def _all_down_sets(self) -> tuple[int, ...] | None:
+        """None: there are too many, or too many cuts between them."""
+        found = {0}
+        for i, needs in enumerate(self.before):
+            found |= {done | 1 << i for done in found if needs & ~done == 0}
+            if len(found) > _MOST_DOWN_SETS:
+                return None
+        return tuple(sorted(found)) if _num_cuts(found) <= _MOST_CUTS else None
+
+    @cached_property
+    def down_sets(self) -> tuple[int, ...]:
+        """All of them; where there are too many, those of a few orders of the calls. Ascending."""
+        if self._all_down_sets is not None:
+            return self._all_down_sets
+        found = set[int]()
+        for order in self._orders():
+            more = found | set(itertools.accumulate((1 << i for i in order), operator.or_, initial=0))
+            more |= {one & other for one, other in itertools.combinations(more, 2)}
+            if not found or (len(more) <= _MOST_DOWN_SETS and _num_cuts(more) <= _MOST_CUTS):
+                found = more
+        return tuple(sorted(found))
+
+    def _orders(self) -> Iterator[list[int]]:
+        """Topological orders of the calls: of the program, kind by kind, engine by engine, the longest chains first, and from behind."""
+        rest = [self._height(i) for i in range(len(self.before))]
+        kinds = [call.engine.kind if call.engine is not None else "" for call in self.device_calls]
+        names = [str(call.engine) for call in self.device_calls]
+        for key in (
+            lambda i: (i,),
+            lambda i: (kinds[i], names[i], i),
+            lambda i: (names[i], i),
+            lambda i: (-rest[i], i),
+            lambda i: (-i,),
+        ):
+            yield self._order(key)
+
+    def _order(self, key: Callable[[int], tuple[int | str, ...]]) -> list[int]:
+        done, left, found = 0, set(range(len(self.before))), list[int]()
+        while left:
+            first = min((i for i in left if self.before[i] & ~done == 0), key=key)
+            found.append(first)
+            left.remove(first)
+            done |= 1 << first
+        return found
+
+    def _height(self, i: int) -> int:
+        """Calls that come after it."""
+        return sum(1 for needs in self.before if needs >> i & 1)
+
+    @property
+    def not_tried(self) -> tuple[str, ...]:
+        """What the cuts leave out; nothing where all are tried."""
+        if self._all_down_sets is not None:
+            return ()
+        return (f"most ways to part a step of {len(self.device_calls)} calls: the parts are runs of calls in a few orders of them",)
+
+    @cached_property
+    def convex_sets(self) -> tuple[int, ...]:
+        """What can lie between two cuts, the smaller first; the last is everything."""
+        found = _convex(self.down_sets)
+        if _num_cuts(self.down_sets) > _MOST_CUTS:
+            found = {calls for calls in found if calls.bit_count() <= _SHORT or calls in self.down_sets}
+        return tuple(sorted(found, key=lambda calls: (calls.bit_count(), calls)))
+
+    def cuts(self, calls: int) -> Iterator[Cut]:
+        """All ways to split a convex set into two; of some down-sets alone, those into two that these enclose."""
+        seen = set()
+        for done in self.down_sets:
+            first = calls & done
+            if first and first != calls and first not in seen:
+                seen.add(first)
+                if self._all_down_sets is not None or (first in self._enclosed and calls & ~first in self._enclosed):
+                    yield self._cut(first, calls & ~first)
+
+    @cached_property
+    def _enclosed(self) -> frozenset[int]:
+        return frozenset(self.convex_sets)
+
+    def _cut(self, first: int, second: int) -> Cut:
+        entries = [i for i in _indices(second) if self.direct[i] & first and not self.direct[i] & second]
+        return Cut(
+            first=first,
+            second=second,
+            is_linked=any(self.direct[i] & first for i in _indices(second)),
+            waits=any(self.device_calls[i].is_barrier for i in entries),
+            functions=tuple(f.name for f in self.function_calls if self._parts(f.name, first, second)),
+        )
+
+    def _parts(self, name: str, first: int, second: int) -> bool:
+        feeds, fed = self._through[name], self._fed[name]
+        return bool(feeds & first and fed & second) and not feeds & second and not fed & first
+
+    @cached_property
+    def leading_functions(self) -> tuple[str, ...]:
+        """Functions that need nothing from devices, and feed some."""
+        return tuple(f.name for f in self.function_calls if not self._through[f.name] and self._fed[f.name])
+
+    @cached_property
+    def trailing_functions(self) -> tuple[str, ...]:
+        """Functions that feed nothing on devices."""
+        return tuple(f.name for f in self.function_calls if not self._fed[f.name])
+
+    @staticmethod
+    def _union(sets: Iterable[int]) -> int:
+        found = 0
+        for one in sets:
+            found |= one
+        return found
+
+
+def _convex(down_sets: Collection[int]) -> set[int]:
+    return {late & ~early for late in down_sets for early in down_sets if early & ~late == 0 and early != late}
+
+
+def _num_cuts(down_sets: Collection[int]) -> int:
+    """Of all that can lie between two cuts."""
+    return sum(len({calls & done for done in down_sets}) - 2 for calls in _convex(down_sets))
+
+
+def _indices(calls: int) -> Iterator[int]:
+    while calls:
+        low = calls & -calls
+        yield low.bit_length() - 1
+        calls ^= low
+
+
+_FREE_PIN = PinSpec()
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One way to place an engine. What the search asks of each again and again is worked out by `of`."""
+
+    pool: str
+    layout: Layout
+    footprint: Footprint
+    num_devices: int
+    kept_bytes: int
+    """On the device while others work there."""
+    device_bytes: int
+    """While the engine works."""
+    host_bytes: int
+    """In the host's memory, for each device: room for what leaves is reserved for good."""
+    is_swapped: bool = False
+    """It comes to its devices before its calls and leaves them after, with all that it keeps; otherwise it stays."""
+    leave_s: float = 0.0
+    come_s: float = 0.0
+
+    @classmethod
+    def of(cls, pool: str, layout: Layout, footprint: Footprint) -> Option:
+        """That stays on its devices."""
+        return cls(pool, layout, footprint, layout.num_devices, footprint.kept_bytes, footprint.device_bytes, footprint.host)
+
+    def swapped(self, switch: Switch) -> Option:
+        """The same one, if it leaves its devices between its calls."""
+        host = self.host_bytes + self.kept_bytes
+        pool, layout, footprint, num, device = self.pool, self.layout, self.footprint, self.num_devices, self.device_bytes
+        return Option(pool, layout, footprint, num, 0, device, host, True, switch.leave_s, switch.come_s)
+
+
+@dataclass
+class Options:
+    """All ways to place each engine."""
+
+    of: dict[EngineId, list[Option]] = field(default_factory=dict)
+    unfit: dict[EngineId, list[Option]] = field(default_factory=dict)
+
+
+def options_of(engines: Sequence[EngineId], costs: Costs, spec: ClusterSpec, counts: dict[str, Sequence[int]] | None = None) -> Options:
+    """Every option of every engine, at all device counts that are multiples of the engine's unit.
+
+    With `counts`, by pool, only at those, and with an optimiser in the host's memory only where nothing else fits.
+    """
+    found = Options()
+    for engine in engines:
+        like, pin = costs.like(engine), pin_of(engine, spec)
+        if like in found.of and pin is _FREE_PIN is pin_of(like, spec):
+            found.of[engine], found.unfit[engine] = found.of[like], found.unfit[like]
+            continue
+        found.of[engine], found.unfit[engine] = [], []
+        for pool, size in spec.planned_pools.items():
+            if pin.pool not in (None, pool):
+                continue
+            unit = costs.unit(engine, pool)
+            for num in _counts(unit, size.num_devices, counts[pool] if counts else None):
+                if not _count_allowed(num, pin):
+                    continue
+                layouts = [layout for layout in costs.layouts(engine, pool, num) if pin is _FREE_PIN or _layout_allowed(layout, pin)]
+                on_device = [layout for layout in layouts if not layout.offload]
+                before = len(found.of[engine])
+                for some in (on_device, [layout for layout in layouts if layout.offload]):
+                    if some is on_device or counts is None or len(found.of[engine]) == before:
+                        for layout in some:
+                            _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
+            if not unit and not found.unfit[engine]:
+                _add_unfit(found, engine, pool, size.num_devices, costs)
+    return found
+
+
+def options_near(engines: Mapping[EngineId, tuple[str, Layout, Sequence[int]]], costs: Costs, spec: ClusterSpec) -> Options:
+    """Of each engine, the options in one pool on these numbers of devices whose replicas are as a layout has them."""
+    found = Options()
+    for engine, (pool, like, counts) in engines.items():
+        found.of[engine], found.unfit[engine] = [], []
+        for num in _counts(costs.unit(engine, pool), max(counts), counts):
+            for layout in costs.layouts(engine, pool, num):
+                is_like = (layout.tp, layout.pp, layout.sp, layout.ep) == (like.tp, like.pp, like.sp, like.ep)
+                if is_like and is_allowed(engine, pool, layout, spec):
+                    _add(found, engine, pool, layout, costs, may_swap=spec.may_offload and len(engines) > 1)
+    return found
+
+
+def _counts(unit: int, num_devices: int, wanted: Iterable[int] | None) -> list[int]:
+    if not unit:
+        return []
+    return sorted({num // unit * unit for num in (range(unit, num_devices + 1, unit) if wanted is None else wanted)} - {0})
+
+
+def _add(found: Options, engine: EngineId, pool: str, layout: Layout, costs: Costs, *, may_swap: bool) -> None:
+    footprint = costs.footprint(engine, pool, layout)
+    stays = Option.of(pool, layout, footprint)
+    if stays.device_bytes > costs.device_bytes(pool) or stays.host_bytes > costs.host_bytes(pool):
+        found.unfit[engine].append(stays)
+        return
+    found.of[engine].append(stays)
+    if may_swap and stays.kept_bytes:
+        away = stays.swapped(costs.switch(engine, pool, footprint))
+        if away.host_bytes <= costs.host_bytes(pool):
+            found.of[engine].append(away)
+
+
+def _add_unfit(found: Options, engine: EngineId, pool: str, num_devices: int, costs: Costs) -> None:
+    found.unfit[engine] += [
+        Option.of(pool, layout, costs.footprint(engine, pool, layout)) for layout in costs.layouts(engine, pool, num_devices)
+    ]
+
+
+def pin_of(engine: EngineId, spec: ClusterSpec) -> PinSpec:
+    """What the spec fixes for an engine."""
+    is_pinned = spec.pin and not spec.pin.keys().isdisjoint((engine.kind, engine.role, str(engine)))
+    return spec.pin_of(engine.role, engine.kind) if is_pinned else _FREE_PIN
+
+
+def pinned_counts(pin: PinSpec, size: int) -> list[int]:
+    """Of a pool of that size, the numbers of devices that a pin leaves to its engine, where it says anything of them: its own, or multiples
+    of what its layout fixes, whose other degrees are powers of two."""
+    layout = pin.layout
+    if pin.num_devices is not None or pin.devices is not None:
+        num = pin.num_devices if pin.num_devices is not None else pin.devices[1] - pin.devices[0] if pin.devices else 0
+        return [num] if num <= size else []
+    fixed = math.prod(degree or 1 for degree in (layout.tp, layout.pp, layout.sp, layout.dp))
+    return [fixed << i for i in range(size.bit_length()) if fixed << i <= size] if fixed > 1 else []
+
+
+def is_allowed(engine: EngineId, pool: str, layout: Layout, spec: ClusterSpec) -> bool:
+    """Whether what the spec fixes leaves an engine this pool and this layout."""
+    pin = pin_of(engine, spec)
+    return pin.pool in (None, pool) and _count_allowed(layout.num_devices, pin) and _layout_allowed(layout, pin)
+
+
+def _count_allowed(num: int, pin: PinSpec) -> bool:
+    if pin.devices is not None and num != pin.devices[1] - pin.devices[0]:
+        return False
+    return pin.num_devices in (None, num)
+
+
+def _layout_allowed(layout: Layout, pin: PinSpec) -> bool:
+    fixed = [(name, value) for name, value in pin.layout if value is not None]
+    return all(getattr(layout, name) == value for name, value in fixed) and pin.offload in (None, layout.offload)
+
+
+T = TypeVar("T")
+
+TIMES = 3
+"""Columns l, T, d."""
+
+
+def legal_chunks(call: CallLoad) -> tuple[int, ...]:
+    """Samples that a call may hand on at a time."""
+    unit = _unit(call)
+    sizes = [unit]
+    while sizes[-1] * 2 < call.num_samples:
+        sizes.append(sizes[-1] * 2)
+    return tuple(dict.fromkeys([min(size, call.num_samples) for size in sizes] + [call.num_samples]))
+
+
+def _unit(call: CallLoad) -> int:
+    if call.unit == "batch":
+        return call.num_samples
+    if call.unit == "minibatch":
+        return max(1, call.num_samples // num_minibatches(call))
+    return 1 if call.unit == "sample" else call.num_per_prompt
+
+
+def num_minibatches(call: CallLoad) -> int:
+    return max(1, call.num_optimizer_steps // max(1, call.num_epochs))
+
+
+@dataclass(frozen=True, eq=False)
+class LeafTimes:
+    """Of calls that one engine runs one after the other: [options, chunks, 3]."""
+
+    chunks: tuple[int, ...]
+    times: FloatArray
+
+
+def leaf_times(
+    calls: Sequence[CallLoad], options: Sequence[Option], costs: Costs, batches: Mapping[str, BatchTimes], most_chunks: int = 0
+) -> LeafTimes:
+    """The calls in their order, in chunks that are legal for each of them; the engine comes before and leaves after, if it is swapped.
+
+    Args:
+        most_chunks: 0, or how many sizes to try: the whole batch, a quarter of it, and so on.
+    """
+    engine = calls[0].engine
+    assert engine is not None
+    if not any(call.num_samples for call in calls):
+        return LeafTimes((1,), np.zeros((len(options), 1, TIMES)))
+    chunks = tuple(sorted(set.intersection(*(set(legal_chunks(call)) for call in calls)))) or (max(c.num_samples for c in calls),)
+    chunks = tuple(sorted(chunks[-1 - 2 * i] for i in range(most_chunks) if 2 * i < len(chunks))) if most_chunks else chunks
+    each = [call_times(call, engine, options, chunks, costs, batches[call.name]) for call in calls]
+    first = sum((t[..., 1] for t in each[:-1]), np.zeros(each[0].shape[:2])) + each[-1][..., 0]
+    total = sum((t[..., 1] for t in each), np.zeros(each[0].shape[:2]))
+    last = each[0][..., 2] + sum((t[..., 1] for t in each[1:]), np.zeros(each[0].shape[:2]))
+    come = np.array([option.come_s for option in options])[:, None]
+    leave = np.array([option.leave_s for option in options])[:, None]
+    return LeafTimes(chunks, np.stack([first + come, total + come + leave, last + leave], axis=-1))
+
+
+def call_times(
+    call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: BatchTimes
+) -> FloatArray:
+    """[options, chunks, 3] of one call."""
+    if call.work == "generate":
+        return _generate(call, engine, options, chunks, costs, batch)
+    return _passes(call, engine, options, chunks, costs, batch)
+
+
+def instances(engine: EngineId, options: Sequence[Option], costs: Costs) -> Instances:
+    decodes = _of_layouts(options, lambda option: costs.decode(engine, option.pool, option.layout))
+    return Instances(
+        step_s=np.array([d.step_s for d in decodes]),
+        sample_s=np.array([d.sample_s for d in decodes]),
+        prefill_token_s=np.array([d.prefill_token_s for d in decodes]),
+        max_running=np.array([max(1, d.max_running) for d in decodes], np.float64),
+        num=np.array([option.layout.dp for option in options], np.float64),
+        enter_leave_s=np.array([d.enter_s + d.leave_s for d in decodes]),
+        handover_s=np.array([d.handover_s for d in decodes]),
+        gather_s=np.array([d.gather_s for d in decodes]),
+    )
+
+
+def _of_layouts(options: Sequence[Option], cost: Callable[[Option], T]) -> list[T]:
+    """A cost of each option; whether it is swapped does not matter, and its like comes next."""
+    found: list[T] = []
+    before: Option | None = None
+    for option in options:
+        found.append(found[-1] if before is not None and _is_like(option, before) else cost(option))
+        before = option
+    return found
+
+
+def _is_like(option: Option, other: Option) -> bool:
+    """Whether two options are one layout, at home or swapped."""
+    return option.layout is other.layout and option.pool == other.pool
+
+
+def _generate(
+    call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: BatchTimes
+) -> FloatArray:
+    unlike = [i for i, option in enumerate(options) if not i or not _is_like(option, options[i - 1])]
+    ways = instances(engine, [options[i] for i in unlike], costs)
+    total = batch.rollout_s(ways)
+    last = np.minimum(total, batch.last_sample_s(ways))
+    found = np.empty((len(unlike), len(chunks), TIMES))
+    found[..., 0] = batch.first_chunks_s(ways, [-(-chunk // call.num_per_prompt) for chunk in chunks])
+    found[..., 1], found[..., 2] = total[:, None], last[:, None]
+    return np.repeat(found, np.diff([*unlike, len(options)]), axis=0)
+
+
+def _passes(
+    call: CallLoad, engine: EngineId, options: Sequence[Option], chunks: Sequence[int], costs: Costs, batch: BatchTimes
+) -> FloatArray:
+    trains = _of_layouts(options, lambda option: costs.train(engine, option.pool, option.layout))
+    passes = [train.update if call.work == "update" else train.forward for train in trains]
+    fixed = np.array([p.fixed_s for p in passes])[:, None]
+    sample = np.array([p.sample_s + p.token_s * batch.mean_tokens + p.token2_s * batch.mean_square for p in passes])[:, None]
+    replicas = np.array([option.layout.dp for option in options], np.float64)[:, None]
+    size = np.array(chunks, np.float64)[None, :]
+    rows = np.ceil(size / replicas)
+    microbatches = np.ceil(np.maximum(1.0, rows * batch.mean_tokens / call.token_budget)) if call.token_budget else np.ones_like(rows)
+    chunk_s = microbatches * replicas * fixed + rows * replicas * sample  # `fixed` is a replica's, shared out to all.
+    pass_s = call.num_samples / size * chunk_s
+    if call.work != "update":
+        return np.stack([chunk_s, pass_s, chunk_s], axis=-1)
+    optimizer = np.array([train.optimizer_s for train in trains])[:, None] * call.num_optimizer_steps
+    total = pass_s * call.num_epochs + optimizer
+    last = total - pass_s / num_minibatches(call) + np.minimum(chunk_s, pass_s / num_minibatches(call))
+    return np.stack([total, total, last], axis=-1)
+
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_FEW = 160
+"""Rows up to which all pairs are compared at once."""
+_AT_ONCE = 60_000
+"""Comparisons that are made in one go: more fall out of the cache."""
+_ROUNDING = 1e-12
+"""Relative: two ways to write the same sum are one plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """Plans of one set of calls."""
+
+    values: FloatArray
+    """[rows, values], not negative."""
+    ties: IntArray
+    """[rows, ties]."""
+    work: FloatArray
+    """[rows], device-seconds; of no importance for what is beaten."""
+    origin: IntArray
+    """[rows, 3]: where a row is from: (-1 - cut, row of the first, row of the second), or (way, option, chunk) of a leaf."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def take(self, rows: npt.NDArray[np.bool_] | IntArray) -> Front:
+        return Front(self.values[rows], self.ties[rows], self.work[rows], self.origin[rows])
+
+
+def gathered(fronts: list[Front]) -> Front:
+    return Front(
+        np.concatenate([front.values for front in fronts]),
+        np.concatenate([front.ties for front in fronts]),
+        np.concatenate([front.work for front in fronts]),
+        np.concatenate([front.origin for front in fronts]),
+    )
+
+
+def pruned(front: Front, slack: FloatArray | float = 0.0, compared: list[int] | slice = slice(None)) -> Front:
+    """Without rows that another one beats or equals, or misses by no more than `slack`, a number for each value.
+
+    Args:
+        compared: the ties that must be equal; all of them, or a better plan may be lost by what the others decide.
+    """
+    if len(front) < 2:
+        return front
+    return front.take(unbeaten(front.values, codes(front.ties[:, compared]), slack))
+
+
+def unbeaten(every: FloatArray, kinds: IntArray, slack: FloatArray | float = 0.0) -> IntArray:
+    """Indices of rows that no other row of the same code beats."""
+    most = every.max(axis=0)
+    differ = most > every.min(axis=0)  # A column in which all are equal decides nothing.
+    values = every[:, differ]
+    order = np.argsort(values @ (1 / most[differ]), kind="stable")
+    room = np.broadcast_to(slack, every.shape[1:])[differ]
+    return np.asarray(np.sort(order[_unbeaten(np.ascontiguousarray(values[order].T), kinds[order], room)]))
+
+
+def spread(front: Front, groups: IntArray, merit: FloatArray, most: int) -> Front:
+    """At most so many rows: the best of each group first (the least merit), then the second best, and so on."""
+    if len(front) <= most:
+        return front
+    order = np.lexsort((merit, groups))
+    grouped = groups[order]
+    is_first = np.ones(len(order), np.bool_)
+    np.not_equal(grouped[1:], grouped[:-1], out=is_first[1:])
+    start = np.flatnonzero(is_first)
+    if len(start) >= most:
+        best = order[start]
+        return front.take(np.sort(best[np.argsort(merit[best], kind="stable")[:most]]))
+    rank = np.arange(len(order)) - start[np.cumsum(is_first) - 1]
+    return front.take(np.sort(order[np.lexsort((merit[order], rank))[:most]]))
+
+
+def codes(ties: IntArray) -> IntArray:
+    """One number for each row of ties."""
+    code = np.zeros(len(ties), np.int64)
+    for column in ties.T:
+        code = code * (int(column.max()) + 2) + column + 1
+    return code
+
+
+def _unbeaten(values: FloatArray, kinds: IntArray, room: FloatArray) -> IntArray:
+    """Indices of the rows that no other beats, [values, rows] in an order in which a row comes before those that it beats."""
+    if len(kinds) <= _FEW:
+        return _not_beaten_by_kept(_beats(values, kinds, room))
+    left = np.arange(len(kinds))
+    slack = values * (1 + _ROUNDING) + room[:, None]
+    kept: list[int] = []
+    while len(left):
+        kept.append(int(left[0]))
+        stays = kinds != kinds[0]
+        for column, value in zip(slack, values[:, 0], strict=True):
+            stays |= column < value
+        stays[0] = False
+        left, values, slack, kinds = left[stays], values[:, stays], slack[:, stays], kinds[stays]
+    return np.array(kept, np.int64)
+
+
+def _beats(values: FloatArray, kinds: IntArray, room: FloatArray) -> npt.NDArray[np.bool_]:
+    """[rows, rows]: whether a row is no worse than another of its kind in any value, or not by more than there is room for."""
+    beats = np.equal.outer(kinds, kinds)
+    most = values * (1 + _ROUNDING) + room[:, None]
+    if values.size * len(kinds) <= _AT_ONCE:
+        beats &= (values[:, :, None] <= most[:, None, :]).all(axis=0)
+        return beats
+    for column, limit in zip(values, most, strict=True):
+        beats &= np.less_equal.outer(column, limit)
+    return beats
+
+
+def _not_beaten_by_kept(beats: npt.NDArray[np.bool_]) -> IntArray:
+    """The rows that no row which is kept before them beats. Rows of bits are compared as whole numbers, each in one operation."""
+    rows = [int.from_bytes(row, "little") for row in np.packbits(beats, axis=1, bitorder="little")]
+    kept, beaten = [], 0
+    for row, mask in enumerate(rows):
+        if not beaten >> row & 1:
+            kept.append(row)
+            beaten |= mask
+    return np.array(kept, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Arrays of one shape."""
+
+    first: FloatArray
+    total: FloatArray
+    last: FloatArray
+    busy: FloatArray
+
+    def at(self, rows: IntArray) -> Times:
+        return Times(self.first[rows], self.total[rows], self.last[rows], self.busy[rows])
+
+
+def zero_times() -> Times:
+    nothing = np.zeros(())
+    return Times(nothing, nothing, nothing, nothing)
+
+
+def side_by_side(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool, slowdowns: tuple[float, float] = (1.0, 1.0)) -> Times:
+    """A and B on devices of their own. `fed` is what B gets, when: A with the functions after it.
+
+    `slowdowns`: how many times as long A, and B, take while the other works too, which they do for as long as the shorter lasts.
+    """
+    if waits:
+        return Times(fed.total + b.first, fed.total + b.total, fed.last + b.total, np.maximum(fed.busy, b.busy))
+    both = np.minimum(a.total, b.total)
+    more_a, more_b = ((factor - 1) * both for factor in slowdowns)
+    busy = np.maximum(fed.busy + more_a, b.busy + more_b)
+    if not is_linked:
+        total = np.maximum(a.total + more_a, b.total + more_b)
+        return Times(np.maximum(a.first, b.first), total, np.maximum(a.last, b.last), busy)
+    total = np.maximum(fed.first + b.total + more_b, fed.total + more_a + b.last)
+    return Times(fed.first + b.first, total, fed.last + b.last, busy)
+
+
+def in_turns(a: Times, fed: Times, b: Times, *, is_linked: bool, waits: bool) -> Times:
+    """B when A has left the devices."""
+    if not is_linked:
+        total = a.total + b.total
+        return Times(a.total + b.first, total, a.last + b.total, total)
+    if waits:
+        total = fed.total + b.total
+        return Times(fed.total + b.first, total, fed.last + b.total, total)
+    start = np.maximum(a.total, fed.first)
+    total = np.maximum(start + b.total, fed.total + b.last)
+    return Times(start + b.first, total, np.maximum(a.last + b.total, fed.last + b.last), total)
+
+
+@dataclass(frozen=True)
+class FunctionTimes:
+    """Of all the units of a call on functions."""
+
+    first: float
+    total: float
+    last: float
+
+    def after(self, t: Times, *, waits: bool) -> Times:
+        """What comes out, if `t` goes in."""
+        if waits:
+            return Times(t.total + self.first, t.total + self.total, t.last + self.total, np.maximum(t.busy, self.total))
+        total = np.maximum(t.first + self.total, t.total + self.last)
+        return Times(t.first + self.first, total, t.last + self.last, np.maximum(t.busy, self.total))
+
+
+def function_times(call: CallLoad, cost: FunctionCost, num_processes: int, chunk: int) -> FunctionTimes:
+    """A call whose units are taken in order, `chunk` in a task, by `num_processes` with `concurrency` units each.
+
+    The last unit in is out when the slowest of those that were under way with it is: the quantile c/(c + 1) of the latency, c units.
+    """
+    units = {"sample": call.num_samples, "group": call.num_prompts, "minibatch": call.num_prompts, "batch": 1}[call.unit]
+    under_way = min(units, num_processes * cost.concurrency)
+    at = np.linspace(0, 1, len(cost.quantiles_s)) if len(cost.quantiles_s) > 1 else np.zeros(1)
+    last = float(np.interp(under_way / (under_way + 1), at, cost.quantiles_s)) if under_way else 0.0
+    tasks_s = cost.task_s * -(-units // chunk) / max(1, min(num_processes, units))
+    total = max(last + cost.task_s * bool(units), units * cost.mean_s / max(1, under_way) + tasks_s)
+    return FunctionTimes(cost.mean_s + cost.task_s, total, last + cost.task_s)
+
+
+def through_functions(a: Times, names: Iterable[str], calls: Mapping[str, CallLoad], times: Mapping[str, FunctionTimes]) -> Times:
+    """What a cut hands on when `names`, in program order, lie on it: each takes from `a` or from others of them."""
+    made: dict[str, Times] = {}
+    for name in names:
+        inputs = [made[need] for need in calls[name].after if need in made] or [a]
+        made[name] = times[name].after(_latest(inputs), waits=calls[name].is_barrier)
+    return _latest([a, *made.values()])
+
+
+def _latest(times: list[Times]) -> Times:
+    found = times[0]
+    for t in times[1:]:
+        found = Times(
+            np.maximum(found.first, t.first),
+            np.maximum(found.total, t.total),
+            np.maximum(found.last, t.last),
+            np.maximum(found.busy, t.busy),
+        )
+    return found
+
+
+def outside_call(engine: EngineId) -> str:
+    """What stands for the calls of an engine that are in no usual step."""
+    return f"{engine} in other steps"
+
+
+@dataclass(frozen=True)
+class Sync:
+    """New weights of a role on their way to its rollout engine."""
+
+    role: str
+    times: int
+    """In a step."""
+    calls: int
+    """All that generate with the weights or update them."""
+
+    def meets(self, cut: Cut) -> bool:
+        """Whether its calls come together at this cut."""
+        return not self.calls & ~(cut.first | cut.second) and bool(self.calls & ~cut.first) and bool(self.calls & ~cut.second)
+
+    @property
+    def source(self) -> EngineId:
+        return EngineId(self.role, "train")
+
+    @property
+    def target(self) -> EngineId:
+        return EngineId(self.role, "rollout")
+
+
+@dataclass
+class Problem:
+    """What `find_plan` searches."""
+
+    workload: Workload
+    lengths: Draws
+    costs: Costs
+    spec: ClusterSpec
+    counts: dict[str, Sequence[int]] | None = None
+    """Device counts to try, by pool; None: all."""
+    most_chunks: int = 0
+    """Chunk sizes to try for a leaf; 0: all."""
+    lent: dict[tuple[object, ...], Lent] = field(default_factory=dict)
+    """What `lending` has worked out."""
+    _leaves: dict[int, LeafTimes] = field(default_factory=dict)
+    _syncs_s: dict[tuple[str, str, Layout, str, Layout, bool], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Engines that only other steps need have a place too: calls of no sample stand for them."""
+        calls = [CallLoad(outside_call(e), "forward", e, 0, 1, "batch", False, ()) for e in self.workload.outside]
+        self.workload = msgspec.structs.replace(self.workload, calls=(*self.workload.calls, *calls), outside=())
+
+    @cached_property
+    def graph(self) -> CallGraph:
+        return CallGraph(self.workload)
+
+    @cached_property
+    def pools(self) -> tuple[str, ...]:
+        return tuple(self.spec.planned_pools)
+
+    @cached_property
+    def calls(self) -> dict[str, CallLoad]:
+        return {call.name: call for call in self.workload.calls}
+
+    @cached_property
+    def batches(self) -> dict[str, BatchTimes]:
+        """By call: what it generates, or the samples of the last call before it that does.
+
+        Each call stops at its own limit.
+        """
+        made: dict[tuple[int, int, int], BatchTimes] = {}
+        found, limits = {}, dict[str, int]()
+        for call in self.workload.calls:
+            limits[call.name] = call.max_new_tokens or max((limits.get(name, 0) for name in call.after), default=0)
+            shape = call.num_prompts, call.num_per_prompt, limits[call.name]
+            if shape not in made:
+                made[shape] = BatchTimes(call, self.lengths, limit=limits[call.name])
+            found[call.name] = made[shape]
+        return found
+
+    @cached_property
+    def functions(self) -> dict[str, FunctionTimes]:
+        size = self.spec.functions
+        costs = {call: self.costs.function(call.name) for call in self.graph.function_calls}
+        return {call.name: function_times(call, cost, size.workers, size.chunk) for call, cost in costs.items()}
+
+    @cached_property
+    def options(self) -> Options:
+        return options_of(self.workload.engines, self.costs, self.spec, self.counts)
+
+    def leaf(self, calls: int) -> LeafTimes:
+        """Times of calls of one engine, for all of its options."""
+        if calls not in self._leaves:
+            members = self.graph.members(calls)
+            engine = members[0].engine
+            assert engine is not None
+            self._leaves[calls] = leaf_times(members, self.options.of[engine], self.costs, self.batches, self.most_chunks)
+        return self._leaves[calls]
+
+    def keep(self, rows: Mapping[EngineId, Sequence[int]]) -> None:
+        """Leave only these options of each engine."""
+        for calls, leaf in self._leaves.items():
+            (engine,) = self.graph.engines(calls)
+            self._leaves[calls] = LeafTimes(leaf.chunks, leaf.times[rows[engine]])
+        kept = {engine: [options[i] for i in rows[engine]] for engine, options in self.options.of.items()}
+        self.options = Options(kept, self.options.unfit)
+
+    def with_options(self, options: Options) -> Problem:
+        """The same question of these options, in all of their chunks."""
+        found = copy.copy(self)  # With all that does not depend on options and is worked out already.
+        found.options, found.most_chunks, found._leaves = options, 0, {}
+        return found
+
+    def slowdowns(self, cut: Cut) -> tuple[float, float]:
+        """How many times as long the two sides take while both work: on one host, engines of different kinds get into each other's way."""
+        kinds = [{engine.kind for engine in self.graph.engines(side)} for side in (cut.first, cut.second)]
+        if sum(pool.nodes for pool in self.spec.planned_pools.values()) > 1:
+            return 1.0, 1.0
+        first, second = (
+            max((self.costs.slowdown(kind, other) for kind in own for other in others if kind != other), default=1.0)
+            for own, others in (kinds, kinds[::-1])
+        )
+        return first, second
+
+    def check(self) -> None:
+        """Raises PlanError: some engine fits nowhere, however much of the cluster it has."""
+        if not all(self.options.of.values()):
+            raise self.no_room()
+
+    def no_room(self) -> PlanError:
+        """What is short, and what would fit."""
+        spec = self.spec
+        return no_room(
+            self.workload.flow, self.workload.engines, self.costs, spec, lambda engine, pool, layout: is_allowed(engine, pool, layout, spec)
+        )
+
+    @cached_property
+    def num_devices(self) -> tuple[int, ...]:
+        return tuple(pool.num_devices for pool in self.spec.planned_pools.values())
+
+    def calls_of(self, engine: EngineId) -> int:
+        return self._calls_of.get(engine, 0)
+
+    @cached_property
+    def _calls_of(self) -> dict[EngineId, int]:
+        found: dict[EngineId, int] = {}
+        for i, call in enumerate(self.graph.device_calls):
+            if call.engine is not None:
+                found[call.engine] = found.get(call.engine, 0) | 1 << i
+        return found
+
+    @cached_property
+    def room(self) -> FloatArray:
+        """[2, pools]: bytes of a device, and of a device's part of its host."""
+        return np.array([[of(pool) for pool in self.pools] for of in (self.costs.device_bytes, self.costs.host_bytes)], np.float64)
+
+    @cached_property
+    def placed(self) -> tuple[EngineId, ...]:
+        """Engines with several calls, which must be in one place."""
+        return tuple(engine for engine in self.workload.engines if self.calls_of(engine).bit_count() > 1)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[EngineId, EngineId], ...]:
+        """Of `placed`: either apart (on devices of their own) or not, all through the plan."""
+        return tuple(combinations(self.placed, 2))
+
+    @cached_property
+    def syncs(self) -> tuple[Sync, ...]:
+        found = []
+        for role in dict.fromkeys(engine.role for engine in self.workload.engines):
+            mine = [call for call in self.graph.device_calls if call.engine is not None and call.engine.role == role]
+            acts = [call.work for call in mine if call.work in ("generate", "update")]
+            times = sum(a == "update" and b == "generate" for a, b in pairwise([*acts, *acts[:1]]))
+            if times:
+                concerned = sum(self.graph.bits[call.name] for call in mine if call.work in ("generate", "update"))
+                found.append(Sync(role, times, concerned))
+        return tuple(found)
+
+    @cached_property
+    def tied(self) -> tuple[EngineId, ...]:
+        """Engines whose option is part of a row's ties: first `placed`, then those that only a sync ties."""
+        synced = [engine for sync in self.syncs for engine in (sync.target, sync.source)]
+        return tuple(dict.fromkeys([*self.placed, *synced]))
+
+    def is_open(self, engine: EngineId, calls: int) -> bool:
+        """Whether what `engine` has chosen in `calls` matters to calls outside."""
+        return bool(self._scopes.get(engine, 0) & ~calls) and bool(self.calls_of(engine) & calls)
+
+    @cached_property
+    def _scopes(self) -> dict[EngineId, int]:
+        """By engine: the calls that its choice matters to."""
+        found = {engine: self.calls_of(engine) for engine in self.placed}
+        for sync in self.syncs:
+            for engine in (sync.source, sync.target):
+                found[engine] = found.get(engine, 0) | sync.calls
+        return found
+
+    def sync_s(self, sync: Sync, source: Option, target: Option, *, is_turns: bool) -> float:
+        """Seconds a step. On the same devices if they take turns and have equally many of one pool."""
+        is_same = is_turns and source.pool == target.pool and source.num_devices == target.num_devices
+        key = (sync.role, source.pool, source.layout, target.pool, target.layout, is_same)
+        if key not in self._syncs_s:
+            one = self.costs.sync_s(sync.role, (source.pool, source.layout), (target.pool, target.layout), is_same_devices=is_same)
+            self._syncs_s[key] = one * sync.times
+        return self._syncs_s[key]

@@ -1,0 +1,574 @@
+"""Find the best plan: what `m2flow plan` asks.
+
+at share p: weights + activations + cache of the samples that are left + what the trainer keeps <= 0.95 memory
+
+Of the samples that are left each is counted as long as the longest of all, and each instance has its part of them, rounded up. So the
+trainer's return costs no time of the step, if the rest takes that long; the search itself does not count on it.
+
+Limits: of a lease with one rollout engine of several instances and one trainer, and none of it lent; engines that can give back cache
+meanwhile. One instance on the trainer's own devices is in its process, which does one thing at a time.
+
+Tables of a quick search --refined--> Tables of plans near its best ones
+
+A grid of device counts has gaps, and of chunk sizes a quick search tries few. Which parts a plan has, and which of them take turns, is
+kept (`Solver(within=...)`), and how an engine's replicas are cut; so a round costs a small part of a search: every engine may have a
+step more or less than now, in any chunk. The step begins at half of the gap in the grid and is halved from round to round. A local
+search: what needs other parts is not found.
+
+All numbers are those of the plans and of the bounds; the words only say which of them is the largest.
+
+Workload, lengths, Costs, ClusterSpec --find_plan--> Choice
+
+First a quick search: the most promising rows of each front, on a grid of device counts where there are many; near the best plans of
+that, then, between the counts of the grid (refining.py). Where devices and calls are few, an exact one (dynamic.py) follows, that drops
+what can't be as fast as the plan found; it is given up when it grows too large, and the choice then says by how much a better plan might
+be faster, reckoned from the lower bounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from m2flow.errors import PlanError
+from m2flow.macro.session import seldom_collecting
+from m2flow.micro.lowering.capabilities import can_condense, can_move
+from m2flow.micro.lowering.placement import share_a_process
+from m2flow.micro.protocol.cost_terms import Costs
+from m2flow.micro.protocol.plan import Bound, Choice, Loser, Mode, Part, Seat
+from m2flow.planner.dynamic_program import LENT, SPLIT, TURNS, WORTH, Limits, Solver, Tables, TooLarge, thin
+from m2flow.planner.plan_tree import Leaf, Node, Places, leaves_of, mode_of, parts_of, places_of, seats_of, step_s, tree_of, ways_of
+from m2flow.planner.problem import Cut, Options, Problem, instances, options_near, pin_of, pinned_counts
+from m2flow.planner.workload import Draws, Workload
+from m2flow.spec import ClusterSpec
+
+_SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
+_FULL = 0.95
+
+
+def coming_ahead(problem: Problem, seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
+    """The seats, of which trainers say when they come."""
+    if not can_condense(problem.spec.rollout.engine):
+        return seats
+    found = []
+    for seat in seats:
+        others = [other for other in seats if other.lease == seat.lease and other is not seat]
+        if seat.lease and seat.engine.kind == "train" and seat.is_swapped and [other.engine.kind for other in others] == ["rollout"]:
+            (rollout,) = others
+            has_one_process = rollout.layout.dp == 1 and rollout.devices == seat.devices
+            if not rollout.lent_until and not has_one_process and not share_a_process(rollout, seat, problem.spec):
+                seat = msgspec.structs.replace(seat, comes_at=_share(problem, rollout, seat))
+        found.append(seat)
+    return tuple(found)
+
+
+def _share(problem: Problem, rollout: Seat, trainer: Seat) -> float:
+    """0: there is no room before the end."""
+    generations = [call for call in problem.workload.calls if call.work == "generate" and call.engine == rollout.engine]
+    room = _FULL * problem.costs.device_bytes(rollout.pool) - trainer.footprint.kept_bytes
+    room -= rollout.footprint.kept_bytes + rollout.footprint.activations
+    cost = problem.costs.decode(rollout.engine, rollout.pool, rollout.layout)
+    shares = []
+    for call in generations:
+        draws = problem.batches[call.name].draws
+        longest = max(float(draw.responses.max(initial=1)) + float(draw.prompts.max(initial=0)) for draw in draws)
+        mean = max(sum(float(draw.responses.mean() + draw.prompts.mean()) for draw in draws) / len(draws), 1.0)
+        sample_bytes = rollout.footprint.kv / max(cost.max_running, 1) * longest / mean
+        num = max(draw.responses.size for draw in draws)
+        fits = [p for p in _SHARES if math.ceil(num * (1 - p) / rollout.layout.dp) * sample_bytes <= room]
+        shares.append(fits[0] if fits else 0.0)
+    return 0.0 if not shares or 0.0 in shares else max(shares)
+
+
+_ROWS = 16
+"""Of a front."""
+_MUCH_SLOWER = 1.5
+"""Than the best plan: what so small a change does not bring up."""
+
+
+def candidates(tables: Tables, most: int) -> list[int]:
+    """The best rows of as many ways to put parts together."""
+    seen: dict[tuple[tuple[Cut, int], ...], int] = {}
+    order = np.argsort(tables.steps_s, kind="stable")
+    for row in order:
+        if tables.steps_s[row] <= _MUCH_SLOWER * tables.steps_s[order[0]]:
+            seen.setdefault(tuple(ways_of(tables, int(row)).values()), int(row))
+        if len(seen) == most:
+            break
+    return list(seen.values())
+
+
+def refined(tables: Tables, row: int, *, num_rounds: int, slack_s: float) -> Iterator[Tables]:
+    """Round by round, the plans near that of a row, and then near the best one so far; rounds that find nothing better are left out."""
+    problem, within = tables.problem, ways_of(tables, row)
+    node, step_s = tree_of(tables, row), float(tables.steps_s[row])
+    sizes = dict(zip(problem.pools, problem.num_devices, strict=True))
+    units = {pool: _unit(problem, pool) for pool in problem.pools}
+    reach = {pool: _reach((problem.counts or {}).get(pool, ()), _used(node, pool), units[pool]) for pool in problem.pools}
+    for _ in range(num_rounds):
+        if not any(reach.values()):
+            return
+        places = {
+            leaf.engine: (leaf.option.pool, leaf.option.layout, _around(leaf, reach[leaf.option.pool], sizes[leaf.option.pool]))
+            for leaf in leaves_of(node)
+        }
+        near = problem.with_options(options_near(places, problem.costs, problem.spec))
+        if all(near.options.of.values()):
+            found = Solver(near, step_s, slack_s=slack_s, most_rows=_ROWS, within=within).solve()
+            if len(found.steps_s) and found.steps_s.min() < step_s:
+                yield found
+                best = int(np.argmin(found.steps_s))
+                node, step_s = tree_of(found, best), float(found.steps_s[best])
+        reach = {pool: step // 2 // units[pool] * units[pool] for pool, step in reach.items()}
+
+
+def _used(node: Node, pool: str) -> set[int]:
+    return {leaf.option.num_devices for leaf in leaves_of(node) if leaf.option.pool == pool}
+
+
+def _unit(problem: Problem, pool: str) -> int:
+    units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
+    return min(units, default=1)
+
+
+def _reach(grid: Sequence[int], used: set[int], unit: int) -> int:
+    """Half of the widest gap beside a count in use."""
+    gaps = [after - before for before, after in itertools.pairwise(grid) if used & {before, after}]
+    return max(gaps, default=0) // 2 // unit * unit
+
+
+def _around(leaf: Leaf, reach: int, size: int) -> list[int]:
+    """An engine's count of devices, and a step more and less."""
+    count = leaf.option.num_devices
+    return sorted({count} | {near for near in (count - reach, count + reach) if 0 < near <= size})
+
+
+_MOSTLY = 0.75
+"""A share from which on something is what decides."""
+
+
+def bounds_of(problem: Problem) -> tuple[Bound, ...]:
+    """Times that no plan of the options tried can beat.
+
+        longest sample   (t0 + t1) L, and what must come after it        work            device-seconds / devices
+        k-longest        the k longest answers, however they move        critical path   the longest chain of calls, each at its best
+
+    With staleness an answer may take as many steps as there are under way: all but `work` are divided by staleness + 1.
+    """
+    limits = Limits(problem)
+    steps = problem.workload.staleness + 1
+    longest = k_longest = 0.0
+    for i, call in enumerate(problem.graph.device_calls):
+        if call.work == "generate" and call.engine is not None:
+            batch = problem.batches[call.name]
+            ways = instances(call.engine, problem.options.of[call.engine], problem.costs)
+            around = limits.around_s(1 << i)
+            longest = max(longest, around + float(batch.longest_s(ways).min()))
+            k_longest = max(k_longest, around + float(batch.k_longest_s(ways).min()))
+    found = [("longest sample", longest / steps), ("k-longest", k_longest / steps)] if longest else []
+    found += [("work", limits.work_s()), ("critical path", limits.path_s() / steps)]
+    return tuple(Bound(name, float(seconds)) for name, seconds in found)
+
+
+def advice_of(problem: Problem, node: Node, parts: Sequence[Part], bounds: Sequence[Bound]) -> str:
+    """What limits the step, and what would help, from the largest numbers."""
+    step_s = sum(part.seconds for part in parts if part.on_critical_path)
+    by_name = {bound.name: bound.seconds for bound in bounds}
+    best = max(by_name.values(), default=0.0)
+    longest, work = by_name.get("longest sample", 0.0), by_name.get("work", 0.0)
+    generates = {call.name for call in problem.graph.device_calls if call.work == "generate"}
+    generating = sum(part.seconds for part in parts if part.on_critical_path and generates & set(part.what.split(" / ")[0].split(", ")))
+    if generating >= step_s / 2 and longest >= _MOSTLY * best and longest >= _MOSTLY * step_s:
+        return (
+            f"the longest sample is {longest / best:.0%} of the bound and {longest / step_s:.0%} of the step: more rollout devices are "
+            f"waste; lower the cap, raise staleness, or raise TP{_tp_of(problem, node)}"
+        )
+    if work >= _MOSTLY * step_s:
+        return f"the work itself is {work / step_s:.0%} of the step: the devices are busy, and only more or faster ones help"
+    path = [part for part in parts if part.on_critical_path]
+    largest = max(path, key=lambda part: part.seconds)
+    text = f"{largest.what} takes {largest.seconds / step_s:.0%} of the step"
+    moves = sum(part.seconds for part in path if part.what.startswith(("switch", "weight sync")))
+    if moves > 0.1 * step_s:
+        return (
+            f"{text}; switches and weight syncs take {moves / step_s:.0%}: memory to keep engines resident, or staleness, would save them"
+        )
+    if generating >= step_s / 2 and longest >= step_s / 2:
+        return f"{text}, and the longest sample alone is {longest / step_s:.0%}: lower the cap, raise staleness, or raise TP"
+    if work and step_s > 2 * work:
+        return f"{text}; all work together would take {work / step_s:.0%} of it if it were spread evenly: raise staleness, or batch more"
+    return f"{text}; the bound is {best / step_s:.0%} of it"
+
+
+def _tp_of(problem: Problem, node: Node) -> str:
+    rollouts = [leaf.option.layout.tp for leaf in leaves_of(node) if leaf.engine.kind == "rollout"]
+    return f" (now {max(rollouts)})" if rollouts else ""
+
+
+def why_lost(best: Problem, winner: Node, problem: Problem, loser: Node) -> str:
+    """The parts that differ most between two plans."""
+    ours, theirs = _seconds(parts_of(best, winner)), _seconds(parts_of(problem, loser))
+    more = {what: theirs.get(what, 0.0) - ours.get(what, 0.0) for what in {**ours, **theirs}}
+    slower = sorted((what for what in more if more[what] > 0), key=lambda what: -more[what])[:2]
+    faster = sorted((what for what in more if more[what] < 0), key=lambda what: more[what])[:1]
+    said = [f"{what} {_change(ours.get(what, 0.0), theirs.get(what, 0.0))}" for what in slower]
+    saved = [f"though {what} {_change(ours.get(what, 0.0), theirs.get(what, 0.0))}" for what in faster]
+    return ", ".join(said + saved) or "no part differs"
+
+
+def _change(ours: float, theirs: float) -> str:
+    if not ours:
+        return f"takes {theirs:.3g} s more of the critical path"
+    return f"takes {theirs:.3g} s instead of {ours:.3g} s" if theirs else f"({ours:.3g} s) is off the critical path"
+
+
+def _seconds(parts: Iterable[Part]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        if part.on_critical_path:
+            found[part.what] = found.get(part.what, 0.0) + part.seconds
+    return found
+
+
+_MANY_DEVICES = 32
+"""Units of devices above which a grid of counts is searched."""
+_MOST_DEVICES = 512
+"""Units above which the first plan found will do."""
+_MOST_CHUNKS = 4
+_MOST_ROWS, _MORE_ROWS = 16, 64
+"""Of a front, in a quick search; where memory is short, fronts need more of them, and where devices are few there is time for it."""
+_FEW_ROUNDS, _ROUNDS, _CANDIDATES = 2, 5, 3
+"""Of a search between the counts of the grid: halvings of the step, and ways to put parts together."""
+_SLACK = 1e-3
+"""Of the time of the step: what a quick search takes for equal."""
+_ROUNDING = 1e-9
+"""Relative: of two plans that are equal up to so much, one that is known to be the best is taken."""
+_NEARLY = 1.02
+"""Times as long as the best plan, at most: what a better chunk may make the best."""
+_MOST_PAIRS = 1e6
+_MOST_OPTIONS = 100
+"""Of rows, and of options of all engines, in an exact search: some seconds."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan."""
+
+    problem: Problem
+    node: Node
+    places: Places
+    step_s: float
+    is_exact: bool
+    bounds: tuple[Bound, ...]
+    """Of all options that were looked at."""
+
+    @property
+    def mode(self) -> Mode:
+        return mode_of(seats_of(self.node, self.places))
+
+
+def find_plan(
+    workload: Workload,
+    lengths: Draws,
+    costs: Costs,
+    spec: ClusterSpec,
+    *,
+    is_alone: bool = False,
+    check: Callable[[Choice], object] | None = None,
+) -> Choice:
+    """The plan with the least predicted time of a step, of all that were looked at and can be run.
+
+    Args:
+        workload: the calls of a step.
+        lengths: of prompts and answers.
+        costs: of this workload's engines on this cluster.
+        spec: its pools, pins and whether engines may go to the host's memory.
+        is_alone: leave out what other plans would take: those of other modes, and those without a pin.
+        check: raises PlanError for a choice that can't be run; the next best is taken instead, and the choice says so.
+    Raises:
+        PlanError: nothing fits, or nothing does that the pins allow; what is short, and what would fit. Or `check` refuses all.
+    """
+    started = time.perf_counter()
+    problem = Problem(workload, lengths, costs, spec)
+    plans, refused = list[Found](), list[tuple[Found, PlanError]]()
+    for found in best_plans(problem):
+        try:
+            if check is not None and not (is_alone and plans):
+                check(_choice(found))
+            plans.append(found)
+        except PlanError as error:
+            refused.append((found, error))
+    if not plans:
+        raise refused[0][1]
+    found, search_s = plans[0], time.perf_counter() - started
+    not_tried = (
+        *problem.graph.not_tried,
+        *(f"a {plan.mode} plan of {plan.step_s:.4g} s, which can't be run: {error.what}" for plan, error in refused),
+    )
+    return msgspec.structs.replace(
+        _choice(found),
+        losers=() if is_alone else tuple(_losers(plans)),
+        search_s=search_s,
+        constraints_cost_s={} if is_alone else _constraints(found),
+        not_tried=not_tried,
+    )
+
+
+def _choice(found: Found) -> Choice:
+    """A plan by itself, not compared with others."""
+    problem = found.problem
+    seats, parts = coming_ahead(problem, seats_of(found.node, found.places)), parts_of(problem, found.node)
+    gap_s = 0.0 if found.is_exact else max(0.0, found.step_s - max((bound.seconds for bound in found.bounds), default=0.0))
+    return Choice(
+        flow=problem.workload.flow,
+        cluster=problem.spec.name,
+        mode=mode_of(seats),
+        seats=seats,
+        predicted_step_s=found.step_s,
+        parts=parts,
+        bounds=found.bounds,
+        is_exact=found.is_exact,
+        gap_s=gap_s,
+        advice=advice_of(problem, found.node, parts, found.bounds),
+        losers=(),
+        search_s=0.0,
+        constraints_cost_s={},
+        constants=problem.costs.constants(),
+    )
+
+
+def best_plan(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> Found:
+    """The best plan with these ways to put parts together.
+
+    Raises:
+        PlanError: there is none.
+    """
+    return best_plans(problem, hows)[0]
+
+
+def best_plans(problem: Problem, hows: Sequence[int] = (TURNS, SPLIT)) -> list[Found]:
+    """The best plans of several searches, the fastest first: a free one, one that is confined to each mode, and one that lends devices.
+
+    A quick search keeps some of the rows only, so that a free one may lose what one that has less to look at finds.
+
+    Raises:
+        PlanError: there is none.
+    """
+    with seldom_collecting():
+        search = _Search.of(problem)
+        several = len(hows) > 1
+        tried = [(search.best(hows), hows)]
+        tried += [(search.best((TURNS,)), (TURNS,)), (search.best((SPLIT,)), (SPLIT,)), (search.mixed(), hows)] if several else []
+        some = [(one, by) for one, by in tried if one is not None]
+        if not some:
+            raise problem.no_room()
+        near_s = min(one.step_s for one, _ in some) * _NEARLY
+        found = [search.in_all_chunks(one, by) if one.step_s <= near_s else one for one, by in some]
+        found.sort(key=lambda one: one.step_s * (1 - _ROUNDING * one.is_exact))
+        if several and search.lends:
+            lent = search.lent(found[0])
+            found = [lent, *found] if lent else found
+        bounds = tuple(min(alike, key=lambda bound: bound.seconds) for alike in zip(*(one.bounds for one in found), strict=True))
+        return [replace(one, bounds=bounds) for one in found]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """One question, and what all searches for its answer share."""
+
+    problem: Problem
+    rough: Problem
+    """On a grid of device counts, if there are many, with few sizes of chunks, and thinned out."""
+    bounds: tuple[Bound, ...]
+    units: int
+    slack_s: float
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Search:
+        """
+        Raises:
+            PlanError: some engine fits nowhere.
+        """
+        units = _num_units(problem)
+        grid = None if units <= _MANY_DEVICES else grid_of(problem)
+        rough = Problem(problem.workload, problem.lengths, problem.costs, problem.spec, grid, _MOST_CHUNKS)
+        rough.check()
+        slack_s = _SLACK * max(Limits(rough).path_s(), 1e-9)
+        bounds = bounds_of(rough)
+        thin(rough, slack_s)
+        return cls(problem, rough, bounds, units, slack_s)
+
+    @property
+    def is_small(self) -> bool:
+        return self.units <= _MANY_DEVICES
+
+    @property
+    def lends(self) -> bool:
+        """Whether a trainer's devices may be lent to rollout."""
+        spec = self.problem.spec
+        return spec.lend == "auto" and not self.problem.workload.staleness and can_move(spec.rollout.engine)
+
+    def best(self, hows: Sequence[int]) -> Found | None:
+        """The best plan with these ways to put parts together; None: there is none."""
+        quick = None
+        for rows in (_MOST_ROWS, _MORE_ROWS, 4 * _MORE_ROWS):
+            known_s = quick.step_s if quick else np.inf
+            tables = Solver(self.rough, known_s, slack_s=self.slack_s, most_rows=rows, hows=hows).solve()
+            more = _best_of(tables, self.bounds, is_exact=False)
+            if not self.is_small:
+                more = _near(tables, more, self.slack_s, self.units)
+            quick = min((one for one in (quick, more) if one), key=lambda one: one.step_s, default=None)
+            if quick and (rows == _MORE_ROWS or self.units > _MOST_DEVICES):
+                break
+        exact = self._exact(quick, hows) if self.is_small else None
+        return exact or quick
+
+    def in_all_chunks(self, found: Found, hows: Sequence[int]) -> Found:
+        """The best plan with the same place for each engine, of which all sizes of chunks are tried."""
+        if found.is_exact:
+            return found
+        here = found.problem.with_options(Options({leaf.engine: [leaf.option] for leaf in leaves_of(found.node)}))
+        tables = Solver(here, found.step_s, most_rows=_MORE_ROWS, hows=hows).solve()
+        more = _best_of(tables, found.bounds, is_exact=False)
+        return more if more and more.mode == found.mode and more.step_s < found.step_s else found
+
+    def _exact(self, quick: Found | None, hows: Sequence[int]) -> Found | None:
+        """None where that is too much work, or nothing is better and nothing is known."""
+        full, bounds, is_all = self._full
+        if sum(map(len, full.options.of.values())) > _MOST_OPTIONS:
+            return None
+        try:
+            tables = Solver(full, quick.step_s if quick else np.inf, most_pairs=_MOST_PAIRS, hows=hows).solve()
+        except TooLarge:
+            return None
+        return _best_of(tables, bounds, is_exact=is_all and not full.graph.not_tried)
+
+    @cached_property
+    def _full(self) -> tuple[Problem, tuple[Bound, ...], bool]:
+        """With all options that a plan may need, their bounds, and whether it is sure that no plan needs another."""
+        full = Problem(self.problem.workload, self.problem.lengths, self.problem.costs, self.problem.spec)
+        bounds = bounds_of(full)
+        return full, bounds, thin(full)
+
+    def mixed(self) -> Found | None:
+        """The best plan in which some engines take turns and others are apart, of those that a quick search keeps; None: there is none."""
+        tables = Solver(self.rough, slack_s=self.slack_s, most_rows=_MORE_ROWS).solve()
+        tables = _only(tables, lambda hows: hows == {TURNS, SPLIT})
+        found = next((one for one in self._found(tables) if one.mode == "hybrid"), None)
+        near = found if self.is_small else _near(tables, found, self.slack_s, self.units)
+        return near if near and near.mode == "hybrid" else found
+
+    def lent(self, known: Found) -> Found | None:
+        """The best plan that lends a trainer's devices to rollout, of those that a quick search keeps; None where it is not worth it."""
+        worth_s, rows = known.step_s * (1 - WORTH), _MORE_ROWS if self.is_small else _MOST_ROWS
+        tables = Solver(self.rough, worth_s, slack_s=self.slack_s, most_rows=rows, hows=(TURNS, SPLIT, LENT)).solve()
+        found = next(self._found(_only(tables, lambda hows: LENT in hows)), None)
+        return found if found and found.step_s <= worth_s else None
+
+    def _found(self, tables: Tables) -> Iterator[Found]:
+        """The plans of all rows that have places, the fastest first."""
+        for row in np.argsort(tables.steps_s, kind="stable"):
+            if tables.steps_s[row] == np.inf:
+                return
+            node = tree_of(tables, int(row))
+            places = places_of(tables.problem, node)
+            if places is not None:
+                yield Found(tables.problem, node, places, step_s(tables.problem, node), False, self.bounds)
+
+
+def _only(tables: Tables, is_wanted: Callable[[set[int]], bool]) -> Tables:
+    """The tables, in which plans that are put together in other ways take for ever."""
+    hows = ({how for _, how in ways_of(tables, row).values()} for row in range(len(tables.steps_s)))
+    wanted = np.fromiter(map(is_wanted, hows), np.bool_, len(tables.steps_s))
+    return replace(tables, steps_s=np.where(wanted, tables.steps_s, np.inf))
+
+
+def _near(tables: Tables, found: Found | None, slack_s: float, units: int) -> Found | None:
+    """The best plan between the counts of the grid, near the best ones on it."""
+    num_rounds, most = (_FEW_ROUNDS, 1) if units > _MOST_DEVICES else (_ROUNDS, _CANDIDATES)
+    for row in candidates(tables, most) if found else ():
+        best_s = found.step_s if found else np.inf
+        for more in refined(tables, row, num_rounds=num_rounds, slack_s=slack_s):
+            if more.steps_s.min() < best_s:
+                one = _best_of(more, bounds_of(more.problem), is_exact=False)
+                if one and found and one.step_s < found.step_s:
+                    bounds = tuple(min(pair, key=lambda bound: bound.seconds) for pair in zip(found.bounds, one.bounds, strict=True))
+                    found = replace(one, bounds=bounds)
+                    best_s = found.step_s
+    return found
+
+
+def _best_of(tables: Tables, bounds: tuple[Bound, ...], *, is_exact: bool) -> Found | None:
+    try:
+        node, places, loss_s = best_of(tables)
+    except PlanError:
+        return None
+    return Found(tables.problem, node, places, step_s(tables.problem, node), is_exact and not loss_s, bounds)
+
+
+def best_of(tables: Tables) -> tuple[Node, Places, float]:
+    """The best plan that has places for all, and what it takes more than the best without asking for places.
+
+    Raises:
+        PlanError: there is none.
+    """
+    for row in np.argsort(tables.steps_s, kind="stable"):
+        node = tree_of(tables, int(row))
+        places = places_of(tables.problem, node)
+        if places is not None:
+            return node, places, float(tables.steps_s[row] - tables.steps_s.min())
+    raise tables.problem.no_room()
+
+
+def _num_units(problem: Problem) -> int:
+    """Devices of all pools, counted in the least unit of any engine."""
+    num = 0
+    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
+        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
+        num += size // min(units, default=size)
+    return num
+
+
+def grid_of(problem: Problem) -> dict[str, Sequence[int]]:
+    """Device counts of each pool: halves of halves, what they leave, all but the smallest unit; those of pins, and what these leave."""
+    found: dict[str, Sequence[int]] = {}
+    for pool, size in zip(problem.pools, problem.num_devices, strict=True):
+        units = [unit for engine in problem.workload.engines if (unit := problem.costs.unit(engine, pool))]
+        least = min(units, default=1)
+        counts, part = {size, size - least, least}, size // 2
+        while part >= max(least, size // 16):
+            counts |= {part, size - part}
+            part //= 2
+        for engine in problem.workload.engines:
+            counts |= {part for num in pinned_counts(pin_of(engine, problem.spec), size) for part in (num, size - num)}
+        found[pool] = sorted(counts - {0})
+    return found
+
+
+def _losers(plans: Sequence[Found]) -> list[Loser]:
+    """The best plans of the other modes; `plans` begin with the best of all."""
+    best, rivals = plans[0], dict[Mode, Found]()
+    for plan in plans:
+        if plan.mode != best.mode:
+            rivals.setdefault(plan.mode, plan)
+    return [Loser(mode, rival.step_s, why_lost(best.problem, best.node, rival.problem, rival.node)) for mode, rival in rivals.items()]
+
+
+def _constraints(found: Found) -> dict[str, float]:
+    """Each constraint of the spec -> what the best plan without it would save."""
+    spec = found.problem.spec
+    without = {f"pin {name}": spec.model_copy(update={"pin": {n: p for n, p in spec.pin.items() if n != name}}) for name in spec.pin}
+    if not spec.may_offload:
+        without["may_offload: false"] = spec.model_copy(update={"may_offload": True})
+    if spec.lend == "never":
+        without["lend: never"] = spec.model_copy(update={"lend": "auto"})
+    problem = found.problem
+    free = {name: best_plan(Problem(problem.workload, problem.lengths, problem.costs, other)) for name, other in without.items()}
+    return {name: max(0.0, found.step_s - plan.step_s) for name, plan in free.items()}

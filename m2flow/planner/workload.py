@@ -1,0 +1,558 @@
+"""What a step of a flow asks of the machines: its calls with their sizes, and what the length distribution means for them.
+
+MacroGraph, lengths --workload_of--> Workload --> search
+
+A call on handles alone (`rewards - beta * kl`) costs next to nothing and is not here; what depends on it depends on what it is made of.
+
+Lengths --draw--> Batch --(DecodeCost, instances)--> time of the rollout and its release of groups
+
+A rollout of W tokens whose longest answer has L on n instances with B slots each takes
+
+    T = max( t0 max(L, W/(n B)) + t1 W/n,  k-longest bound ) + prefill/n + coming and going
+
+work spread evenly, the longest sample anywhere. Groups are released when their last member is done. The search adds up times in
+straight lines, so a release is given by the line from (first chunk, l) to (last chunk, T) that no chunk is later than: what a plan
+promises it can keep, and for a convex release (a long tail, all samples running from the start) nothing is lost.
+
+Workload, Lengths or sampling limits --extents_of--> Extent a role --> decode cost at the mean context, bytes of a sample's cache
+
+Lengths that are given are those of the models that the step trains; other models (a judge) are taken to use what they are allowed to.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import SpecError, TraceError, did_you_mean
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.micro.lowering.passes import accumulation_unit, legal_stages
+from m2flow.micro.protocol.cost_terms import EngineId
+from m2flow.planner.model_shapes import ModelShape
+from m2flow.recipe import Sampling
+from m2flow.rollout_scheduling.lengths import Lengths
+from m2flow.samples import Batch
+from m2flow.spec import ClusterSpec
+
+DRAWS_PER_GROUP = 2.0
+"""Prompts that a refill is expected to draw for each group that it keeps. An assumption, that a run's own count should replace.
+
+Source:
+    verl's synchronous DAPO trainer asks for two for each group that it lacks (`replay_buffer.py`).
+"""
+
+Work = Literal["generate", "forward", "update", "function"]
+
+
+class CallLoad(msgspec.Struct, frozen=True):
+    """One call of the step."""
+
+    name: str
+    """Unique in the step: `policy.generate`, or `policy.generate@31` (the line) where there are several."""
+    work: Work
+    engine: EngineId | None
+    """None for functions, which need no device."""
+    num_prompts: int
+    num_per_prompt: int
+    unit: Literal["sample", "group", "minibatch", "batch"]
+    """The smallest set that it may be run on; an update adds up groups."""
+    is_barrier: bool
+    """It starts when all of its input is there."""
+    after: tuple[str, ...]
+    """Calls whose result it needs, by data or effect, in this step."""
+    num_epochs: int = 1
+    num_optimizer_steps: int = 0
+    """Of an update: mini-batches times epochs."""
+    token_budget: int = 0
+    """Tokens of a micro-batch."""
+    max_new_tokens: int = 0
+    """Of a generate call: its limit."""
+    prompt_bytes: float = 0.0
+    """Of a generate call on a dataset's prompts: the mean size of their texts."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.num_per_prompt
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """A step: its calls in program order, which is a topological order."""
+
+    flow: str
+    calls: tuple[CallLoad, ...]
+    staleness: int = 0
+    outside: tuple[EngineId, ...] = ()
+    """Engines that are needed before or after the steps only: they need a place, and no time in a step."""
+    step: int = 0
+    """Which of the traced steps it is: the first of those that are most alike."""
+    num_alike: int = 1
+    num_traced: int = 1
+    """Steps that were traced, and how many of them have the same calls."""
+
+    def call(self, name: str) -> CallLoad:
+        return next(call for call in self.calls if call.name == name)
+
+    @property
+    def engines(self) -> tuple[EngineId, ...]:
+        """In the order of their first call."""
+        return tuple(dict.fromkeys(call.engine for call in self.calls if call.engine is not None))
+
+
+def workload_of(graph: MacroGraph, spec: ClusterSpec, *, draws_per_group: float = DRAWS_PER_GROUP) -> Workload:
+    """The step of a traced flow that stands for most of them: an evaluation in every tenth step is not counted.
+
+    Args:
+        graph: some steps of the flow, with what comes before and after them. Without an outermost iterator, all of it is the step.
+        draws_per_group: how many prompts a refill draws for each group that it keeps.
+    Raises:
+        TraceError: the step makes no call that takes time.
+        SpecError: `functions.latency_s` names a call that the flow does not make.
+    """
+    _check_latencies(spec, {call.name for call in graph.calls if call.engine == "function" and not _is_free(call)})
+    steps = _by_step(graph)
+    kept = {number: [call for call in calls if not _is_free(call)] for number, calls in steps.items()}
+    shapes = {number: tuple((call.name, str(call.site), call.most_rows) for call in calls) for number, calls in kept.items()}
+    alike = Counter(shapes.values())
+    step = max(steps, key=lambda number: (bool(kept[number]), alike[shapes[number]], len(kept[number]), -number))
+    if not kept[step]:
+        raise TraceError(f"a step of {graph.flow} has nothing to plan: it neither generates, nor updates, nor calls a function")
+    loads = _Step(graph, steps[step], spec, draws_per_group).loads()
+    inside = {load.engine for load in loads}
+    others = [engine for call in graph.calls if not _is_free(call) and (engine := _engine(call)) is not None and engine not in inside]
+    return Workload(graph.flow, loads, graph.staleness, tuple(dict.fromkeys(others)), max(step, 0), alike[shapes[step]], len(steps))
+
+
+def _check_latencies(spec: ClusterSpec, names: set[str]) -> None:
+    for name in spec.functions.latency_s:
+        if name not in names:
+            now = did_you_mean(name, sorted(names), f"It has {', '.join(sorted(names)) or 'none'}.")
+            where = spec.where("functions", "latency_s", name)
+            raise SpecError(f"functions.latency_s.{name}: the flow has no such call on a function", where=where, now=now)
+
+
+def _by_step(graph: MacroGraph) -> dict[int, list[Call]]:
+    """The calls of each step; those of all, as one, where the flow has no steps."""
+    steps: dict[int, list[Call]] = {}
+    for call in graph.calls:
+        steps.setdefault(call.step, []).append(call)
+    return {number: calls for number, calls in steps.items() if number >= 0} or steps
+
+
+def _is_free(call: Call) -> bool:
+    """A read of a dataset, calculations on columns, a copy of weights in place: they take next to no time."""
+    return call.engine == "source" or call.options.get("style") == "columns" or call.method == "copy_of"
+
+
+def _engine(call: Call) -> EngineId | None:
+    return EngineId(call.role, call.engine) if call.engine in ("rollout", "train") else None
+
+
+class _Step:
+    """The calls of one step, with those that are free contracted away."""
+
+    def __init__(self, graph: MacroGraph, calls: Sequence[Call], spec: ClusterSpec, draws_per_group: float) -> None:
+        self._graph = graph
+        self._calls = {call.ordinal: call for call in graph.calls}
+        self._step = tuple(calls)
+        self._spec = spec
+        self._draws = draws_per_group
+        own = MacroGraph(graph.flow, self._step)
+        self._stages = dict(zip([call.ordinal for call in calls], legal_stages(own), strict=True))
+        digraph, members = own.digraph(), {call.ordinal for call in calls}
+        self._needs = {o: sorted(before for before in digraph.predecessors(o) if before in members) for o in members}
+
+    def loads(self) -> tuple[CallLoad, ...]:
+        timed = [call for call in self._step if not _is_free(call)]
+        names = self._names(timed)
+        return tuple(self._load(call, names) for call in timed)
+
+    def _load(self, call: Call, names: dict[int, str]) -> CallLoad:
+        stage = self._stages[call.ordinal]
+        after, waits = self._before(call)
+        prompts, n = self._size(call)
+        load = CallLoad(
+            name=names[call.ordinal],
+            work=self._work(call),
+            engine=_engine(call),
+            num_prompts=prompts,
+            num_per_prompt=n,
+            unit=stage.unit,
+            is_barrier=stage.is_barrier or waits,
+            after=tuple(names[ordinal] for ordinal in sorted(after)),
+        )
+        if call.method == "update":
+            size, epochs = call.options["minibatch_size"], cast(int, call.options["epochs"])
+            minibatches = math.ceil(prompts / size) if isinstance(size, int) else 1
+            unit = cast(Literal["sample", "group"], accumulation_unit(call).value)
+            load = msgspec.structs.replace(load, unit=unit, num_epochs=epochs, num_optimizer_steps=epochs * max(minibatches, 1))
+        if call.engine == "train":
+            load = msgspec.structs.replace(load, token_budget=self._spec.train.token_budget)
+        sampling = call.options.get("sampling")
+        if isinstance(sampling, Sampling):
+            load = msgspec.structs.replace(load, max_new_tokens=sampling.max_new_tokens, prompt_bytes=self._prompt_bytes(call))
+        return load
+
+    def _work(self, call: Call) -> Work:
+        if call.engine == "rollout":
+            return "generate"
+        if call.engine == "train":
+            return "update" if call.method == "update" else "forward"
+        return "function"
+
+    def _before(self, call: Call) -> tuple[set[int], bool]:
+        """The timed calls that it needs, directly or through free ones; and whether one of those gives nothing until it has everything."""
+        found: set[int] = set()
+        waits = False
+        todo = [(before, False) for before in self._needs[call.ordinal]]
+        seen = set(todo)
+        while todo:
+            ordinal, through_barrier = todo.pop()
+            before = self._calls[ordinal]
+            if not _is_free(before):
+                found.add(ordinal)
+                waits = waits or through_barrier
+                continue
+            is_barrier = through_barrier or (before.engine == "function" and self._stages[ordinal].is_barrier)
+            further = {(one, is_barrier) for one in self._needs[ordinal]} - seen
+            seen |= further
+            todo += further
+        return found, waits
+
+    def _size(self, call: Call) -> tuple[int, int]:
+        """Prompts, and samples for each. Of a refill the candidates that it is expected to need; of over-sampling all that is begun."""
+        n = cast(int, self._origin(call).options.get("n", 1))
+        if call.is_gated:
+            count = cast(int, call.options["refill"])
+            return min(math.ceil(count * self._draws), max(call.most_candidates // n, count)), n
+        rows = call.most_candidates if call.engine == "rollout" else call.most_rows
+        return math.ceil(rows / n), n
+
+    def _origin(self, call: Call) -> Call:
+        """The generate call whose samples it works on, itself if it is one; a call on a dataset's rows has none, and is its own."""
+        while call.engine != "rollout":
+            ref = call.input("samples") or call.input("prompts") or next((ref for _, ref in call.inputs), None)
+            if ref is None or ref.call not in self._calls:
+                break
+            call = self._calls[ref.call]
+        return call
+
+    def _prompt_bytes(self, call: Call) -> float:
+        while call.engine != "source":
+            ref = call.input("prompts") or call.input("samples") or next((ref for _, ref in call.inputs), None)
+            if ref is None or ref.call not in self._calls:
+                return 0.0
+            call = self._calls[ref.call]
+        rows = call.options.get("rows")
+        if not isinstance(rows, Batch) or "prompt" not in rows or not len(rows):
+            return 0.0
+        return float(rows.ragged("prompt").lengths.mean())
+
+    def _names(self, timed: Sequence[Call]) -> dict[int, str]:
+        """A call's name; with its line where there are several of it, and a number where a line makes several."""
+        count = Counter(call.name for call in timed)
+        names: dict[int, str] = {}
+        turns: Counter[str] = Counter()
+        for call in timed:
+            name = call.name if count[call.name] == 1 else f"{call.name}@{call.site.line}"
+            turns[name] += 1
+            names[call.ordinal] = name if turns[name] == 1 else f"{name}#{turns[name]}"
+        return names
+
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_ENOUGH_SAMPLES = 512
+"""A smaller batch is drawn more often, since its longest sample is a matter of luck."""
+_MOST_DRAWS = 8
+_MOST_POINTS = 96
+"""Of a release, and of the k of the k-longest bound."""
+
+
+class Draws(Protocol):
+    """What a batch asks of `m2flow.rollout_scheduling.lengths.Lengths`."""
+
+    def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> npt.NDArray[np.int64]: ...
+
+    def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Instances:
+    """Ways to run a rollout; arrays of one length, an entry a way."""
+
+    step_s: FloatArray
+    sample_s: FloatArray
+    prefill_token_s: FloatArray
+    max_running: FloatArray
+    num: FloatArray
+    """Instances."""
+    enter_leave_s: FloatArray
+    """Of a sample's coming and going."""
+    handover_s: FloatArray
+    gather_s: FloatArray
+
+    @property
+    def slots(self) -> FloatArray:
+        return self.num * self.max_running
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """The lengths of one step."""
+
+    responses: IntArray
+    """[P, G]."""
+    prompts: IntArray
+    """[P]."""
+
+    _known: dict[int, tuple[Instances, FloatArray]] = field(default_factory=dict, repr=False)
+    """By the id of ways, which are held: `seconds`, which is asked for by itself and for the releases."""
+
+    @cached_property
+    def _ascending(self) -> IntArray:
+        return np.sort(self.responses.ravel())
+
+    @cached_property
+    def _longest_tokens(self) -> FloatArray:
+        """Of the longest sample, of the two longest, and so on."""
+        return np.cumsum(self._ascending[::-1], dtype=np.float64)
+
+    def longest_alone_s(self, ways: Instances) -> FloatArray:
+        """A token of a sample follows the one before it: (t0 + t1) L."""
+        return (ways.step_s + ways.sample_s) * int(self.responses.max(initial=0))
+
+    def k_longest_s(self, ways: Instances) -> FloatArray:
+        """max_k (L1 + ... + Lk) / R_k: the k longest at the best rate that k samples can have; samples may move freely.
+
+        Source: as in `m2flow.rollout_scheduling.lower_bounds.k_longest_s`, at some of the k.
+        """
+        k = _spread(len(self._ascending))
+        tokens = self._longest_tokens[k]
+        active = np.minimum(k[None, :] + 1.0, ways.slots[:, None])
+        whole = np.floor(active / ways.num[:, None])
+        rest = active - whole * ways.num[:, None]
+        t0, t1 = ways.step_s[:, None], ways.sample_s[:, None]
+        rates = rest * (whole + 1) / (t0 + t1 * (whole + 1)) + (ways.num[:, None] - rest) * whole / (t0 + t1 * whole)
+        return np.asarray((tokens[None, :] / rates).max(axis=1))
+
+    def seconds(self, ways: Instances) -> FloatArray:
+        """The time of the rollout, each way."""
+        if id(ways) in self._known:
+            return self._known[id(ways)][1]
+        tokens, longest = float(self.responses.sum()), float(self.responses.max(initial=0))
+        even = ways.step_s * np.maximum(longest, tokens / ways.slots) + ways.sample_s * tokens / ways.num
+        decode = np.maximum(even, self.k_longest_s(ways))
+        each = self.responses.size / ways.num
+        handovers = np.minimum(each, np.divide(decode, ways.gather_s, out=np.full_like(decode, np.inf), where=ways.gather_s > 0))
+        seconds = np.asarray(decode + self.prefill_s(ways) + each * ways.enter_leave_s + handovers * ways.handover_s)
+        self._known.clear()
+        self._known[id(ways)] = ways, seconds
+        return seconds
+
+    def prefill_s(self, ways: Instances) -> FloatArray:
+        """A group's prompt is read once."""
+        return np.asarray(float(self.prompts.sum()) / ways.num * ways.prefill_token_s)
+
+    def releases_s(self, ways: Instances) -> FloatArray:
+        """[ways, P]: when the first, second, ... group is done, ascending; the last at `seconds`."""
+        groups, lengths = self.responses.max(axis=1).astype(np.float64), self._ascending.astype(np.float64)
+        tokens, num = float(lengths.sum()), len(lengths)
+        queued = np.maximum(0.0, np.arange(len(groups))[None, :] / len(groups) - ways.slots[:, None] / num)
+        ends = queued * tokens / ways.slots[:, None] + groups[None, :]
+        below = np.searchsorted(lengths, groups, side="right")
+        done_together = np.concatenate([[0.0], np.cumsum(lengths)])[below] + groups * (num - below)
+        done_in_waves = np.minimum(ends * ways.slots[:, None], tokens)
+        done = np.where((ways.slots >= num)[:, None], done_together[None, :], done_in_waves)
+        seconds = np.sort(ways.step_s[:, None] * ends + ways.sample_s[:, None] * done / ways.num[:, None], axis=1)
+        return np.asarray(seconds * (self.seconds(ways) / seconds[:, -1])[:, None])
+
+
+class BatchTimes:
+    """The samples that a call works on."""
+
+    def __init__(self, call: CallLoad, lengths: Draws, *, limit: int = 0, seed: int = 0) -> None:
+        """`limit`: tokens at which an answer is cut; 0: none but that of the lengths."""
+        num_draws = max(1, min(_MOST_DRAWS, _ENOUGH_SAMPLES // max(1, call.num_samples)))
+        shape = call.num_prompts, call.num_per_prompt
+
+        def draw(step: int) -> Draw:
+            responses = _cut(lengths.draw(*shape, seed, step=step), limit)
+            return Draw(responses, lengths.draw_prompts(call.num_prompts, seed, step=step, n=shape[1]))
+
+        self._draw = draw
+        self.draws = tuple(draw(step) for step in range(num_draws))
+        self.num_samples = call.num_samples
+        whole = np.concatenate([(draw.responses + draw.prompts[:, None]).ravel() for draw in self.draws]).astype(np.float64)
+        self.mean_tokens = float(whole.mean()) if len(whole) else 0.0
+        """Of a sample with its prompt."""
+        self.mean_square = float((whole * whole).mean()) if len(whole) else 0.0
+
+    def several(self, num: int) -> tuple[Draw, ...]:
+        """At least so many draws, the batch's own first: for what must suit steps that differ."""
+        return self.draws + tuple(self._draw(step) for step in range(len(self.draws), num))
+
+    def rollout_s(self, ways: Instances) -> FloatArray:
+        return np.asarray(np.mean([draw.seconds(ways) for draw in self.draws], axis=0))
+
+    def longest_s(self, ways: Instances) -> FloatArray:
+        return np.asarray(np.mean([draw.longest_alone_s(ways) for draw in self.draws], axis=0))
+
+    def k_longest_s(self, ways: Instances) -> FloatArray:
+        return np.asarray(np.mean([draw.k_longest_s(ways) for draw in self.draws], axis=0))
+
+    def last_sample_s(self, ways: Instances) -> FloatArray:
+        """The longest answer in a full batch: how long after its prompt the last one is done."""
+        share = np.minimum(ways.max_running, np.ceil(self.draws[0].responses.size / ways.num))
+        longest = float(np.mean([draw.responses.max(initial=0) for draw in self.draws]))
+        return np.asarray((ways.step_s + ways.sample_s * share) * longest)
+
+    def first_chunks_s(self, ways: Instances, groups_in_chunk: Sequence[int]) -> FloatArray:
+        """[ways, chunks]: when the straight release begins that is nowhere earlier than the true one, in chunks of whole groups."""
+        found = []
+        for draw in self.draws:
+            releases_s = draw.releases_s(ways)
+            found.append(np.stack([_chord(releases_s, groups) for groups in groups_in_chunk], axis=1))
+        return np.asarray(np.mean(found, axis=0))
+
+
+def _cut(responses: IntArray, limit: int) -> IntArray:
+    return np.minimum(responses, limit) if limit else responses
+
+
+def _chord(releases_s: FloatArray, step: int) -> FloatArray:
+    """The least l with l + (T - l) k/(K-1) >= r_k for all chunks k = 0 .. K-1."""
+    num = releases_s.shape[1]
+    last = releases_s[:, -1]
+    if step >= num:
+        return last
+    at = np.append(np.arange(step - 1, num - 1, step), num - 1)
+    at = at[_spread(len(at))]
+    share = np.arange(len(at)) / (len(at) - 1) if len(at) == -(-num // step) else (at - at[0]) / (num - 1 - at[0])
+    early = releases_s[:, at[:-1]]
+    return np.asarray(((early - last[:, None] * share[None, :-1]) / (1 - share[None, :-1])).max(axis=1).clip(early[:, 0], last))
+
+
+@functools.lru_cache(maxsize=256)
+def _spread(num: int) -> IntArray:
+    """Indices from the first to the last, all of them or enough: dense where they are few."""
+    if num <= _MOST_POINTS:
+        return np.arange(num)
+    few = np.unique(np.geomspace(1, num, _MOST_POINTS // 2).astype(np.int64) - 1)
+    even = np.linspace(0, num - 1, _MOST_POINTS // 2).astype(np.int64)
+    return np.union1d(few, even)
+
+
+_BYTES_PER_TOKEN = 4.0
+"""Of a text, for vocabularies of ten thousands of tokens: what byte-pair encodings come to on English."""
+_SMALL_VOCABULARY = 1000
+"""Below it, a token is a byte."""
+_NUM_DRAWN = 4096
+"""Samples that a distribution's means are taken of, at least."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Tokens of the samples of a role."""
+
+    prompt: float
+    """Mean."""
+    response: float
+    """Mean."""
+    position: float
+    """Mean over generated tokens of how many the response had before: half of the mean length where all are equally long, and more
+    where they are not, since long responses have more of the tokens."""
+    longest: int
+    """Of prompt and response together, at most."""
+
+    @property
+    def context(self) -> float:
+        """Tokens in the cache of a sample, when one more is generated: mean over the generated tokens."""
+        return self.prompt + self.position
+
+    @property
+    def sample(self) -> float:
+        """Tokens of a whole sample: mean."""
+        return self.prompt + self.response
+
+    @classmethod
+    def of(cls, responses: Sequence[int] | npt.NDArray[np.int64], *, prompt: float = 0.0, longest: int = 0) -> Extent:
+        """Of responses that were seen.
+
+        >>> Extent.of([1, 3])
+        Extent(prompt=0.0, response=2.0, position=0.75, longest=3)
+        """
+        lengths = np.asarray(responses, dtype=np.float64)
+        total = float(lengths.sum())
+        position = float((lengths * (lengths - 1) / 2).sum()) / total if total else 0.0
+        return cls(prompt, total / max(len(lengths), 1), position, max(longest, int(prompt + lengths.max(initial=0.0))))
+
+    @classmethod
+    def up_to(cls, max_new_tokens: int, *, prompt: float = 0.0) -> Extent:
+        """Nothing is known but the limit: half of it on average, and the squares of lengths uniform up to it."""
+        return cls(prompt, max_new_tokens / 2, max_new_tokens / 3, int(prompt) + max_new_tokens)
+
+
+def extents_of(workload: Workload, shapes: Mapping[str, ModelShape], lengths: Lengths | None = None, *, seed: int = 0) -> dict[str, Extent]:
+    """The lengths of each role's samples: of those that it generates, else of those that it is asked about.
+
+    Args:
+        lengths: of the responses of models that the step trains; None: uniform up to each call's limit.
+    """
+    trained = {call.engine.role for call in workload.calls if call.work == "update" and call.engine is not None}
+    by_call: dict[str, Extent] = {}
+    of_role: dict[str, Extent] = {}
+    for call in workload.calls:
+        if call.engine is None:
+            continue
+        role = call.engine.role
+        if call.work == "generate":
+            has_lengths = lengths is not None and (role in trained or not trained)
+            found = _drawn(call, lengths, seed) if has_lengths and lengths is not None else _allowed(call, shapes.get(role))
+            by_call[call.name] = found
+            if role not in of_role or of_role[role].longest < found.longest:
+                of_role[role] = found
+        elif role not in of_role:
+            origin = _origin(call, workload, by_call)
+            if origin is not None:
+                of_role[role] = origin
+    longest = max(of_role.values(), key=lambda extent: extent.longest, default=Extent.up_to(1))
+    return {"": longest, **of_role}
+
+
+def _allowed(call: CallLoad, shape: ModelShape | None) -> Extent:
+    each = 1.0 if shape is not None and shape.vocab < _SMALL_VOCABULARY else _BYTES_PER_TOKEN
+    return Extent.up_to(call.max_new_tokens, prompt=call.prompt_bytes / each)
+
+
+def _drawn(call: CallLoad, lengths: Lengths, seed: int) -> Extent:
+    groups = max(call.num_prompts, -(-_NUM_DRAWN // call.num_per_prompt))
+    limit = call.max_new_tokens or np.iinfo(np.int64).max
+    responses = np.minimum(lengths.draw(groups, call.num_per_prompt, seed).ravel(), limit)
+    prompts = lengths.draw_prompts(groups, seed, n=call.num_per_prompt)
+    longest = int(prompts.max(initial=0)) + min(lengths.cap or int(responses.max(initial=1)), limit)
+    return Extent.of(responses, prompt=float(prompts.mean()), longest=longest)
+
+
+def _origin(call: CallLoad, workload: Workload, by_call: Mapping[str, Extent]) -> Extent | None:
+    """Of the longest samples that it needs, directly or through others."""
+    todo, seen = list(call.after), set(call.after)
+    found: list[Extent] = []
+    while todo:
+        name = todo.pop()
+        if name in by_call:
+            found.append(by_call[name])
+            continue
+        further = [one for one in workload.call(name).after if one not in seen]
+        seen.update(further)
+        todo += further
+    return max(found, key=lambda extent: extent.longest, default=None)

@@ -1,0 +1,344 @@
+"""Scheduling policies that go by expected length: longest or shortest first, LPT, balanced tokens, probes and classes of lengths.
+
+Source: Graham 1969 for machines whose speed does not go by their load; RhymeRL (survey notes) and Seer (arXiv 2511.14617) for rollouts.
+
+Source: SortedRL (abstract) trains on short answers first.
+
+Source: Graham 1969. Decode speed depends on the batch, so this is no good aim even with known lengths: every instance gets long ones.
+
+mine + E[sample] / 2 <= (all that is left) / instances,     prompts + tokens so far + E[next ones] <= (1 - headroom) cache
+
+So instances end up with equal work rather than equal numbers of samples, and none is given what its cache can't hold. Where lengths can't
+be told apart it is an even share by number. Who has the least takes what is left.
+
+Source: Llumnix and Seer place by the load that an engine reports; the share in expected tokens is ours.
+
+A group of which nothing has ended counts as the longest there is. That pays only if members are alike, so it is done from the second
+step on, and only if the correlation measured so far justifies it (`GATE`); else first come, first served.
+
+Source: Seer (arXiv 2511.14617), context-aware scheduling; the gate is ours.
+
+scenarios, longest expected first --split--> for each class which stretch of the order, and how many of the instances
+
+A class of W tokens on m instances, which share its queue, takes about t0 Z + t1 max(W/m, longest); Z are the steps of its queue on
+B m slots. A split is made if it makes the mean makespan over the scenarios smaller. So where lengths can't be told apart there is one
+class, and that single expectations are wrong is in the calculation.
+
+Source: StreamRL (arXiv 2504.15930) parts long from short by predicted rank and percentiles; scenarios and recursion are ours.
+
+Source: StreamRL (arXiv 2504.15930); see `splitting` for what is ours.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray, num_steps
+from m2flow.rollout_scheduling.lengths import log_length_icc
+from m2flow.rollout_scheduling.policy import SchedulingPolicy, Seen
+from m2flow.rollout_scheduling.predictors import Predictor
+from m2flow.rollout_scheduling.queue_policies import Queued
+
+_SHARE = 0.05
+
+
+class Predicted(SchedulingPolicy):
+    """Ranks nothing by itself."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+
+    def begin(self, seen: Seen) -> None:
+        self.seen = seen
+        self._predictor.begin(seen)
+        self._asked_at = 0
+        self._expected = self._predictor.expected()
+        self._turn = _turns(seen)
+
+    def end(self) -> None:
+        self._predictor.end()
+
+    def expected(self) -> tuple[FloatArray, bool]:
+        """E[length] of each sample, and whether it is new: after each twentieth of the samples, and of those left."""
+        seen = self.seen
+        passed, left = len(seen.finished) - self._asked_at, len(seen.groups) - len(seen.finished)
+        if passed <= _SHARE * min(len(seen.groups), 2 * left):
+            return self._expected, False
+        self._asked_at = len(seen.finished)
+        self._expected = self._predictor.expected()
+        return self._expected, True
+
+    def waiting_if_new(self) -> Iterable[int]:
+        """All that wait, if expectations are new; for `reranked`."""
+        return self.seen.waiting if self.expected()[1] else ()
+
+
+def _turns(seen: Seen) -> list[int]:
+    """[N], the order among samples of equal expectation: the first of each group, then the second of each, and so on.
+
+    So each prompt is heard of early. Each round begins one group later, or all of a group would meet on one instance.
+    """
+    turns = [0] * len(seen.groups)
+    num_groups = len(seen.members)
+    for group, members in enumerate(seen.members):
+        for index, sample in enumerate(members):
+            turns[sample] = index * num_groups + (group + index) % num_groups
+    return turns
+
+
+class LongestFirst(Predicted):
+    name = "longest-first"
+
+    def rank(self, sample: int) -> tuple[float, ...]:
+        return -round(float(self._expected[sample]), 6), self._turn[sample]
+
+    def reranked(self) -> Iterable[int]:
+        return self.waiting_if_new()
+
+
+class ShortestFirst(LongestFirst):
+    name = "shortest-first"
+
+    def rank(self, sample: int) -> tuple[float, ...]:
+        longest, turn = super().rank(sample)
+        return -longest, turn
+
+
+class LongestProcessingTime(Predicted, Queued):
+    name = "lpt"
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self._queues = [[] for _ in range(seen.num_instances)]
+        work = [(0.0, j) for j in range(seen.num_instances)]
+        for sample in np.argsort(-self._expected, kind="stable").tolist():
+            if sample in seen.waiting:
+                taken, j = heapq.heappop(work)
+                self._queues[j].append(sample)
+                heapq.heappush(work, (taken + float(self._expected[sample]), j))
+        for queue in self._queues:
+            queue.reverse()
+
+
+class Balanced(Predicted):
+    name = "balanced"
+    needs_reports = True
+
+    def __init__(self, predictor: Predictor, headroom: float = 0.1) -> None:
+        super().__init__(predictor)
+        self._headroom = headroom
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self._work = [0.0] * seen.num_instances
+        self._at: dict[int, tuple[int, float]] = {}
+        self._all = 0.0
+        """Expected tokens of what runs and of what waits."""
+        for sample, instance in seen.place.items():
+            self._take(sample, instance)
+        self.added(list(seen.waiting))
+
+    def added(self, samples: Sequence[int]) -> None:
+        for sample in samples:
+            self._leave(sample)
+            self._all += float(self._expected[sample])
+
+    def allows(self, sample: int, instance: int) -> bool:
+        seen, length = self.seen, float(self._expected[sample])
+        share = self._all / max(seen.num_alive, 1)
+        mine = self._work[instance]
+        if mine + length / 2 > share and any(work < mine for j, work in enumerate(self._work) if j not in seen.lost):
+            return False
+        report = seen.reports.get(instance)
+        if report is not None and report.kv_capacity and seen.loads[instance]:
+            needs = seen.prompts[seen.groups[sample]] + length
+            if report.kv_used + needs > (1 - self._headroom) * report.kv_capacity:
+                return False
+        return True
+
+    def started(self, sample: int, instance: int) -> None:
+        self._all -= float(self._expected[sample])
+        self._take(sample, instance)
+
+    def ended(self, sample: int, length: int) -> None:
+        self._leave(sample)
+
+    def _take(self, sample: int, instance: int) -> None:
+        length = float(self._expected[sample])
+        self._at[sample] = (instance, length)
+        self._work[instance] += length
+        self._all += length
+
+    def _leave(self, sample: int) -> None:
+        instance, length = self._at.pop(sample, (0, 0.0))
+        self._work[instance] -= length
+        self._all -= length
+
+
+GATE = 0.3
+"""The least correlation of log length in a group, by the lower end of its 95% interval."""
+
+
+class Probe(SchedulingPolicy):
+    name = "probe"
+
+    def __init__(self) -> None:
+        self._correlation_low = -1.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what was measured justifies probing."""
+        return self._correlation_low >= GATE
+
+    def begin(self, seen: Seen) -> None:
+        self.seen = seen
+        self._probes = {members[0] for members in seen.members if members}
+        self._longest = [0] * len(seen.members)
+        for sample, length in seen.finished.items():
+            self._longest[seen.groups[sample]] = max(self._longest[seen.groups[sample]], length)
+        self._reranked: set[int] = set()
+
+    def rank(self, sample: int) -> tuple[float, ...]:
+        if not self.is_open:
+            return (0.0,)
+        return (0.0,) if sample in self._probes else (1.0, -(self._longest[self.seen.groups[sample]] or math.inf))
+
+    def reranked(self) -> Iterable[int]:
+        found, self._reranked = self._reranked, set()
+        return found
+
+    def ended(self, sample: int, length: int) -> None:
+        group = self.seen.groups[sample]
+        if length > self._longest[group]:
+            self._longest[group] = length
+            if self.is_open:
+                self._reranked.update(other for other in self.seen.members[group] if other in self.seen.waiting)
+
+    def end(self) -> None:
+        finished = self.seen.finished
+        groups = [[finished[sample] for sample in members if sample in finished] for members in self.seen.members]
+        self._correlation_low = log_length_icc(groups).low
+
+
+MIN_GAIN = 0.01
+"""Relative; a split that promises less is not made."""
+
+_MAX_CLASSES = 8
+_NUM_CUTS, _NUM_SHARES = 40, 16
+_NUM_TRIED = 4
+"""Of the splits that look best by a formula for Z, the ones whose queues are worked."""
+
+
+class Class(NamedTuple):
+    """A stretch of the order, and how many instances work on it."""
+
+    first: int
+    end: int
+    num_instances: int
+
+
+class _Parting(NamedTuple):
+    """One class parted in two, and the mean makespan that this promises."""
+
+    mean_s: float
+    which: int
+    parts: tuple[Class, Class]
+
+
+def split(scenarios: FloatArray, model: DecodeModel, num_instances: int) -> list[Class]:
+    """Greedily: part one of the classes in two, as long as that helps.
+
+    Args:
+        scenarios: [S, N], lengths that may turn out, samples in the order of falling expectation.
+    """
+    classes = [Class(0, scenarios.shape[1], num_instances)]
+    times = [_queued_s(scenarios, classes[0], model)]
+    while len(classes) < _MAX_CLASSES:
+        promising = sorted(_partings(scenarios, classes, times, model))[:_NUM_TRIED]
+        best: tuple[float, _Parting, list[FloatArray]] | None = None
+        for parting in promising:
+            both = [_queued_s(scenarios, part, model) for part in parting.parts]
+            mean_s = float(np.max([*_without(times, parting.which), *both], axis=0).mean())
+            if best is None or mean_s < best[0]:
+                best = (mean_s, parting, both)
+        if best is None or best[0] > float(np.max(times, axis=0).mean()) * (1 - MIN_GAIN):
+            break
+        _, (_, k, parts), both = best
+        classes[k : k + 1], times[k : k + 1] = parts, both
+    return classes
+
+
+def _partings(scenarios: FloatArray, classes: list[Class], times: list[FloatArray], model: DecodeModel) -> list[_Parting]:
+    found = []
+    for k, parted in enumerate(classes):
+        others_s = np.max([*_without(times, k), np.zeros(len(scenarios))], axis=0)
+        for cut in _spread(parted.first + 1, parted.end - 1, _NUM_CUTS):
+            for share in _spread(1, parted.num_instances - 1, _NUM_SHARES):
+                parts = Class(parted.first, cut, share), Class(cut, parted.end, parted.num_instances - share)
+                both_s = np.maximum(*(_estimated_s(scenarios, part, model) for part in parts))
+                found.append(_Parting(float(np.maximum(others_s, both_s).mean()), k, parts))
+    return found
+
+
+def _estimated_s(scenarios: FloatArray, part: Class, model: DecodeModel) -> FloatArray:
+    """[S], with Z = max(longest, work before the last B m samples / (B m) + longest of those)."""
+    slots = model.max_batch * part.num_instances
+    mine = scenarios[:, part.first : part.end]
+    before = mine[:, : max(0, mine.shape[1] - slots)]
+    last = mine[:, before.shape[1] :].max(axis=1, initial=0.0)
+    longest, work = mine.max(axis=1, initial=0.0), mine.sum(axis=1)
+    steps = np.maximum(np.maximum(longest, before.sum(axis=1) / slots + last), work / slots)
+    return np.asarray(model.t0_s * steps + model.t1_s * np.maximum(work / part.num_instances, longest), np.float64)
+
+
+def _queued_s(scenarios: FloatArray, part: Class, model: DecodeModel) -> FloatArray:
+    """[S], with Z from working the queue."""
+    mine = np.ceil(scenarios[:, part.first : part.end]).astype(np.int64)
+    slots = model.max_batch * part.num_instances
+    steps = np.array([num_steps(row, slots) for row in mine], np.float64)
+    tokens = np.maximum(mine.sum(axis=1) / part.num_instances, mine.max(axis=1, initial=0))
+    return np.asarray(model.t0_s * steps + model.t1_s * tokens, np.float64)
+
+
+def _without(times: list[FloatArray], which: int) -> list[FloatArray]:
+    return [time for k, time in enumerate(times) if k != which]
+
+
+def _spread(low: int, high: int, num: int) -> list[int]:
+    """Whole numbers from `low` to `high`, dense at the low end."""
+    if high < low:
+        return []
+    return sorted({low - 1 + round(float(value)) for value in np.geomspace(1, high - low + 1, num)})
+
+
+_NUM_SCENARIOS = 16
+
+
+class Split(Predicted, Queued):
+    name = "split"
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self.classes = [Class(0, len(seen.groups), seen.num_instances)]
+        order = np.arange(len(seen.groups))
+        if self._predictor.is_informed:
+            order = np.lexsort((np.array(self._turn), -self._expected.round(6)))
+            self.classes = split(self._predictor.scenarios(_NUM_SCENARIOS)[:, order], seen.model, seen.num_instances)
+        # What does not wait yet is not left out of a class: it is passed over until it does (`added`).
+        self._queues = [[s for s in order[part.first : part.end].tolist()[::-1] if s in seen.waiting] for part in self.classes]
+        self._class_of = [k for k, part in enumerate(self.classes) for _ in range(part.num_instances)]
+        self._class_of_sample = {s: k for k, part in enumerate(self.classes) for s in order[part.first : part.end].tolist()}
+
+    def _queue_of(self, instance: int) -> int:
+        return self._class_of[instance]
+
+    def added(self, samples: list[int]) -> None:  # type: ignore[override]
+        alive = {k for j, k in enumerate(self._class_of) if j not in self.seen.lost} or {0}
+        for sample in samples:
+            mine = self._class_of_sample[sample]
+            self._queues[mine if mine in alive else min(alive)].insert(0, sample)

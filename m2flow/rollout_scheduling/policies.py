@@ -1,0 +1,156 @@
+"""Ways to schedule a rollout whose lengths are not known, one a file, by name.
+
+    rollout: {policy: [group-completing, longest-first, "adaptive-concurrency:high=0.85"]}       in a cluster spec
+
+A user's own is a subclass of `m2flow.rollout_scheduling.policy.Policy`, named FILE.py:CLASS wherever a name is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from m2flow.errors import SpecError, did_you_mean
+from m2flow.rollout_scheduling.length_policies import Balanced, LongestFirst, LongestProcessingTime, Probe, ShortestFirst, Split
+from m2flow.rollout_scheduling.policy import SchedulingPolicy, composed
+from m2flow.rollout_scheduling.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets, Siblings
+from m2flow.rollout_scheduling.queue_policies import (
+    AdaptiveConcurrency,
+    Admission,
+    FirstCome,
+    GroupCompleting,
+    GroupRoundRobin,
+    LeastLoaded,
+    OldestFirst,
+    RoundRobin,
+)
+from m2flow.rollout_scheduling.tail_policies import Adaptive, Gather, Repack
+
+FIRST_COME = FirstCome.name
+"""What is done without a policy."""
+
+POLICIES: Mapping[str, type[SchedulingPolicy]] = {
+    of.name: of
+    for of in (
+        FirstCome,
+        RoundRobin,
+        GroupRoundRobin,
+        LeastLoaded,
+        LongestProcessingTime,
+        LongestFirst,
+        ShortestFirst,
+        GroupCompleting,
+        OldestFirst,
+        Probe,
+        Balanced,
+        AdaptiveConcurrency,
+        Admission,
+        Repack,
+        Gather,
+        Split,
+        Adaptive,
+    )
+}
+"""By name."""
+
+PREDICTORS: Mapping[str, Callable[[], Predictor]] = {
+    "siblings": Siblings,
+    "earlier-steps": EarlierSteps,
+    "prompt-buckets": PromptBuckets,
+    "oracle": Oracle,
+}
+"""Name -> how to make it."""
+
+
+def make_predictor(name: str) -> Predictor:
+    """By name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if name not in PREDICTORS:
+        raise SpecError(f"there is no predictor {name!r}", now=did_you_mean(name, PREDICTORS))
+    return PREDICTORS[name]()
+
+
+def make_policy(text: str, predictor: Predictor) -> SchedulingPolicy:
+    """By name, with numbers after a colon (`admission:target=0.5`); or the user's own class, FILE.py:CLASS.
+
+    Raises:
+        SpecError: there is none, it takes no such number, or the file can't be used.
+    """
+    name, numbers = _parsed(text)
+    made = POLICIES[name] if name in POLICIES else _own(name)
+    takes = inspect.signature(made).parameters
+    for number in numbers:
+        if number not in takes or number == "predictor":
+            known = [known for known in takes if known != "predictor"]
+            raise SpecError(f"the policy {name} has no {number!r}", now=f"It has {', '.join(known)}." if known else "It takes no numbers.")
+    return made(predictor, **numbers) if "predictor" in takes else made(**numbers)  # type: ignore[call-arg]
+
+
+def make_policies(names: Sequence[str], predictor: str) -> SchedulingPolicy:
+    """One policy of several, which share a predictor.
+
+    Raises:
+        SpecError: there is no such policy or predictor, or two of them hand out samples by themselves.
+    """
+    learned = make_predictor(predictor)
+    made = [make_policy(name, learned) for name in names]
+    own = [policy.name for policy in made if type(policy).next_sample is not SchedulingPolicy.next_sample]
+    if len(own) > 1:
+        raise SpecError(
+            f"the policies {' and '.join(own)} each hand out samples by themselves, so they can't go together",
+            now="Take one of them, with policies that rank, hold back or move.",
+        )
+    return composed(made)
+
+
+REPORT_EVERY = 32
+"""Turns of decoding: a fraction of a second with most models."""
+
+
+def report_every(names: Sequence[str], predictor: str, *, turns: int = REPORT_EVERY) -> int:
+    """After how many turns of decoding engines have to say how full they are; 0: no policy asks."""
+    return turns if names and make_policies(names, predictor).needs_reports else 0
+
+
+def _parsed(text: str) -> tuple[str, dict[str, float]]:
+    """A name, and the numbers behind it."""
+    name, colon, rest = text.rpartition(":")
+    if not colon or "=" not in rest:
+        return text, {}
+    numbers = {}
+    for part in rest.split(","):
+        key, _, value = part.partition("=")
+        try:
+            numbers[key.strip()] = float(value)
+        except ValueError:
+            raise SpecError(f"{text!r}: {part.strip()!r} is no number with a name", now="Example: admission:target=0.5") from None
+    return name, numbers
+
+
+def _own(name: str) -> type[SchedulingPolicy]:
+    """The class of a user's file."""
+    file, colon, wanted = name.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        hint = did_you_mean(name, POLICIES, f"There are {', '.join(POLICIES)}; a class of your own is FILE.py:CLASS.")
+        raise SpecError(f"there is no policy {name!r}", now=hint)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or spec.loader is None or not Path(file).is_file():
+        raise SpecError(f"can't read {file}", now="Give the file that defines the policy.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SpecError(
+            f"{file} can't be imported: {type(error).__name__}: {error}", now="Give the file that defines the policy."
+        ) from error
+    found = getattr(module, wanted, None)
+    if not (isinstance(found, type) and issubclass(found, SchedulingPolicy)):
+        raise SpecError(f"{wanted} in {file} is not a Policy", now="Give a subclass of m2flow.rollout_scheduling.policy.Policy.")
+    if not hasattr(found, "name"):
+        found.name = wanted
+    return found

@@ -1,0 +1,380 @@
+"""What a scheduling policy comes to on given lengths: rollout instances on a virtual clock, against the bounds.
+
+lengths (hidden), Policy --play--> Played: makespan, when each sample ended, moves and what they cost
+
+Time advances from one finish to the next; the tokens between are counted, not played. What is decided in the middle of a step of an
+instance takes effect at the step's end. Each instance runs t(b) = t0 + t1 b a step (`decode`); prompts cost nothing but on a move.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import InternalError, SpecError
+from m2flow.rollout_scheduling.assignment import assign
+from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray
+from m2flow.rollout_scheduling.lengths import Lengths, StepLengths
+from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
+from m2flow.rollout_scheduling.policy import Move, MoveCost, SchedulingPolicy, Seen, composed
+from m2flow.rollout_scheduling.predictors import Oracle
+
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rollout as it went."""
+
+    finish_s: FloatArray
+    """[N]."""
+    num_moves: int
+    moved_tokens: int
+    """Computed again because of moves, prompts included."""
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.finish_s.max(initial=0.0))
+
+
+def play(
+    step: StepLengths,
+    policy: SchedulingPolicy,
+    model: DecodeModel,
+    num_instances: int,
+    *,
+    cap: int | None = None,
+    earlier: Sequence[Sequence[int]] | None = None,
+    difficulties: Sequence[str] = (),
+    cost: MoveCost | None = None,
+) -> Played:
+    """One step's samples under a policy.
+
+    Args:
+        cap: tokens at which answers are cut, if it is known.
+        earlier: [P], lengths of earlier answers to the same prompts.
+        difficulties: [P], how hard they are said to be; empty: nobody says.
+    Raises:
+        InternalError: the policy starts what does not wait, or leaves samples waiting for ever.
+    """
+    members: list[list[int]] = [[] for _ in step.prompts]
+    groups = step.groups.tolist()
+    for sample, group in enumerate(groups):
+        members[group].append(sample)
+    before = earlier if earlier is not None else [()] * len(members)
+    seen = Seen(model, num_instances, step.prompts.tolist(), groups, members, cap, before, cost or MoveCost(), difficulties)
+    return _Play(seen, step.responses.tolist(), composed([policy])).run()
+
+
+class _Instance:
+    """One engine: who runs, since when, and the next moment at which that changes."""
+
+    def __init__(self, model: DecodeModel, lengths: Sequence[int]) -> None:
+        self._model = model
+        self._lengths = lengths
+        self.samples: dict[int, int] = {}
+        """Sample -> the step of this instance before its first token, less the tokens that it had then."""
+        self._ends: list[tuple[int, int]] = []
+        self._clock_s = 0.0
+        self._step = 0
+        self._coming: list[tuple[float, int, int, float]] = []
+        """When it is there, the sample, the tokens it has, and for how long it stalls the instance."""
+        self._going: set[int] = set()
+        self.version = 0
+
+    def arrive(self, ready_s: float, sample: int, tokens: int, stall_s: float) -> None:
+        heapq.heappush(self._coming, (ready_s, sample, tokens, stall_s))
+
+    def depart(self, sample: int) -> None:
+        self._going.add(sample)
+
+    def tokens_so_far(self, sample: int, now_s: float) -> int:
+        if sample not in self.samples:
+            return next((tokens for _, other, tokens, _ in self._coming if other == sample), 0)
+        step = self._step + max(0, math.floor((now_s - self._clock_s) / self._step_s + _EPSILON))
+        return min(step - self.samples[sample], self._lengths[sample] - 1)
+
+    def next_s(self, now_s: float) -> float:
+        """When the batch changes next; infinite if nothing runs or comes."""
+        soonest = math.inf
+        while self._ends and self._is_stale(self._ends[0]):
+            heapq.heappop(self._ends)
+        if self._ends:
+            soonest = self._clock_s + (self._ends[0][0] - self._step) * self._step_s
+            if self._going:
+                soonest = min(soonest, self._boundary_s(now_s))
+        if self._coming:
+            ready_s = self._coming[0][0]
+            soonest = min(soonest, self._boundary_s(ready_s) if self.samples else max(ready_s, self._clock_s))
+        return soonest
+
+    def advance(self, to_s: float) -> tuple[list[int], list[tuple[int, int]]]:
+        """To a moment at which the batch changes: samples that end, and those that leave with the tokens that they have."""
+        if self.samples:
+            self._step += round((to_s - self._clock_s) / self._step_s)
+        self._clock_s = max(self._clock_s, to_s)
+        ended = []
+        while self._ends and (self._ends[0][0] <= self._step or self._is_stale(self._ends[0])):
+            entry = heapq.heappop(self._ends)
+            if not self._is_stale(entry):
+                ended.append(entry[1])
+                del self.samples[entry[1]]
+        left = [(sample, self._step - self.samples.pop(sample)) for sample in sorted(self._going) if sample in self.samples]
+        self._going.clear()
+        stalled_s = 0.0
+        while self._coming and self._coming[0][0] <= self._clock_s + _EPSILON:
+            _, sample, tokens, stall_s = heapq.heappop(self._coming)
+            self.samples[sample] = self._step - tokens
+            heapq.heappush(self._ends, (self._step - tokens + self._lengths[sample], sample))
+            stalled_s += stall_s
+        self._clock_s += stalled_s
+        return ended, left
+
+    @property
+    def _step_s(self) -> float:
+        return self._model.step_s(len(self.samples))
+
+    def _boundary_s(self, at_s: float) -> float:
+        """The end of the step that runs at this time."""
+        return self._clock_s + max(0, math.ceil((at_s - self._clock_s) / self._step_s - _EPSILON)) * self._step_s
+
+    def _is_stale(self, entry: tuple[int, int]) -> bool:
+        end, sample = entry
+        return sample not in self.samples or self.samples[sample] + self._lengths[sample] != end
+
+
+class _Play:
+    def __init__(self, seen: Seen, lengths: Sequence[int], policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._model = seen.model
+        self._lengths = lengths
+        self._instances = [_Instance(seen.model, lengths) for _ in range(seen.num_instances)]
+        self._seen = seen
+        self._now_s = 0.0
+        seen.waiting = OrderedDict.fromkeys(range(len(lengths)))
+        seen.loads = [0] * seen.num_instances
+        seen.num_wanted = len(seen.members)
+        seen.tokens_so_far = lambda sample: self._instances[seen.place[sample]].tokens_so_far(sample, self._now_s)
+        self._finish_s = np.zeros(len(lengths))
+        self._heap: list[tuple[float, int, int]] = []
+        self._to: dict[int, int] = {}
+        """Where a sample goes that moves."""
+        self._num_moves = self._moved_tokens = 0
+
+    def run(self) -> Played:
+        seen = self._seen
+        self._policy.begin(seen)
+        self._start(range(seen.num_instances))
+        while self._heap:
+            self._now_s, j, version = heapq.heappop(self._heap)
+            instance = self._instances[j]
+            if version != instance.version:
+                continue
+            ended, left = instance.advance(self._now_s)
+            for sample in ended:
+                self._end(sample, j)
+            for sample, tokens in left:
+                self._forward(sample, tokens)
+            if ended or left:
+                free = [k for k in range(seen.num_instances) if seen.loads[k] < self._model.max_batch] if seen.waiting else []
+                self._start(free)
+            for move in self._policy.moves() if ended else ():
+                self._move(move)
+            self._schedule(j)
+        if seen.waiting:
+            raise InternalError(f"the policy {self._policy.name} left {len(seen.waiting)} samples waiting")
+        self._policy.end()
+        return Played(self._finish_s, self._num_moves, self._moved_tokens)
+
+    def _start(self, instances: Sequence[int]) -> None:
+        """Fill free slots, an instance with the fewest samples first."""
+        seen = self._seen
+        asked = [(seen.loads[j], j) for j in instances]
+        heapq.heapify(asked)
+        started = set()
+        while asked and seen.waiting:
+            load, j = heapq.heappop(asked)
+            if load >= self._model.max_batch or (sample := self._policy.next_sample(j)) is None:
+                continue
+            if sample not in seen.waiting:
+                raise InternalError(f"the policy {self._policy.name} starts sample {sample}, which does not wait")
+            del seen.waiting[sample]
+            seen.place[sample] = j
+            seen.loads[j] += 1
+            self._instances[j].arrive(self._now_s, sample, 0, 0.0)
+            self._policy.started(sample, j)
+            started.add(j)
+            heapq.heappush(asked, (load + 1, j))
+        for j in started:
+            self._schedule(j)
+
+    def _end(self, sample: int, j: int) -> None:
+        seen = self._seen
+        self._finish_s[sample] = self._now_s
+        seen.finished[sample] = self._lengths[sample]
+        seen.loads[j] -= 1
+        del seen.place[sample]
+        if (to := self._to.pop(sample, None)) is not None:
+            seen.loads[to] -= 1
+        self._policy.ended(sample, self._lengths[sample])
+
+    def _move(self, move: Move) -> None:
+        """Leave at the end of the step, unless it ends there. The place at the other end is taken from now on."""
+        here = self._seen.place.get(move.sample)
+        if here is None or here == move.to or move.sample in self._to or move.sample not in self._instances[here].samples:
+            return
+        if self._seen.loads[move.to] >= self._model.max_batch:
+            return
+        self._seen.loads[move.to] += 1
+        self._to[move.sample] = move.to
+        self._instances[here].depart(move.sample)
+        self._schedule(here)
+
+    def _forward(self, sample: int, tokens: int) -> None:
+        seen, to, cost = self._seen, self._to.pop(sample), self._seen.move_cost
+        seen.loads[seen.place[sample]] -= 1
+        seen.place[sample] = to
+        again = tokens + seen.prompts[seen.groups[sample]]
+        self._num_moves += 1
+        self._moved_tokens += again
+        self._instances[to].arrive(self._now_s + cost.fixed_s, sample, tokens, again * cost.token_s)
+        self._schedule(to)
+
+    def _schedule(self, j: int) -> None:
+        instance = self._instances[j]
+        instance.version += 1
+        at_s = instance.next_s(self._now_s)
+        if at_s < math.inf:
+            heapq.heappush(self._heap, (at_s, j, instance.version))
+
+
+_NUM_ASIDE = 8
+"""Answers that the level of a prompt is taken from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The samples of a step, and what is known of their prompts."""
+
+    samples: StepLengths
+    earlier: Sequence[Sequence[int]] | None = None
+    """[P], lengths of answers that the prompts had in an earlier epoch."""
+    difficulties: Sequence[str] = ()
+    """[P], how hard the prompts are said to be; empty: nobody says."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step, in seconds."""
+
+    step: int
+    makespan_s: float
+    bound_s: float
+    """max(fractional bound, (t0 + t1) x longest sample): no schedule without migration is faster."""
+    known_s: float
+    """What the assignment with known lengths takes."""
+    num_samples: int
+    num_tokens: int
+    num_pauses: int = 0
+    """Times that a sample stops for a while on its instance; only the assignment does that."""
+    num_moves: int = 0
+    """Times that a running sample went on elsewhere; only policies do that."""
+
+    @property
+    def ratio(self) -> float:
+        return self.makespan_s / self.bound_s
+
+    @property
+    def regret(self) -> float:
+        """What not knowing the lengths costs: the makespan over that of the assignment which does."""
+        return self.makespan_s / self.known_s
+
+
+def total(results: Sequence[StepResult]) -> StepResult:
+    """The steps one after the other."""
+    return StepResult(
+        step=len(results),
+        makespan_s=sum(result.makespan_s for result in results),
+        bound_s=sum(result.bound_s for result in results),
+        known_s=sum(result.known_s for result in results),
+        num_samples=sum(result.num_samples for result in results),
+        num_tokens=sum(result.num_tokens for result in results),
+        num_pauses=sum(result.num_pauses for result in results),
+        num_moves=sum(result.num_moves for result in results),
+    )
+
+
+def study_known(steps: Sequence[Given], model: DecodeModel, num_instances: int, *, may_pause: bool = True) -> list[StepResult]:
+    """The assignment with known lengths."""
+    results = []
+    for given in steps:
+        plan = assign(given.samples.responses, model, num_instances, may_pause=may_pause)
+        _check(plan.makespan_s, plan.bound_s, "the assignment")
+        size = (len(given.samples), int(given.samples.responses.sum()))
+        results.append(StepResult(given.samples.step, plan.makespan_s, plan.bound_s, plan.makespan_s, *size, num_pauses=plan.num_pauses))
+    return results
+
+
+def study_policy(
+    policy: SchedulingPolicy,
+    steps: Sequence[Given],
+    known: Sequence[StepResult],
+    model: DecodeModel,
+    *,
+    num_instances: int,
+    cap: int | None,
+    oracle: Oracle | None = None,
+) -> list[StepResult]:
+    """A policy, which may learn from step to step.
+
+    Args:
+        known: of the same steps, from `study_known`.
+        oracle: is told the lengths of each step, if the policy has one.
+    """
+    results = []
+    for given, best in zip(steps, known, strict=True):
+        if oracle is not None:
+            oracle.know(given.samples.responses)
+        played = play(given.samples, policy, model, num_instances, cap=cap, earlier=given.earlier, difficulties=given.difficulties)
+        bounds = rollout_bounds(given.samples.responses, model, num_instances)
+        _check(played.makespan_s, bounds.with_migration_s if played.num_moves else bounds.no_migration_s, policy.name)
+        results.append(replace(best, makespan_s=played.makespan_s, num_pauses=0, num_moves=played.num_moves))
+    return results
+
+
+def _check(makespan_s: float, bound_s: float, who: str) -> None:
+    if makespan_s < bound_s:
+        raise InternalError(f"{who} takes {makespan_s} s, less than the lower bound of {bound_s} s")
+
+
+def steps_of(
+    lengths: Lengths, num_steps: int | None, *, num_groups: int, n: int, seed: int, num_earlier: int = 0, num_levels: int = 0
+) -> Iterator[Given]:
+    """The recorded steps, all or the first ones; of a distribution that many draws, by default one.
+
+    Args:
+        num_earlier: answers to each prompt from an earlier epoch, for a distribution.
+        num_levels: levels of difficulty into which somebody has sorted the prompts, by eight other answers to each; for a distribution.
+    Raises:
+        SpecError: more steps than were recorded; or earlier answers, or levels, of a record, which does not say them.
+    """
+    recorded = lengths.num_steps()
+    for asked, option, what in ((num_earlier, "--earlier", "which prompts came before"), (num_levels, "--levels", "how hard prompts are")):
+        if asked and recorded is not None:
+            raise SpecError(f"{lengths.name} does not say {what}", now=f"Leave {option} out, or give a formula such as lognormal:...")
+    edges: npt.NDArray[np.float64] | None = None
+    for k in range(num_steps if num_steps is not None else recorded if recorded is not None else 1):
+        samples = lengths.step(k, num_groups=num_groups, n=n, seed=seed)
+        earlier = lengths.draw(num_groups, n + num_earlier, seed, step=k)[:, n:].tolist() if num_earlier else None
+        difficulties: list[str] = []
+        if num_levels:
+            others = np.log(lengths.draw(num_groups, n + num_earlier + _NUM_ASIDE, seed, step=k)[:, n + num_earlier :]).mean(axis=1)
+            edges = np.quantile(others, np.linspace(0, 1, num_levels + 1)[1:-1]) if edges is None else edges
+            difficulties = [str(level) for level in np.searchsorted(edges, others)]
+        yield Given(samples, earlier, difficulties)

@@ -1,0 +1,252 @@
+"""What each worker of a plan has and how long it takes: the costs, seat by seat, and the pace that policies go by.
+
+Plan, Costs --machines_of--> Machine for each worker
+
+A worker of a plan that was searched for sits on the devices of its seats. One of a plan made by rule sits on this machine, whose
+devices are cores: as many as it has threads, and those that take turns on the same ones.
+
+plan, spec, Costs --with_paces--> the plan, with a Pace for each role that is sampled from --> the scheduler's policies
+
+A run and its simulation so ask a policy with the same numbers. Limit: one pace for a role, that of its slowest instance.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from m2flow.errors import M2FlowError, PlanError
+from m2flow.macro.graph import MacroGraph
+from m2flow.micro.lowering.capabilities import gives_away
+from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
+from m2flow.micro.protocol.plan import Pace, Plan, Seat, WorkerPlan
+from m2flow.planner.planning import question_of
+from m2flow.spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from m2flow.recipe import Model
+
+_DEVICE = re.compile(r"(?P<pool>.+)\[(?P<first>\d+)(:(?P<stop>\d+))?\]")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices of a pool."""
+
+    pool: str
+    first: int
+    stop: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.stop - self.first
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """An engine that a worker has."""
+
+    engine: EngineId
+    layout: Layout
+    footprint: Footprint
+    leave_s: float
+    come_s: float
+    is_resident: bool
+    """It stays on the devices while others work."""
+    turn: str = ""
+    """Of the lease, in which it works."""
+    gives_s: float = 0.0
+    """Of a trainer that is off its devices: what is moved for another one to copy its weights."""
+    gives_bytes: int = 0
+    """On each device, for as long."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A worker, as far as time and memory go."""
+
+    worker: str
+    place: Place | None
+    """None: a process on the host."""
+    lease: str = ""
+    engines: tuple[Hosted, ...] = ()
+    decode: Mapping[str, DecodeCost] = field(default_factory=dict)
+    """By role."""
+    train: Mapping[str, TrainCost] = field(default_factory=dict)
+    """By role."""
+    sync_s: Mapping[str, float] = field(default_factory=dict)
+    """Role -> new weights into its rollout engine here."""
+
+    @property
+    def pool(self) -> str:
+        return self.place.pool if self.place else ""
+
+    @property
+    def num_devices(self) -> int:
+        return self.place.num_devices if self.place else 0
+
+    def switch_s(self, turn: str, to: str) -> float:
+        """The engines of one turn leave, those of another come."""
+        leaving = sum(hosted.leave_s for hosted in self.engines if hosted.turn == turn)
+        return leaving + sum(hosted.come_s for hosted in self.engines if hosted.turn == to)
+
+    @property
+    def all_bytes(self) -> int:
+        return sum(hosted.footprint.device_bytes for hosted in self.engines)
+
+    def kept_bytes(self, turn: str) -> int:
+        """That engines of a turn bring to each device with them."""
+        return sum(hosted.footprint.kept_bytes for hosted in self.engines if hosted.turn == turn and not hosted.is_resident)
+
+    def copy_s(self, source: str, turn: str) -> float:
+        """A trainer here takes the weights of another one's role. What both have on the devices is copied there in no time that counts."""
+        return sum(hosted.gives_s for hosted in self._away(source, turn))
+
+    def copy_bytes(self, source: str, turn: str) -> int:
+        """More than `resident_bytes`, on each device, for as long."""
+        return sum(hosted.gives_bytes for hosted in self._away(source, turn))
+
+    def _away(self, source: str, turn: str) -> list[Hosted]:
+        return [h for h in self.engines if h.engine == EngineId(source, "train") and h.turn != turn and not h.is_resident]
+
+    def resident_bytes(self, turn: str) -> int:
+        """On each device, while the engines of a turn work."""
+        return sum(
+            hosted.footprint.device_bytes if hosted.turn == turn else hosted.footprint.kept_bytes * hosted.is_resident
+            for hosted in self.engines
+        )
+
+
+def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machine]:
+    """By worker.
+
+    Raises:
+        PlanError: a worker of a searched plan sits where the search has seated no such engine.
+    """
+    places = _places(plan, spec)
+    seats = {worker.name: _seats(plan, worker, places[worker.name]) if worker.name in places else [] for worker in plan.workers}
+    trained: dict[str, tuple[str, Seat]] = {
+        seat.engine.role: (worker, seat) for worker, found in seats.items() for seat in found if seat.engine.kind == "train"
+    }
+    leases = {worker.name: worker.lease for worker in plan.workers}
+    machines = {}
+    for worker in plan.workers:
+        found = seats[worker.name]
+        hosted = []
+        slots = {(slot.role, slot.kind): slot for slot in worker.engines}
+        for seat in found:
+            footprint = seat.footprint if plan.choice is not None else costs.footprint(seat.engine, seat.pool, seat.layout)
+            switch = costs.switch(seat.engine, seat.pool, footprint)
+            slot = slots[seat.engine.role, seat.engine.kind]
+            is_resident = slot.stays or not worker.lease or (plan.choice is None and switch.is_resident)
+            leave_s, come_s = (0.0, 0.0) if is_resident else (switch.leave_s, switch.come_s)
+            gives_s, gives_bytes = leave_s + come_s, footprint.kept_bytes
+            if gives_away(slot.engine):
+                gives_s, gives_bytes = costs.switch(seat.engine, seat.pool, Footprint(weights=footprint.weights)).come_s, 0
+            hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, is_resident, slot.takes_turn, gives_s, gives_bytes))
+        syncs = {}
+        for seat in found:
+            role = seat.engine.role
+            if seat.engine.kind == "rollout" and role in trained:
+                trainer, source = trained[role]
+                is_same = trainer == worker.name or (bool(worker.lease) and worker.lease == leases[trainer])
+                syncs[role] = costs.sync_s(role, (source.pool, source.layout), (seat.pool, seat.layout), is_same_devices=is_same)
+        machines[worker.name] = Machine(
+            worker.name,
+            places.get(worker.name),
+            worker.lease,
+            tuple(hosted),
+            {s.engine.role: costs.decode(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "rollout"},
+            {s.engine.role: costs.train(s.engine, s.pool, s.layout) for s in found if s.engine.kind == "train"},
+            syncs,
+        )
+    return machines
+
+
+def _seats(plan: Plan, worker: WorkerPlan, place: Place) -> list[Seat]:
+    """The seat of each engine of a worker."""
+    return [_seat(plan, worker, place, EngineId(slot.role, slot.kind)) for slot in worker.engines if slot.kind != "function"]
+
+
+def _seat(plan: Plan, worker: WorkerPlan, place: Place, engine: EngineId) -> Seat:
+    if plan.choice is None:
+        layout = Layout(tp=worker.threads, dp=worker.ranks if engine.kind == "train" else 1)
+        return Seat(engine, (), "", place.first, layout.num_devices, layout, 0, Footprint(), worker.lease)
+    for seat in plan.choice.seats:
+        inside = not place.pool or (seat.pool == place.pool and seat.first_device <= place.first and place.stop <= seat.devices.stop)
+        if seat.engine == engine and inside:
+            return seat
+    raise PlanError(f"the worker {worker.name} on {worker.device} has {engine}, for which the plan's search has no seat there")
+
+
+def _places(plan: Plan, spec: ClusterSpec) -> dict[str, Place]:
+    """The devices of each worker. Without pools they are this machine's cores, one for each thread of each rank: one worker's after the
+    other's, and a trainer that takes turns has those of the rollout workers that it takes them with."""
+    places: dict[str, Place] = {}
+    last = 0
+    hosts = [worker for worker in plan.workers if any(slot.kind != "function" for slot in worker.engines)]
+    for worker in sorted(hosts, key=lambda worker: (worker.lease, "rollout" not in {slot.kind for slot in worker.engines})):
+        found = _DEVICE.fullmatch(worker.device)
+        if spec.pools and found:
+            first = int(found["first"])
+            places[worker.name] = Place(found["pool"], first, int(found["stop"] or first + 1))
+            continue
+        shared = [places[other.name] for other in plan.workers if worker.lease and other.lease == worker.lease and other.name in places]
+        if shared and not any(slot.kind == "rollout" for slot in worker.engines):
+            places[worker.name] = Place("", min(place.first for place in shared), max(place.stop for place in shared))
+            continue
+        places[worker.name] = Place("", last, last + worker.threads * worker.ranks)
+        last += worker.threads * worker.ranks
+    return places
+
+
+def kinds(machine: Machine) -> frozenset[EngineKind]:
+    """Of the engines that a worker has."""
+    return frozenset(hosted.engine.kind for hosted in machine.engines)
+
+
+def with_paces(plan: Plan, spec: ClusterSpec, costs: Costs) -> Plan:
+    """The plan, whose policies go by these costs."""
+    found: dict[str, list[DecodeCost]] = {}
+    for machine in machines_of(plan, spec, costs).values():
+        for role, cost in machine.decode.items():
+            found.setdefault(role, []).append(cost)
+    slowest = {role: max(of, key=lambda cost: cost.seconds(cost.max_running)) for role, of in found.items()}
+    sources = {name: constant.source.partition(":")[0] for name, constant in costs.constants().items()}
+    paces = [
+        Pace(
+            role,
+            cost.step_s,
+            cost.sample_s,
+            cost.prefill_token_s,
+            cost.enter_s + cost.leave_s + cost.handover_s,
+            sources.get(f"{role}.rollout.step_s", "given"),
+        )
+        for role, cost in sorted(slowest.items())
+    ]
+    return msgspec.structs.replace(plan, paces=tuple(paces))
+
+
+def paced(plan: Plan, graph: MacroGraph, models: Mapping[str, Model], spec: ClusterSpec, profile: Path | None) -> Plan:
+    """The plan of a flow, whose policies, if it has any, go by the profile's costs, or by modelled ones.
+
+    Where nothing says how large a model is, they go by those of the default model, and the plan says so.
+
+    Raises:
+        SpecError: a profile that can't be used.
+    """
+    if not plan.policies:
+        return plan
+    try:
+        return with_paces(plan, spec, question_of(graph, models, spec, profile=profile).costs)
+    except M2FlowError as error:
+        if profile is not None:
+            raise
+        note = f"policies take a decode step to last what the default model says: {str(error).splitlines()[0]}"
+        return msgspec.structs.replace(plan, notes=(*plan.notes, note))

@@ -1,0 +1,185 @@
+"""How long each sample of a simulated run is: a pure function of the seed and of who it is, never of when or where it runs.
+
+Nothing computes here, so the functions that say who was late are followed by what they are told: the samples of a short round's result,
+the prompts without those, slices and unions of such prompts. That a prompt's answers are as long when it is asked again is an
+assumption: the reason why prompts are deferred at all.
+
+The first generation of the program's k-th step whose groups fit the k-th step of the record (as many, of the same size) has the lengths of
+that one; groups of others, as of an evaluation before it, are drawn from the distribution. Each call stops at its own
+`max_new_tokens`; of lengths beyond every call's, which were not made to agree with the flow, only a model that is not trained (a judge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import numpy as np
+
+from m2flow.macro.columns import Positions
+from m2flow.macro.graph import Call
+from m2flow.macro.tail_batching import Answered, Unanswered
+from m2flow.recipe import Sampling
+from m2flow.rollout_scheduling.lengths import IntArray, Lengths
+from m2flow.samples import SampleId, keyed_bits
+
+
+@final
+class Rounds:
+    """Of the lines that defer: who was answered, and who waits."""
+
+    def __init__(self) -> None:
+        self._short: dict[int, int] = {}
+        """Call that drew the prompts -> the short round that they were drawn for."""
+        self._prompts: dict[int, int] = {}
+        """Long round -> the call that gives its prompts."""
+        self._parts: dict[int, tuple[int, ...]] = {}
+        """Union -> its inputs."""
+        self._left: dict[int, tuple[int, ...]] = {}
+        """Call that decides which rows stay -> those."""
+        self._answered: dict[int, frozenset[int]] = {}
+        self._asked: dict[int, list[int]] = {}
+        """Long round -> its prompts' rows, in its order."""
+
+    def made(self, call: Call) -> None:
+        """The program makes a call."""
+        asked = call.input("prompts")
+        if call.options.get("late") == "defer" and asked is not None:
+            self._short[asked.call] = call.ordinal
+        elif call.options.get("is_long") and asked is not None:
+            self._prompts[call.ordinal] = asked.call
+        elif call.options.get("gives") == "concat":
+            self._parts[call.ordinal] = tuple(ref.call for _, ref in call.inputs)
+
+    def came_to(self, call: Call, ids: Sequence[int]) -> None:
+        """A call of one value has seen these samples."""
+        if isinstance(call.options.get("function"), Answered):
+            self._answered[call.ordinal] = frozenset(SampleId.unpack(row).prompt for row in ids)
+
+    def left(self, call: Call, ids: Sequence[int]) -> list[int] | None:
+        """Which of these rows stay; None: that is not known from who they are."""
+        function, table = call.options.get("function"), call.input("answered")
+        if isinstance(function, Positions):
+            found = sorted(ids)[slice(function.start, function.stop, function.step)]
+        elif isinstance(function, Unanswered) and table is not None:
+            found = [row for row in ids if SampleId.unpack(row).prompt not in self._answered[table.call]]
+        else:
+            return None
+        self._left[call.ordinal] = tuple(found)
+        return found
+
+    def origin(self, packed: int) -> SampleId:
+        """The sample of a short round whose length a sample has; itself, outside of long rounds."""
+        who = SampleId.unpack(packed)
+        if who.call not in self._prompts:
+            return who
+        if who.call not in self._asked:
+            self._asked[who.call] = sorted(self._rows(self._prompts[who.call]))
+        asked = SampleId.unpack(self._asked[who.call][who.prompt])
+        return SampleId(self._short[asked.call], asked.prompt, who.index)
+
+    def _rows(self, call: int) -> Sequence[int]:
+        if call in self._parts:
+            return [row for part in self._parts[call] for row in self._rows(part)]
+        return self._left[call]
+
+
+@final
+class Drawn:
+    """Answers for every sample of a run."""
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        seed: int,
+        *,
+        kept: Mapping[str, float] | None = None,
+        trained: frozenset[str] = frozenset(),
+        limit: int = 0,
+    ) -> None:
+        """`trained`: roles. `limit`: the largest `max_new_tokens` of all calls."""
+        self._lengths = lengths
+        self._trained = trained
+        self._stops = not trained or (lengths.longest is not None and lengths.longest <= limit)
+        self._seed = seed
+        self._kept = kept or {}
+        self._rounds = Rounds()
+        self._by_call: dict[int, tuple[IntArray, IntArray]] = {}
+        self._num_of_step: dict[int, int] = {}
+        self._replayed: set[int] = set()
+        self.num_drawn = 0
+
+    def made(self, call: Call, calls: Mapping[int, Call]) -> None:
+        """A call of the program, in program order."""
+        self._rounds.made(call)
+        asked = call.input("prompts") if call.engine == "rollout" else None
+        if asked is not None:
+            self.add(call, calls[asked.call].most_rows)
+
+    def add(self, call: Call, num_prompts: int) -> None:
+        """A generate call of the program, in program order."""
+        n = call.options["n"]
+        assert isinstance(n, int)
+        number = self._num_of_step[call.step] = self._num_of_step.get(call.step, -1) + 1
+        prompts, responses = self._draw(call.step, number, num_prompts, n)
+        sampling = call.options.get("sampling")
+        if isinstance(sampling, Sampling) and (self._stops or call.role not in self._trained):
+            responses = np.minimum(responses, sampling.max_new_tokens)
+        self._by_call[call.ordinal] = prompts, responses
+
+    def response_tokens(self, packed: int) -> int:
+        """Tokens that a sample generates in all."""
+        who = self._rounds.origin(packed)
+        return int(self._by_call[who.call][1][who.prompt, who.index])
+
+    def prompt_tokens(self, packed: int) -> int:
+        who = self._rounds.origin(packed)
+        return int(self._by_call[who.call][0][who.prompt])
+
+    @property
+    def num_replayed(self) -> int:
+        """Steps that have a generation with the lengths of a recorded step."""
+        return len(self._replayed)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a sample, its prompt included, over the generate calls so far."""
+        means = [float(prompts.mean() + responses.mean()) for prompts, responses in self._by_call.values() if responses.size]
+        return sum(means) / max(len(means), 1)
+
+    def is_drawn(self, packed: int) -> bool:
+        """Whether this is a sample, and no row of a dataset."""
+        return SampleId.unpack(packed).call in self._by_call
+
+    def uniform(self, *words: object) -> float:
+        """A number in [0, 1) that belongs to these words."""
+        return keyed_bits(self._seed, *words) / 2**64
+
+    def came_to(self, call: Call, ids: Sequence[int]) -> None:
+        """A call that gives one value has seen these samples."""
+        self._rounds.came_to(call, ids)
+
+    def left(self, call: Call, units: Sequence[Sequence[int]]) -> list[int]:
+        """The rows that a call leaves, of these: by who they are, where that decides; else by the share that was assumed."""
+        known = self._rounds.left(call, [row for unit in units for row in unit])
+        return [row for unit in units if self.is_kept(call, unit) for row in unit] if known is None else known
+
+    def is_kept(self, call: Call, unit: Sequence[int]) -> bool:
+        """Whether a filter or a refill keeps this unit: the share that was assumed for it, by default all."""
+        share = self._kept.get(call.role, self._kept.get(call.name, 1.0))
+        return self.uniform("kept", call.role, min(unit, default=0)) < share
+
+    def forget(self, call: int) -> None:
+        self._by_call.pop(call, None)
+
+    def _draw(self, step: int, number: int, num_prompts: int, n: int) -> tuple[IntArray, IntArray]:
+        recorded = self._lengths.num_steps()
+        if recorded and step >= 0 and step not in self._replayed:
+            found = self._lengths.step(step % recorded, num_groups=num_prompts, n=n, seed=self._seed)
+            if len(found.prompts) == num_prompts and len(found) == num_prompts * n and (np.bincount(found.groups) == n).all():
+                self._replayed.add(step)
+                return found.prompts, found.responses.reshape(num_prompts, n)
+        self.num_drawn += 1
+        step, number = (step, number) if step >= 0 else (0, number + 1)  # What comes before the first step.
+        seed = self._seed if number == 0 else keyed_bits(self._seed, number) >> 1
+        return self._lengths.draw_prompts(num_prompts, seed, step=step, n=n), self._lengths.draw(num_prompts, n, seed, step=step)

@@ -1,0 +1,261 @@
+"""What is simulated: a flow's program, the costs of its engines, the lengths of its samples, failures, and a plan for them.
+
+Flow, ClusterSpec, Lengths --Scenario--> Program, Costs, Plan --simulate--> Simulated
+
+A scenario is made once; its plan can be made anew for another cluster, mode or staleness, and any number of runs simulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from m2flow.errors import OptionError, PlanError, SpecError
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import Call, Effect, MacroGraph
+from m2flow.macro.tracing import MOST_ASKED, Copies, Known, copies_made, explore, follow
+from m2flow.micro.lowering.arithmetic import TRACED_STEPS
+from m2flow.micro.lowering.passes import lower
+from m2flow.micro.protocol.cost_terms import Costs, EngineId
+from m2flow.micro.protocol.plan import Choice, Mode, Plan
+from m2flow.micro.protocol.plan_text import names_text
+from m2flow.micro.records.plan_file import check_edited
+from m2flow.planner.planning import Question, is_searched, question_of
+from m2flow.planner.problem import pin_of
+from m2flow.recipe import Model
+from m2flow.rollout_scheduling.lengths import Lengths
+from m2flow.simulator.machines import Machine, machines_of
+from m2flow.simulator.simulation import Failure, Made, Program, follow_program
+from m2flow.simulator.simulation_report import Report, RunTotals, Simulated, report_of, simulate, totals_of
+from m2flow.spec import ClusterSpec, PinSpec
+
+
+def failure_of(text: str, machines: Mapping[str, Machine], spec: ClusterSpec) -> Failure:
+    """`NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`, and `...-SECONDS` if it comes back; a node takes all workers with it that
+    have a device there.
+
+    Raises:
+        OptionError: there is no such node or worker, or the text is none of these.
+    """
+    who, at, when = text.rpartition("@")
+    from_text, is_back, until = when.partition("-")
+    at_s, back_s = _seconds(from_text), _seconds(until) if is_back else math.inf
+    if not at or math.isnan(at_s + back_s) or back_s < at_s or math.isinf(at_s):
+        raise OptionError(
+            f"--fail {text}: when?", now="Write --fail 3@120: node 3 after 120 seconds; --fail 3@120-150: it is back 30 seconds later."
+        )
+    back = None if math.isinf(back_s) else back_s
+    if who in machines:
+        return Failure(at_s, (who,), back)
+    pool, _, node = who.rpartition(":")
+    pool = pool or next(iter(spec.pools), "")
+    if pool not in spec.pools or not node.isdigit() or int(node) >= spec.pools[pool].nodes:
+        nodes = [f"{name}:0" + (f" to {name}:{found.nodes - 1}" if found.nodes > 1 else "") for name, found in spec.pools.items()]
+        workers = names_text(machines)
+        now = f"Nodes: {', '.join(nodes)}. Workers: {workers}." if nodes else f"There are {workers}."
+        raise OptionError(f"--fail {text}: there is no node or worker {who!r}", now=now)
+    first = int(node) * spec.pools[pool].devices_per_node
+    stop = first + spec.pools[pool].devices_per_node
+    found = [m.worker for m in machines.values() if m.place and m.pool == pool and m.place.first < stop and first < m.place.stop]
+    return Failure(at_s, tuple(found), back)
+
+
+def _seconds(text: str) -> float:
+    """NaN: no number that could be one."""
+    try:
+        found = float(text)
+    except ValueError:
+        return math.nan
+    return found if found >= 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated run with all that is said of it."""
+
+    plan: Plan
+    machines: Mapping[str, Machine]
+    simulated: Simulated
+    report: Report
+    totals: RunTotals
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A flow's first steps on a cluster."""
+
+    program: Program
+    """The steps that are simulated."""
+    graph: MacroGraph
+    """As many steps as a plan is made from."""
+    question: Question
+    ask: Callable[[MacroGraph, ClusterSpec], Question]
+    models: Mapping[str, Model]
+    seed: int
+    kept: Mapping[str, float]
+    copies: Copies
+
+    @property
+    def spec(self) -> ClusterSpec:
+        return self.question.spec
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.question.lengths
+
+    @property
+    def costs(self) -> Costs:
+        return self.question.costs
+
+    def plan(self) -> Plan:
+        """The best plan of the search; of a spec without pools the one that its rule makes.
+
+        Raises:
+            PlanError: there is none.
+        """
+        return self._lowered(self.spec, self.question.choose() if is_searched(self.spec) else None)
+
+    def plans(self) -> dict[Mode, Plan]:
+        """The best plan of each mode: of what the search finds freely, with all engines on all devices, and with those that generate
+        apart from those that train, by eighths of the devices. A mode that is missing fits nowhere."""
+        if not self.spec.pools:
+            specs = {mode: self.spec.model_copy(update={"placement": mode}) for mode in ("time-shared", "split")}
+            return {mode: self._lowered(spec, None) for mode, spec in specs.items()}  # type: ignore[misc]
+        best: dict[Mode, Choice] = {}
+        for spec in (self.spec, *_placements(self.spec, self.question.workload.engines)):
+            with contextlib.suppress(PlanError, SpecError):
+                found = self.question.choose(spec, is_alone=True)
+                if found.mode not in best or found.predicted_step_s < best[found.mode].predicted_step_s:
+                    best[found.mode] = found
+        return {mode: self._lowered(self.spec, choice) for mode, choice in sorted(best.items(), reverse=True)}
+
+    def pinned(self, plan: Plan) -> Plan:
+        """A plan from a file, held against this flow.
+
+        Raises:
+            PlanError: it is of another flow, or asks for what can't be.
+        """
+        fresh = lower(self.graph, self.models, self.spec, num_steps=self.program.num_steps, pinned=plan)
+        check_edited(plan, fresh, self.spec)
+        return fresh
+
+    def failures(self, plan: Plan, texts: Sequence[str]) -> list[Failure]:
+        """From what a command line says: `NODE@SECONDS`, `POOL:NODE@SECONDS` or `WORKER@SECONDS`.
+
+        Raises:
+            OptionError: there is no such node or worker, or a text is none of these.
+        """
+        machines = machines_of(plan, self.spec, self.costs)
+        return [failure_of(text, machines, self.spec) for text in texts]
+
+    def run(self, plan: Plan, costs: Costs | None = None, failures: Sequence[Failure] = (), *, without_groups: bool = False) -> Outcome:
+        """Simulate by a plan.
+
+        Raises:
+            M2FlowError: the run fails. InternalError: it is faster than a bound.
+        """
+        costs = costs or self.costs
+        simulated = simulate(
+            self.program,
+            plan,
+            self.spec,
+            costs,
+            self.lengths,
+            seed=self.seed,
+            kept=self.kept,
+            failures=failures,
+            without_groups=without_groups,
+        )
+        machines = machines_of(plan, self.spec, costs)
+        overlaps = self.program.staleness > 0
+        report = report_of(simulated, machines, overlaps=overlaps)
+        return Outcome(plan, machines, simulated, report, totals_of(report, simulated.history, machines, overlaps=overlaps))
+
+    def on(self, spec: ClusterSpec) -> Scenario:
+        """The same on another cluster."""
+        return replace(self, question=self.ask(self.graph, spec))
+
+    def with_staleness(self, staleness: int) -> Scenario:
+        """The same calls, whose generations may be so many versions behind."""
+        graph = MacroGraph(self.graph.flow, _loosened_calls(self.graph, staleness), self.graph.observations)
+        return replace(self, program=_loosened(self.program, staleness), graph=graph, question=self.ask(graph, self.spec))
+
+    def _lowered(self, spec: ClusterSpec, choice: Choice | None) -> Plan:
+        return lower(self.graph, self.models, spec, num_steps=self.program.num_steps, choice=choice, copies=self.copies.sources)
+
+
+def prepare(
+    flow: Flow,
+    options: Mapping[str, object],
+    spec: ClusterSpec,
+    *,
+    lengths: str = "",
+    steps: int = 1,
+    seed: int = 0,
+    known: Known | None = None,
+    profile: Path | None = None,
+) -> Scenario:
+    """A scenario of a flow's first steps.
+
+    Args:
+        lengths, profile: as `m2flow.planner.planning.question_of` takes them.
+    Raises:
+        FlowError: what the flow does wrong. SpecError, ModelError: what the cluster spec does not say.
+    """
+    exploration = explore(flow, options, steps=steps, seed=seed, known=known)
+    outcomes = [fork.outcome for fork in exploration.longest.forks]
+    program = follow_program(flow, options, steps=steps, seed=seed, known=known, outcomes=outcomes)
+    whole = follow(flow, options, outcomes, steps=max(steps, TRACED_STEPS), seed=seed, known=known, max_forks=MOST_ASKED).path.graph
+    kept = {assumption.name: assumption.value for assumption in (known.assumptions if known else ()) if assumption.name}
+
+    copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, known=known, exploration=exploration)
+    models = {**copies.models, **exploration.models}
+
+    def ask(graph: MacroGraph, spec: ClusterSpec) -> Question:
+        return question_of(graph, models, spec, lengths=lengths, profile=profile, copies=copies.sources)
+
+    return Scenario(program, whole, ask(whole, spec), ask, models, seed, kept, copies)
+
+
+def _placements(spec: ClusterSpec, engines: Sequence[EngineId]) -> Iterator[ClusterSpec]:
+    """The cluster with pins that force a placement, where the spec has none of its own."""
+    name, pool = max(spec.planned_pools.items(), key=lambda item: item[1].num_devices)
+    whole = pool.num_devices
+
+    def pinned(places: Mapping[str, tuple[int, int]]) -> ClusterSpec:
+        free = [engine for engine in engines if pin_of(engine, spec) == PinSpec()]
+        pins = {str(engine): PinSpec(pool=name, devices=places[engine.kind]) for engine in free}
+        return spec.model_copy(update={"pin": {**pins, **spec.pin}})
+
+    yield pinned({"rollout": (0, whole), "train": (0, whole)})
+    for border in sorted({whole * eighths // 8 for eighths in range(1, 8)} - {0}):
+        yield pinned({"rollout": (0, border), "train": (border, whole)})
+
+
+def _loosened(program: Program, staleness: int) -> Program:
+    """The program as it would be with another bound in its `@flow`."""
+    calls = {call.ordinal: call for call in _loosened_calls(program.graph, staleness)}
+    items = tuple(Made(calls[item.call.ordinal]) if isinstance(item, Made) else item for item in program.items)
+    graph = MacroGraph(program.flow, tuple(calls.values()), program.graph.observations)
+    return replace(program, staleness=staleness, items=items, graph=graph)
+
+
+def _loosened_calls(graph: MacroGraph, staleness: int) -> tuple[Call, ...]:
+    first: dict[str, int] = {}
+    for call in graph.calls:
+        if call.step < 0:
+            first.update({effect.resource: effect.version for effect in call.writes})
+    return tuple(_loosened_call(call, staleness, first) for call in graph.calls)
+
+
+def _loosened_call(call: Call, staleness: int, first: Mapping[str, int]) -> Call:
+    if call.engine != "rollout" or call.step < 0:
+        return call
+    reads = []
+    for effect in call.reads:
+        oldest = max(effect.version - staleness, first.get(effect.resource, 0))
+        reads.append(Effect(effect.resource, effect.version, oldest if oldest < effect.version else None))
+    return replace(call, reads=tuple(reads), options={**call.options, "staleness": staleness})

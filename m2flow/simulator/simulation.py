@@ -1,0 +1,866 @@
+"""The loop of a simulated run: program, scheduler, virtual workers, clock.
+
+Flow --(run with the answers of `macro.exploring`)--> Program: Made, Waits, Left, StepEnd, ...
+
+The flow runs once, before the simulation, along one path: what it sees of values that nobody has computed is what `m2flow plan`
+shows (assumed, from an earlier run, or each condition answered with no). Limit: it ends where the flow looks at rows.
+
+what goes on --causes_of--> the cause of idle devices that generate, and of those that train
+
+The one rule for simulated runs and for the traces of real ones. What the causes mean is in `m2flow.simulator.simulation`.
+
+Devices that the same workers have are one cell. A cell works, switches, takes weights, or is idle for a cause that holds for all idle
+devices of its kind at that moment, so causes are summed up once for all, and a cell's share is a difference of two sums.
+
+    tail        (rollout) has no sample left, while others still generate; (train) waits for them
+    rollout     (train) waits for samples while every instance generates
+    staleness   (rollout) may not begin the next step before training is done
+    reward      waits for rewards or ops
+    barrier     waits for a program that waits for a value, or for other devices of its kind
+    credits     the memory for samples of steps under way is used up
+    switch, sync, unused, failed
+
+Program, Plan, Machines, Lengths --Simulation.run--> History
+
+The scheduler is the controller's (`m2flow.micro.scheduler.scheduler`); what it is told comes from virtual workers instead of real ones.
+All is a function of the inputs: two runs of the same are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, final
+
+from m2flow.errors import InternalError, TraceError
+from m2flow.macro.flow import Flow
+from m2flow.macro.graph import Call, MacroGraph
+from m2flow.macro.number import floats_found
+from m2flow.macro.replay import prints_muted
+from m2flow.macro.tracing import MOST_ASKED, Explorer, Known, TracingBackend, run_traced
+from m2flow.micro.controller.planned_backend import RunAhead
+from m2flow.micro.lowering.passes import Lowering
+from m2flow.micro.protocol import execute
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.cost_terms import FunctionCost
+from m2flow.micro.protocol.events import (
+    CONTROLLER,
+    LEDGER,
+    CallAdded,
+    Command,
+    Discarded,
+    Dropped,
+    Event,
+    Expired,
+    Forgotten,
+    FromWorker,
+    Given,
+    Late,
+    Reject,
+    Released,
+    Resolve,
+    Send,
+    Sourced,
+    TimedOut,
+    Wanted,
+    WorkerJoined,
+    WorkerLost,
+)
+from m2flow.micro.protocol.plan import Plan, Stage
+from m2flow.micro.protocol.staleness import VersionSpan
+from m2flow.micro.protocol.worker_state import ROLLOUT, kind_of, tag_of, worker_of
+from m2flow.micro.scheduler.deadlines import Deadlines
+from m2flow.micro.scheduler.scheduler import Scheduler
+from m2flow.micro.scheduler.state import Ablation
+from m2flow.recipe import Model
+from m2flow.rollout_scheduling.policies import report_every
+from m2flow.samples import Batch, SampleId
+from m2flow.simulator.machines import Machine, kinds
+from m2flow.simulator.sample_lengths import Drawn
+from m2flow.simulator.virtual_worker import Clock, Kind, Life, Paces, Rows, Slowdown, VirtualWorker, undisturbed
+from m2flow.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Made:
+    """The program makes a call."""
+
+    call: Call
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The program looks at a call's result, and goes on when it is there."""
+
+    call: int
+    is_shown: bool
+    """It has rows, which come to the program."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """The program can't reach a call's result any more."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """The calls of a step are all made."""
+
+    step: int
+
+
+Item = Made | Waits | Left | StepEnd
+
+
+@dataclass(frozen=True)
+class Program:
+    """One path through a flow."""
+
+    flow: str
+    staleness: int
+    items: tuple[Item, ...]
+    models: Mapping[str, Model]
+    num_steps: int
+    """Of the flow; fewer may have been followed."""
+    graph: MacroGraph
+
+
+class _Following(TracingBackend):
+    """Keeps what the program does, in its order."""
+
+    def __init__(self, explorer: Explorer) -> None:
+        super().__init__(explorer)
+        self._explorer = explorer
+        self.items: list[Item] = []
+
+    def submit(self, call: Call) -> None:
+        super().submit(call)
+        self.items.append(Made(call))
+        self._explorer.submitted(call)
+
+    def value(self, ordinal: int) -> object:
+        call = self.calls[ordinal]
+        self.items.append(Waits(ordinal, is_shown=call.is_aligned))
+        return super().value(ordinal)
+
+    def release(self, ordinal: int) -> None:
+        self.items.append(Left(ordinal))
+
+    def end_step(self, step: int) -> None:
+        self.items.append(StepEnd(step))
+
+
+def follow_program(
+    flow: Flow,
+    options: Mapping[str, object],
+    *,
+    steps: int,
+    seed: int = 0,
+    known: Known | None = None,
+    outcomes: Sequence[bool] = (),
+) -> Program:
+    """The first steps of a flow.
+
+    Args:
+        outcomes: of its first conditions on unknown values; no to all later ones.
+    Raises:
+        FlowError: what the flow does wrong. TraceError: it makes no call.
+    """
+    backend = _Following(Explorer(known or Known(), outcomes, MOST_ASKED))
+    with floats_found(flow.function.__globals__), prints_muted():
+        session = run_traced(flow, options, backend, steps=steps, seed=seed)
+    if not backend.calls:
+        raise TraceError(f"the flow {flow.name} makes no call", now="Its body should generate, score or update something.")
+    graph = MacroGraph(flow.name, tuple(backend.calls), tuple(backend.observations)).verify()
+    return Program(flow.name, flow.staleness_for(options), tuple(backend.items), dict(session.models), session.num_steps, graph)
+
+
+Blocked = Literal["", "value", "steps", "memory"]
+"""What Python waits for: nothing, a value that it looks at, steps that it is too far ahead of, or memory for those under way."""
+
+
+@final
+class Driver:
+    """Hands the program to the scheduler, as `m2flow.micro.controller.planned_backend` does."""
+
+    def __init__(
+        self, program: Program, lowering: Lowering, ahead: RunAhead, tell: Callable[[Event], None], made: Callable[[Call, Stage], None]
+    ) -> None:
+        self._program = program
+        self._lowering = lowering
+        self._ahead = ahead
+        self._tell = tell
+        self._made = made
+        self._position = 0
+        self._segment: list[Call] = []
+        self._later: list[Event] = []
+        self._open: dict[int, int] = {}
+        """Step -> calls that are under way."""
+        self._done: set[int] = set()
+        self._wait: Callable[[], bool] | None = None
+        self._step_of = {item.call.ordinal: item.call.step for item in program.items if isinstance(item, Made)}
+        self.blocked: Blocked = ""
+
+    @property
+    def is_finished(self) -> bool:
+        return self._position == len(self._program.items) and not self._open
+
+    def resolved(self, ordinal: int) -> None:
+        """A call is done."""
+        self._done.add(ordinal)
+        step = self._step_of[ordinal]
+        self._open[step] -= 1
+        if not self._open[step]:
+            del self._open[step]
+
+    def advance(self) -> None:
+        """Go on until Python waits."""
+        items = self._program.items
+        while self._position < len(items):
+            if self._wait is not None:
+                if not self._wait():
+                    return
+                self._wait, self.blocked = None, ""
+            item = items[self._position]
+            self._position += 1
+            match item:
+                case Made(call):
+                    self._segment.append(call)
+                    self._ahead.add(call)
+                    self._open[call.step] = self._open.get(call.step, 0) + 1
+                case Left(ordinal):
+                    self._later.append(Released(ordinal))
+                case Waits(ordinal, is_shown):
+                    self._flush()
+                    if is_shown:
+                        self._tell(Wanted(ordinal))
+                    self._wait, self.blocked = (lambda ordinal=ordinal: ordinal in self._done), "value"
+                case StepEnd(step):
+                    self._flush()
+                    self._wait_for_steps(step)
+        if self._wait is not None and self._wait():
+            self._wait, self.blocked = None, ""
+        self._flush()
+
+    def _wait_for_steps(self, step: int) -> None:
+        due = self._ahead.due(step)
+        self._wait = lambda: not any(open_step <= due for open_step in self._open)
+        self.blocked = "steps" if due <= step - 1 - self._program.staleness else "memory"
+
+    def _flush(self) -> None:
+        calls, self._segment = self._segment, []
+        stages: Sequence[Stage] = self._lowering.stages(MacroGraph(self._program.flow, tuple(calls))) if calls else ()
+        for call, stage in zip(calls, stages, strict=True):
+            self._made(call, stage)
+            self._tell(CallAdded(call, stage))
+            rows = call.options.get("rows")
+            if isinstance(rows, Batch):
+                self._tell(Sourced(call.ordinal, rows.ids.tolist(), execute.num_tokens_of(rows)))
+        later, self._later = self._later, []
+        for event in later:
+            self._tell(event)
+
+
+class Doing(NamedTuple):
+    """What goes on at a moment, anywhere in a run."""
+
+    num_generating: int
+    """Rollout instances that have a sample."""
+    num_instances: int
+    syncs: bool
+    """Weights are on their way."""
+    trains: bool
+    judges: bool
+    """A reward or an op is computed."""
+    switches: bool
+    """A device is changing hands."""
+    lacks_memory: bool = False
+    """The program may make no further step before there is room for its samples."""
+
+
+def causes_of(doing: Doing) -> dict[str, str]:
+    """The cause by the kind of engine, `rollout` and `train`."""
+    if doing.syncs:
+        return {"rollout": "sync", "train": "sync"}
+    if doing.num_generating:
+        return {"rollout": "tail", "train": "rollout" if doing.num_generating == doing.num_instances else "tail"}
+    if doing.trains:
+        return {"rollout": "staleness", "train": "barrier"}
+    if doing.judges:
+        return {"rollout": "reward", "train": "reward"}
+    if doing.switches:
+        return {"rollout": "switch", "train": "switch"}
+    waits = "credits" if doing.lacks_memory else "barrier"
+    return {"rollout": waits, "train": waits}
+
+
+State = Literal["work", "switch", "sync"]
+STATES: tuple[State, ...] = ("work", "switch", "sync")
+CAUSES = ("tail", "rollout", "staleness", "reward", "barrier", "credits", "switch", "sync", "unused", "failed")
+
+
+@dataclass(eq=False)
+class Cell:
+    """Devices that the same workers have."""
+
+    pool: str
+    first: int
+    num_devices: int
+    workers: tuple[str, ...]
+    kind: str
+    """Of its engines, or of those that have the lease now: whose causes count while it is idle."""
+    active: dict[State, int] = field(default_factory=lambda: dict.fromkeys(STATES, 0))
+    """Workers that are in each state."""
+    since_s: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    """Of the causes, when it became idle."""
+    is_lost: bool = False
+
+    @property
+    def state(self) -> str:
+        return next((state for state in STATES if self.active[state]), "idle")
+
+
+@final
+class Usage:
+    """Sums device seconds by what devices do and why they do not."""
+
+    def __init__(self, machines: Mapping[str, Machine], num_devices: Mapping[str, int]) -> None:
+        """
+        Args:
+            num_devices: of each pool, those that nobody has included.
+        """
+        self.cells = _cells(machines, num_devices)
+        self._of_worker: dict[str, list[Cell]] = {name: [] for name in machines}
+        for cell in self.cells:
+            for worker in cell.workers:
+                self._of_worker[worker].append(cell)
+        self._sums: dict[str, dict[str, float]] = {"rollout": dict.fromkeys(CAUSES, 0.0), "train": dict.fromkeys(CAUSES, 0.0)}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._now_s = 0.0
+
+    @property
+    def num_devices(self) -> int:
+        return sum(cell.num_devices for cell in self.cells)
+
+    def passed(self, now_s: float, causes: Mapping[str, str]) -> None:
+        """Until now, idle devices of each kind were idle for this cause."""
+        for kind, cause in causes.items():
+            self._sums[kind][cause] += now_s - self._now_s
+        self._now_s = now_s
+
+    def begin(self, worker: str, state: State) -> None:
+        self._change(worker, state, 1)
+
+    def end(self, worker: str, state: State) -> None:
+        self._change(worker, state, -1)
+
+    def lost(self, worker: str) -> None:
+        """The devices of a worker have failed."""
+        for cell in self._of_worker[worker]:
+            self._close(cell)
+            cell.is_lost = True
+
+    def came_back(self, worker: str) -> None:
+        """The devices of a worker are there again."""
+        for cell in self._of_worker[worker]:
+            self._close(cell)
+            cell.is_lost, cell.sums = False, dict(self._sums[cell.kind])
+
+    def owned(self, worker: str, kind: str) -> None:
+        """The devices of a worker belong to this kind of engine now."""
+        for cell in self._of_worker[worker]:
+            self._close(cell)
+            cell.kind, cell.sums = kind, dict(self._sums[kind])
+
+    def take(self) -> dict[str, float]:
+        """Device seconds since the last time: `work`, and by cause."""
+        for cell in self.cells:
+            self._close(cell)
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
+
+    def _change(self, worker: str, state: State, by: int) -> None:
+        for cell in self._of_worker[worker]:
+            before = cell.state
+            after_count = cell.active[state] + by
+            if before == "idle" or after_count == 0 or STATES.index(state) < STATES.index(before):
+                self._close(cell)
+            cell.active[state] = after_count
+
+    def _close(self, cell: Cell) -> None:
+        """Count what a cell has done up to now, and begin anew."""
+        state, passed_s = cell.state, self._now_s - cell.since_s
+        cell.since_s = self._now_s
+        if cell.is_lost or not cell.workers:
+            self._seconds["failed" if cell.is_lost else "unused"] += passed_s * cell.num_devices
+            return
+        sums = self._sums[cell.kind]
+        if state != "idle":
+            self._seconds[state] += passed_s * cell.num_devices
+        elif passed_s > 0:
+            for cause, total in sums.items():
+                if total > cell.sums.get(cause, 0.0):
+                    self._seconds[cause] += (total - cell.sums.get(cause, 0.0)) * cell.num_devices
+        cell.sums = dict(sums)
+
+
+def _cells(machines: Mapping[str, Machine], num_devices: Mapping[str, int]) -> tuple[Cell, ...]:
+    cells = []
+    for pool in {**dict.fromkeys(num_devices), **{machine.pool: None for machine in machines.values() if machine.place}}:
+        places = [(machine.place, machine) for machine in machines.values() if machine.place is not None and machine.pool == pool]
+        total = max([num_devices.get(pool, 0), *[place.stop for place, _ in places]])
+        edges = sorted({0, total, *[edge for place, _ in places for edge in (place.first, place.stop)]})
+        spans: dict[int, list[Machine]] = {first: [] for first in edges[:-1]}
+        for place, machine in places:
+            for first in edges[edges.index(place.first) : edges.index(place.stop)]:
+                spans[first].append(machine)
+        for first, stop in itertools.pairwise(edges):
+            cells.append(Cell(pool, first, stop - first, tuple(m.worker for m in spans[first]), _first_kind(spans[first])))
+    return tuple(cells)
+
+
+def _first_kind(machines: Iterable[Machine]) -> str:
+    found = {kind for machine in machines for kind in kinds(machine)}
+    return "rollout" if "rollout" in found or not found else "train"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Machines fail: these workers are gone from then on, or until they are back."""
+
+    at_s: float
+    workers: tuple[str, ...]
+    back_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Did:
+    """A task that was no generation."""
+
+    worker: str
+    task: m.Task
+    call: Call | None
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Period:
+    """A step of the program, from the end of the one before to the end of its last call; or what comes before or after the loop."""
+
+    step: int
+    """-1 outside the loop."""
+    start_s: float = 0.0
+    end_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Device seconds: `work`, and idle by cause."""
+    turns: Mapping[str, float] = field(default_factory=dict)
+    """Worker -> its count of decode turns at the end."""
+    peak_bytes: int = 0
+    """Of the fullest device."""
+
+    @property
+    def makespan_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass
+class History:
+    """All that happened."""
+
+    periods: list[Period]
+    lives: Mapping[str, list[Life]]
+    """Worker -> the samples that it had."""
+    dids: list[Did]
+    calls: Mapping[int, Call]
+    versions: Mapping[int, int]
+    """Sample -> the version of the weights that generated it; the oldest of several."""
+    given: Mapping[int, int]
+    """Carried sample -> the call whose result it is in."""
+    wasted: set[int]
+    """Samples that are in no result."""
+    drawn: Drawn
+    num_tokens: Callable[[int], int]
+    num_events: int
+    num_devices: int
+    without_groups: bool = False
+    """Samples did not wait for their siblings."""
+
+
+@final
+class Simulation:
+    """One run. `Surroundings` of the workers."""
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        spec: ClusterSpec,
+        machines: Mapping[str, Machine],
+        drawn: Drawn,
+        *,
+        function_cost: Callable[[Call], FunctionCost | None],
+        hop_s: Callable[[float, str, str], float],
+        message_s: float = 0.0,
+        slowdown: Slowdown = undisturbed,
+        failures: Iterable[Failure] = (),
+        without_groups: bool = False,
+    ) -> None:
+        self._without_groups = without_groups
+        self.clock = Clock()
+        self._deadlines = Deadlines()
+        self.drawn = drawn
+        pools = {name: machine.pool for name, machine in machines.items()}
+        self.rows = Rows(lambda num_bytes, source, target: hop_s(num_bytes, pools.get(source, ""), pools.get(target, "")))
+        self._program = program
+        self._machines = machines
+        self._function_cost = function_cost
+        self._scheduler = Scheduler(plan, relaxed=Ablation(drawn.response_tokens, without_groups))
+        every = report_every(plan.policies, plan.predictor)
+        self._workers = {name: VirtualWorker(machine, self, report_every=every) for name, machine in machines.items()}
+        ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
+        self._driver = Driver(program, Lowering(plan, spec), ahead, self._handle, self._made)
+        self._usage = Usage(machines, {name: pool.num_devices for name, pool in spec.pools.items()})
+        for failure in failures:
+            self.clock.at(failure.at_s, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
+        self._message_s = message_s
+        self._incarnations: Counter[str] = Counter()
+        self._paces = Paces(undisturbed if spec.pools else slowdown, machines)
+        self._said: deque[FromWorker | TimedOut] = deque()
+        self._calls: dict[int, Call] = {}
+        self._texts: dict[int, int] = {}
+        """Row of a dataset -> tokens, as predicted from its texts."""
+        self._held: dict[tuple[str, str], int] = {}
+        self._versions: dict[int, int] = {}
+        self._wasted: set[int] = set()
+        self._given: dict[int, int] = {}
+        self._kept: dict[int, tuple[VersionSpan, ...]] = {}
+        """Samples that were stopped -> their tokens then."""
+        self._dids: list[Did] = []
+        self._starts: dict[int, float] = {}
+        self._num_lives: Counter[str] = Counter()
+        self._num_generating = 0
+        self._num_instances = sum("rollout" in kinds(machine) for machine in machines.values())
+        self._num_busy: Counter[str] = Counter()
+        """Tasks under way, by kind: `train`, `function`, `sync`."""
+        self._switching: Counter[str] = Counter()
+        self._ahead: set[int] = set()  # Switches to those that come while samples still run.
+        self._periods, self._period_of, self._open = _periods(program)
+        self._at = 0
+        self._owners = {machine.lease: ROLLOUT for machine in machines.values() if machine.lease}
+
+    def run(self) -> History:
+        """To the end of the program.
+
+        Raises:
+            M2FlowError: a call failed (a refill that ran dry). InternalError: nothing moves any more.
+        """
+        self._note_memory()
+        self._settle()
+        while not self._driver.is_finished:
+            if self.clock.next_s is None:
+                raise InternalError("nothing moves any more: " + "; ".join(self._scheduler.waiting()))
+            self._usage.passed(self.clock.next_s, self._causes())
+            self.clock.turn()
+            self._settle()
+        self._end_periods()
+        lives = {name: worker.lives for name, worker in self._workers.items()}
+        return History(
+            self._periods,
+            lives,
+            self._dids,
+            self._calls,
+            self._versions,
+            self._given,
+            self._wasted,
+            self.drawn,
+            self.num_tokens,
+            self.clock.num_events,
+            self._usage.num_devices,
+            self._without_groups,
+        )
+
+    # What workers have around them
+
+    def call(self, ordinal: int) -> Call:
+        return self._calls[ordinal]
+
+    def num_tokens(self, packed: int) -> int:
+        if self.drawn.is_drawn(packed):
+            return self.drawn.prompt_tokens(packed) + self.drawn.response_tokens(packed)
+        return self._texts.get(packed, 1)
+
+    def function_cost(self, call: Call) -> FunctionCost | None:
+        return None if call.options.get("style") == "columns" else self._function_cost(call)
+
+    def stopped(self, packed: int) -> tuple[VersionSpan, ...]:
+        return self._kept[packed]
+
+    def is_lost(self, process: str) -> bool:
+        worker = worker_of(process)
+        return self._workers[worker].is_lost or tag_of(worker, self._incarnations[worker]) != process
+
+    def keep(self, ids: Iterable[int], stretches: Iterable[tuple[VersionSpan, ...]]) -> None:
+        self._kept.update(zip(ids, stretches, strict=True))
+
+    def say(self, worker: str, message: m.Heard) -> None:
+        if self._message_s:
+            count = self._incarnations[worker]
+            self.clock.at(self.clock.now_s + self._message_s, lambda: self._heard(worker, count, message))
+        else:
+            self._said.append(FromWorker(worker, message))
+
+    def pace(self, worker: str, kind: Kind) -> float:
+        return self._paces.of(worker, kind)
+
+    def started(self, worker: str, task: m.Task, seconds: float) -> None:
+        self._starts[task.number] = self.clock.now_s
+        if isinstance(task, m.Switch):
+            lease = self._machines[worker].lease
+            if any(self._num_lives[name] for name, machine in self._machines.items() if machine.lease == lease):
+                self._ahead.add(task.number)
+                self._note_memory(worker, self._machines[worker].kept_bytes(task.to))
+                return
+            self._switching[lease] += 1
+            if self._switching[lease] == 1:
+                self._change_lease(lease, self._usage.begin)
+            return
+        if isinstance(task, m.CopyWeights):
+            machine = self._machines[worker]
+            self._note_memory(
+                worker, machine.copy_bytes(str(self._calls[task.call].options["source"]), self._owners.get(machine.lease, ""))
+            )
+        self._num_busy[_what(task, self._kind_of(task))] += 1
+        self._usage.begin(worker, _state(task))
+        self._works(worker, task, 1)
+
+    def ended(self, worker: str, task: m.Task) -> None:
+        call = self._calls.get(task.call)
+        self._dids.append(Did(worker, task, call, self._starts.pop(task.number), self.clock.now_s))
+        if task.number in self._ahead:
+            return
+        if isinstance(task, m.Switch):
+            lease = self._machines[worker].lease
+            self._switching[lease] -= 1
+            self._owners[lease] = task.to
+            if not self._switching[lease]:
+                self._change_lease(lease, self._usage.end)
+                for name, machine in self._machines.items():
+                    if machine.lease == lease:
+                        self._usage.owned(name, kind_of(task.to))
+                self._note_memory()
+            return
+        if isinstance(task, m.LoadWeights):
+            self._held[worker, task.role] = task.version
+        self._num_busy[_what(task, self._kind_of(task))] -= 1
+        self._usage.end(worker, _state(task))
+        self._works(worker, task, -1)
+
+    def generating(self, worker: str, num_lives: int) -> None:
+        before = self._num_lives[worker]
+        self._num_lives[worker] += num_lives
+        self._num_generating += bool(self._num_lives[worker]) - bool(before)
+        if not before and num_lives > 0:
+            self._usage.begin(worker, "work")
+            self._changes_pace(worker, "rollout", 1)
+        elif before and not self._num_lives[worker]:
+            self._usage.end(worker, "work")
+            self._changes_pace(worker, "rollout", -1)
+
+    def _works(self, worker: str, task: m.Task, by: int) -> None:
+        if not isinstance(task, m.LoadWeights | m.PublishWeights):
+            self._changes_pace(worker, "function" if self._kind_of(task) == "function" else "train", by)
+
+    def _changes_pace(self, worker: str, kind: Kind, by: int) -> None:
+        if self._paces.change(worker, kind, by):
+            for name, other in self._workers.items():
+                if name != worker:
+                    other.paced()
+
+    # The controller's part
+
+    def _settle(self) -> None:
+        """Let the scheduler hear what was said, and the program go on, until nothing is left to do at this moment."""
+        while True:
+            while self._said:
+                self._handle(self._said.popleft())
+            self._driver.advance()
+            if not self._said:
+                return
+
+    def _handle(self, event: Event) -> None:
+        for command in self._scheduler.handle(event):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(worker, m.Push(call=call, ids=ids, to=to)) if worker in (CONTROLLER, LEDGER):
+                self.rows.send(call, ids, worker, worker_of(to), self.clock.now_s, self.num_tokens)
+            case Send(worker, m.Forget(call=call)) if worker == CONTROLLER:
+                self.rows.forget(call, CONTROLLER)
+            case Send(worker, message):
+                if isinstance(message, m.Generate):
+                    self._began(worker, message)
+                if self._message_s:
+                    count = self._incarnations[worker]
+                    self.clock.at(self.clock.now_s + self._message_s, lambda: self._told(worker, count, message))
+                else:
+                    self._workers[worker].told(message)
+            case Resolve(ordinal, _):
+                self._driver.resolved(ordinal)
+                self._resolved(ordinal)
+            case Reject(_, error, _):
+                raise error
+            case Discarded(ordinal, last):
+                self._wasted.update(row for row in self._versions if _is_beyond(row, ordinal, last))
+            case Dropped(_, ids) | Late(_, ids):
+                self._wasted.update(ids)
+            case Given(ordinal, ids):
+                self._wasted.difference_update(ids)
+                self._given.update(dict.fromkeys(ids, ordinal))
+            case Expired(_, ids):
+                for life in [life for w in self._workers.values() for life in w.lives if life.id in ids]:
+                    life.is_wasted, life.num_kept = True, 0
+            case Forgotten():
+                pass
+
+    def _began(self, worker: str, task: m.Generate) -> None:
+        """Samples go to a worker: a version that they are of; of those that go on, the oldest."""
+        due_s = self._deadlines.began(task, self._calls[task.call], self.clock.now_s)
+        if due_s is not None:
+            self.clock.at(due_s, lambda: self._said.extend(self._deadlines.due(self.clock.now_s)))
+        held = self._held.get((worker, self._calls[task.call].role), 0)
+        for row in task.ids:
+            self._versions[row] = min(held, self._versions.get(row, held)) if task.aborted_by >= 0 else held
+
+    def _made(self, call: Call, stage: Stage) -> None:
+        self._calls[call.ordinal] = call
+        rows = call.options.get("rows")
+        if isinstance(rows, Batch):
+            ids = rows.ids.tolist()
+            self._texts.update(zip(ids, execute.num_tokens_of(rows), strict=True))
+            self.rows.made(call.ordinal, ids, CONTROLLER, self.clock.now_s)
+        self.drawn.made(call, self._calls)
+
+    def _resolved(self, ordinal: int) -> None:
+        """Close the steps that are over."""
+        self._open[self._period_of[ordinal]] -= 1
+        while self._at < len(self._periods) and not self._open[self._at]:
+            self._end_period()
+
+    def _end_period(self) -> None:
+        period = self._periods[self._at]
+        period.end_s = self.clock.now_s
+        period.seconds = self._usage.take()
+        period.turns = {n: w.decoding.turns_at(self.clock.now_s) for n, w in self._workers.items() if self._machines[n].decode}
+        self._at += 1
+        if self._at < len(self._periods):
+            self._periods[self._at].start_s = self.clock.now_s
+            self._note_memory()
+
+    def _end_periods(self) -> None:
+        while self._at < len(self._periods):
+            self._end_period()
+
+    def _fail(self, failure: Failure) -> None:
+        """Workers are gone, but for what they had written down; the scheduler is told."""
+        unsaid: dict[str, list[m.Flushed]] = {}
+        for name in failure.workers:
+            if not self._workers[name].is_lost:
+                unsaid[name] = self._workers[name].flushed()
+                self.rows.written_down(name, LEDGER, self.clock.now_s)
+                self._workers[name].lose()
+                self.rows.lost(name)
+                self._usage.lost(name)
+        for name in failure.workers:
+            self._handle(WorkerLost(name, returns=failure.back_s is not None, unsaid=tuple(unsaid.get(name, ()))))
+        if failure.back_s is not None:
+            self.clock.at(max(failure.back_s, self.clock.now_s), lambda: self._come_back(failure.workers))
+
+    def _come_back(self, workers: Iterable[str]) -> None:
+        """New processes on the same devices; the scheduler is told."""
+        for name in workers:
+            if self._workers[name].is_lost:
+                self._incarnations[name] += 1
+                for role in [role for worker, role in self._held if worker == name]:
+                    del self._held[name, role]
+                self._workers[name].come_back()
+                self._usage.came_back(name)
+                self._handle(WorkerJoined(name, self._incarnations[name]))
+
+    def _told(self, worker: str, incarnation: int, message: m.ToWorker) -> None:
+        if incarnation == self._incarnations[worker]:
+            self._workers[worker].told(message)
+
+    def _heard(self, worker: str, incarnation: int, message: m.Heard) -> None:
+        """A message has come; what a process that is gone has said does not count."""
+        if incarnation == self._incarnations[worker]:
+            self._said.append(FromWorker(worker, message))
+
+    # Why devices are idle
+
+    def _causes(self) -> dict[str, str]:
+        busy = self._num_busy
+        return causes_of(
+            Doing(
+                num_generating=self._num_generating,
+                num_instances=self._num_instances,
+                syncs=busy["sync"] > 0,
+                trains=busy["train"] > 0,
+                judges=busy["function"] > 0,
+                switches=any(self._switching.values()),
+                lacks_memory=self._driver.blocked == "memory",
+            )
+        )
+
+    def _kind_of(self, task: m.Task) -> str:
+        return self._calls[task.call].engine if task.call >= 0 else "train"
+
+    def _change_lease(self, lease: str, change: Callable[[str, State], None]) -> None:
+        for name, machine in self._machines.items():
+            if machine.lease == lease:
+                change(name, "switch")
+
+    def _note_memory(self, at: str = "", more_bytes: int = 0) -> None:
+        """The fullest device, as things are now; a worker's have more on them for a moment."""
+        if self._at >= len(self._periods):
+            return
+        fullest = 0
+        for cell in self._usage.cells:
+            machines = [self._machines[name] for name in cell.workers]
+            held = sum(m.resident_bytes(self._owners[m.lease]) if m.lease else m.all_bytes for m in machines)
+            fullest = max(fullest, held + more_bytes * (at in cell.workers))
+        self._periods[self._at].peak_bytes = max(self._periods[self._at].peak_bytes, fullest)
+
+
+def _what(task: m.Task, engine: str) -> str:
+    if isinstance(task, m.LoadWeights | m.PublishWeights):
+        return "sync"
+    return "function" if engine == "function" else "train"
+
+
+def _state(task: m.Task) -> State:
+    return "sync" if isinstance(task, m.LoadWeights | m.PublishWeights) else "work"
+
+
+def _is_beyond(row: int, ordinal: int, last: int) -> bool:
+    who = SampleId.unpack(row)
+    return who.call == ordinal and who.prompt > last
+
+
+def _periods(program: Program) -> tuple[list[Period], dict[int, int], list[int]]:
+    """The steps with what lies before and after them; which of these each call is in; and how many calls each has."""
+    calls = [item.call for item in program.items if isinstance(item, Made)]
+    last = max((call.step for call in calls), default=-1)
+    first_call = next((call.ordinal for call in calls if call.step >= 0), len(calls))
+    periods = [Period(-1), *[Period(step) for step in range(last + 1)], Period(-1)]
+    place = {call.ordinal: call.step + 1 if call.step >= 0 else 0 if call.ordinal < first_call else last + 2 for call in calls}
+    num_open = [0] * len(periods)
+    for at in place.values():
+        num_open[at] += 1
+    return periods, place, num_open

@@ -1,0 +1,803 @@
+"""A virtual worker: it is told what a real one is told, and says what a real one says, when a real one would.
+
+begin, end --Paces--> how many times as long a kind of work takes on a worker now
+
+Of this machine alone (`ClusterSpec.pools` empty): devices of a pool have memory and caches of their own. Without such factors nothing is
+done here. Several engines of a kind slow others down as one does.
+
+A turn decodes one token for each sample that runs; it takes `step_s + b sample_s` for each role with b samples, as in the worker's
+own loop. While nobody joins or leaves, all turns are alike, so time goes on from one change to the next, however many tokens lie
+between. Prefill comes first and holds up those that decode. Limits: a sample joins and leaves in the middle of a turn, so a turn may be
+shared; the context does not grow; nobody is preempted for want of memory, since `max_running` is what fits at the mean length.
+
+Its tasks go one after the other, each when its rows are here; a generation only begins in turn, and then goes on beside the others. It
+mirrors `m2flow.micro.worker.worker`, message by message, and knows nothing that the scheduler does not tell it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, final, get_args
+
+from m2flow.channels.weights import Manifest
+from m2flow.errors import InternalError
+from m2flow.macro.graph import Call
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, TrainCost
+from m2flow.micro.protocol.row_store import stopped_at
+from m2flow.micro.protocol.staleness import VersionSpan, is_time_dependent
+from m2flow.micro.protocol.worker_state import ROLLOUT, worker_of
+from m2flow.samples import group_key
+from m2flow.simulator.machines import Machine
+from m2flow.simulator.sample_lengths import Drawn
+from m2flow.spec import RunSettings
+
+Action = Callable[[], None]
+
+
+@final
+class Clock:
+    """Starts at 0 seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Action]] = []
+
+    def at(self, when_s: float, action: Action) -> None:
+        """Do this then; at once if that is past."""
+        self.num_events += 1
+        heapq.heappush(self._heap, (max(when_s, self.now_s), self.num_events, action))
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next thing happens; None: nothing does."""
+        return self._heap[0][0] if self._heap else None
+
+    def turn(self) -> None:
+        """Go on to the next thing, and do it."""
+        self.now_s, _, action = heapq.heappop(self._heap)
+        action()
+
+
+Hop = Callable[[int, str, str], float]
+"""Seconds for so many bytes from one worker to another."""
+
+TOKEN_BYTES = 16
+"""Of a sample's columns: id, log-probability and version 4 each, two masks, and about 2 of text."""
+ROW_BYTES = 32
+"""Of a row besides its tokens: identity and a number or two."""
+
+
+@final
+class Rows:
+    """By call, place and identity: the time from which a row is there."""
+
+    def __init__(self, hop_s: Hop) -> None:
+        self._hop_s = hop_s
+        self._there: dict[int, dict[str, dict[int, float]]] = {}
+
+    def made(self, call: int, ids: Iterable[int], place: str, now_s: float) -> None:
+        """A call's rows come into being."""
+        self._there.setdefault(call, {}).setdefault(place, {}).update(dict.fromkeys(ids, now_s))
+
+    def adopted(self, call: int, drawn: int, ids: Iterable[int], place: str) -> None:
+        """Rows of one call are another's too."""
+        here = self._at(drawn, place)
+        self._there.setdefault(call, {}).setdefault(place, {}).update((row, here[row]) for row in ids)
+
+    def send(self, call: int, ids: Iterable[int], source: str, target: str, now_s: float, num_tokens: Callable[[int], int]) -> None:
+        """Rows go from one place to another; what is still on its way to the source goes on from there."""
+        if source == target:
+            return
+        ids = list(ids)
+        here, there = self._at(call, source), self._there.setdefault(call, {}).setdefault(target, {})
+        try:
+            start_s = max([now_s, *[here[row] for row in ids]])
+        except KeyError as missing:
+            raise InternalError(f"the scheduler lets {source} send row {missing} of call {call}, which it does not have") from None
+        num_bytes = sum(ROW_BYTES + TOKEN_BYTES * num_tokens(row) for row in ids)
+        there.update(dict.fromkeys(ids, start_s + self._hop_s(num_bytes, source, target)))
+
+    def ready_s(self, call: int, ids: Iterable[int], place: str) -> float:
+        """When all of these are there.
+
+        Raises:
+            InternalError: one was never sent.
+        """
+        here = self._at(call, place)
+        try:
+            return max((here[row] for row in ids), default=0.0)
+        except KeyError as missing:
+            raise InternalError(f"a task on {place} needs row {missing} of call {call}, which nobody sent there") from None
+
+    def forget(self, call: int, place: str) -> None:
+        self._there.get(call, {}).pop(place, None)
+
+    def written_down(self, place: str, ledger: str, now_s: float) -> None:
+        """What is at a place can be read back from where it wrote it down."""
+        for places in self._there.values():
+            here = [row for row, since_s in places.get(place, {}).items() if since_s <= now_s]
+            places.setdefault(ledger, {}).update(dict.fromkeys(here, now_s))
+
+    def lost(self, place: str) -> None:
+        """All that was at a place is gone."""
+        for places in self._there.values():
+            places.pop(place, None)
+
+    def _at(self, call: int, place: str) -> dict[int, float]:
+        return self._there.get(call, {}).get(place, {})
+
+
+Kind = Literal["rollout", "train", "function"]
+Slowdown = Callable[[Kind, Kind], float]
+
+
+def undisturbed(kind: Kind, beside: Kind) -> float:
+    """Nobody slows anybody down."""
+    return 1.0
+
+
+@final
+class Paces:
+    """Who works, and what that does to the others."""
+
+    def __init__(self, slowdown: Slowdown, workers: Iterable[str]) -> None:
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        self._factors = {(kind, beside): max(slowdown(kind, beside), 1.0) for kind in kinds if kind != "function" for beside in kinds}
+        self.has_any = any(factor > 1.0 for (kind, beside), factor in self._factors.items() if kind != beside)
+        self._busy: dict[str, Counter[Kind]] = {worker: Counter() for worker in workers}
+
+    def change(self, worker: str, kind: Kind, by: int) -> bool:
+        """So many more pieces of this kind of work are under way on a worker. Whether others may have another pace now."""
+        before = self._busy[worker][kind]
+        self._busy[worker][kind] += by
+        return self.has_any and bool(before) != bool(before + by)
+
+    def of(self, worker: str, kind: Kind) -> float:
+        """How many times as long as alone this kind of work takes on a worker now."""
+        if not self.has_any or kind == "function":
+            return 1.0
+        others = {beside for name, busy in self._busy.items() if name != worker for beside, count in busy.items() if count > 0}
+        slower = [self._factors[kind, beside] - 1.0 for beside in others if beside != kind]
+        return 1.0 + sum(slower)
+
+
+_NEAR = 1e-9
+"""Turns within which two samples end together."""
+
+
+@dataclass
+class Life:
+    """A sample on a worker. Turns, not seconds: `begun` and `ended` say how many tokens lie between, also of a part of it."""
+
+    id: int
+    role: str
+    call: int
+    task: int
+    num_tokens: int
+    """To generate here."""
+    prefill_tokens: int
+    added_s: float
+    begun: float = -1.0
+    begun_s: float = 0.0
+    ended: float = -1.0
+    """-1: it runs."""
+    ended_s: float = -1.0
+    is_wasted: bool = False
+    """What it has generated is for nothing."""
+    num_kept: int = 0
+    """Of a wasted one: tokens that another goes on from all the same."""
+    version: int = 0
+    """Of the weights that generate it."""
+    before: tuple[VersionSpan, ...] = ()
+    """Of its tokens from earlier lives, which it goes on from."""
+    is_over: bool = False
+    """Ended or given up."""
+
+    def stretches(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+        """Of all its tokens, if it has made so many here."""
+        *earlier, last = self.before or (VersionSpan(0, self.version),)
+        if last.version == self.version:
+            return *earlier, VersionSpan(last.num_tokens + num_tokens, self.version)
+        return *self.before, VersionSpan(num_tokens, self.version)
+
+    def tokens_until(self, turn: float) -> float:
+        """Tokens that it had when the worker's count of turns stood here."""
+        if self.begun < 0:
+            return 0.0
+        last = turn if self.ended < 0 else min(turn, self.ended)
+        return min(max(last - self.begun, 0.0), float(self.num_tokens))
+
+
+def report_of(role: str, lives: Sequence[Life], turns: float, kv_capacity: int) -> m.Load:
+    """What an engine says of its samples when the worker's count of turns stands here."""
+    tokens = [int(life.tokens_until(turns)) + sum(stretch.num_tokens for stretch in life.before) for life in lives]
+    running = [life.begun >= 0 for life in lives]
+    held = sum(life.prefill_tokens + count for life, count, runs in zip(lives, tokens, running, strict=True) if runs)
+    return m.Load(role, sum(running), len(lives) - sum(running), held, kv_capacity, [life.id for life in lives], tokens)
+
+
+@final
+class Decoding:
+    """The samples of one worker."""
+
+    def __init__(self, costs: Mapping[str, DecodeCost]) -> None:
+        self._costs = costs
+        self.turns = 0.0
+        """Up to the last change."""
+        self._last_s = 0.0
+        self._held_s = 0.0
+        """Prefill, and other work of the process, that is still to be done before the next turn."""
+        self._running: dict[str, list[tuple[float, int, Life]]] = {role: [] for role in costs}
+        self._num_running = dict.fromkeys(costs, 0)
+        self._waiting: dict[str, deque[Life]] = {role: deque() for role in costs}
+        self._turn_s = 0.0
+        self._pace = 1.0
+        self._num_added = 0
+
+    @property
+    def num_running(self) -> int:
+        return sum(self._num_running.values())
+
+    @property
+    def turn_s(self) -> float:
+        """A turn lasts so long now; 0 if nobody decodes."""
+        return self._turn_s
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody decodes or waits to."""
+        return not self.num_running and not any(self._waiting.values())
+
+    def add(self, lives: Iterable[Life], now_s: float) -> None:
+        """Samples come in; those that find room begin."""
+        self.advance(now_s)
+        for life in lives:
+            self._waiting[life.role].append(life)
+        self._admit(now_s)
+
+    def hold(self, seconds: float, now_s: float) -> None:
+        """The process does something else for so long."""
+        if self.num_running:
+            self.advance(now_s)
+            self._held_s += seconds
+
+    def set_pace(self, factor: float, now_s: float) -> None:
+        """Turns take so many times as long from now on: others work beside it."""
+        if factor != self._pace:
+            self.advance(now_s)
+            self._turn_s *= factor / self._pace
+            self._pace = factor
+
+    def turns_at(self, now_s: float) -> float:
+        """The count of turns now."""
+        self.advance(now_s)
+        return self.turns
+
+    def next_s(self) -> float | None:
+        """When the next sample ends, if nothing changes."""
+        nearest = min((heap[0][0] for heap in self._live_heaps()), default=None)
+        return None if nearest is None else self._last_s + self._held_s + max(nearest - self.turns, 0.0) * self._turn_s
+
+    def finished(self, now_s: float) -> list[Life]:
+        """Those that end now, when `next_s` said that somebody would."""
+        nearest = min(heap[0][0] for heap in self._live_heaps())
+        self._last_s, self._held_s, self.turns = now_s, 0.0, max(nearest, self.turns)
+        ended: list[tuple[int, Life]] = []
+        for heap in self._running.values():
+            while heap and (heap[0][2].is_over or heap[0][0] <= self.turns + _NEAR):
+                _, number, life = heapq.heappop(heap)
+                if not life.is_over:
+                    self._end(life, now_s)
+                    ended.append((number, life))
+        self._admit(now_s)
+        return [life for _, life in sorted(ended, key=lambda pair: pair[0])]
+
+    def give_up(self, lives: Iterable[Life], now_s: float) -> None:
+        """These are aborted: what they have is kept in `ended`."""
+        self.advance(now_s)
+        for life in lives:
+            if life.begun >= 0:
+                self._end(life, now_s)
+            else:
+                life.is_over = True
+        for role, waiting in self._waiting.items():
+            self._waiting[role] = deque(life for life in waiting if not life.is_over)
+        self._admit(now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Let the turns up to now go by."""
+        passed = now_s - self._last_s
+        self._last_s = now_s
+        held = min(self._held_s, passed)
+        self._held_s -= held
+        if self._turn_s > 0:
+            self.turns += (passed - held) / self._turn_s
+
+    def _end(self, life: Life, now_s: float) -> None:
+        life.ended, life.ended_s, life.is_over = self.turns, now_s, True
+        self._num_running[life.role] -= 1
+
+    def _admit(self, now_s: float) -> None:
+        for role, waiting in self._waiting.items():
+            cost = self._costs[role]
+            while waiting and self._num_running[role] < cost.max_running:
+                life = waiting.popleft()
+                life.begun, life.begun_s = self.turns, now_s
+                self._held_s += cost.enter_s + life.prefill_tokens * cost.prefill_token_s
+                self._num_added += 1
+                self._num_running[role] += 1
+                heapq.heappush(self._running[role], (self.turns + life.num_tokens, self._num_added, life))
+        self._turn_s = self._pace * sum(self._costs[role].seconds(count) for role, count in self._num_running.items() if count)
+        if not self._turn_s:
+            self._held_s = 0.0  # Prefill for samples that were all given up.
+
+    def _live_heaps(self) -> list[list[tuple[float, int, Life]]]:
+        for heap in self._running.values():
+            while heap and heap[0][2].is_over:
+                heapq.heappop(heap)
+        return [heap for heap in self._running.values() if heap]
+
+
+class Surroundings(Protocol):
+    """What a worker has around it."""
+
+    clock: Clock
+    rows: Rows
+    drawn: Drawn
+
+    def call(self, ordinal: int) -> Call: ...
+
+    def num_tokens(self, packed: int) -> int:
+        """Of a row that is there: a sample's prompt and response, a dataset's texts."""
+
+    def function_cost(self, call: Call) -> FunctionCost | None:
+        """None: it takes no time that counts."""
+
+    def say(self, worker: str, message: m.Heard) -> None:
+        """The controller hears it when the worker has done what it does now."""
+
+    def started(self, worker: str, task: m.Task, seconds: float) -> None:
+        """A task that is no generation begins, and will take so long."""
+
+    def ended(self, worker: str, task: m.Task) -> None: ...
+
+    def stopped(self, packed: int) -> tuple[VersionSpan, ...]:
+        """The tokens of a sample that was stopped, when it was."""
+
+    def is_lost(self, process: str) -> bool:
+        """Whether this process of a worker is gone; another one may have taken its place."""
+
+    def keep(self, ids: Iterable[int], stretches: Iterable[tuple[VersionSpan, ...]]) -> None:
+        """Samples were stopped and may go on."""
+
+    def generating(self, worker: str, num_lives: int) -> None:
+        """How many samples the worker has, waiting ones too, has changed by so many."""
+
+    def pace(self, worker: str, kind: Kind) -> float:
+        """How many times as long as alone this kind of work takes there now."""
+
+
+@final
+class VirtualWorker:
+    """One of the plan's."""
+
+    def __init__(self, machine: Machine, around: Surroundings, *, report_every: int = 0) -> None:
+        """
+        Args:
+            report_every: turns of decoding after which it says how full its engines are; 0: never.
+        """
+        self.machine = machine
+        self._report_every = report_every
+        self._is_reporting = False
+        self.name = machine.worker
+        self.decoding = Decoding(machine.decode)
+        self.lives: list[Life] = []
+        """All samples that it ever had, for the report."""
+        self.is_lost = False
+        self._around = around
+        self._queue: deque[m.Task] = deque()
+        self._current: m.Task | None = None
+        self._left_to_do_s = 0.0
+        """Of the task in hand, alone, from `_since_s` on, when its pace last changed."""
+        self._since_s = 0.0
+        self._pace = 1.0
+        self._num_begun = 0
+        self._generations: dict[int, tuple[m.Generate, dict[int, Life]]] = {}
+        self._alarm = 0
+        self._turn = ROLLOUT
+        """Of its lease, that has the devices here."""
+        self._held: dict[str, int] = {}
+        self._finished: list[Life] = []
+        """Samples that wait for others, to leave together."""
+        self._left_s = float("-inf")
+        self._handlers: Mapping[type, Callable[[m.Task], float]] = {
+            m.RunFunction: self._perform_s,
+            m.Accumulate: self._accumulate_s,
+            m.Apply: lambda task: self._trainer(task).optimizer_s,
+            m.CopyWeights: lambda task: machine.copy_s(str(around.call(task.call).options["source"]), self._turn),
+            m.PublishWeights: lambda task: 0.0,
+            m.LoadWeights: lambda task: machine.sync_s.get(task.role, 0.0),  # type: ignore[attr-defined]
+            m.Save: lambda task: 0.0,
+            m.ShrinkKVCache: lambda task: 0.0,
+            m.Switch: lambda task: machine.switch_s(self._turn, task.to),  # type: ignore[attr-defined]
+        }
+
+    def told(self, message: m.ToWorker) -> None:
+        """A message of the controller."""
+        if self.is_lost:
+            return
+        around = self._around
+        match message:
+            case m.Push(call=call, ids=ids, to=to):
+                around.rows.send(call, ids, self.name, worker_of(to), around.clock.now_s, around.num_tokens)
+            case m.Abort(call=call, keeps=keeps):
+                if keeps:
+                    self._stop(call)
+                self._abort(call)
+            case m.Preempt(call=call, ids=ids):
+                self._yield(call, ids)
+            case m.Reassign(call=call, drawn=drawn, ids=ids, forward_to=forward_to):
+                around.rows.adopted(call, drawn, ids, self.name)
+                for place in forward_to:
+                    around.rows.send(call, ids, self.name, worker_of(place), around.clock.now_s, around.num_tokens)
+            case m.Forget(call=call):
+                around.rows.forget(call, self.name)
+                around.rows.forget(stopped_at(call), self.name)
+            case m.Task():
+                self._queue.append(message)
+                self._wake()
+
+    def flushed(self, every_tokens: int = RunSettings().flush_tokens) -> list[m.Flushed]:
+        """What it has written down of its running samples, each time that one had got so many tokens more."""
+        around, found = self._around, dict[int, list[tuple[int, tuple[VersionSpan, ...]]]]()
+        turns = self.decoding.turns_at(around.clock.now_s) if self.machine.decode else 0.0
+        for task, left in self._generations.values():
+            for life in left.values():
+                life.num_kept = int(life.tokens_until(turns)) // every_tokens * every_tokens
+                if life.num_kept:
+                    found.setdefault(task.call, []).append((life.id, life.stretches(life.num_kept)))
+        return [m.Flushed(call, *self._kept(call, samples), ("", 0, 0, 0)) for call, samples in found.items()]
+
+    def lose(self) -> None:
+        """The machine fails: nothing that it does is heard of any more."""
+        self.is_lost = True
+        self._queue.clear()
+        lives = [life for _, left in self._generations.values() for life in left.values()]
+        for life in lives:
+            life.is_wasted = True
+        self.decoding.give_up(lives, self._around.clock.now_s)
+        self._around.generating(self.name, -len(lives))
+        self._generations.clear()
+        self._alarm += 1
+        if self._current is not None:
+            task, self._current = self._current, None
+            self._around.ended(self.name, task)
+
+    def come_back(self) -> None:
+        """A new process, which has nothing."""
+        self.is_lost = False
+        self._turn = ROLLOUT
+        self._held.clear()
+        self._finished.clear()
+
+    # Tasks
+
+    def _wake(self) -> None:
+        """Begin what can begin."""
+        around, clock = self._around, self._around.clock
+        while self._queue and self._current is None and not self.is_lost:
+            task = self._queue[0]
+            ready_s = self._ready_s(task)
+            if ready_s > clock.now_s:
+                clock.at(ready_s, self._wake)
+                return
+            self._queue.popleft()
+            if isinstance(task, m.Generate):
+                self._generate(task)
+                continue
+            seconds = self._handlers[type(task)](task)
+            self._current = task
+            around.started(self.name, task, seconds)
+            self.decoding.hold(seconds, clock.now_s)
+            self._set_alarm()
+            self._left_to_do_s, self._since_s, self._pace = seconds, clock.now_s, around.pace(self.name, self._kind(task))
+            self._set_end()
+
+    def paced(self) -> None:
+        """What others do may have changed how fast this worker is."""
+        around, now_s = self._around, self._around.clock.now_s
+        if self.machine.decode:
+            self.decoding.set_pace(around.pace(self.name, "rollout"), now_s)
+            self._set_alarm()
+        if self._current is not None and (pace := around.pace(self.name, self._kind(self._current))) != self._pace:
+            self._left_to_do_s = max(self._left_to_do_s - (now_s - self._since_s) / self._pace, 0.0)
+            self._since_s, self._pace = now_s, pace
+            self._set_end()
+
+    def _kind(self, task: m.Task) -> Kind:
+        if task.call >= 0 and self._around.call(task.call).engine == "function":
+            return "function"
+        return "rollout" if isinstance(task, m.LoadWeights) else "train"
+
+    def _set_end(self) -> None:
+        self._num_begun += 1
+        number = self._num_begun
+        self._around.clock.at(self._since_s + self._left_to_do_s * self._pace, lambda: self._done(number))
+
+    def _done(self, number: int) -> None:
+        task = self._current
+        if self.is_lost or task is None or number != self._num_begun:
+            return
+        around = self._around
+        result: dict[str, float] | float | None = None
+        manifest = None
+        if isinstance(task, m.RunFunction):
+            result = self._deliver(task)
+        if isinstance(task, m.Apply) and task.is_last:
+            result = {}
+        if isinstance(task, m.LoadWeights):
+            self._held[task.role] = task.version
+        if isinstance(task, m.Switch):
+            self._turn = task.to
+        if isinstance(task, m.PublishWeights):
+            manifest = Manifest(f"{task.role}-{task.version}", 0, ())
+        around.ended(self.name, task)
+        around.say(self.name, m.TaskDone(task.number, result, manifest))
+        self._current = None
+        self._wake()
+
+    def _ready_s(self, task: m.Task) -> float:
+        """When its rows are here."""
+        rows = self._around.rows
+        if isinstance(task, m.Generate):
+            if task.aborted_by >= 0:
+                return rows.ready_s(stopped_at(task.aborted_by), task.ids, self.name)
+            (prompts,) = (ref.call for name, ref in self._around.call(task.drawn_by).inputs if name == "prompts")
+            return rows.ready_s(prompts, task.prompts, self.name)
+        if isinstance(task, m.RunFunction | m.Accumulate):
+            call = self._around.call(task.call)
+            if isinstance(task, m.RunFunction) and task.parts:
+                return max(rows.ready_s(source, ids, self.name) for source, ids in task.parts.items())
+            sources = [ref.call for name, ref in call.inputs if not (isinstance(task, m.RunFunction) and name in task.values)]
+            return max((rows.ready_s(source, task.ids, self.name) for source in sources), default=0.0)
+        return 0.0
+
+    def _trainer(self, task: m.Task) -> TrainCost:
+        return self.machine.train[self._around.call(task.call).role]
+
+    def _lengths(self, ids: Iterable[int]) -> list[int]:
+        return [self._around.num_tokens(row) for row in ids]
+
+    def _accumulate_s(self, task: m.Task) -> float:
+        assert isinstance(task, m.Accumulate)
+        return self._trainer(task).update.seconds(self._lengths(task.ids))
+
+    def _perform_s(self, task: m.Task) -> float:
+        """A forward pass; or the units of a function, shared out over as many hands as the process has."""
+        assert isinstance(task, m.RunFunction)
+        call = self._around.call(task.call)
+        if call.engine == "train":
+            return self._trainer(task).forward.seconds(self._lengths(task.ids))
+        cost = self._around.function_cost(call)
+        if cost is None:
+            return 0.0
+        hands = [cost.task_s] * (1 if call.writes else cost.concurrency)
+        for unit in self._units(call, task.ids):
+            took_s = cost.at(self._around.drawn.uniform("latency", call.role, call.method, min(unit, default=0)))
+            heapq.heapreplace(hands, hands[0] + took_s)
+        return max(hands)
+
+    def _units(self, call: Call, ids: Sequence[int]) -> list[tuple[int, ...]]:
+        if call.granularity.value == "sample":
+            return [(row,) for row in ids]
+        if call.granularity.value == "group":
+            groups: dict[int, list[int]] = {}
+            for row in ids:
+                groups.setdefault(group_key(row), []).append(row)
+            return [tuple(rows) for rows in groups.values()]
+        return [tuple(ids)]
+
+    def _deliver(self, task: m.RunFunction) -> float | None:
+        """A call's rows are made; or its one value."""
+        around = self._around
+        call = around.call(task.call)
+        if not call.is_aligned:
+            around.drawn.came_to(call, task.ids)
+            return 0.0
+        ids = around.drawn.left(call, self._units(call, task.ids)) if call.drops else task.ids
+        dropped = sorted(set(task.ids) - set(ids))
+        has_tokens = call.options.get("gives") in ("rows", "kept", "concat")
+        self._report(task.number, task.call, ids, task.forward_to, [around.num_tokens(row) if has_tokens else 1 for row in ids], dropped)
+        return None
+
+    def _report(
+        self,
+        number: int,
+        call: int,
+        ids: list[int],
+        forward_to: Iterable[str],
+        num_tokens: list[int],
+        dropped: Sequence[int] = (),
+        stretches: Sequence[tuple[VersionSpan, ...]] = (),
+        num_generated: Sequence[int] = (),
+    ) -> None:
+        around = self._around
+        now_s = around.clock.now_s
+        around.rows.made(call, ids, self.name, now_s)
+        has_tokens = dict(zip(ids, num_tokens, strict=True))
+        for place in forward_to:
+            if not around.is_lost(place):
+                around.rows.send(call, ids, self.name, worker_of(place), now_s, lambda row: has_tokens[row])
+        blank = [0] * len(ids)
+        generated = list(num_generated) or blank
+        around.say(self.name, m.Finished(number, call, ids, num_tokens, generated, [], blank, [], None, list(dropped), list(stretches)))
+
+    # Generation
+
+    def _generate(self, task: m.Generate) -> None:
+        around = self._around
+        role = around.call(task.call).role
+        lives: dict[int, Life] = {}
+        last_group = -1
+        for row in task.ids:
+            prefill = around.drawn.prompt_tokens(row) if group_key(row) != last_group else 0  # Siblings share their prompt's cache.
+            last_group = group_key(row)
+            before = around.stopped(row) if task.aborted_by >= 0 else ()
+            had = sum(stretch.num_tokens for stretch in before)
+            left = max(around.drawn.response_tokens(row) - had, 1)
+            life = Life(row, role, task.call, task.number, left, prefill + had, around.clock.now_s)
+            life.version, life.before = self._held.get(role, 0), before
+            lives[row] = life
+        self.lives += lives.values()
+        self._generations[task.number] = (task, lives)
+        self._report_later()
+        around.generating(self.name, len(lives))
+        self.decoding.add(lives.values(), around.clock.now_s)
+        self._set_alarm()
+
+    def _report_later(self) -> None:
+        """Say how full the engines are after so many turns, as they are now."""
+        turn_s = sum(cost.seconds(1) for cost in self.machine.decode.values())
+        if self._report_every and not self._is_reporting and self._generations and turn_s:
+            self._is_reporting = True
+            clock = self._around.clock
+            clock.at(clock.now_s + self._report_every * max(self.decoding.turn_s, turn_s), self._report_load)
+
+    def _report_load(self) -> None:
+        self._is_reporting = False
+        if self.is_lost:
+            return
+        turns = self.decoding.turns_at(self._around.clock.now_s)
+        for role, cost in self.machine.decode.items():
+            lives = [life for _, left in self._generations.values() for life in left.values() if life.role == role]
+            if lives:
+                said = report_of(role, lives, turns, int(cost.max_running * self._around.drawn.mean_tokens))
+                self._around.say(self.name, said)
+        self._report_later()
+
+    def _set_alarm(self) -> None:
+        """Be woken when the next sample ends, unless something changes before."""
+        self._alarm += 1
+        number, when_s = self._alarm, self.decoding.next_s()
+        if when_s is not None:
+            self._around.clock.at(when_s, lambda: self._finish(number))
+
+    def _finish(self, alarm: int) -> None:
+        if alarm != self._alarm:
+            return
+        clock = self._around.clock
+        self._finished += self.decoding.finished(clock.now_s)
+        gather_s = max((self.machine.decode[life.role].gather_s for life in self._finished), default=0.0)
+        if self.decoding.is_empty or clock.now_s - self._left_s >= gather_s:
+            self._hand_over()
+        else:
+            clock.at(self._left_s + gather_s, self._hand_over)
+        self._set_alarm()
+
+    def _hand_over(self) -> None:
+        """What has finished leaves, which takes the process some time."""
+        leaving, self._finished = [life for life in self._finished if life.task in self._generations], []
+        if not leaving or self.is_lost:
+            return
+        clock, costs = self._around.clock, [self.machine.decode[life.role] for life in leaving]
+        self._left_s = clock.now_s
+        takes_s = max(cost.handover_s for cost in costs) + sum(cost.leave_s for cost in costs)
+        if not takes_s:
+            self._leave(leaving)
+            return
+        self.decoding.hold(takes_s, clock.now_s)
+        self._set_alarm()
+        clock.at(clock.now_s + takes_s, lambda: self._leave(leaving))
+
+    def _leave(self, leaving: Iterable[Life]) -> None:
+        around = self._around
+        by_task: dict[int, list[Life]] = {}
+        for life in leaving:
+            by_task.setdefault(life.task, []).append(life)
+        for number, lives in by_task.items():
+            if number not in self._generations:
+                continue  # They were given up in the meantime.
+            task, left = self._generations[number]
+            ids = [life.id for life in lives]
+            for row in ids:
+                del left[row]
+            around.generating(self.name, -len(ids))
+            stretches = [life.stretches(life.num_tokens) for life in lives] if is_time_dependent(around.call(task.call)) else []
+            num_tokens, generated = [around.num_tokens(row) for row in ids], [around.drawn.response_tokens(row) for row in ids]
+            self._report(number, task.call, ids, task.forward_to, num_tokens, stretches=stretches, num_generated=generated)
+            if not left:
+                del self._generations[number]
+                around.say(self.name, m.TaskDone(number))
+
+    def _yield(self, call: int, ids: Sequence[int]) -> None:
+        """Stop these samples, those that have not finished; what has tokens goes on from them elsewhere."""
+        around, turns = self._around, self.decoding.turns_at(self._around.clock.now_s)
+        gone = {
+            row: (number, left.pop(row))
+            for number, (task, left) in self._generations.items()
+            for row in (ids if task.call == call else ())
+            if row in left and not left[row].is_over
+        }
+        lives = [life for _, life in gone.values()]
+        found = [(life.id, life.stretches(int(life.tokens_until(turns)))) for life in lives if life.tokens_until(turns) >= 1 or life.before]
+        self.decoding.give_up(lives, around.clock.now_s)
+        around.generating(self.name, -len(lives))
+        if found:
+            around.say(self.name, m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)))
+        if gone:
+            around.say(self.name, m.Preempted(call, list(gone), [number for number, _ in gone.values()]))
+        for number in {number for number, _ in gone.values() if not self._generations[number][1]}:
+            del self._generations[number]
+            around.say(self.name, m.TaskDone(number))
+        self._set_alarm()
+
+    def _stop(self, call: int) -> None:
+        """Stop what runs for a call; what has tokens is kept, and reported, as is what has finished by now."""
+        around, now_s = self._around, self._around.clock.now_s
+        done, self._finished = [f for f in self._finished if f.call == call], [f for f in self._finished if f.call != call]
+        if done:
+            self._leave(done)
+        turns = self.decoding.turns_at(now_s)
+        found: list[tuple[int, tuple[VersionSpan, ...]]] = []
+        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
+            _, left = self._generations[number]
+            kept = [life for life in left.values() if life.tokens_until(turns) >= 1 or life.before]
+            for life in kept:
+                del left[life.id]
+                found.append((life.id, life.stretches(int(life.tokens_until(turns)))))
+            self.decoding.give_up(kept, now_s)
+            around.generating(self.name, -len(kept))
+        if found:
+            around.say(self.name, m.Aborted(call, *self._kept(call, found), ("", 0, 0, 0)))
+
+    def _kept(
+        self, call: int, samples: Sequence[tuple[int, tuple[VersionSpan, ...]]]
+    ) -> tuple[list[int], list[int], list[int], list[tuple[VersionSpan, ...]]]:
+        """Samples that may go on from here: who they are, all tokens and those generated, and stretches."""
+        around = self._around
+        ids, stretches = [row for row, _ in samples], [of for _, of in samples]
+        around.keep(ids, stretches)
+        around.rows.made(stopped_at(call), ids, self.name, around.clock.now_s)
+        generated = [sum(stretch.num_tokens for stretch in of) for of in stretches]
+        return ids, [around.drawn.prompt_tokens(row) + count for row, count in zip(ids, generated, strict=True)], generated, stretches
+
+    def _abort(self, call: int) -> None:
+        """Give up what runs or waits for a call. Its tasks end as done."""
+        around = self._around
+        for number in [number for number, (task, _) in self._generations.items() if task.call == call]:
+            _, left = self._generations.pop(number)
+            for life in left.values():
+                life.is_wasted = True
+            self.decoding.give_up(left.values(), around.clock.now_s)
+            around.generating(self.name, -len(left))
+            around.say(self.name, m.TaskDone(number))
+        for task in [task for task in self._queue if task.call == call]:
+            self._queue.remove(task)
+            around.say(self.name, m.TaskDone(task.number))
+        self._set_alarm()
+        self._wake()

@@ -1,0 +1,569 @@
+"""What a run came to, step by step: against its bounds, its critical path, its memory, and why devices were idle.
+
+RunTrace --measured_decode--> t0 + t1 b of its decode steps;  step_bounds --> seconds by the bound's name
+
+The bounds are those of the simulator (`m2flow.rollout_scheduling.lower_bounds`), with constants fitted to this run's own spans instead
+of a cost
+model, and with the work that was really done. Measured times scatter, so such a bound is as good as the fit; a step may come out a
+little faster. Only tokens of samples whose lives lie in the step count. Prefill, switches and syncs are left out.
+
+    longest_sample   (t0 + t1) L of the longest sample
+    work             device seconds of all tokens at the best rate and of all training, by all devices
+    k_longest, no_migration     of the rollout
+
+RunTrace --CriticalPath.of(step)--> Link ... from the step's beginning to its end
+
+From the last work of a step backwards: a task could not begin before its worker was free, nor before its samples were there, nor before
+the weights that it needed. Of what held it up, what ended last is the link before it. Time between a link and the next is nobody's work:
+a message on its way, Python, or a program that waited.
+
+counters "peak ... bytes" (m2flow.micro.worker.engine_host), Plan.choice --memory_of--> WorkerMemory, ...
+
+A peak is of the process from its start on, so a step's is that of all steps up to it, and it rises where a step needs more than those
+before.
+
+Limits: of a trainer of several ranks the first; the host's has Python and libraries in it, which the plan does not count; of an engine
+whose model is in processes of its own (SGLang) only the worker beside them, so nothing is predicted there.
+
+RunTrace, idle time, ledger --analysis_of--> Analysis
+
+For a simulated run the bounds are those of its own report; for a real one they are made from what it measured
+(`m2flow.viewer.analysis`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import SpecError
+from m2flow.micro.lowering.capabilities import rollout_abilities
+from m2flow.micro.protocol.plan import Choice, EngineSlot, Seat, WorkerPlan
+from m2flow.micro.records.audit import read_token_account
+from m2flow.micro.records.length_bias import bias_of_run
+from m2flow.micro.worker.engine_host import PEAKS
+from m2flow.observe.spans import SpanName
+from m2flow.planner.planning import read_forecast
+from m2flow.planner.profiles import fit
+from m2flow.rollout_scheduling.decode_model import DecodeModel
+from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
+from m2flow.viewer.idle import Device, IdleTime
+from m2flow.viewer.run_trace import FUNCTION, LIFE, SYNC, TRAIN, WAIT, RunTrace, Step
+
+IntArray = npt.NDArray[np.int64]
+_LEAST_STEPS = 8
+"""Decode steps that a fit needs."""
+
+
+@dataclass(frozen=True)
+class MeasuredDecode:
+    """The decode steps of a run."""
+
+    model: DecodeModel
+    num_steps: int
+    r2: float
+    error: float
+    """Median of |fitted - measured| / measured."""
+
+
+def measured_decode(trace: RunTrace) -> MeasuredDecode | None:
+    """The fit over all instances; None where too few steps were recorded one by one."""
+    columns = trace.columns
+    if SpanName.ROLLOUT_STEP not in columns.names.texts:
+        return None
+    mine = np.flatnonzero((columns["name"] == columns.names.texts.index(SpanName.ROLLOUT_STEP)) & (columns["num_samples"] > 0))
+    seconds = (columns["end"][mine] - columns["start"][mine]) / 1e9
+    batch = columns["num_samples"][mine]
+    known = seconds > 0
+    seconds, batch = seconds[known], batch[known]
+    if len(seconds) < _LEAST_STEPS:
+        return None
+    constants, quality = fit(np.stack([np.ones(len(batch)), batch], axis=1), seconds)
+    t0, t1 = float(constants[0]), float(constants[1])
+    model = DecodeModel(max(t0, 1e-9), max(t1, 0.0), max_batch=int(batch.max()))
+    return MeasuredDecode(model, len(seconds), quality.r2, quality.error)
+
+
+def step_bounds(trace: RunTrace, step: Step, devices: list[Device], decode: MeasuredDecode | None) -> dict[str, float]:
+    """Seconds by name; empty where nothing can be said."""
+    columns = trace.columns
+    found: dict[str, float] = {}
+    inside = np.minimum(columns["end"], step.end) - np.maximum(columns["start"], step.start)
+    names = columns.workers.texts
+    size = np.array([next((device.num_devices for device in devices if name in device.workers), 1) for name in names] + [1], np.int64)
+    weighed = np.maximum(inside, 0) * size[columns["worker"]]
+    train_s = float(weighed[trace.group == TRAIN].sum() / 1e9)
+    lives = np.flatnonzero((trace.group == LIFE) & (columns["start"] >= step.start) & (columns["end"] <= step.end))
+    lengths = columns["num_tokens"][lives]
+    lengths = lengths[lengths > 0]
+    decode_s = 0.0
+    if decode is not None and len(lengths):
+        num_instances = max(len(np.unique(columns["worker"][trace.group == LIFE])), 1)
+        bounds = rollout_bounds(lengths, decode.model, num_instances)
+        whole = lives[columns["num_tokens"][lives] > 0]
+        decode_s = decode.model.best_token_s * int((lengths * size[columns["worker"][whole]]).sum())
+        found |= {"longest_sample": bounds.longest_s, "k_longest": bounds.k_longest_s, "no_migration": bounds.no_migration_s}
+    if devices and (train_s or decode_s):
+        found["work"] = (train_s + decode_s) / sum(device.num_devices for device in devices)
+    return found
+
+
+_MOST_LINKS = 20_000
+
+
+@dataclass(frozen=True)
+class Link:
+    """Work on the path; ns, cut at the step's ends."""
+
+    span: int
+    kind: int
+    """Position among the trace's kinds."""
+    start: int
+    end: int
+
+
+@final
+class CriticalPath:
+    """Of one trace, as it is now."""
+
+    def __init__(self, trace: RunTrace, devices: Sequence[Device]) -> None:
+        columns = trace.columns
+        self._trace = trace
+        self._start, self._end = columns["start"], columns["end"]
+        worker = columns["worker"]
+        is_work = ~np.isin(trace.group, (LIFE, WAIT))
+        self._by_worker: dict[int, IntArray] = {}
+        for at in np.unique(worker).tolist():
+            name = columns.workers.texts[at]
+            shared = next((device.workers for device in devices if name in device.workers), (name,))
+            members = [columns.workers.texts.index(one) for one in shared if one in columns.workers.texts]
+            mine = np.flatnonzero(is_work & np.isin(worker, members))
+            self._by_worker[at] = mine[np.argsort(self._end[mine], kind="stable")]
+        self._work = np.flatnonzero(is_work)
+        lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0))
+        self._lives = lives[np.argsort(columns["sample"][lives], kind="stable")]
+        touches = columns.touches
+        self._touches = touches[np.argsort(touches[:, 1], kind="stable")]
+        judged = touches[trace.group[touches[:, 1]] == FUNCTION] if len(touches) else touches
+        self._judged = judged[np.argsort(judged[:, 0], kind="stable")]
+        self._syncs = np.flatnonzero(trace.group == SYNC)
+
+    def of(self, step: Step) -> list[Link]:
+        """In order of time."""
+        mine = self._work[(self._trace.step[self._work] == step.step) & (self._end[self._work] <= step.end)]
+        if not len(mine):
+            return []
+        span = int(mine[np.argmax(self._end[mine])])
+        links: list[Link] = []
+        until = step.end
+        while span >= 0 and len(links) < _MOST_LINKS:
+            start, end = max(int(self._start[span]), step.start), min(int(self._end[span]), until)
+            if end > start:
+                links.append(Link(span, int(self._trace.kind[span]), start, end))
+                until = start
+            if self._start[span] <= step.start:
+                break
+            span = self._before(span)
+        return links[::-1]
+
+    def _before(self, span: int) -> int:
+        """What held a span up; -1: nothing that is known."""
+        columns, group, start = self._trace.columns, int(self._trace.group[span]), int(self._start[span])
+        found = [self._last_on(int(columns["worker"][span]), start, span)]
+        if group in (TRAIN, FUNCTION):
+            first, last = np.searchsorted(self._touches[:, 1], (span, span + 1))
+            samples = self._touches[first:last, 0]
+            if group == TRAIN:
+                found += self._latest(self._judged[:, 0], self._judged[:, 1], samples, start)
+            found += self._latest(columns["sample"][self._lives], self._lives, samples, start)
+        elif group == SYNC and columns["version"][span] >= 0:
+            same = self._syncs[columns["version"][self._syncs] == columns["version"][span]]
+            found += same.tolist()
+        elif group == LIFE:
+            same = self._syncs[(columns["worker"][self._syncs] == columns["worker"][span]) & (self._end[self._syncs] <= start)]
+            found += same[-1:].tolist()
+        # What began no earlier can't have held it up, whatever the clocks say; so the way back ends.
+        found = [other for other in found if other >= 0 and self._start[other] < start and self._end[other] <= start + _SLACK_NS]
+        return max(found, key=lambda other: int(self._end[other]), default=-1)
+
+    def _last_on(self, worker: int, before: int, span: int) -> int:
+        """The last work on the worker's device that had ended."""
+        mine = self._by_worker[worker]
+        at = int(np.searchsorted(self._end[mine], before, side="right")) - 1
+        while at >= 0 and mine[at] == span:
+            at -= 1
+        return int(mine[at]) if at >= 0 else -1
+
+    def _latest(self, keys: IntArray, values: IntArray, samples: IntArray, before: int) -> list[int]:
+        """Of the spans of these samples that had ended, the last."""
+        if not len(keys) or not len(samples):
+            return []
+        first, last = np.searchsorted(keys, samples, side="left"), np.searchsorted(keys, samples, side="right")
+        spans = np.concatenate([values[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])
+        spans = spans[self._end[spans] <= before + _SLACK_NS]
+        return [int(spans[np.argmax(self._end[spans])])] if len(spans) else []
+
+
+_SLACK_NS = 500_000
+"""By which the clocks of two processes of a busy host may seem to differ: each is read once against the time of day."""
+
+
+@final
+class WorkerMemory(msgspec.Struct):
+    """Of one process, in bytes."""
+
+    worker: str
+    of: str
+    """`host` or `GPU`."""
+    predicted: int | None
+    """What its engines need at once, by the plan; None: the plan was not searched for, or does not know."""
+    peak: int
+    steps: list[int | None]
+    """The peak at the end of each step; None before the first was said."""
+
+
+def memory_of(trace: RunTrace) -> list[WorkerMemory]:
+    """Of each worker that said so."""
+    planned = {worker.name: worker for worker in trace.plan.workers} if trace.plan else {}
+    choice = trace.plan.choice if trace.plan else None
+    found = []
+    for of, name in PEAKS.items():
+        for (track, counter_name), counter in trace.columns.counters.items():
+            if counter_name != name or not counter.values:
+                continue
+            values = [int(value) for value in counter.values]
+            before = [bisect_right(counter.at_ns, step.end) for step in trace.steps]
+            worker = planned.get(track)
+            predicted = predicted_bytes(worker, choice) if worker is not None and choice is not None else None
+            found.append(WorkerMemory(track, of, predicted, max(values), [max(values[:at], default=None) for at in before]))
+    return sorted(found, key=lambda one: (one.worker, one.of))
+
+
+def predicted_bytes(worker: WorkerPlan, choice: Choice) -> int | None:
+    """What the engines of a process need at once: all of those that work in a turn, and what the others keep there meanwhile."""
+    seats: list[tuple[EngineSlot, Seat]] = []
+    for slot in worker.engines:
+        if slot.kind == "function":
+            continue
+        seat = next((seat for seat in choice.seats if (seat.engine.role, seat.engine.kind) == (slot.role, slot.kind)), None)
+        can = rollout_abilities(slot.engine) if slot.kind == "rollout" else None
+        if seat is None or (can is not None and can.self_paced):
+            return None
+        seats.append((slot, seat))
+    turns = {slot.takes_turn: None for slot, _ in seats}
+    return max((sum(_bytes(slot, seat, turn, worker.device) for slot, seat in seats) for turn in turns), default=None)
+
+
+def _bytes(slot: EngineSlot, seat: Seat, turn: str, device: str) -> int:
+    """Of one engine while a turn lasts, in its process: that of one GPU, or of all of a CPU's cores."""
+    need = seat.footprint
+    if device.startswith("cpu"):
+        works = need.device_bytes + need.host
+        return (works if slot.takes_turn == turn else need.kept_bytes) * seat.layout.tp * seat.layout.pp
+    if slot.takes_turn == turn:
+        return need.device_bytes
+    return 0 if seat.is_swapped else need.kept_bytes
+
+
+OVERHEAD = "nobody's work"
+
+
+@final
+class PathShare(msgspec.Struct):
+    """A call on the critical path."""
+
+    label: str
+    line: str
+    seconds: float
+    share: float
+    """Of the step."""
+
+
+@final
+class StepAnalysis(msgspec.Struct):
+    """One step. Device seconds are summed over all devices."""
+
+    step: int
+    start: int
+    """Microseconds since the run's first span."""
+    makespan_s: float
+    bounds_s: dict[str, float]
+    efficiency: float | None
+    """The highest bound by the makespan, at most 1; None where there is no bound."""
+    idle_s: dict[str, float]
+    busy_s: float
+    path: list[PathShare]
+    tokens: int
+    """Generated by samples whose lives ended in the step."""
+    staleness: dict[str, int]
+    """Versions behind -> samples that a first update of the step trained on."""
+
+
+@final
+class DeviceAnalysis(msgspec.Struct):
+    """One device over the whole run, but for what only writes its last checkpoint."""
+
+    name: str
+    kinds: str
+    num_devices: int
+    """The seconds are of each of them."""
+    busy_s: float
+    idle_s: dict[str, float]
+
+
+@final
+class StageAnalysis(msgspec.Struct):
+    """What a part of a step took, beside what the plan said of it: a call, several that the plan reckons together, or machinery."""
+
+    label: str
+    line: str
+    """`flows/grpo.py:23`; of several calls all, with commas."""
+    seconds: float
+    """On the critical path, mean over the steps in which it is there."""
+    predicted_s: float | None
+    """None where the plan says nothing of it."""
+
+
+@final
+class ClassShown(msgspec.Struct):
+    """Of samples of one class (`m2flow.micro.records.length_bias`)."""
+
+    name: str
+    num: int
+    length: float | None
+    reward: float | None
+
+
+@final
+class Analysis(msgspec.Struct):
+    """A run's."""
+
+    steps: list[StepAnalysis]
+    devices: list[DeviceAnalysis]
+    stages: list[StageAnalysis]
+    path: list[PathShare]
+    """Over all steps."""
+    makespan_s: float
+    efficiency: float | None
+    decode: str
+    """What the decode bounds come from."""
+    length_bias: list[ClassShown]
+    trained_tokens: int
+    """Generated, of samples that some update trained on; each once."""
+    other_tokens: dict[str, int]
+    """Of all others, by how they ended; `unused` are those of evaluations too."""
+    predicted_step_s: float | None
+    """By the plan, or by what was foreseen of one that nobody searched for."""
+    prediction_note: str
+    """Why there is no such prediction, or what it does not reckon with."""
+    memory: list[WorkerMemory]
+    """What each worker took at most."""
+
+
+class _SimulatedStep(msgspec.Struct):
+    lower_bounds_s: dict[str, float]
+
+
+class _Simulated(msgspec.Struct):
+    steps: list[_SimulatedStep]
+
+
+def analysis_of(trace: RunTrace, devices: Sequence[IdleTime]) -> Analysis:
+    """As far as the run has come."""
+    decode = measured_decode(trace)
+    simulated = _simulated_bounds(trace)
+    paths = CriticalPath(trace, [one.device for one in devices]) if trace.columns.num_spans else None
+    behind = _staleness(trace)
+    steps = []
+    for at, step in enumerate(trace.steps):
+        known = [one.device for one in devices]
+        bounds = simulated[at] if at < len(simulated) else step_bounds(trace, step, known, None if simulated else decode)
+        steps.append(_step(trace, step, devices, bounds, paths, behind.get(step.step, {})))
+    whole_s = sum(step.makespan_s for step in steps)
+    bound_s = sum(max(step.bounds_s.values(), default=0.0) for step in steps)
+    path = _together([share for step in steps for share in step.path], whole_s)
+    trained, others = _tokens(trace)
+    choice = trace.predicted
+    return Analysis(
+        steps=steps,
+        devices=[
+            DeviceAnalysis(
+                one.device.name,
+                " and ".join(one.device.kinds),
+                one.device.num_devices,
+                one.busy_seconds(trace.start, trace.worked_until),
+                one.seconds(trace.start, trace.worked_until),
+            )
+            for one in devices
+        ],
+        stages=_stages(choice, steps, path),
+        path=path,
+        makespan_s=whole_s,
+        efficiency=min(bound_s / whole_s, 1.0) if whole_s and bound_s else None,
+        decode=_decode_text(decode) if not simulated else "the costs of the simulation",
+        length_bias=_length_bias(trace),
+        trained_tokens=trained,
+        other_tokens=others,
+        predicted_step_s=choice.predicted_step_s if choice else None,
+        prediction_note=_note(trace),
+        memory=memory_of(trace),
+    )
+
+
+def _step(
+    trace: RunTrace,
+    step: Step,
+    devices: Sequence[IdleTime],
+    bounds: dict[str, float],
+    paths: CriticalPath | None,
+    staleness: dict[int, int],
+) -> StepAnalysis:
+    makespan_s = trace.seconds(step.start, step.end)
+    idle: dict[str, float] = {}
+    for one in devices:
+        for cause, seconds in one.seconds(step.start, step.end).items():
+            idle[cause] = idle.get(cause, 0.0) + seconds * one.device.num_devices
+    links = paths.of(step) if paths else []
+    by_kind: dict[int, float] = {}
+    for link in links:
+        by_kind[link.kind] = by_kind.get(link.kind, 0.0) + (link.end - link.start) / 1e9
+    shares = [
+        PathShare(trace.kinds[kind].label, trace.kinds[kind].line, seconds, seconds / makespan_s) for kind, seconds in by_kind.items()
+    ]
+    rest_s = makespan_s - sum(by_kind.values())
+    if links and rest_s > 0:
+        shares.append(PathShare(OVERHEAD, "", rest_s, rest_s / makespan_s))
+    ended = (trace.group == LIFE) & (trace.columns["end"] > step.start) & (trace.columns["end"] <= step.end)
+    best = max(bounds.values(), default=0.0)
+    return StepAnalysis(
+        step=step.step,
+        start=(step.start - trace.start) // 1000,
+        makespan_s=makespan_s,
+        bounds_s=bounds,
+        efficiency=min(best / makespan_s, 1.0) if makespan_s and best else None,
+        idle_s=dict(sorted(idle.items(), key=lambda item: -item[1])),
+        busy_s=sum(one.busy_seconds(step.start, step.end) * one.device.num_devices for one in devices),
+        path=sorted(shares, key=lambda share: -share.seconds),
+        tokens=int(np.maximum(trace.columns["num_tokens"][ended], 0).sum()),
+        staleness={str(versions): count for versions, count in sorted(staleness.items())},
+    )
+
+
+def _together(shares: Sequence[PathShare], whole_s: float) -> list[PathShare]:
+    found: dict[tuple[str, str], float] = {}
+    for share in shares:
+        found[share.label, share.line] = found.get((share.label, share.line), 0.0) + share.seconds
+    whole = [PathShare(label, line, seconds, seconds / whole_s if whole_s else 0.0) for (label, line), seconds in found.items()]
+    return sorted(whole, key=lambda share: -share.seconds)
+
+
+def _stages(choice: Choice | None, steps: Sequence[StepAnalysis], path: Sequence[PathShare]) -> list[StageAnalysis]:
+    """The parts of the plan with what they came to, then what it does not know of."""
+    left = [(share.label, share.line) for share in path]
+    found: dict[str, tuple[float, list[tuple[str, str]]]] = {}
+    for part in choice.parts if choice else ():
+        if part.on_critical_path:
+            name = "switch" if part.what.startswith("switch ") else part.what
+            seconds, keys = found.get(name, (0.0, []))
+            calls = part.what.partition(" / ")[0].split(", ")
+            keys = keys + [key for key in left if any(_is_of(call, *key, path) for call in calls)]
+            left = [key for key in left if key not in keys]
+            found[name] = seconds + part.seconds, keys
+    stages = []
+    for name, (seconds, keys) in found.items():
+        lines = [key for key in keys if key[1]]
+        label = ", ".join(dict.fromkeys(label for label, _ in lines)) or name
+        stages.append(StageAnalysis(label, ", ".join(line for _, line in lines), _mean_s(steps, keys), seconds))
+    return [*stages, *(StageAnalysis(label, line, _mean_s(steps, [(label, line)]), None) for label, line in left)]
+
+
+def _note(trace: RunTrace) -> str:
+    if trace.plan and trace.plan.choice:
+        return ""
+    foreseen = read_forecast(trace.run_dir)
+    if foreseen is not None:
+        return foreseen.note
+    return "nobody asked for a prediction" if trace.plan else "it had no plan"
+
+
+def _is_of(what: str, label: str, line: str, path: Sequence[PathShare]) -> bool:
+    """Whether a part of a plan is about a stage. Parts are `policy.generate@47`, `policy.update` where that is called in one place,
+    `weight sync of policy`, `switch to train`."""
+    if not line:
+        machinery = {"weight": "weights.", "switch": "switch"}.get(what.partition(" ")[0])
+        return machinery is not None and label.startswith(machinery)
+    call, _, number = what.partition("#")[0].partition("@")
+    if call != label:
+        return False
+    often = max((share for share in path if share.label == label), key=lambda share: share.seconds)
+    return line.rpartition(":")[2] == number if number else line == often.line
+
+
+def _mean_s(steps: Sequence[StepAnalysis], keys: Sequence[tuple[str, str]]) -> float:
+    mine = [sum(share.seconds for share in step.path if (share.label, share.line) in keys) for step in steps]
+    there = [seconds for seconds in mine if seconds > 0]
+    return sum(there) / len(there) if there else 0.0
+
+
+def _staleness(trace: RunTrace) -> dict[int, dict[int, int]]:
+    """By step: versions behind -> samples that an update of it trained on, each once."""
+    columns = trace.columns
+    if SpanName.TRAIN_APPLY not in columns.names.texts or not len(columns.touches):
+        return {}
+    applies = np.flatnonzero((columns["name"] == columns.names.texts.index(SpanName.TRAIN_APPLY)) & (columns["version"] >= 0))
+    written = dict(zip(columns["call"][applies].tolist(), columns["version"][applies].tolist(), strict=True))
+    lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0))
+    drawn_at = dict(zip(columns["sample"][lives].tolist(), columns["version"][lives].tolist(), strict=True))
+    trained = columns.touches[trace.group[columns.touches[:, 1]] == TRAIN]
+    seen: set[tuple[int, int]] = set()
+    found: dict[int, dict[int, int]] = {}
+    for sample, span in trained.tolist():
+        call, step = int(trace.call[span]), int(trace.step[span])
+        if (call, sample) in seen or call not in written or drawn_at.get(sample, -1) < 0:
+            continue
+        seen.add((call, sample))
+        behind = max(written[call] - 1 - drawn_at[sample], 0)
+        of_step = found.setdefault(step, {})
+        of_step[behind] = of_step.get(behind, 0) + 1
+    return found
+
+
+def _tokens(trace: RunTrace) -> tuple[int, dict[str, int]]:
+    if trace.calls.has_ledger:
+        with contextlib.suppress(SpecError):
+            account = read_token_account(trace.run_dir)
+            return account.trained, {**account.wasted, **({"lost": sum(account.lost.values())} if account.lost else {})}
+    return 0, {}
+
+
+def _length_bias(trace: RunTrace) -> list[ClassShown]:
+    if not trace.calls.has_ledger:
+        return []
+    with contextlib.suppress(SpecError):
+        return [ClassShown(name, of.num, of.length, of.reward) for name, of in bias_of_run(trace.run_dir).items()]
+    return []
+
+
+def _simulated_bounds(trace: RunTrace) -> list[dict[str, float]]:
+    try:
+        found = msgspec.json.decode((trace.run_dir / "report.json").read_bytes(), type=_Simulated)
+    except (OSError, msgspec.DecodeError):
+        return []
+    return [step.lower_bounds_s for step in found.steps]
+
+
+def _decode_text(decode: MeasuredDecode | None) -> str:
+    if decode is None:
+        return "no decode steps were recorded one by one"
+    model = decode.model
+    return (
+        f"{model.t0_s * 1e3:.3g} ms + {model.t1_s * 1e6:.3g} us a sample, at most {model.max_batch} at once: "
+        f"fitted to {decode.num_steps:,} decode steps, median error {decode.error:.0%}"
+    )

@@ -1,0 +1,324 @@
+"""A run's trace with what the ledger adds: for each span the step and call it belongs to, and what kind of work it is.
+
+ledger.db, or spans that name their call --KnownCalls.refresh--> ordinal -> KnownCall
+
+Read while the run goes on. A simulated run has no ledger; there the spans say all but what a call was given.
+
+TraceColumns, KnownCalls, plan.json --RunTrace.refresh--> step, kind, group [S]; steps, versions
+
+A kind is what a viewer gives a colour: a line of the flow, or a kind of machinery (switches, weights on their way, sending). A decode step
+does not say for whom it decodes; it is counted to the call of the sample that was admitted last before it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.macro.replay import CallRecord
+from m2flow.micro.protocol.plan import Choice, Plan
+from m2flow.micro.records.ledger import read_beginnings
+from m2flow.observe.spans import SpanName
+from m2flow.observe.store import TraceColumns
+from m2flow.planner.planning import read_prediction
+
+
+@dataclass(frozen=True)
+class KnownCall:
+    """A call of the program."""
+
+    ordinal: int
+    step: int
+    """-1: before the flow's loop."""
+    name: str
+    site: str
+    """`flows/grpo.py:23`"""
+    text: str = ""
+    """The source line."""
+    inputs: tuple[tuple[str, int], ...] = ()
+    """Name of the parameter, and the call whose result it is."""
+    effects: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
+
+
+@final
+class KnownCalls:
+    """Follows the calls of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "ledger.db"
+        self.by_ordinal: dict[int, KnownCall] = {}
+        self.has_ledger = False
+
+    def refresh(self, columns: TraceColumns) -> None:
+        """Take in what is new, in the ledger or in spans."""
+        if self._path.is_file():
+            with contextlib.suppress(sqlite3.Error):  # It is being made.
+                self._read()
+                self.has_ledger = True
+        if not self.has_ledger:
+            self._take_from(columns)
+
+    def _read(self) -> None:
+        with contextlib.closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)) as db:
+            newest = max(self.by_ordinal, default=-1)
+            for ordinal, step, name, site in db.execute("SELECT ordinal, step, name, site FROM calls WHERE ordinal > ?", (newest,)):
+                self.by_ordinal[ordinal] = KnownCall(ordinal, step, name, site)
+            short = [ordinal for ordinal, call in self.by_ordinal.items() if not call.text]
+            if short:
+                rows = db.execute("SELECT position, body FROM record WHERE kind='call' AND position >= ?", (min(short),))
+                for ordinal, body in rows:
+                    if ordinal in self.by_ordinal:
+                        told = msgspec.msgpack.decode(body, type=CallRecord)
+                        self.by_ordinal[ordinal] = KnownCall(
+                            ordinal, told.step, told.name, told.site, told.text or " ", told.inputs, told.effects, told.shown
+                        )
+
+    def _take_from(self, columns: TraceColumns) -> None:
+        if not columns.num_spans:
+            return
+        ordinals, first = np.unique(columns["call"], return_index=True)
+        for ordinal, at in zip(ordinals.tolist(), first.tolist(), strict=True):
+            site, label = int(columns["site"][at]), int(columns["label"][at])
+            if ordinal >= 0 and ordinal not in self.by_ordinal and site >= 0 and label >= 0:
+                step = int(columns["step"][at])
+                self.by_ordinal[ordinal] = KnownCall(ordinal, step, columns.labels.texts[label], columns.sites.texts[site])
+
+
+IntArray = npt.NDArray[np.int64]
+
+GROUPS = ("rollout", "train", "function", "other", "sync", "switch", "wait", "life")
+"""What a span is work of, or what it is instead of work."""
+ROLLOUT, TRAIN, FUNCTION, OTHER, SYNC, SWITCH, WAIT, LIFE = range(len(GROUPS))
+_BY_NAME = {
+    SpanName.WEIGHTS_PUBLISH: SYNC,
+    SpanName.WEIGHTS_LOAD: SYNC,
+    SpanName.SWITCH: SWITCH,
+    SpanName.OFFLOAD: SWITCH,
+    SpanName.ONLOAD: SWITCH,
+    SpanName.DRAIN: WAIT,
+    SpanName.SEND: WAIT,
+    SpanName.WAIT: WAIT,
+    SpanName.SAMPLE: LIFE,
+}
+_UPKEEP = (SpanName.TRAIN_SAVE, SpanName.TRAIN_PROBE, SpanName.ROLLOUT_PROBE)
+"""Work that no line of the flow asks for."""
+_BY_ENGINE = {"rollout": ROLLOUT, "train": TRAIN, "function": FUNCTION}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What has one colour."""
+
+    label: str
+    line: str
+    """`flows/grpo.py:23`; empty for machinery."""
+    group: str
+    """`call`, `machinery` or `wait`."""
+    text: str = ""
+    """The source line."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """From the end of the step before it to the end of its last work; times in ns."""
+
+    step: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """When weights were first published, or loaded where nobody publishes."""
+
+    version: int
+    role: str
+    at: int
+
+
+@final
+class RunTrace:
+    """Follows one run; one thread at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.columns = TraceColumns(run_dir)
+        self.calls = KnownCalls(run_dir)
+        self.plan: Plan | None = None
+        self.predicted: Choice | None = None
+        """What the plan should take, where it was searched for or foreseen."""
+        self.kinds: list[Kind] = []
+        none = np.zeros(0, np.int64)
+        self.kind: IntArray = none
+        """[S], positions in `kinds`."""
+        self.group: IntArray = none
+        """[S], positions in `GROUPS`."""
+        self.step: IntArray = none
+        """[S]; -1: of no step, or not known."""
+        self.call: IntArray = none
+        """[S]; -1: of no call, or not known."""
+        self.steps: list[Step] = []
+        self.versions: list[Version] = []
+        self.stops: tuple[IntArray, IntArray] = (none, none)
+        """Where the run had stopped and where it was resumed, in order; between the two it took no time."""
+        self.worked_until = 0
+        """ns: where the accounts of devices end. While a last checkpoint is written nothing is left to do, nobody is idle for a cause."""
+
+    def refresh(self, most_bytes: int = 1 << 62) -> bool:
+        """Take in what is new. Answers whether there was any."""
+        if self.plan is None:
+            self.plan = read_plan_of(self.run_dir)
+            self.predicted = read_prediction(self.run_dir, self.plan)
+        known = len(self.calls.by_ordinal)
+        is_new = self.columns.refresh(most_bytes)
+        self.calls.refresh(self.columns)
+        if is_new or len(self.calls.by_ordinal) != known or len(self.group) != self.columns.num_spans:
+            self._derive()
+            return True
+        return False
+
+    @property
+    def start(self) -> int:
+        """ns; 0 if there is no span yet."""
+        return int(self.columns["start"].min()) if self.columns.num_spans else 0
+
+    @property
+    def end(self) -> int:
+        return int(self.columns["end"].max()) if self.columns.num_spans else 0
+
+    def _derive(self) -> None:
+        columns = self.columns
+        name, engine = columns["name"], columns["engine"]
+        by_name = np.array([_BY_NAME.get(SpanName(text), -1) if text in set(SpanName) else -1 for text in columns.names.texts], np.int64)
+        by_engine = np.array([_BY_ENGINE.get(text, OTHER) for text in columns.engines.texts], np.int64)
+        self.group = np.where(by_name[name] >= 0, by_name[name], by_engine[engine]) if len(name) else name
+        self.call = self._calls()
+        most = max([int(self.call.max(initial=-1)), *self.calls.by_ordinal]) + 1
+        step_of_call = np.full(most + 1, -1, np.int64)
+        for ordinal, call in self.calls.by_ordinal.items():
+            step_of_call[ordinal] = call.step
+        self.step = np.where(columns["step"] >= 0, columns["step"], step_of_call[self.call])
+        self._derive_kinds(most)
+        self.steps = self._find_steps()
+        self.versions = self._find_versions()
+        self.stops = self._find_stops()
+        self.worked_until = self._find_last_work()
+
+    def _calls(self) -> IntArray:
+        """The call of each span; of decode steps, by the lives beside them."""
+        columns = self.columns
+        call = columns["call"].copy()
+        unknown = (call < 0) & (self.group == ROLLOUT)
+        for worker in np.unique(columns["worker"][unknown]).tolist():
+            lives = np.flatnonzero((self.group == LIFE) & (columns["worker"] == worker))
+            if not len(lives):
+                continue
+            lives = lives[np.argsort(columns["start"][lives], kind="stable")]
+            mine = np.flatnonzero(unknown & (columns["worker"] == worker))
+            at = np.searchsorted(columns["start"][lives], columns["end"][mine], side="left") - 1
+            call[mine] = columns["call"][lives[np.maximum(at, 0)]]
+        return call
+
+    def _derive_kinds(self, num_calls: int) -> None:
+        """Calls by their line, in the order of the program; then machinery; then waiting."""
+        columns, found = self.columns, dict[tuple[str, str], int]()
+        self.kinds = []
+
+        def kind_at(kind: Kind) -> int:
+            key = (kind.label, kind.line)
+            if key not in found:
+                found[key] = len(self.kinds)
+                self.kinds.append(kind)
+            return found[key]
+
+        of_call = np.full(num_calls + 1, -1, np.int64)
+        seen = set(np.unique(self.call).tolist())
+        for ordinal, call in sorted(self.calls.by_ordinal.items()):
+            if ordinal in seen:
+                of_call[ordinal] = kind_at(Kind(call.name, call.site, "call", call.text.strip()))
+        self.kind = of_call[self.call]
+        self.kind[np.isin(self.group, (SYNC, SWITCH, WAIT))] = -1
+        rest = np.flatnonzero(self.kind < 0)
+        # What is left says what it is by its name, or by its label and line: a few combinations, however many spans.
+        width = len(columns.labels.texts) + 1
+        high = len(columns.sites.texts) + 1
+        keys = ((columns["name"][rest] * width + columns["label"][rest] + 1) * high + columns["site"][rest] + 1) * len(GROUPS)
+        unique, first, inverse = np.unique(keys + self.group[rest], return_index=True, return_inverse=True)
+        order = np.argsort(self.group[rest[first]] * len(rest) + first)
+        kinds = np.zeros(len(unique), np.int64)
+        for at in order.tolist():
+            span = int(rest[first[at]])
+            group = int(self.group[span])
+            label, site = int(columns["label"][span]), int(columns["site"][span])
+            if group in (SYNC, SWITCH, WAIT):
+                kinds[at] = kind_at(Kind(columns.names.texts[int(columns["name"][span])], "", "wait" if group == WAIT else "machinery"))
+            else:
+                line = columns.sites.texts[site] if site >= 0 else ""
+                text = columns.labels.texts[label] if label >= 0 and line else columns.names.texts[int(columns["name"][span])]
+                kinds[at] = kind_at(Kind(text, line, "call" if line or text not in _UPKEEP else "machinery"))
+        self.kind[rest] = kinds[inverse.reshape(-1)]
+
+    def _find_steps(self) -> list[Step]:
+        inside = np.flatnonzero((self.step >= 0) & (self.group != WAIT))
+        if not len(inside):
+            return []
+        numbers, at = np.unique(self.step[inside], return_inverse=True)
+        start = np.full(len(numbers), np.iinfo(np.int64).max)
+        end = np.zeros(len(numbers), np.int64)
+        np.minimum.at(start, at, self.columns["start"][inside])
+        np.maximum.at(end, at, self.columns["end"][inside])
+        ends = np.maximum.accumulate(end)
+        begins = np.concatenate([start[:1], ends[:-1]])
+        return [Step(*row) for row in zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True)]
+
+    def seconds(self, start: int, end: int) -> float:
+        """Between two moments, as far as the run went on."""
+        stops, resumes = self.stops
+        inside = np.maximum(np.minimum(resumes, end) - np.maximum(stops, start), 0)
+        return float(end - start - inside.sum()) / 1e9
+
+    def _find_stops(self) -> tuple[IntArray, IntArray]:
+        resumes = (np.array(read_beginnings(self.run_dir)[1:], np.float64) * 1e9).astype(np.int64)
+        if not len(resumes):  # Nearly every run, and each look at one that goes on.
+            return resumes, resumes
+        ends = np.sort(self.columns["end"])
+        before = np.searchsorted(ends, resumes) - 1
+        is_between = (before >= 0) & (before < len(ends) - 1)
+        return ends[before[is_between]], resumes[is_between]
+
+    def _find_last_work(self) -> int:
+        names, ends = self.columns.names.texts, self.columns["end"]
+        saves = self.columns["name"] == (names.index(SpanName.TRAIN_SAVE) if SpanName.TRAIN_SAVE in names else -1)
+        last = int(ends[~saves & (self.group != WAIT)].max(initial=0))
+        return last if int(ends[saves].max(initial=0)) > last > 0 else self.end
+
+    def _find_versions(self) -> list[Version]:
+        columns, found = self.columns, dict[tuple[str, int], int]()
+        names = columns.names.texts
+        for name in (SpanName.WEIGHTS_PUBLISH, SpanName.WEIGHTS_LOAD):
+            if name not in names:
+                continue
+            mine = np.flatnonzero((columns["name"] == names.index(name)) & (columns["version"] >= 0))
+            published = {role for role, _ in found} if name == SpanName.WEIGHTS_LOAD else set()
+            for span in mine[np.argsort(columns["end"][mine], kind="stable")].tolist():
+                label = int(columns["label"][span])
+                role = columns.labels.texts[label] if label >= 0 else ""
+                if role not in published:
+                    found.setdefault((role, int(columns["version"][span])), int(columns["end"][span]))
+        return sorted((Version(version, role, at) for (role, version), at in found.items()), key=lambda one: one.at)
+
+
+def read_plan_of(run_dir: Path) -> Plan | None:
+    """The plan of a run; None if it has none that can be read."""
+    try:
+        return msgspec.json.decode((run_dir / "plan.json").read_bytes(), type=Plan)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,439 @@
+"""One run as the viewer knows it: read once in the background, then followed; with its calls as a graph.
+
+KnownCalls, plan.json, RunTrace --graph_of--> Graph
+
+The calls of all steps at one line of the flow are one node, so the picture has the size of the program and not of the run.
+
+run directory --RunView--> the answers that the page asks for
+
+Everything here may be called from several threads: one at a time is let in. What is expensive is done anew only when there is news, and
+not more often than a few times the time that it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TypeVar, final
+
+import msgspec
+import numpy as np
+
+from m2flow.micro.protocol.plan import Plan
+from m2flow.viewer.analysis import Analysis, analysis_of
+from m2flow.viewer.comparison import Comparison, Series, Training, comparison_of, read_series, series_of_steps
+from m2flow.viewer.health import Health, State, health_of, log_text, state_of
+from m2flow.viewer.idle import CAUSES
+from m2flow.viewer.run_trace import FUNCTION, LIFE, TRAIN, KnownCall, RunTrace
+from m2flow.viewer.sample_pages import Columns, SamplePage, sample_page, samples_table
+from m2flow.viewer.schedule import Lane, LaneWindow, Marks, Schedule
+
+_RECENT_NS = 10_000_000_000
+_EFFECT = re.compile(r"(reads|writes) ((\S+\.weights)@\d+)")
+
+
+@final
+class Node(msgspec.Struct):
+    """A call site."""
+
+    name: str
+    line: str
+    text: str
+    engine: str
+    """`source`, `rollout`, `function`, `train`; empty: the plan does not name it."""
+    unit: str
+    is_barrier: bool
+    workers: list[str]
+    steps: list[int]
+    """The first and the last step in which it was made."""
+    num_calls: int
+    num_samples: int
+    """That it was done on."""
+    busy_s: float
+    per_s: float
+    """Samples a second: in the last ten seconds of the work."""
+    kind: int
+    """Position among the schedule's kinds; -1: it has no span."""
+
+
+@final
+class Edge(msgspec.Struct):
+    """What one call gives to another."""
+
+    source: int
+    target: int
+    what: str
+    """The parameter; of weights the resource."""
+    is_effect: bool
+    transport: str = ""
+    capacity: int = 0
+    per_s: float = 0.0
+    """Samples a second that the first has finished lately."""
+    waiting: int = 0
+    """Samples that the first has finished and the second has not begun."""
+
+
+@final
+class Graph(msgspec.Struct):
+    """A run's."""
+
+    nodes: list[Node]
+    edges: list[Edge]
+    mode: str
+    cluster: str
+
+
+def graph_of(trace: RunTrace) -> Graph:
+    """As far as the run has come."""
+    sites: dict[tuple[str, str], int] = {}
+    nodes: list[Node] = []
+    members: list[list[KnownCall]] = []
+    stages = _stages(trace)
+    kinds = {(kind.label, kind.line): at for at, kind in enumerate(trace.kinds)}
+    for ordinal, call in sorted(trace.calls.by_ordinal.items()):
+        key = (call.name, call.site)
+        if key not in sites:
+            sites[key] = len(nodes)
+            members.append([])
+            engine, unit, is_barrier, workers = stages.get(ordinal, ("", "", False, []))
+            nodes.append(
+                Node(call.name, call.site, call.text.strip(), engine, unit, is_barrier, workers, [], 0, 0, 0.0, 0.0, kinds.get(key, -1))
+            )
+        members[sites[key]].append(call)
+    for node, calls in zip(nodes, members, strict=True):
+        node.num_calls = len(calls)
+        node.steps = [min(call.step for call in calls), max(call.step for call in calls)]
+        _count(trace, node, [call.ordinal for call in calls])
+    plan = trace.plan
+    edges = _edges(trace, sites, members)
+    for edge in edges:
+        edge.per_s = 0.0 if edge.is_effect else nodes[edge.source].per_s
+    return Graph(nodes, edges, plan.mode if plan else "", plan.cluster if plan else "")
+
+
+def _stages(trace: RunTrace) -> dict[int, tuple[str, str, bool, list[str]]]:
+    """By ordinal: a plan lists the calls of the steps that it was made from in the order of the program."""
+    found: dict[int, tuple[str, str, bool, list[str]]] = {}
+    by_name: dict[str, tuple[str, str, bool, list[str]]] = {}
+    stages = trace.plan.stages if trace.plan else ()
+    for at, (_, call) in enumerate(sorted(trace.calls.by_ordinal.items())):
+        if at < len(stages) and stages[at].call == call.name:
+            by_name[call.name] = (stages[at].engine, stages[at].unit, stages[at].is_barrier, list(stages[at].workers))
+        if call.name not in by_name:
+            stage = next((stage for stage in stages if stage.call == call.name), None)
+            if stage is not None:
+                by_name[call.name] = (stage.engine, stage.unit, stage.is_barrier, list(stage.workers))
+        if call.name in by_name:
+            found[call.ordinal] = by_name[call.name]
+    return found
+
+
+def _count(trace: RunTrace, node: Node, ordinals: list[int]) -> None:
+    columns = trace.columns
+    if not columns.num_spans:
+        return
+    mine = np.isin(trace.call, ordinals)
+    work = mine & ~np.isin(trace.group, (LIFE,))
+    node.busy_s = float((columns["end"][work] - columns["start"][work]).sum() / 1e9)
+    done = mine & (trace.group == LIFE) if node.engine == "rollout" else work & np.isin(trace.group, (FUNCTION, TRAIN))
+    amount = np.ones(int(done.sum()), np.int64) if node.engine == "rollout" else np.maximum(columns["num_samples"][done], 0)
+    node.num_samples = int(amount.sum())
+    recent = columns["end"][done] > trace.worked_until - _RECENT_NS
+    node.per_s = float(amount[recent].sum()) / max(min(trace.worked_until - trace.start, _RECENT_NS) / 1e9, 1e-9)
+
+
+def _edges(trace: RunTrace, sites: dict[tuple[str, str], int], members: list[list[KnownCall]]) -> list[Edge]:
+    found: dict[tuple[int, int, str], Edge] = {}
+    writers: dict[str, set[int]] = {}
+    readers: dict[str, set[int]] = {}
+    """By a version of some role's weights."""
+    done, begun = _progress(trace)
+    routes = {(route.producer, route.consumer): route for route in reversed(trace.plan.routes)} if trace.plan else {}
+    for at, calls in enumerate(members):
+        for call in calls:
+            for name, ordinal in call.inputs:
+                source = trace.calls.by_ordinal.get(ordinal)
+                if source is None:
+                    continue
+                key = (sites[source.name, source.site], at, name)
+                route = routes.get((source.name, call.name))
+                edge = found.setdefault(
+                    key, Edge(key[0], at, name, False, route.transport if route else "", route.capacity if route else 0)
+                )
+                if call.ordinal in begun or done.get(ordinal):
+                    edge.waiting += max(done.get(ordinal, 0) - begun.get(call.ordinal, 0), 0) if ordinal in done else 0
+            for effect in call.effects:
+                told = _EFFECT.match(effect)
+                if told and (told[1] == "writes" or not any(other.startswith(f"writes {told[3]}@") for other in call.effects)):
+                    (readers if told[1] == "reads" else writers).setdefault(told[2], set()).add(at)
+    for version, sources in writers.items():
+        for writer in sorted(sources):
+            for reader in sorted(readers.get(version, set()) - {writer}):
+                found.setdefault((writer, reader, _whose(version)), Edge(writer, reader, _whose(version), True))
+    return list(found.values())
+
+
+def _whose(version: str) -> str:
+    """`policy.weights` of `policy.weights@3`."""
+    return version.partition("@")[0]
+
+
+def _progress(trace: RunTrace) -> tuple[dict[int, int], dict[int, int]]:
+    """By call: samples that it has finished, and samples that it has begun."""
+    columns = trace.columns
+    if not columns.num_spans:
+        return {}, {}
+    lives = np.unique(trace.call[trace.group == LIFE], return_counts=True)
+    tasks = np.isin(trace.group, (FUNCTION, TRAIN)) & (columns["num_samples"] > 0)
+    calls, at = np.unique(trace.call[tasks], return_inverse=True)
+    counts = np.bincount(at.reshape(-1), weights=columns["num_samples"][tasks], minlength=len(calls)).astype(np.int64)
+    begun = dict(zip(calls.tolist(), counts.tolist(), strict=True))
+    return {**begun, **dict(zip(lives[0].tolist(), lives[1].tolist(), strict=True))}, begun
+
+
+_Answer = TypeVar("_Answer")
+_PART_BYTES = 4 << 20
+"""Of the trace, between two looks at how far reading has come."""
+_EVERY_S = 0.8
+_REST = 3.0
+"""Times as long as reading news took, before it is done again."""
+
+
+@final
+class KindShown(msgspec.Struct):
+    """A colour's meaning."""
+
+    label: str
+    line: str
+    group: str
+    text: str
+
+
+@final
+class Predicted(msgspec.Struct):
+    """What the plan said of a step."""
+
+    step_s: float
+    bound_s: float
+    parts: list[tuple[str, float, bool, list[str]]]
+    """What, seconds, whether it is on the critical path, and the workers that do it."""
+
+
+@final
+class Summary(msgspec.Struct):
+    """What every view needs. Times in microseconds since the run's first span."""
+
+    name: str
+    flow: str
+    state: State
+    revision: int
+    """Grows when the trace does."""
+    origin_s: float
+    """Unix time of the first span."""
+    total: int
+    num_spans: int
+    num_lost_bytes: int
+    kinds: list[KindShown]
+    names: list[str]
+    causes: list[str]
+    lanes: list[Lane]
+    marks: Marks
+    idle: list[tuple[str, str, float, dict[str, float]]]
+    """Device, kinds of its engines, busy seconds, idle seconds by cause."""
+    predicted: Predicted | None
+    mode: str
+    cluster: str
+    options: dict[str, object]
+    has_ledger: bool
+
+
+def _workers_of(what: str, plan: Plan) -> list[str]:
+    """Who does a part of what a plan predicts: `policy.generate, judge.score / 2 steps under way`, `weight sync of policy`."""
+    calls = set(what.partition(" / ")[0].split(", "))
+    role = what.removeprefix("weight sync of ").partition(" / ")[0] if what.startswith("weight sync of ") else ""
+    stages = [stage for stage in plan.stages if stage.call in calls] or [s for s in plan.stages if _bare(s.call) in set(map(_bare, calls))]
+    found = [worker for stage in stages for worker in stage.workers]
+    found += [worker for sync in plan.syncs if sync.role == role for worker in (sync.source, sync.target)]
+    return list(dict.fromkeys(found))
+
+
+def _bare(call: str) -> str:
+    """`policy.generate` of `policy.generate@47#2`: a prediction may know of further lines than the plan does."""
+    return call.partition("#")[0].partition("@")[0]
+
+
+@final
+class RunView:
+    """Of one run directory."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.run_dir = run_dir
+        self.name = name
+        self._lock = threading.RLock()
+        self._trace = RunTrace(run_dir)
+        self._schedule = Schedule(self._trace)
+        self._loader: threading.Thread | None = None
+        self._is_loaded = False
+        self._failure: BaseException | None = None
+        self._revision = 0
+        self._next_s = 0.0
+        self._samples: tuple[int, Columns] | None = None
+        self._steps: tuple[int, dict[str, Series]] | None = None
+
+    def loading(self, patience_s: float = 0.0) -> float | None:
+        """The share of the trace that has been read, or None when all of it has; the first call begins it.
+
+        Raises:
+            whatever reading it raised.
+        """
+        if not self._is_loaded and self._loader is None:
+            self._loader = threading.Thread(target=self._load, name=f"read {self.name}", daemon=True)
+            self._loader.start()
+        if self._loader is not None and not self._is_loaded:
+            self._loader.join(patience_s)
+        if self._failure is not None:
+            raise self._failure
+        columns = self._trace.columns
+        return None if self._is_loaded else columns.num_read_bytes / columns.num_bytes if columns.num_bytes else 0.0
+
+    def summary(self) -> Summary:
+        with self._fresh():
+            trace = self._trace
+            config = self._config()
+            plan = trace.plan
+            choice = trace.predicted
+            return Summary(
+                name=self.name,
+                flow=str(config.get("flow", plan.flow if plan else "")),
+                state=state_of(self.run_dir),
+                revision=self._revision,
+                origin_s=trace.start / 1e9,
+                total=(trace.end - trace.start) // 1000,
+                num_spans=trace.columns.num_spans,
+                num_lost_bytes=trace.columns.num_unread_bytes,
+                kinds=[KindShown(kind.label, kind.line, kind.group, kind.text) for kind in trace.kinds],
+                names=list(trace.columns.names.texts),
+                causes=list(CAUSES),
+                lanes=self._schedule.lanes,
+                marks=self._schedule.marks,
+                idle=[
+                    (
+                        idle.device.name,
+                        " and ".join(idle.device.kinds),
+                        idle.busy_seconds(trace.start, trace.worked_until),
+                        idle.seconds(trace.start, trace.worked_until),
+                    )
+                    for idle in self._schedule.devices
+                ],
+                predicted=Predicted(
+                    choice.predicted_step_s,
+                    choice.lower_bound_s,
+                    [(part.what, part.seconds, part.on_critical_path, _workers_of(part.what, plan)) for part in choice.parts],
+                )
+                if plan and choice
+                else None,
+                mode=plan.mode if plan else "",
+                cluster=plan.cluster if plan else "",
+                options=dict(config.get("options", {})),  # type: ignore[call-overload]
+                has_ledger=trace.calls.has_ledger,
+            )
+
+    def window(self, start: int, end: int, width: int, lanes: Collection[int], expanded: Collection[int]) -> list[LaneWindow]:
+        """`m2flow.viewer.schedule.Schedule.window`, as things are after the last summary."""
+        with self._lock:
+            return self._schedule.window(start, end, width, lanes, expanded)
+
+    def span(self, index: int) -> dict[str, object]:
+        """Raises IndexError: there is no such span."""
+        with self._lock:
+            return self._schedule.span_of(index)
+
+    def samples(self) -> Columns:
+        with self._fresh():
+            if self._samples is None or self._samples[0] != self._revision:
+                self._samples = self._revision, samples_table(self.run_dir, self._trace)
+            return self._samples[1]
+
+    def sample(self, call: int, prompt: int, member: int) -> SamplePage:
+        """Raises SpecError: there is no such sample."""
+        return sample_page(self.run_dir, call, prompt, member)
+
+    def graph(self) -> Graph:
+        return self._asked(lambda: graph_of(self._trace))
+
+    def analysis(self) -> Analysis:
+        return self._asked(lambda: analysis_of(self._trace, self._schedule.devices))
+
+    def training(self) -> Training:
+        """The run's metrics, and, once its trace has been read, what the schedule made of each step."""
+        found = read_series(self.run_dir)
+        if self._failure is not None or self.loading() is not None:
+            return found
+        with self._fresh():
+            if self._steps is None or self._steps[0] != self._revision:
+                self._steps = self._revision, series_of_steps(self.analysis().steps)
+            return msgspec.structs.replace(found, series=found.series | self._steps[1])
+
+    def health(self) -> Health:
+        return self._asked(lambda: health_of(self.run_dir, self._trace))
+
+    def log(self, worker: str) -> str:
+        """Raises KeyError: it has no log."""
+        return log_text(self.run_dir, worker)
+
+    @property
+    def trace(self) -> RunTrace:
+        return self._trace
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._schedule
+
+    def _asked(self, answer: Callable[[], _Answer]) -> _Answer:
+        with self._fresh():
+            return answer()
+
+    @contextlib.contextmanager
+    def _fresh(self) -> Iterator[None]:
+        with self._lock:
+            if time.monotonic() >= self._next_s:
+                self._follow()
+            yield
+
+    def _load(self) -> None:
+        try:
+            with self._lock:
+                while self._trace.columns.refresh(_PART_BYTES) and not self._trace.columns.generation:
+                    pass
+                self._follow()
+            self._is_loaded = True
+        except BaseException as error:
+            self._failure = error
+
+    def _follow(self) -> None:
+        began_s = time.monotonic()
+        if self._trace.refresh() or not self._revision:
+            self._schedule.refresh()
+            self._revision += 1
+        now_s = time.monotonic()
+        self._next_s = now_s + max(_EVERY_S, _REST * (now_s - began_s))
+
+    def _config(self) -> dict[str, object]:
+        try:
+            found = json.loads((self.run_dir / "config.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def compared(one: RunView, other: RunView) -> Comparison:
+    """Two runs beside each other, neither of which moves meanwhile."""
+    with contextlib.ExitStack() as held:
+        for view in sorted({one, other}, key=lambda view: view.name):  # In one order, whoever asks.
+            held.enter_context(view._fresh())
+        return comparison_of((one.trace, one.analysis()), (other.trace, other.analysis()), (one.name, other.name))

@@ -1,0 +1,388 @@
+"""Samples as pages show them: all of them as columns, and one with its tokens, rewards and life.
+
+ledger.db, RunTrace --samples_table--> Columns [N]
+
+No text is read, so a hundred thousand samples are a few megabytes, and a page can sort and filter them by itself. Of a run without a
+ledger, a simulated one, there is what its trace says.
+
+SampleBook, the run's tokenizer --sample_page--> SamplePage
+
+A token's text is found with the tokenizer of a checkpoint in the run directory; before there is one, tokens are shown as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.errors import InternalError, SpecError
+from m2flow.micro.records.ledger import ENDINGS
+from m2flow.micro.records.sample_query import Entry, SampleQuery
+from m2flow.observe.spans import SpanName
+from m2flow.samples import Batch, Finish, SampleId, Segment, group_indices, prompt_positions
+from m2flow.viewer.run_trace import FUNCTION, LIFE, TRAIN, RunTrace
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+MOST = 200_000
+"""Samples that a page gets; of more, the newest."""
+FINISHES = [finish.name.lower() for finish in sorted(Finish)]
+_CALL_SHIFT = 42
+_ASKED = ("step", "prompt_tokens", "response_tokens", "finish", "reward", "num_updates", "ending")
+
+
+@final
+class Columns(msgspec.Struct):
+    """One entry a sample; None where nothing is known. Times in microseconds since the run's first span."""
+
+    call: list[int]
+    prompt: list[int]
+    member: list[int]
+    step: list[int]
+    prompt_tokens: list[int]
+    tokens: list[int]
+    finish: list[int]
+    """Positions in `finishes`."""
+    reward: list[float | None]
+    updates: list[int]
+    ending: list[int]
+    """Positions in `endings`."""
+    start: list[int | None]
+    end: list[int | None]
+    scored: list[int | None]
+    """When its first reward or op was done."""
+    trained: list[int | None]
+    """When the first micro-batch with it began."""
+    wait: list[int | None]
+    """Microseconds from its last token to that."""
+    worker: list[int]
+    """Positions in `workers`; -1: not known."""
+    version: list[int]
+    """Of the weights that it was admitted at; -1: not known."""
+    staleness: list[int | None]
+    """Versions that the first update that trained on it was ahead of that."""
+    advantage: list[float | None]
+    """(reward - mean of its group) / standard deviation of its group; of groups of two or more."""
+    lives: dict[str, list[tuple[int, int, int, int]]]
+    """Of samples that ran more than once, because they were aborted, moved or resumed: start, end, worker and version of each life, by the
+    sample's position in the columns."""
+    workers: list[str]
+    finishes: list[str]
+    endings: list[str]
+    num_left_out: int
+
+
+def samples_table(run_dir: Path, trace: RunTrace) -> Columns:
+    """
+    Raises:
+        SpecError: the ledger can't be read.
+    """
+    rows = _from_ledger(run_dir) if trace.calls.has_ledger else _from_trace(trace)
+    num_left_out = max(len(rows) - MOST, 0)
+    rows = rows[num_left_out:]
+    ids = np.array([row[0] for row in rows], np.int64)
+    life, scored, trained = _life_of(trace, ids), _touched(trace, ids, FUNCTION), _touched(trace, ids, TRAIN)
+    start, end = trace.columns["start"], trace.columns["end"]
+    has_life, has_trained = life >= 0, trained >= 0
+    origin = trace.start
+
+    def micros(times: IntArray, spans: IntArray) -> list[int | None]:
+        return [None if span < 0 else int(times[span] - origin) // 1000 for span in spans.tolist()]
+
+    if trace.columns.num_spans:
+        version = np.where(has_life, trace.columns["version"][life], -1)
+        worker = np.where(has_life, trace.columns["worker"][life], -1)
+        update = np.where(has_trained, trace.call[trained], -1)
+    else:
+        version = worker = update = life
+    written = _written_by(trace)
+    behind = [
+        max(written[call] - 1 - at, 0) if call in written and at >= 0 else None
+        for call, at in zip(update.tolist(), version.tolist(), strict=True)
+    ]
+    reward = [row[5] for row in rows]
+    return Columns(
+        call=(ids >> _CALL_SHIFT).tolist(),
+        prompt=prompt_positions(ids).tolist(),
+        member=group_indices(ids).tolist(),
+        step=[row[1] for row in rows],
+        prompt_tokens=[row[2] for row in rows],
+        tokens=[row[3] for row in rows],
+        finish=[FINISHES.index(row[4]) if row[4] in FINISHES else -1 for row in rows],
+        reward=reward,
+        updates=[row[6] for row in rows],
+        ending=[ENDINGS.index(row[7]) if row[7] in ENDINGS else -1 for row in rows],
+        start=micros(start, life),
+        end=micros(end, life),
+        scored=micros(end, scored),
+        trained=micros(start, trained),
+        wait=[
+            max(int(start[last] - end[first]) // 1000, 0) if first >= 0 and last >= 0 else None
+            for first, last in zip(life.tolist(), trained.tolist(), strict=True)
+        ],
+        worker=worker.tolist(),
+        version=version.tolist(),
+        staleness=behind,
+        advantage=_advantages(ids, reward),
+        lives=_several(trace, ids),
+        workers=list(trace.columns.workers.texts),
+        finishes=FINISHES,
+        endings=list(ENDINGS),
+        num_left_out=num_left_out,
+    )
+
+
+def _from_ledger(run_dir: Path) -> list[tuple]:  # type: ignore[type-arg]
+    with SampleQuery(run_dir) as book:
+        return book.table(_ASKED)
+
+
+def _from_trace(trace: RunTrace) -> list[tuple]:  # type: ignore[type-arg]
+    columns = trace.columns
+    lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0)) if columns.num_spans else np.zeros(0, np.int64)
+    lives = lives[np.lexsort((columns["end"][lives], columns["sample"][lives]))]
+    lives = lives[np.append(np.diff(columns["sample"][lives]) != 0, True)] if len(lives) else lives  # The last life has all tokens.
+    used = (
+        set(trace.columns.touches[trace.group[trace.columns.touches[:, 1]] == TRAIN, 0].tolist()) if len(trace.columns.touches) else set()
+    )
+    return [
+        (sample, step, 0, tokens, "stop", None, int(sample in used), "consumed" if sample in used else "unused")
+        for sample, step, tokens in zip(
+            columns["sample"][lives].tolist(), trace.step[lives].tolist(), columns["num_tokens"][lives].tolist(), strict=True
+        )
+    ]
+
+
+def _life_of(trace: RunTrace, ids: IntArray) -> IntArray:
+    """The last life of each sample, as a span's position; -1: none."""
+    if not trace.columns.num_spans or not len(ids):
+        return np.full(len(ids), -1, np.int64)
+    lives = np.flatnonzero((trace.group == LIFE) & (trace.columns["sample"] >= 0))
+    lives = lives[np.lexsort((trace.columns["end"][lives], trace.columns["sample"][lives]))]
+    return _last_of(trace.columns["sample"][lives], lives, ids)
+
+
+def _several(trace: RunTrace, ids: IntArray) -> dict[str, list[tuple[int, int, int, int]]]:
+    if not trace.columns.num_spans or not len(ids):
+        return {}
+    columns = trace.columns
+    lives = np.flatnonzero((trace.group == LIFE) & (columns["sample"] >= 0))
+    who, number = np.unique(columns["sample"][lives], return_counts=True)
+    lives = lives[np.isin(columns["sample"][lives], who[number > 1])]
+    place = {sample: at for at, sample in enumerate(ids.tolist())} if len(lives) else {}
+    found: dict[str, list[tuple[int, int, int, int]]] = {}
+    for span in lives[np.argsort(columns["start"][lives], kind="stable")].tolist():
+        at = place.get(int(columns["sample"][span]))
+        if at is not None:
+            start, end = ((int(columns[edge][span]) - trace.start) // 1000 for edge in ("start", "end"))
+            found.setdefault(str(at), []).append((start, end, int(columns["worker"][span]), int(columns["version"][span])))
+    return found
+
+
+def _touched(trace: RunTrace, ids: IntArray, group: int) -> IntArray:
+    """The first task of a group that was done on each sample, as a span's position; -1: none."""
+    touches = trace.columns.touches
+    if not len(touches) or not len(ids):
+        return np.full(len(ids), -1, np.int64)
+    mine = touches[trace.group[touches[:, 1]] == group]
+    order = np.lexsort((-trace.columns["start"][mine[:, 1]], mine[:, 0]))
+    return _last_of(mine[order, 0], mine[order, 1], ids)
+
+
+def _last_of(keys: IntArray, values: IntArray, wanted: IntArray) -> IntArray:
+    """For each wanted key the last value among sorted keys; -1: there is none."""
+    if not len(keys):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.searchsorted(keys, wanted, side="right") - 1
+    return np.where((at >= 0) & (keys[np.maximum(at, 0)] == wanted), values[np.maximum(at, 0)], -1)
+
+
+def _written_by(trace: RunTrace) -> dict[int, int]:
+    """Update call -> the version that it writes."""
+    columns = trace.columns
+    if SpanName.TRAIN_APPLY not in columns.names.texts:
+        return {}
+    mine = np.flatnonzero((columns["name"] == columns.names.texts.index(SpanName.TRAIN_APPLY)) & (columns["version"] >= 0))
+    return dict(zip(columns["call"][mine].tolist(), columns["version"][mine].tolist(), strict=True))
+
+
+def _advantages(ids: IntArray, rewards: list[float | None]) -> list[float | None]:
+    values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
+    if not len(values):
+        return []
+    _, group = np.unique(ids >> 12, return_inverse=True)
+    known = ~np.isnan(values)
+    number = np.bincount(group, weights=known)
+    clean = np.where(known, values, 0.0)
+    mean = np.bincount(group, weights=clean) / np.maximum(number, 1)
+    spread = np.sqrt(np.bincount(group, weights=np.where(known, (clean - mean[group]) ** 2, 0.0)) / np.maximum(number, 1))
+    advantage = (clean - mean[group]) / (spread[group] + 1e-6)
+    is_told = known & (number[group] >= 2)
+    return [round(value, 4) if told else None for value, told in zip(advantage.tolist(), is_told.tolist(), strict=True)]
+
+
+MOST_TOKENS = 20_000
+"""That one answer has; a page says how many more there are."""
+_BEFORE = 6
+"""Tokens that a token's text is read beside."""
+
+
+@final
+class SamplePage(msgspec.Struct):
+    """Lists of tokens have one entry a token."""
+
+    call: int
+    prompt: int
+    member: int
+    step: int
+    name: str
+    site: str
+    prompt_text: str
+    response_text: str
+    finish: str
+    ending: str
+    reason: str
+    life: list[str]
+    rewards: dict[str, float]
+    parts: dict[str, dict[str, float]]
+    """What each of these is made of, where its function says so."""
+    pieces: list[str]
+    has_texts: bool
+    """Pieces are texts; else they are the numbers of tokens."""
+    kinds: list[int]
+    """0 prompt, 1 generated, 2 from elsewhere."""
+    logprobs: list[float | None]
+    versions: list[int | None]
+    advantages: list[float | None]
+    """Per token, where the run's rows have them; else empty."""
+    experts: list[str]
+    """Likewise: of each layer, those that it went to, `3 5 | 0 1`; empty where it is not known."""
+    num_left_out: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+def sample_page(run_dir: Path, call: int, prompt: int, member: int) -> SamplePage:
+    """
+    Raises:
+        SpecError: there is no such sample. EngineError: its rows can't be read.
+    """
+    try:
+        wanted = [SampleId(call, prompt, member).pack()]
+    except InternalError:  # There can be no such number.
+        wanted = []
+    page = next(sample_pages(run_dir, wanted), None)
+    if page is None:
+        raise SpecError(f"there is no sample {call}/{prompt}/{member} in {run_dir.name}")
+    return page
+
+
+def sample_pages(run_dir: Path, wanted: Sequence[int]) -> Iterator[SamplePage]:
+    """Some samples, by their packed identities, in that order; those that are not there are passed over.
+
+    Raises:
+        SpecError: the ledger can't be read. EngineError: rows can't be read.
+    """
+    tokenizer = _tokenizer(run_dir)
+    with SampleQuery(run_dir) as book:
+        for entry in book.entries(f"id IN ({', '.join(map(str, map(int, wanted)))})"):
+            call, prompt, member = map(int, entry.sample.split("/"))
+            yield _page(entry, book.rows_of(SampleId(call, prompt, member).pack()), SampleId(call, prompt, member), tokenizer)
+
+
+def _page(entry: Entry, row: Batch, who: SampleId, tokenizer: Tokenizer | None) -> SamplePage:
+    tokens = [int(token) for token in row.ragged("tokens").values] if "tokens" in row else []
+    shown = tokens[:MOST_TOKENS]
+    pieces = pieces_of(tokenizer, shown) if tokenizer else [str(token) for token in shown]
+    generated = _kinds(row, len(tokens)) == 1
+    return SamplePage(
+        call=who.call,
+        prompt=who.prompt,
+        member=who.index,
+        step=entry.step,
+        name=entry.call,
+        site=entry.site,
+        prompt_text=entry.prompt_text,
+        response_text=entry.response_text,
+        finish=entry.finish,
+        ending=entry.ending,
+        reason=entry.reason,
+        life=entry.life,
+        rewards=entry.rewards,
+        parts=entry.parts,
+        pieces=pieces,
+        has_texts=tokenizer is not None,
+        kinds=_kinds(row, len(tokens))[:MOST_TOKENS].tolist(),
+        logprobs=_numbers(row, "logprobs", generated)[:MOST_TOKENS],
+        versions=[None if value is None else int(value) for value in _numbers(row, "versions", generated)[:MOST_TOKENS]],
+        advantages=_numbers(row, "advantages", generated)[:MOST_TOKENS],
+        experts=_experts(row)[:MOST_TOKENS],
+        num_left_out=max(len(tokens) - MOST_TOKENS, 0),
+        prompt_tokens=entry.prompt_tokens,
+        response_tokens=entry.response_tokens,
+    )
+
+
+def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """The text of each token, as it is read after those before it; a character that several tokens make is the last one's."""
+    pieces, held = [], 0
+    for at in range(len(tokens)):
+        first = max(0, min(at - held, at) - _BEFORE)
+        before = tokenizer.decode(tokens[first : at - held], skip_special_tokens=False)
+        whole = tokenizer.decode(tokens[first : at + 1], skip_special_tokens=False)
+        piece = whole[len(before) :] if whole.startswith(before) else whole
+        if piece.endswith("\ufffd") and held < 3 and at + 1 < len(tokens):
+            held += 1
+            pieces.append("")
+        else:
+            held = 0
+            pieces.append(piece)
+    return pieces
+
+
+def _tokenizer(run_dir: Path) -> Tokenizer | None:
+    found = sorted((run_dir / "checkpoints").glob("**/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(found[-1]))
+    except Exception:  # The library raises Exception itself for a file that it can't read.
+        return None
+
+
+def _kinds(row: Batch, num_tokens: int) -> IntArray:
+    if "segment_kinds" not in row:
+        return row.ragged("loss_mask").values.astype(np.int64) if "loss_mask" in row else np.zeros(num_tokens, np.int64)
+    kinds = [{Segment.PROMPT: 0, Segment.GENERATED: 1}.get(Segment(int(kind)), 2) for kind in row.ragged("segment_kinds").values]
+    return np.repeat(kinds, row.ragged("segment_lengths").values.astype(np.int64))
+
+
+def _experts(row: Batch) -> list[str]:
+    if "routed_experts" not in row:
+        return []
+    layers = row.ragged("routed_experts").values.tolist()
+    return [" | ".join(" ".join(map(str, experts)) for experts in of_token if min(experts) >= 0) for of_token in layers]
+
+
+def _numbers(row: Batch, name: str, generated: npt.NDArray[np.bool_]) -> list[float | None]:
+    """A column's numbers for generated tokens; a number that is not finite is None, as are those of other tokens."""
+    if name not in row:
+        return []
+    values = row.ragged(name).values
+    if len(values) != len(generated):
+        return []
+    return [
+        round(float(value), 5) if is_own and np.isfinite(value) else None
+        for value, is_own in zip(values.tolist(), generated.tolist(), strict=True)
+    ]

@@ -1,0 +1,478 @@
+"""The viewer's web server, the page that it sends, and a run as one file.
+
+folder --Folder.listed--> names and states; Folder.find(name) --> RunView
+
+A name is looked up among the directories that are there. What a link in the folder points to outside of it is not shown.
+
+The parts are ES modules that import each other by names of their own (`m2flow/schedule.js`). An import map says where those are: under
+`/page/` when a server sends them, inside the file itself when they are exported. So there is no build step, and the same text runs in
+both. The content policy names the map's checksum; no other script that stands in the page is run.
+
+run directory --write_page--> FILE.html
+
+Bounded, so that it can be mailed: of a long run the schedule is sent at as much detail as some hundred thousand bars have, and texts of
+samples up to some megabytes, evenly over the run. The page says what was left out.
+
+GET /                                  the page
+    GET /page/NAME                         its script, style and drawing library
+    GET /api/runs                          the runs
+    GET /api/runs/RUN/summary              lanes, colours, steps, versions; {"loading": share} while the trace is read
+    GET /api/runs/RUN/schedule             bars of a window: ?from=&to= in microseconds, &width= in pixels, &lanes=0,1 &expanded=0
+    GET /api/runs/RUN/span/I               one span whole
+    GET /api/runs/RUN/samples[/C/P/M]      all samples as columns; one sample with its texts and tokens
+    GET /api/runs/RUN/against/OTHER        what differs between two runs: `m2flow compare RUN OTHER`
+    GET /api/runs/RUN/graph | training | health | analysis | log/WORKER
+
+On loopback it asks for nothing but a Host that names loopback, so that no other site's page can reach it by a name of its own. On any
+other address it asks for a token, once by the link that is printed, then by a cookie. A run is found by its name among those listed:
+no path is ever made from what a request says. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import gzip
+import hashlib
+import hmac
+import json
+import re
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from m2flow.errors import M2FlowError, SpecError
+from m2flow.samples import SampleId
+from m2flow.viewer.health import State, state_of
+from m2flow.viewer.run_view import RunView, compared
+from m2flow.viewer.sample_pages import Columns, sample_pages
+from m2flow.viewer.schedule import LaneWindow
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_MARK = "config.json"
+_MOST_KEPT = 8
+"""Runs whose traces are kept in memory."""
+
+
+@final
+class Listed(msgspec.Struct):
+    """A run in the list."""
+
+    name: str
+    flow: str
+    state: State
+    num_bytes: int
+    """Of its trace."""
+
+
+@final
+class Folder:
+    """Several threads may ask."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: a run's directory, or one with several in it.
+        Raises:
+            SpecError: there is no such directory.
+        """
+        if not path.is_dir():
+            raise SpecError(f"there is no directory {path}", now="Give a run's directory, or the one with all runs: m2flow view runs")
+        self._path = path.resolve()
+        self.is_one_run = (self._path / _MARK).is_file()
+        self._views: dict[str, RunView] = {}
+        self._lock = threading.Lock()
+
+    def listed(self) -> list[Listed]:
+        """The newest first."""
+        found = []
+        for name, path in self._runs().items():
+            with contextlib.suppress(OSError):
+                trace = path / "trace" / "spans.msgpack"
+                found.append(Listed(name, _flow_of(path), state_of(path), trace.stat().st_size if trace.is_file() else 0))
+        return sorted(found, key=lambda run: (run.state.began_s, run.name), reverse=True)
+
+    def find(self, name: str) -> RunView | None:
+        """A run by the name that `listed` gives."""
+        path = self._runs().get(name)
+        if path is None:
+            return None
+        with self._lock:
+            view = self._views.pop(name, None) or RunView(path, name)
+            self._views[name] = view
+            while len(self._views) > _MOST_KEPT:
+                self._views.pop(next(iter(self._views)))
+        return view
+
+    def _runs(self) -> dict[str, Path]:
+        if self.is_one_run:
+            return {self._path.name: self._path}
+        found = {}
+        for mark in self._path.glob(f"*/{_MARK}"):
+            path = mark.parent.resolve()
+            if path.is_relative_to(self._path):
+                found[mark.parent.name] = path
+        return found
+
+
+def _flow_of(path: Path) -> str:
+    try:
+        found = msgspec.json.decode((path / _MARK).read_bytes())
+        return str(found.get("flow", ""))
+    except (OSError, msgspec.DecodeError, AttributeError):
+        return ""
+
+
+_HERE = Path(__file__).parent / "page"
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+ASSETS = {path.name: path for folder in (_HERE, _HERE / "vendor") for path in sorted(folder.iterdir()) if path.suffix in _KINDS}
+"""What may be asked for, by name."""
+_STYLES = ("uPlot.min.css", "style.css")
+
+
+def asset(name: str) -> tuple[bytes, str]:
+    """A part's text and its media type."""
+    path = ASSETS[name]
+    return path.read_bytes(), _KINDS[path.suffix]
+
+
+@functools.cache
+def served_page() -> str:
+    """The page that a server sends."""
+    styles = "\n".join(f'<link rel="stylesheet" href="/page/{name}">' for name in _STYLES)
+    return _filled(styles, _served_map(), "")
+
+
+def policy() -> str:
+    """The content policy of the page that a server sends."""
+    return (
+        f"default-src 'none'; script-src 'self' {_checksum(_served_map())}; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def exported_page(data: str) -> str:
+    """One file: the page with its parts and its data.
+
+    Args:
+        data: base64 of gzipped JSON.
+    """
+    styles = "\n".join(f"<style>\n{asset(name)[0].decode()}\n</style>" for name in _STYLES)
+    imports = {name: f"data:text/javascript;base64,{base64.b64encode(asset(name)[0]).decode()}" for name in ASSETS if name.endswith(".js")}
+    found = _map(imports)
+    content = (
+        f"default-src 'none'; script-src data: {_checksum(found)} {_checksum(_START)}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    inlined = f'<script type="application/octet-stream" id="data">{data}</script>'
+    return _filled(styles, found, inlined, f'<meta http-equiv="Content-Security-Policy" content="{content}">\n')
+
+
+_START = 'import "m2flow/main.js";'
+
+
+def _served_map() -> str:
+    return _map({name: f"/page/{name}" for name in ASSETS if name.endswith(".js")})
+
+
+def _map(places: dict[str, str]) -> str:
+    return json.dumps({"imports": {f"m2flow/{name}": place for name, place in places.items()}})
+
+
+def _checksum(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _filled(styles: str, import_map: str, data: str, head: str = "") -> str:
+    start = '<script type="module" src="/page/main.js"></script>' if not data else f'<script type="module">{_START}</script>'
+    text = (_HERE / "index.html").read_text(encoding="utf-8")
+    for mark, value in (("HEAD", head), ("STYLES", styles), ("IMPORTS", import_map), ("DATA", data), ("START", start)):
+        text = text.replace(f"<!-- {mark} -->", f'<script type="importmap">{value}</script>' if mark == "IMPORTS" else value)
+    return text
+
+
+_MOST_BARS = 150_000
+_MOST_TEXT_BYTES = 4 << 20
+_MOST_TEXTS = 600
+_WIDTHS = (0, 65536, 32768, 16384, 8192, 4096, 2048)
+"""0: every bar as it is."""
+
+
+def write_page(run_dir: Path, path: Path) -> None:
+    """Write the file."""
+    view = RunView(run_dir, run_dir.resolve().name)
+    while view.loading(60.0) is not None:
+        pass
+    summary = view.summary()
+    samples = view.samples()
+    lanes = list(range(len(summary.lanes)))
+    expanded = [at for at, lane in enumerate(summary.lanes) if lane.num_rows["life"]]
+    for width in _WIDTHS:
+        window = view.window(0, summary.total + 1, width, lanes, expanded)
+        if _num_bars(window) <= _MOST_BARS:
+            break
+    data = {
+        "summary": summary,
+        "schedule": {"lanes": window, "width": width},
+        "samples": samples,
+        "texts": dict(_texts(view, samples)),
+        "graph": view.graph(),
+        "training": view.training(),
+        "health": view.health(),
+        "analysis": view.analysis(),
+        "logs": {worker: view.log(worker)[-20_000:] for worker in view.health().logs},
+    }
+    packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), 6, mtime=0)).decode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(exported_page(packed), encoding="utf-8")
+
+
+def _num_bars(window: list[LaneWindow]) -> int:
+    rows = [row for lane in window for part in (lane.work, lane.wait, lane.life) for row in part]
+    return sum(len(row["s"]) for row in rows)
+
+
+def _texts(view: RunView, samples: Columns) -> Iterator[tuple[str, object]]:
+    """Samples with their texts, evenly over the run, until there is no room for more."""
+    if not view.trace.calls.has_ledger:
+        return
+    room, every = _MOST_TEXT_BYTES, max(1, -(-len(samples.call) // _MOST_TEXTS))
+    chosen = zip(samples.call[::every], samples.prompt[::every], samples.member[::every], strict=True)
+    for page in sample_pages(view.run_dir, [SampleId(*who).pack() for who in chosen]):
+        room -= len(msgspec.json.encode(page))
+        if room < 0:
+            return
+        yield f"{page.call}/{page.prompt}/{page.member}", page
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOOPBACK_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
+_COOKIE = "m2flow-viewer"
+_PATIENCE_S = 0.3
+"""How long an answer waits for the trace to be read, before it says how far that is."""
+_MOST_WIDTH = 8192
+_encode = msgspec.json.Encoder().encode
+
+_NUMBER = re.compile(r"-?[0-9]{1,15}", re.ASCII)
+"""Fifteen digits of microseconds are thirty years, and an array holds them."""
+
+
+class _Count(Convertor[int]):
+    """A number in a path. A longer one, which no run has and no database takes, is no such path."""
+
+    regex = "[0-9]{1,18}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("count", _Count())
+
+Answer = Callable[["RunView", Request], object]
+
+
+def application(folder: Folder, *, token: str = "") -> Starlette:
+    """The server as an ASGI application.
+
+    Args:
+        token: what a request must know; empty: nothing, but its Host must be loopback.
+    """
+
+    def of_run(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            return await run_in_threadpool(_answered, folder, answer, request)
+
+        return endpoint
+
+    async def page(_: Request) -> Response:
+        return Response(served_page(), media_type="text/html", headers={"Content-Security-Policy": policy()})
+
+    async def part(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in ASSETS:
+            return _said(404, f"there is no {name!r:.80} here")
+        body, kind = asset(name)
+        return Response(body, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    async def runs(_: Request) -> Response:
+        return _json(await run_in_threadpool(folder.listed))
+
+    def against(view: RunView, request: Request) -> object:
+        other = folder.find(request.path_params["other"])
+        if other is None:
+            raise KeyError(f"there is no run {request.path_params['other']!r:.80} here")
+        share = other.loading(_PATIENCE_S)
+        return compared(view, other) if share is None else {"loading": share}
+
+    answers = {**_ANSWERS, "against/{other}": against}
+    routes = [
+        Route("/", page),
+        Route("/page/{name}", part),
+        Route("/api/runs", runs),
+        *(Route(f"/api/runs/{{run}}/{path}", of_run(answer)) for path, answer in answers.items()),
+    ]
+    app = Starlette(routes=routes, exception_handlers={404: _not_found})
+    app.router.redirect_slashes = False  # To where a request says.
+    app.add_middleware(_Guard, token=token)
+    app.add_middleware(GZipMiddleware, minimum_size=4096, compresslevel=3)
+    return app
+
+
+def _answered(folder: Folder, answer: Answer, request: Request) -> Response:
+    view = folder.find(request.path_params["run"])
+    if view is None:
+        return _said(404, f"there is no run {request.path_params['run']!r:.80} here")
+    try:
+        if request.url.path.rpartition("/")[2] not in ("training",):
+            share = view.loading(_PATIENCE_S)
+            if share is not None:
+                return _json({"loading": share})
+        return _json(answer(view, request))
+    except M2FlowError as error:
+        return _said(404 if isinstance(error, SpecError) else 500, str(error))
+    except (ValueError, OverflowError, LookupError) as error:
+        return _said(404 if isinstance(error, LookupError) else 400, f"{request.url.path}: {error}")
+    except OSError as error:
+        return _said(500, f"the run can't be read: {error}")
+
+
+def _window(view: RunView, request: Request) -> object:
+    ask = request.query_params
+    start, end, width = (_number(ask.get(name, ""), name) for name in ("from", "to", "width"))
+    if not 1 <= width <= _MOST_WIDTH:
+        raise ValueError(f"a window is 1 to {_MOST_WIDTH} pixels wide")
+    return view.window(start, end, width, _numbers(ask.get("lanes", ""), "lanes"), _numbers(ask.get("expanded", ""), "expanded"))
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    return [_number(part, name) for part in text.split(",") if part]
+
+
+def _number(text: str, name: str) -> int:
+    """Raises ValueError: it is none, or too long a one."""
+    if _NUMBER.fullmatch(text) is None:
+        raise ValueError(f"{name} is to be a number of at most 15 digits, and is {text!r:.40}")
+    return int(text)
+
+
+def _sample(view: RunView, request: Request) -> object:
+    of = request.path_params
+    return view.sample(of["call"], of["prompt"], of["member"])
+
+
+_ANSWERS: dict[str, Answer] = {
+    "summary": lambda view, _: view.summary(),
+    "schedule": _window,
+    "span/{index:count}": lambda view, request: view.span(request.path_params["index"]),
+    "samples": lambda view, _: view.samples(),
+    "samples/{call:count}/{prompt:count}/{member:count}": _sample,
+    "graph": lambda view, _: view.graph(),
+    "training": lambda view, _: view.training(),
+    "health": lambda view, _: view.health(),
+    "analysis": lambda view, _: view.analysis(),
+    "log/{worker}": lambda view, request: {"text": view.log(request.path_params["worker"])},
+}
+
+
+async def _not_found(request: Request, _: Exception) -> Response:
+    return _said(404, f"there is nothing at {request.url.path!r:.120}")
+
+
+def _json(answer: object) -> Response:
+    return Response(_encode(answer), media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _said(status: int, text: str) -> Response:
+    return Response(_encode({"error": text}), status, media_type="application/json")
+
+
+@final
+class _Guard:
+    """Lets in who may come in, and has every answer say that it is to be taken for what it says it is."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = self._refusal(Request(scope))
+        if answer is not None:
+            await answer(scope, receive, send)
+            return
+
+        async def with_headers(message):  # type: ignore[no-untyped-def]
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"referrer-policy", b"no-referrer"),
+                    (b"cross-origin-resource-policy", b"same-origin"),
+                    (b"x-frame-options", b"DENY"),
+                ]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return _said(405, "the viewer only reads")
+        if not self._token:
+            is_ours = _LOOPBACK_HOST.fullmatch(request.headers.get("host", ""))
+            return None if is_ours else _said(403, "this viewer answers on loopback only; open the link that it printed")
+        given = request.query_params.get("token")
+        if given is not None and hmac.compare_digest(given.encode(), self._token.encode()):
+            answer = RedirectResponse(request.url.path, 303)
+            answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            return answer
+        kept = request.cookies.get(_COOKIE, "")
+        if hmac.compare_digest(kept.encode(), self._token.encode()):
+            return None
+        return _said(401, "this viewer asks for a token: open the link that it printed")
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any that is free.
+
+    Raises:
+        SpecError: it can't be had.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise SpecError(
+            f"can't listen on {host}, port {port}: {error.strerror or error}",
+            now="Give another --port (0: any that is free), or another --host.",
+        ) from None
+
+
+def configured(app: Starlette) -> uvicorn.Config:
+    """How uvicorn is to run it: HTTP alone, and no word on the terminal for each request."""
+    return uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=1)
+
+
+def serve(folder: Folder, listener: socket.socket, *, token: str = "") -> None:
+    """Answer until Ctrl-C."""
+    config = configured(application(folder, token=token))
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is how it ends; uvicorn raises it again when it has.
+        uvicorn.Server(config).run(sockets=[listener])

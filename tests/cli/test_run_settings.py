@@ -1,0 +1,60 @@
+"""`--setting NAME=VALUE` of `m2flow run`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from m2flow.cli.run import SETTINGS, with_given
+from m2flow.errors import OptionError
+from m2flow.spec import RunSettings
+
+ROOT = Path(__file__).parents[2]
+SPEC = "rollout: {engine: fake}\ntrain: {engine: fake}\ndevice: cpu\n"
+
+
+def test_settings_are_taken_as_text_and_the_others_stay() -> None:
+    before = RunSettings(seed=3, turn_limit_s=5.0, metrics_to=())
+    found = with_given(before, ("stopped_after_s=4", "turn_limit_s=none", "flush_tokens=64"))
+    assert found == before.model_copy(update={"stopped_after_s": 4.0, "turn_limit_s": None, "flush_tokens": 64})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("stopped_after=4", "there is no run setting 'stopped_after'\n  Did you mean 'stopped_after_s'?"),
+        ("stopped_after_s", "no value"),
+        ("seed=3", "seed has an option of its own\n  Give --seed."),
+        ("flush_tokens=0", "flush_tokens: Input should be greater than or equal to 1"),
+        ("hung_after_s=soon", "hung_after_s: Input should be a valid number"),
+        ("hung_after_s=0.6", "hung_after_s: 0.6 is less than two beats of heartbeat_s, 0.5"),
+    ],
+)
+def test_what_can_not_be_is_refused_by_name(given: str, said: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(said)):
+        with_given(RunSettings(), (given,))
+
+
+def test_a_run_has_the_settings_that_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "fake.yaml").write_text(SPEC)
+    command = [sys.executable, "-m", "m2flow", "run", "tests/support/resume_flow.py", "--eager", "--cluster", str(tmp_path / "fake.yaml")]
+    given = ["--setting", "flush_tokens=64", "--setting", "attempts=1", "--metrics-to", "none", "--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    (config,) = (tmp_path / "runs").glob("*/config.json")
+    settings = json.loads(config.read_text())["settings"]
+    assert (settings["flush_tokens"], settings["attempts"], settings["restarts"]) == (64, 1, 5)
+
+
+def test_each_setting_is_in_the_table_of_the_document_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "docs" / "guide" / "reliability.md").read_text(), re.MULTILINE)
+    assert dict(rows) == {name: _said(RunSettings.model_fields[name].default) for name in SETTINGS}
+
+
+def _said(default: float | None) -> str:
+    return "none" if default is None else f"{default:g}"

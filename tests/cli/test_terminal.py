@@ -1,0 +1,80 @@
+"""`m2flow run` on a terminal: the table lives while the flow runs, and the end says what to type next."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from terminal import shown_by
+
+from m2flow.micro.records.tally import Tally
+
+FLOW = """
+import os
+import time
+from pathlib import Path
+from m2flow import AdamW, Dataset, Policy, Reward, Sample, flow, log, steps
+
+
+def slowly(sample: Sample) -> float:
+    deadline = time.monotonic() + 240
+    while sample.id.call > 12 and not Path(os.environ["SEEN"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)  # In the last step, until the table was seen.
+    return float(sample.num_tokens)
+
+
+@flow
+def loop(num_steps: int = 4) -> None:
+    policy, verifier = Policy("fake", init="random"), Reward(slowly, timeout_s=600.0)
+    prompts = Dataset([{"prompt": f"{i}="} for i in range(8)], shuffle=False)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=4, max_new_tokens=6)
+        metrics = policy.update(responses, verifier.score(responses), optimizer=AdamW(1e-3))
+        print("a line of the flow", step, float(metrics["reward"]) >= 0)
+"""
+CLUSTER = "placement: split\ndevice: cpu\ncores: 2\nrollout: {engine: fake}\ntrain: {engine: fake}\n"
+
+
+@pytest.mark.slow
+def test_the_table_lives_while_the_flow_runs_and_prints_of_the_flow_stay(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(FLOW)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    command = [sys.executable, "-m", "m2flow", "run", str(tmp_path / "loop.py"), "--cluster", str(tmp_path / "cluster.yaml")]
+    seen = tmp_path / "seen"
+
+    def look(text: str) -> None:
+        if is_alive(text):
+            seen.touch()
+
+    environment = {**os.environ, "TERM": "xterm-256color", "SEEN": str(seen)}
+    status, text = shown_by([*command, "--runs-dir", str(tmp_path / "runs")], env=environment, look=look)
+    assert status == 0, text[-2000:]
+    assert is_alive(text), text[-2000:]
+    assert text.count("a line of the flow") == 4
+    summary = text[text.rindex("done ") :]
+    (run_dir,) = re.findall(r"run +(\S+/runs/loop-\S+)", summary)
+    assert f"m2flow view {run_dir}" in summary
+    assert f"m2flow analyze {run_dir}" in summary
+    assert re.search(r"efficiency +\d+% of the bound", summary)
+
+
+def is_alive(text: str) -> bool:
+    """Frames told that a step was over, what a worker was at, and how long it would take."""
+    _, *frames = text.split("step  ")
+    return all(any(re.search(words, frame) for frame in frames) for words in (r"^\s*[123] / 4", r"functions-0 +slowly\.score", " left"))
+
+
+def test_the_pace_goes_by_the_last_steps_and_a_step_that_takes_long_counts_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally, now_s = Tally(), 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    paces = []
+    for now_s, num_steps in ((10.0, 1), (11.0, 1), (12.0, 2), (16.0, 4), (17.0, 3)):
+        tally.steps_done(num_steps)
+        paces.append(tally.step_s(now_s))
+    assert paces == [None, None, 2.0, 2.0, 2.0]
+    assert tally.num_steps == 4
+    assert tally.step_s(36.0) == 10.0

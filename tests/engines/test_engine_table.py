@@ -1,0 +1,69 @@
+"""docs/guide/engines.md says of engines what the planner goes by."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from m2flow.cli.cluster_file import load_cluster
+from m2flow.cli.doctor import other_interpreter, usable
+from m2flow.engines.installed import stand_ins
+from m2flow.engines.registry import capability_tables, engines, find_engine
+from m2flow.spec import ClusterSpec, RolloutSpec
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "guide" / "engines.md"
+
+
+def test_the_tables_of_the_page_are_those_of_the_registry() -> None:
+    ours = [info for info in engines() if info.factory.startswith("m2flow.")]
+    tables = PAGE.read_text().partition("<!-- capabilities -->\n")[2].partition("<!-- /capabilities -->")[0]
+    assert tables == capability_tables(ours), "m2flow engines --markdown"
+
+
+def test_every_engine_but_those_for_tests_has_a_column() -> None:
+    head = [line for line in capability_tables(engines()).splitlines() if line.startswith(("| rollout |", "| train |"))]
+    named = {(cell.split()[0].strip("`")) for line in head for cell in line.strip("| ").split(" | ")[1:]}
+    real = {info.name for info in engines() if info.kind != "function" and not info.factory.startswith("m2flow.testing.")}
+    assert named == real
+
+
+def test_a_spec_without_an_interpreter_of_its_own_is_said_to_have_none(tmp_path: Path) -> None:
+    assert "no interpreter of its own" in other_interpreter(ClusterSpec())
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho \'{"version": "0.5.99", "words": ["/generate", "sampling_seed"], "saver": false}\'\n')
+    fake.chmod(0o755)
+    said = other_interpreter(ClusterSpec(rollout=RolloutSpec(engine="sglang", options={"python": str(fake)})))
+    assert said.startswith(f"{fake} has sglang 0.5.99: generation by token ids, seeds by token; it lacks streaming of new tokens alone")
+
+
+def test_of_an_inference_server_it_is_said_whether_this_interpreter_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = find_engine("sglang", "rollout")
+    monkeypatch.setattr("m2flow.cli.doctor.version_of", lambda name: "")
+    assert usable(info).startswith("where an interpreter has SGLang: --cluster looks there; untested on cuda")
+    monkeypatch.setattr("m2flow.cli.doctor.version_of", lambda name: "0.5.99" if name == "sglang" else "")
+    assert usable(info).startswith("yes (sglang 0.5.99); untested on cuda")
+
+
+@pytest.mark.parametrize("cluster", ["sglang-cpu", "sglang-deepspeed-cpu", "sglang-deepspeed-cpu-split"])
+def test_all_that_stands_in_for_compiled_code_without_a_gpu_is_listed(
+    cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    options = load_cluster(ROOT / "clusters" / f"{cluster}.yaml").rollout.options
+    (said,) = stand_ins(options)
+    shim = ROOT / "tests" / "sglang_cpu"
+    replaced = set(re.findall(r"^def ([a-z]\w+)|define\(\"(\w+)\(", (shim / "sgl_kernel" / "__init__.py").read_text(), re.MULTILINE))
+    names = {name for found in replaced for name in found if name}
+    plugin = (shim / "sgl_cpu_plugin.py").read_text()
+    names |= set(re.findall(r"\"sglang\.[\w.]*\.(\w+)\"", plugin)) | set(re.findall(r"choices\(\[\"(\w+)\"\]\)", plugin))
+    names |= set(re.findall(r"\"(\w+)\"", re.findall(r"for name in \((.*)\):", (shim / "sitecustomize.py").read_text())[0]))
+    assert names >= {"assign_req_to_token_pool_cpu", "murmur_hash32_cpu", "_cuda_host_register", "torch_native", "qnms"}
+    assert names <= set(re.findall(r"\w+", said))
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho \'{"version": "0.5.99", "words": [], "saver": false}\'\n')
+    fake.chmod(0o755)
+    there = RolloutSpec(engine="sglang", options={**options, "python": str(fake)})
+    assert f"its PYTHONPATH has {said}" in other_interpreter(ClusterSpec(rollout=there))

@@ -1,0 +1,273 @@
+"""The trainer of several ranks: the suites of train engines over two of them, and the embedded trainer's numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from adapted_trainers import (
+    adapted_model,
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer,
+    check_references_compute_from_the_policys_weights,
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from test_scalar_heads import random_model
+from test_train_engines import CONFIGS, SMALL, VOCABULARY, write_model
+
+from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.engines.distributed.fsdp import FsdpTrain
+from m2flow.engines.distributed.ranks import shares
+from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.models.model_export import export_model
+from m2flow.errors import EngineError, ModelError
+from m2flow.recipe import AdamW, Loss, Model
+from m2flow.testing.fakes import FakeRanks
+from m2flow.testing.mirrored import Followers, Mirrored
+from m2flow.testing.train_suite import (
+    LINEAR,
+    PPO,
+    RECIPE,
+    ScalarHeadSuite,
+    TrainEngineSuite,
+    copied,
+    distance,
+    metric_weights,
+    samples,
+    started,
+)
+
+pytest_plugins = ["two_ranks"]  # The fixtures `model` and `followers`.
+
+
+class TestFsdp(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.model, self.followers = model, followers
+
+    def make(self) -> TrainEngine:
+        return Mirrored(FsdpTrain, self.model, EngineSettings(), self.followers)
+
+
+class TestFakeRanks(TrainEngineSuite):
+    """The stand-in for a trainer of several ranks keeps the same contract."""
+
+    @pytest.fixture(autouse=True)
+    def _take(self, followers: Followers) -> None:
+        self.followers = followers
+
+    def make(self) -> TrainEngine:
+        return Mirrored(FakeRanks, Model("fake"), EngineSettings(), self.followers)
+
+
+class TestFsdpHeads(ScalarHeadSuite):
+    @pytest.fixture(autouse=True)
+    def _take(self, model: Model, followers: Followers) -> None:
+        self.path, self.followers = Path(model.path), followers
+
+    def make(self, head: str) -> TrainEngine:
+        return Mirrored(FsdpTrain, random_model(self.path, head), EngineSettings(), self.followers)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_losses_gradients_and_logprobs_are_those_of_the_embedded_trainer(
+    name: str, num_ranks: int, followers: Followers, tmp_path: Path
+) -> None:
+    model, batch = write_model(tmp_path, CONFIGS[name]()), samples(VOCABULARY, num_prompts=5)
+    engines = [EmbeddedTrain(model, EngineSettings()), spread(model, num_ranks, followers)]
+    results = []
+    for engine in engines:
+        with started(engine):
+            before = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+            sums = [engine.accumulate(batch.take(np.arange(i, i + 5)), PPO) for i in range(0, 20, 5)]
+            metrics = dict(engine.apply(LINEAR, 7.0))
+            merged = {f"{i}/{key}": value for i, one in enumerate(sums) for key, value in metric_weights(one).items()}
+            results.append(({"logprobs": before}, merged, {key: np.array([value]) for key, value in metrics.items()}, copied(engine)))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen2", {"tp": 2}), ("qwen3", {"tp": 2}), ("qwen2", {"cpu_offload": True})], ids=str)
+def test_layers_split_over_ranks_and_states_in_the_hosts_memory_change_no_number(
+    name: str, options: dict[str, object], followers: Followers, tmp_path: Path
+) -> None:
+    config = transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16) if name == "qwen3" else CONFIGS[name]()
+    model, batch = write_model(tmp_path / "model", config), samples(VOCABULARY)
+    made: dict[str, Callable[[], TrainEngine]] = {"alone": lambda: EmbeddedTrain(model, EngineSettings())}
+    made["spread"] = lambda: Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
+    results = []
+    for which, make in made.items():
+        with started(make()) as engine:
+            logprobs = np.asarray(engine.logprobs(batch).ragged("reference_logprobs").values)
+            sums = [engine.accumulate(batch.take(rows), PPO) for rows in (np.arange(7), np.arange(7, 12))]
+            metrics = {key: np.array([value]) for key, value in engine.apply(replace(LINEAR, max_grad_norm=2.0), 3.0).items()}
+            whole = copied(engine)
+            step(engine, batch, RECIPE)
+            engine.save(str(tmp_path / which))
+            merged = {f"{i}/{key}": value for i, one in enumerate(sums) for key, value in metric_weights(one).items()}
+            results.append(({"logprobs": logprobs}, merged, metrics, whole))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert distance(found, expected) < 1e-5
+    weights = []
+    for which, other in (("alone", "spread"), ("spread", "alone")):
+        with started(made[which]()) as engine:
+            engine.load(str(tmp_path / other))
+            step(engine, batch, RECIPE)
+            weights.append(copied(engine))
+    assert distance(weights[1], weights[0]) < 1e-3  # Adam takes a step as long for a gradient that is nothing but rounding.
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+def test_adapters_are_those_of_the_embedded_trainer(followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    check_adapters_are_trained_sent_and_saved_as_by_the_embedded_trainer(model, lambda: spread(model, 2, followers), tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_references_compute_from_an_adapted_policys_weights(options: dict[str, object], followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    policy = Mirrored(FsdpTrain, model, EngineSettings(options=options), followers)
+    check_references_compute_from_the_policys_weights(model, policy, tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+def test_a_reference_that_has_weights_of_its_own_saves_what_it_took_of_an_adapted_policy(followers: Followers, tmp_path: Path) -> None:
+    model = adapted_model(tmp_path / "model")
+    check_what_was_copied_of_a_policy_is_in_a_checkpoint(model, lambda: spread(model, 1, followers), tmp_path)
+
+
+def test_a_number_of_tensor_ranks_that_can_t_be_is_refused(model: Model, followers: Followers) -> None:
+    engine = Mirrored(FsdpTrain, model, EngineSettings(options={"tp": 3}), followers)
+    with pytest.raises(EngineError, match="tp is 3, which does not divide 2 ranks"):
+        engine.start()
+
+
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(model: Model, followers: Followers, tmp_path: Path) -> None:
+    batch = samples(VOCABULARY)
+    with started(spread(model, 2, followers)) as engine:
+        step(engine, batch, LINEAR)
+        engine.save(str(tmp_path / "there"))
+        step(engine, batch, LINEAR)
+        whole = copied(engine)
+    for other in (EmbeddedTrain(model, EngineSettings()), spread(model, 1, followers), spread(model, 2, followers)):
+        with started(other):
+            other.load(str(tmp_path / "there"))
+            step(other, batch, LINEAR)
+            assert distance(copied(other), whole) < 1e-5
+    with started(EmbeddedTrain(replace(model, path=str(tmp_path / "there"), init="pretrained"), EngineSettings())) as engine:
+        assert distance(copied(engine), whole) > 1e-5
+
+
+def test_a_checkpoint_that_each_rank_writes_its_part_of_goes_on_anywhere_and_is_exported_whole(
+    model: Model, followers: Followers, tmp_path: Path
+) -> None:
+    batch, there = samples(VOCABULARY), tmp_path / "there"
+    with started(Mirrored(FsdpTrain, model, EngineSettings(options={"spread_checkpoints": True}), followers)) as engine:
+        step(engine, batch, LINEAR)
+        engine.save(str(tmp_path / "there"))  # Another is there already.
+        step(engine, batch, LINEAR)
+        engine.save(str(tmp_path / "there"))
+        saved = copied(engine)
+        step(engine, batch, LINEAR)
+        whole = copied(engine)
+    assert not list(there.glob("*.safetensors"))
+    assert len(list((there / "m2flow_parts").glob("*.distcp"))) == 2
+    for other in (EmbeddedTrain(model, EngineSettings()), spread(model, 1, followers), spread(model, 2, followers)):
+        with started(other):
+            other.load(str(there))
+            assert distance(copied(other), saved) == 0
+            step(other, batch, LINEAR)
+            assert distance(copied(other), whole) < 1e-5
+    exported = export_model(there, tmp_path / "out")
+    assert distance({name: tensor.numpy() for name, tensor in exported.items()}, saved) == 0
+    part = next((there / "m2flow_parts").glob("__1*.distcp"))
+    part.write_bytes(part.read_bytes()[:-9])
+    with started(spread(model, 1, followers)) as engine, pytest.raises(ModelError, match="its size or checksum differs"):
+        engine.load(str(there))
+
+
+def test_an_error_on_one_rank_is_an_error_on_all_and_all_go_on(model: Model, followers: Followers) -> None:
+    batch = samples(VOCABULARY)
+
+    def bad(logprobs, weight):  # type: ignore[no-untyped-def]
+        return logprobs / weight
+
+    lost = np.ones(len(batch), np.float32)
+    rank = next(rank for rank, rows in enumerate(of_two(batch)) if rank == 1 and len(rows))
+    lost[of_two(batch)[rank][0]] = 0
+    objective = Objective(Loss("bad", bad, ("logprobs", "weight")))
+    with started(spread(model, 2, followers)) as engine:
+        with pytest.raises(EngineError, match="rank 1 of this trainer: the loss bad is not finite"):
+            engine.accumulate(batch.with_columns(weight=lost), objective)
+        step(engine, batch)
+        found = copied(engine)
+    with started(spread(model, 2, followers)) as engine:
+        step(engine, batch)
+        assert distance(copied(engine), found) == 0
+
+
+def test_a_rank_without_samples_takes_part(model: Model, followers: Followers) -> None:
+    one = samples(VOCABULARY).take([3])
+    results = []
+    for engine in (EmbeddedTrain(model, EngineSettings()), spread(model, 2, followers)):
+        with started(engine):
+            sums = engine.accumulate(one, PPO)
+            engine.apply(LINEAR, 1.0)
+            results.append((metric_weights(sums), copied(engine)))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert distance(found, expected) < 1e-5
+
+
+def test_passes_in_another_precision_keep_weights_in_float32(model: Model, followers: Followers) -> None:
+    batch = samples(VOCABULARY)
+    settings = EngineSettings(options={"compute_dtype": "bfloat16"})
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        first = copied(engine)
+        step(engine, batch, LINEAR)
+        exact = copied(engine)
+    with started(Mirrored(FsdpTrain, model, settings, followers)) as engine:
+        step(engine, batch, LINEAR)
+        found = copied(engine)
+    assert all(array.dtype == np.float32 for array in found.values())
+    moved = {name: array - first[name] for name, array in exact.items()}
+    assert 0 < distance({name: array - first[name] for name, array in found.items()}, moved) < 0.3
+
+
+def test_an_option_that_is_none_is_named(model: Model, followers: Followers) -> None:
+    engine = Mirrored(FsdpTrain, model, EngineSettings(options={"compute_dtype": "fp8"}), followers)
+    with pytest.raises(EngineError, match="compute_dtype is no dtype of torch: 'fp8'"):
+        engine.start()
+    engine.stop()
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4)), max_size=20), st.integers(1, 5))
+def test_shares_are_a_partition_that_no_rank_dominates(rows: list[tuple[int, int]], count: int) -> None:
+    sizes, groups = [size for size, _ in rows], [group for _, group in rows]
+    found = shares(sizes, groups, count)
+    assert sorted(row for share in found for row in share) == list(range(len(rows)))
+    loads = [sum(sizes[row] for row in share) for share in found]
+    # What is given out last was given to whoever had least, and no piece is larger than an even share or one sample.
+    assert max(loads) <= min(loads) + max([sum(sizes) / count, *sizes], default=0)
+
+
+def spread(model: Model, num_ranks: int, followers: Followers) -> TrainEngine:
+    return FsdpTrain(model, EngineSettings()) if num_ranks == 1 else Mirrored(FsdpTrain, model, EngineSettings(), followers)
+
+
+def step(engine: TrainEngine, batch, recipe: AdamW = RECIPE) -> None:  # type: ignore[no-untyped-def]
+    engine.accumulate(batch, PPO)
+    engine.apply(recipe, 3.0)
+
+
+def of_two(batch):  # type: ignore[no-untyped-def]
+    from m2flow.samples import group_keys
+
+    return shares(batch.ragged("tokens").lengths.tolist(), group_keys(batch.ids).tolist(), 2)

@@ -1,0 +1,433 @@
+"""Both train engines pass the suite; the embedded one computes what a plain padded Hugging Face forward pass does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from m2flow.engines.contract import EngineSettings, Objective, TrainEngine
+from m2flow.engines.embedded.trainer import EmbeddedTrain, token_logprobs
+from m2flow.engines.models import packing
+from m2flow.engines.models.adamw import Optimizers
+from m2flow.errors import EngineError, ModelError, OpError
+from m2flow.recipe import AdamW, Loss, Model
+from m2flow.samples import Batch, Ragged, make_ids
+from m2flow.testing import train_suite
+from m2flow.testing.fakes import FakeTrain
+from m2flow.testing.train_suite import PPO, RECIPE, TrainEngineSuite, copied, distance, samples, started
+
+VOCABULARY = 32
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=4),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None),
+    "window": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=5),
+    "softcap": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=5, attn_logit_softcapping=0.5),
+    "sinks": lambda: transformers.GptOssConfig(
+        **SMALL, num_key_value_heads=2, head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+def write_model(path: Path, config: Any) -> Model:
+    """A random model with a tokenizer of one token a character."""
+    config.save_pretrained(path)
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+-*/=()., abcdefgh"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.save_pretrained(path)
+    return Model(str(path), init="random", seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return write_model(tmp_path_factory.mktemp("qwen2"), CONFIGS["qwen2"]())
+
+
+class TestFake(TrainEngineSuite):
+    is_exact = True
+
+    def make(self) -> TrainEngine:
+        return FakeTrain(Model("", seed=1), EngineSettings())
+
+    def test_samples_that_change_places_change_the_weights(self) -> None:
+        batch = samples(self.vocabulary)
+        renamed = Batch(batch.ids[::-1].copy(), batch.columns)
+        assert distance(self._trained([renamed])[1], self._trained([batch])[1]) > 0
+
+
+class TestEmbedded(TrainEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _take_model(self, model: Model) -> None:
+        self.model = model
+
+    def make(self) -> TrainEngine:
+        return EmbeddedTrain(self.model, EngineSettings())
+
+
+class TestEmbeddedDeterministic(TestEmbedded):
+    def make(self) -> TrainEngine:
+        return EmbeddedTrain(self.model, EngineSettings(deterministic=True))
+
+    def test_the_order_of_rows_inside_a_micro_batch_does_not_change_a_bit(self) -> None:
+        batch = samples(VOCABULARY)
+        results = []
+        for rows in (np.arange(len(batch)), np.random.default_rng(1).permutation(len(batch))):
+            with started(self.make()) as engine:
+                engine.accumulate(batch.take(rows), PPO)
+                engine.apply(RECIPE, 1.0)
+                results.append(copied(engine))
+        assert distance(*results) == 0
+
+
+def plain_logits(model: Any, row: np.ndarray[Any, Any]) -> Tensor:
+    """Hugging Face's own forward pass over one sample: logits [L, V]."""
+    output: Tensor = model(input_ids=torch.from_numpy(row.astype(np.int64))[None], use_cache=False).logits[0]
+    return output
+
+
+def plain_padded_logprobs(model: Any, batch: Batch) -> Tensor:
+    """Log-probabilities [T] from one right-padded forward pass with an attention mask."""
+    tokens, mask = batch.ragged("tokens"), batch.ragged("loss_mask")
+    length = int(tokens.lengths.max())
+    ids = torch.zeros(len(batch), length, dtype=torch.long)
+    attended, chosen = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    for i in range(len(batch)):
+        row = torch.from_numpy(tokens.row(i).astype(np.int64))
+        ids[i, : len(row)], attended[i, : len(row)] = row, 1
+        chosen[i, : len(row)] = torch.from_numpy(mask.row(i).astype(bool))
+    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][chosen[:, 1:]]
+
+
+def two_models(name: str) -> tuple[Any, Any]:
+    """The same weights, once as Hugging Face runs them and once packed."""
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+        built.append(model)
+    packing.check_model(built[1])
+    return built[0], built[1]
+
+
+def gradient(model: Any) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("sizes", [[12], [5, 7], [1] * 12])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_packed_loss_and_gradient_are_those_of_a_padded_forward_pass(name: str, sizes: list[int], share_prompts: bool) -> None:
+    plain, packed_model = two_models(name)
+    batch = samples(VOCABULARY)
+    expected = plain_padded_logprobs(plain, batch)
+    weights = torch.linspace(-1, 2, len(expected))
+    (expected * weights).sum().backward()
+    found: list[Tensor] = []
+    for part in train_suite.cut(batch, sizes):
+        packed = packing.pack(part.ids, part.ragged("tokens"), part.ragged("loss_mask"), share_prompts=share_prompts)
+        logprobs, _ = token_logprobs(packing.forward_logits(packed_model, packed), packed.targets)
+        start = sum(len(values) for values in found)
+        (logprobs * weights[start : start + len(logprobs)]).sum().backward()
+        found.append(logprobs.detach())
+    result = torch.cat(found)
+    assert (result - expected).norm() <= 1e-5 * expected.norm()
+    assert (gradient(packed_model) - gradient(plain)).norm() <= 1e-5 * gradient(plain).norm()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 4))
+def test_packing_is_exact_for_any_batch(seed: int, num_prompts: int, n: int) -> None:
+    plain, packed_model = two_models("qwen2")
+    batch = samples(VOCABULARY, num_prompts=num_prompts, n=n, seed=seed)
+    packed = packing.pack(batch.ids, batch.ragged("tokens"), batch.ragged("loss_mask"))
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(packing.forward_logits(packed_model, packed), packed.targets)
+        expected = plain_padded_logprobs(plain, batch)
+    assert (logprobs - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_shared_prompt_goes_through_the_linear_layers_once() -> None:
+    tokens = Ragged.of([[5, 6, 7, 8, 9], [5, 6, 7, 4, 3, 2], [5, 6, 7, 9]], np.int32)
+    mask = Ragged.of([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 1]], bool)
+    # Three of the prompt, then all but the last token of each response.
+    assert packing.pack(make_ids(0, 1, 3), tokens, mask).num_rows == 3 + 1 + 2 + 0
+    assert packing.pack(make_ids(0, 3, 1), tokens, mask).num_rows == 4 + 5 + 3
+    assert packing.pack(make_ids(0, 1, 3), tokens, mask, share_prompts=False).num_rows == 4 + 5 + 3
+
+
+def test_samples_of_a_group_with_different_prompts_share_nothing() -> None:
+    tokens, mask = Ragged.of([[5, 6, 8], [5, 7, 8]], np.int32), Ragged.of([[0, 0, 1], [0, 0, 1]], bool)
+    assert packing.pack(make_ids(0, 1, 2), tokens, mask).num_rows == 4
+
+
+def test_a_mask_on_the_first_token_is_refused() -> None:
+    with pytest.raises(EngineError, match="p0/1 selects its first token"):
+        packing.pack(make_ids(0, 1, 2), Ragged.of([[5, 6], [5, 6]], np.int32), Ragged.of([[0, 1], [1, 1]], bool))
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_buckets_hold_every_sequence_and_are_never_worse_than_one(lengths: list[int]) -> None:
+    ordered = np.sort(np.array(lengths))
+    buckets = packing.choose_buckets(ordered)
+    start = 0
+    for num_sequences, padded in buckets:
+        assert ordered[start : start + num_sequences].max() == padded
+        start += num_sequences
+    assert start == len(lengths)
+    assert sum(n * padded for n, padded in buckets) <= len(lengths) * ordered.max()
+
+
+@pytest.mark.parametrize(
+    ("config", "feature"),
+    [
+        (lambda: transformers.MptConfig(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=64), "AttentionInterface"),
+        (lambda: transformers.RobertaConfig(**SMALL, is_decoder=True), "its logits differ by"),
+        (lambda: transformers.Lfm2Config(**SMALL, num_key_value_heads=4, layer_types=["conv", "full_attention"]), "layers of type conv"),
+        (
+            lambda: transformers.LlamaConfig(
+                **SMALL, num_key_value_heads=4, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "dynamic rotary embeddings",
+        ),
+    ],
+)
+def test_attention_that_would_be_computed_wrongly_is_refused_by_name(config: Callable[[], Any], feature: str, tmp_path: Path) -> None:
+    engine = EmbeddedTrain(write_model(tmp_path, config()), EngineSettings())
+    with pytest.raises(EngineError, match=feature):
+        engine.start()
+
+
+def test_a_sample_is_refused_where_rotary_embeddings_would_change_with_the_batch(tmp_path: Path) -> None:
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = transformers.Phi3Config(
+        **SMALL, num_key_value_heads=4, original_max_position_embeddings=16, rope_parameters={**factors, "factor": 16.0}
+    )
+    short, long = (
+        Batch(make_ids(0, 1), {"tokens": Ragged.of([[5] * n], np.int32), "loss_mask": Ragged.of([[0] + [1] * (n - 1)], bool)})
+        for n in (16, 17)
+    )
+    with started(EmbeddedTrain(write_model(tmp_path, config), EngineSettings())) as engine:
+        assert np.isfinite(engine.logprobs(short).ragged("reference_logprobs").values).all()
+        for call in (engine.logprobs, lambda batch: engine.accumulate(batch, PPO)):
+            with pytest.raises(EngineError, match=r"p0/0 has 17 tokens, and beyond 16 .*longrope"):
+                call(long)
+
+
+@pytest.mark.parametrize("with_temperature", [False, True])
+def test_token_logprobs_and_entropies_have_the_gradients_of_plain_autograd(with_temperature: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 5, generator=generator).requires_grad_()
+    targets = torch.tensor([0, 1, 2, 3, 4, 0])
+    temperature = torch.tensor([0.5, 1, 2, 1, 0.7, 1]) if with_temperature else None
+    logp = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
+    expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+    found = token_logprobs(logits, targets, temperature)
+    weights = torch.randn(2, 6, generator=generator)
+    for outputs in ([0], [1], [0, 1]):
+        torch.testing.assert_close([found[i] for i in outputs], [expected[i] for i in outputs])
+        grads = [
+            torch.autograd.grad(sum((pair[i] * weights[i]).sum() for i in outputs), logits, retain_graph=True) for pair in (found, expected)
+        ]
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_logprobs_follow_the_temperature_that_sampled_the_tokens(model: Model) -> None:
+    batch = samples(VOCABULARY).with_columns(temperature=np.repeat([0.5, 0.0, 1.0], 4))
+    with started(EmbeddedTrain(model, EngineSettings(options={"logprob_tokens": 20}))) as engine:
+        assert isinstance(engine, EmbeddedTrain)
+        found = engine.logprobs(batch).ragged("reference_logprobs")
+        source = transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
+        source.load_state_dict(dict(engine.weights()), strict=False)
+        source.tie_weights()
+    for i in range(len(batch)):
+        row, mask = batch.ragged("tokens").row(i), batch.ragged("loss_mask").row(i).astype(bool)
+        with torch.no_grad():
+            scale = [0.5, 1.0, 1.0][i // 4]
+            logp = (plain_logits(source.eval(), row) / scale).log_softmax(-1).numpy()
+        expected = np.concatenate(([0.0], logp[np.arange(len(row) - 1), row[1:]])) * mask
+        np.testing.assert_allclose(found.row(i), expected, atol=2e-5)
+
+
+def test_metrics_are_sums_over_masked_tokens(model: Model) -> None:
+    batch = samples(VOCABULARY)
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        own = engine.logprobs(batch).ragged("reference_logprobs")
+        on_policy = batch.with_columns(logprobs=own, reference_logprobs=own)
+        options = (("kl_coef", 0.1), ("kl", "k3"))
+        loss = Loss("ppo_clip", PPO.loss.function, (*PPO.loss.needs, "reference_logprobs"), options=options)
+        sums = engine.accumulate(on_policy, Objective(loss))
+    mask = batch.ragged("loss_mask").values.astype(bool)
+    counts = np.add.reduceat(mask.astype(int), batch.ragged("tokens").offsets[:-1])
+    expected = -(np.asarray(batch.dense("advantages"), np.float64) * counts).sum()
+    assert sums.metrics["loss"] == pytest.approx(expected, abs=1e-4)
+    assert sums.metrics["ratio"] == pytest.approx(sums.num_tokens, rel=1e-5)
+    assert sums.metrics["logprob_diff_abs"] == pytest.approx(0, abs=1e-3)
+    assert sums.metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert 0 < sums.metrics["entropy"] <= sums.num_tokens * np.log(VOCABULARY)
+
+
+def test_a_loss_of_the_users_own_gets_what_it_asked_for(model: Model) -> None:
+    seen: dict[str, Tensor] = {}
+
+    def mine(entropy: Tensor, sequence_lengths: Tensor, weight: Tensor, per_token: Tensor, bonus: float) -> Tensor:
+        seen.update(sequence_lengths=sequence_lengths, weight=weight, per_token=per_token)
+        return -bonus * entropy * weight / sequence_lengths
+
+    batch = samples(VOCABULARY)
+    mask = batch.ragged("loss_mask")
+    batch = batch.with_columns(weight=np.arange(12), per_token=Ragged(np.arange(len(mask.values)), mask.offsets))
+    loss = Loss("mine", mine, ("entropy", "sequence_lengths", "weight", "per_token"), options=(("bonus", 0.5),))
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        engine.accumulate(batch, Objective(loss))
+        assert engine.apply(RECIPE, 1.0)["grad_norm"] > 0
+    counts = [int(np.count_nonzero(mask.row(i))) for i in range(12)]
+    assert seen["sequence_lengths"].tolist() == np.repeat(counts, counts).tolist()
+    assert seen["weight"].tolist() == np.repeat(np.arange(12), counts).tolist()
+    assert seen["per_token"].tolist() == np.flatnonzero(mask.values).tolist()
+
+
+def test_a_loss_may_leave_out_tokens_that_an_older_cache_was_read_for_and_those_of_older_weights(model: Model) -> None:
+    def fresh(logprobs: Tensor, kv_stale: Tensor, versions: Tensor) -> Tensor:
+        return -logprobs * (~kv_stale & (versions > 1))
+
+    batch = samples(VOCABULARY)
+    mask, dice = batch.ragged("loss_mask"), np.random.default_rng(0)
+    stale, versions = dice.random(len(mask.values)) < 0.3, dice.integers(1, 4, len(mask.values))
+    told = batch.with_columns(kv_stale=Ragged(stale, mask.offsets), versions=Ragged(versions, mask.offsets))
+    without = batch.with_columns(loss_mask=Ragged(mask.values.astype(bool) & ~stale & (versions > 1), mask.offsets))
+    trained = []
+    for rows, loss in (
+        (told, Loss("fresh", fresh, ("logprobs", "kv_stale", "versions"))),
+        (without, Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",))),
+        (told, Loss("nll", "m2flow.algorithms.losses:nll", ("logprobs",))),
+    ):
+        with started(EmbeddedTrain(model, EngineSettings())) as engine:
+            engine.accumulate(rows, Objective(loss))
+            engine.apply(RECIPE, 100.0)
+            trained.append(copied(engine))
+    left_out, masked, whole = trained
+    assert distance(left_out, masked) < 1e-4 < distance(left_out, whole)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (lambda logprobs: logprobs.sum(), OpError, r"one number a token.* its terms is \[\]"),
+        (lambda logprobs: logprobs.detach(), OpError, "no gradient"),
+        (lambda logprobs: logprobs / 0, EngineError, "not finite"),
+        (lambda logprobs: 1 // 0, OpError, "ZeroDivisionError"),
+        (lambda logprobs: (logprobs, {"m": 1.0}), OpError, "m is float"),
+        ("m2flow.algorithms.losses:nothing", EngineError, "can't be imported"),
+    ],
+)
+def test_a_loss_that_returns_what_it_may_not_is_refused(model: Model, function: Any, error: type[Exception], message: str) -> None:
+    with started(EmbeddedTrain(model, EngineSettings())) as engine, pytest.raises(error, match=message):
+        engine.accumulate(samples(VOCABULARY), Objective(Loss("mine", function, ("logprobs",))))
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_and_is_forgotten() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizers = Optimizers([parameter])
+    parameter.grad = torch.tensor([1.0, float("inf")])
+    with pytest.raises(EngineError, match="not finite"):
+        optimizers.step(RECIPE, 1.0)
+    assert parameter.tolist() == [1.0, 1.0]
+    assert parameter.grad is None
+
+
+def test_clipping_scales_the_divided_gradient_to_its_bound() -> None:
+    # Adam's first step is lr * g / (|g| + eps): with eps above g it shows the size of what it was given.
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([30.0, 40.0])
+    recipe = AdamW(lr=1.0, eps=1e6, max_grad_norm=0.5)
+    assert Optimizers([parameter]).step(recipe, 10.0) == {"grad_norm": pytest.approx(5.0), "lr": 1.0}
+    np.testing.assert_allclose(parameter.detach(), [-0.3e-6, -0.4e-6], rtol=1e-4)
+
+
+def test_demonstrations_are_prompt_target_and_end_of_sequence(model: Model) -> None:
+    batch = Batch(make_ids(0, 2), {"prompt": Ragged.texts(["1+1=", "2="]), "target": Ragged.texts(["2", "abc"])})
+    seen: list[Tensor] = []
+
+    def spy(logprobs: Tensor) -> Tensor:
+        seen.append(logprobs)
+        return -logprobs
+
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        assert engine.num_training_tokens(batch).tolist() == [6, 6]
+        sums = engine.accumulate(batch, Objective(Loss("spy", spy, ("logprobs",))))
+        # Characters "0".."9" are ids 3..12, "+-*/=" 13..17, "a".. 23...
+        tokens = Ragged.of([[4, 13, 4, 17, 5, 1], [5, 17, 23, 24, 25, 1]], np.int32)
+        known = Batch(batch.ids, {"tokens": tokens, "loss_mask": Ragged.of([[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]], bool)})
+        engine.accumulate(known, Objective(Loss("spy", spy, ("logprobs",))))
+    assert train_suite.counts(sums) == (2, 6, 12)
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", "m2flow_state.pt", "m2flow_checkpoint.json"])
+@pytest.mark.parametrize("how", ["cut", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_refused(model: Model, tmp_path: Path, damage: str, how: str) -> None:
+    path = tmp_path / "checkpoint"
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        engine.save(str(path))
+        file = path / damage
+        content = file.read_bytes()
+        if how == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(content[: len(content) // 2] if how == "cut" else content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        before = copied(engine)
+        with pytest.raises(ModelError):
+            engine.load(str(path))
+        assert distance(copied(engine), before) == 0
+
+
+def test_a_checkpoint_is_a_hugging_face_model(model: Model, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        engine.accumulate(samples(VOCABULARY), PPO)
+        engine.apply(RECIPE, 1.0)
+        engine.save(path)
+        saved = copied(engine)
+    read = transformers.AutoModelForCausalLM.from_pretrained(path)
+    for name, array in saved.items():
+        assert np.array_equal(read.state_dict()[name].numpy(), array)
+    assert transformers.AutoTokenizer.from_pretrained(path)("12").input_ids == [4, 5]
+    assert json.loads((Path(path) / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_weights_are_the_models_own_and_a_tied_one_comes_once(model: Model) -> None:
+    with started(EmbeddedTrain(model, EngineSettings())) as engine:
+        names = [name for name, _ in engine.weights()]
+        first = dict(engine.weights())["model.embed_tokens.weight"]
+        assert "lm_head.weight" not in names
+        engine.accumulate(samples(VOCABULARY), PPO)
+        before = first.clone()
+        engine.apply(RECIPE, 1.0)
+        assert not torch.equal(first, before)

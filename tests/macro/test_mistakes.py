@@ -1,0 +1,111 @@
+"""What users get wrong in a flow is named at their line as their fault, in both modes; what Python allows elsewhere works here too."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+
+from m2flow import Dataset, Flow, Policy, Reward, Rows, Sample, flow, log
+from m2flow.errors import FlowError
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.programs import Answer
+from m2flow.testing.world import run_eager, run_planned
+
+ROWS = [{"prompt": f"{i}=", "level": i % 2} for i in range(6)]
+SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+RUNS = [pytest.param(run_eager, id="eager"), pytest.param(run_planned, id="planned")]
+
+
+def length(sample: Sample) -> float:
+    return float(sample.num_tokens)
+
+
+def program(line: str) -> Flow:
+    """A flow with this line, which looks at what workers gave, so that no trace comes there before."""
+
+    @flow
+    def wrong() -> None:
+        policy, prompts, judge = Policy("fake"), Dataset(ROWS), Reward(length)
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=4)
+        rewards = judge.score(responses)
+        len(rewards)
+        names = {"policy": policy, "prompts": prompts, "judge": judge, "responses": responses, "rewards": rewards}
+        exec(compile(line, "/tmp/their/flow.py", "exec"), {**globals(), **names})
+
+    return wrong
+
+
+MISTAKES = {
+    "rewards[6]": "RowError: the rows of length.score (tests/macro/test_mistakes.py:{line}) have 6 rows, and none at position 6",
+    "rewards[-7]": "have 6 rows, and none at position -7",
+    "responses[0].nope": "the flow raised AttributeError: the sample has no 'nope'; it has finish",
+    "[sample.nope for sample in responses]": "the flow raised AttributeError: the sample has no 'nope'",
+    "responses[0]['nope']": "the flow raised KeyError: 'nope'",
+    "responses.batch()['nope']": "the flow raised KeyError: 'nope'",
+    "dict(responses)": "the flow raised KeyError: 0",
+    "copy.deepcopy(rewards)": "TraceError: what belongs to a running flow can't be copied, and can't leave it",
+    "policy.generate(prompts, count=1, score=3, max_new_tokens=3)": "TraceError: score got a int; it takes a Reward",
+    "policy.update(responses, rewards, columns=3)": "TraceError: update got columns=a int",
+    "Dataset(3)": "DatasetError: Dataset got a int",
+    "Dataset('text')": "DatasetError: Dataset got a str",
+    "rewards.back_to(3)": "TraceError: back_to got a int; it takes the rows",
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_theirs_and_has_their_line(run, line):
+    answer = run(program(line), {}, SPEC)
+    assert MISTAKES[line].partition("{line}")[0].partition("(tests")[0] in answer.error
+    assert "/tmp/their/flow.py:1" in answer.where
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_row_that_is_not_there_is_an_index_error_to_whoever_catches_it(run):
+    @flow
+    def careful() -> None:
+        rewards = Reward(length).score(Policy("fake").generate(Dataset(ROWS).take(1), n=2, max_new_tokens=4))
+        try:
+            rewards[2]
+        except IndexError as error:
+            log(num_rows=float(len(rewards)), last=float(str(rewards[-1])), is_ours=isinstance(error, FlowError))
+
+    answer: Answer = run(careful, {}, SPEC)
+    assert answer.error == ""
+    assert [name for _, name, _ in answer.logs] == ["num_rows", "last", "is_ours"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_numbers_do_what_pythons_numbers_do(run):
+    @flow
+    def numbers() -> None:
+        rewards: Rows = Reward(length).score(Policy("fake").generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9))
+        mean = rewards.mean()
+        assert round(mean, 2) == round(float(mean), 2)
+        assert isinstance(round(mean), int)
+        assert math.floor(mean) == int(mean)
+        assert f"{mean:.3f}" == f"{float(mean):.3f}"
+        log(most=max(rewards), total=sum(rewards), middle=sorted(rewards)[3])  # type: ignore[arg-type, type-var]
+        log(same=sum(rewards) - rewards.sum())  # type: ignore[arg-type]
+
+    answer: Answer = run(numbers, {}, SPEC)
+    assert answer.error == ""
+    assert answer.logs[-1][2] == 0.0
+    assert copy.copy(answer.logs[0])[1] == "most"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_handle_of_a_run_that_is_over_is_named_with_the_line_that_uses_it(run):
+    kept: list[Rows] = []
+
+    @flow
+    def again() -> None:
+        if kept:
+            kept[0].mean()
+        kept.append(Reward(length).score(Policy("fake").generate(Dataset(ROWS).take(1), max_new_tokens=3)))
+
+    answer = run(again, {}, SPEC)  # The trace before it has run the flow too.
+    assert answer.error == "TraceError: mean was used after its flow had ended"
+    assert "kept[0].mean()" in answer.where

@@ -1,0 +1,137 @@
+"""Dynamic sampling: the plain loop, the form that does not block, and every plan of it give the same samples, rewards and updates."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_same_answer import ROWS
+
+from m2flow import Dataset, Policy, Reward, Sample, flow, log, steps
+from m2flow.macro.refill import informative
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.fakes import FAKE_CONTEXT
+from m2flow.testing.programs import Answer
+from m2flow.testing.random_programs import clusters
+from m2flow.testing.world import run_eager, run_planned
+
+few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def short_enough(sample: Sample) -> float:
+    return float(sample.num_tokens <= 3)
+
+
+def often_raises(sample: Sample) -> float:
+    if sample.num_tokens % 5 == 4:
+        raise ValueError("no verdict")
+    return float(sample.num_tokens <= 3)
+
+
+def longest_differs(group: list[Sample]) -> bool:
+    return max(s.num_tokens for s in group) % 3 != 0
+
+
+REWARDS = {"short": short_enough, "raises": often_raises}
+KEEPS = {"informative": informative, "longest": longest_differs, "none": lambda group: False}
+
+
+@flow
+def refilling(num_steps: int, count: int, n: int, reward: str, keep: str, max_draws: int) -> None:
+    policy, verifier, prompts = Policy("fake"), Reward(REWARDS[reward], name="verifier"), Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts, n=n, max_new_tokens=9, count=count, score=verifier, keep=KEEPS[keep], max_draws=max_draws)
+        rewards = verifier.score(responses)
+        metrics = policy.update(responses, rewards)
+        log(reward=rewards.mean(), sequences=metrics["num_sequences"])
+    log(cursor=float(prompts.cursor))
+
+
+@flow
+def looping(num_steps: int, count: int, n: int, reward: str, keep: str, max_draws: int) -> None:
+    """The same as plain Python. What it trains on is put together by hand, so its updates are compared sample by sample."""
+    policy, verifier, prompts = Policy("fake"), Reward(REWARDS[reward], name="verifier"), Dataset(ROWS)
+    for _ in steps(num_steps):
+        num_kept = 0
+        while num_kept < count:
+            responses = policy.generate(prompts.take(1), n=n, max_new_tokens=9)
+            rewards = list(verifier.score(responses))
+            num_kept += len(set(rewards)) > 1
+    log(cursor=float(prompts.cursor))
+
+
+options = st.fixed_dictionaries(
+    {
+        "num_steps": st.integers(1, 3),
+        "count": st.integers(1, 4),
+        "n": st.integers(2, 3),
+        "reward": st.sampled_from(["short", "raises"]),
+        "keep": st.sampled_from(["informative", "informative", "longest", "none"]),
+        "max_draws": st.sampled_from([5, 40]),
+    }
+)
+
+
+def said(answer: Answer) -> list[tuple[int, ...]]:
+    return [answer.samples[packed][0] for packed in sorted(answer.samples)]
+
+
+@few
+@given(clusters(), options, st.integers(0, 2**30), st.booleans())
+def test_a_refill_gives_the_same_under_every_plan(spec, options, order_seed, by_identity):
+    eager = run_eager(refilling, options, spec)
+    planned = run_planned(refilling, options, spec, order_seed=order_seed, deterministic=by_identity)
+    if eager.error:  # What was logged before is then known at another time.
+        planned.logs = eager.logs = []
+    assert planned == eager
+
+
+@few
+@given(clusters(), st.integers(1, 3), st.integers(1, 4))
+def test_a_refill_draws_what_the_plain_loop_draws(spec, num_steps, count):
+    same = {"num_steps": 1, "count": count, "n": 3, "reward": "short", "keep": "informative", "max_draws": 100}
+    refilled, looped = run_eager(refilling, same, spec), run_eager(looping, same, spec)
+    assert refilled.error == looped.error == ""
+    assert said(refilled) == said(looped)
+    assert [log for log in refilled.logs if log[1] == "cursor"] == looped.logs
+
+
+def test_what_was_rejected_is_drawn_and_scored_but_not_trained_on():
+    same = {"num_steps": 2, "count": 3, "n": 3, "reward": "short", "keep": "informative", "max_draws": 100}
+    answer = run_eager(refilling, same, ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")))
+    trained = {packed for _, _, packed in answer.consumed}
+    assert len(trained) == 2 * 3 * 3 < len(answer.samples) == len(answer.rewards)
+
+
+def test_a_refill_that_finds_too_few_groups_says_how_many_and_where():
+    same = {"num_steps": 1, "count": 3, "n": 2, "reward": "short", "keep": "none", "max_draws": 5}
+    answer = run_planned(refilling, same, ClusterSpec(rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake")))
+    assert "only 0 of the 3 groups that generate(count=...) needs were kept among 5 prompts" in answer.error
+
+
+@flow
+def with_long_prompts(longs: list[int], count: int, n: int) -> None:
+    """Some prompts do not fit the model's context: those that the refill needs are an error, others are not seen."""
+    policy, verifier = Policy("fake"), Reward(short_enough)
+    prompts = Dataset([{"prompt": "x" * FAKE_CONTEXT if i in longs else f"{i * 7919}="} for i in range(12)], shuffle=False)
+    kept = policy.generate(prompts, n=n, max_new_tokens=9, count=count, score=verifier, max_draws=12)
+    log(reward=verifier.score(kept).mean())
+    log(cursor=float(prompts.cursor))
+
+
+@few
+@given(clusters(), st.sets(st.integers(0, 11), max_size=4), st.integers(1, 3), st.integers(2, 3), st.integers(0, 2**30))
+def test_a_prompt_that_is_too_long_counts_only_if_the_refill_needs_it(cluster, longs, count, n, order_seed):
+    options = {"longs": sorted(longs), "count": count, "n": n}
+    eager = run_eager(with_long_prompts, options, cluster)
+    planned = run_planned(with_long_prompts, options, cluster, order_seed=order_seed)
+    assert planned.error == eager.error
+    if not eager.error:
+        assert planned == eager
+
+
+def test_a_prompt_beyond_the_last_one_needed_is_started_and_does_not_fail_the_refill():
+    spec = ClusterSpec(cores=2, device="cpu", rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+    needed = int(run_eager(with_long_prompts, {"longs": [], "count": 2, "n": 2}, spec).logs[-1][2])
+    for long in range(needed, 12):
+        for order_seed in range(4):
+            answer = run_planned(with_long_prompts, {"longs": [long], "count": 2, "n": 2}, spec, order_seed=order_seed)
+            assert answer.error == ""
+    assert "p0/0: a prompt of 4096 tokens" in run_planned(with_long_prompts, {"longs": [0], "count": 2, "n": 2}, spec).error

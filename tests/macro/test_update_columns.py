@@ -1,0 +1,300 @@
+"""What an update may be given besides rewards: advantages and further columns that other calls computed, and denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2flow import Counts, Dataset, Loss, Policy, Reference, Reward, Sample, distill, flow, log, loss, op, ppo_clip, steps
+from m2flow.engines.contract import Sums
+from m2flow.errors import OpError, OptionError, TraceError
+from m2flow.macro.tracing import trace
+from m2flow.micro.protocol.train_tasks import UpdateTally
+from m2flow.samples import Batch, make_ids
+from m2flow.spec import ClusterSpec, RolloutSpec, TrainSpec
+from m2flow.testing.random_programs import clusters
+from m2flow.testing.world import run_eager, run_planned
+
+ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(8)]
+
+
+def length_share(sample: Sample) -> float:
+    return sample.num_tokens / 16
+
+
+@op()
+def by_length(sample: Sample) -> float:
+    return sample.num_tokens - 5.5
+
+
+@op()
+def by_position(sample: Sample) -> list[float]:
+    return [sample.num_tokens / 4 - i for i in range(sample.num_tokens)]
+
+
+@op()
+def by_token(sample: Sample) -> list[float]:
+    tokens = sample["tokens"]
+    assert isinstance(tokens, np.ndarray)
+    return [i / 8 for i in range(len(tokens))]
+
+
+def one_short(sample: Sample) -> list[float]:
+    return [0.0] * (sample.num_tokens - 1)
+
+
+def names(sample: Sample) -> str:
+    return "p"
+
+
+@loss(
+    needs=["logprobs", "behaviour_logprobs", "advantages", "bonus", "teacher_logprobs"],
+    denominator=lambda counts: 3.0 * counts.num_groups + counts.num_tokens,
+)
+def shaped(**tensors: object) -> object:
+    raise AssertionError("the fake reads the declaration alone")
+
+
+@flow
+def columns(num_steps: int = 2, batch: int = 3, n: int = 2, minibatch: int = 0, epochs: int = 1, kind: int = 0) -> None:
+    policy, teacher, verifier = Policy("fake"), Reference("fake", name="teacher"), Reward(length_share)
+    prompts = Dataset(ROWS)
+    advantages = (by_length, by_position, by_token)[kind]
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(batch), n=n, max_new_tokens=12)
+        rewards = verifier.score(responses) if kind != 1 else None
+        metrics = policy.update(
+            responses,
+            rewards,
+            advantages=advantages(responses),
+            loss=shaped,
+            columns={"bonus": by_token(responses), "teacher_logprobs": teacher.logprobs(responses)},
+            minibatch_size=minibatch or None,
+            epochs=epochs,
+        )
+        now = policy.logprobs(responses)
+        policy.update(responses, advantages=by_length(responses), loss=ppo_clip(kl_coef=0.1), reference=now)
+        policy.update(responses, loss=distill(), columns={"teacher_logprobs": teacher.logprobs(responses)})
+        log(tokens=metrics["num_tokens"], seen=float("reward" in metrics.items()))
+
+
+sizes = st.fixed_dictionaries(
+    {
+        "num_steps": st.integers(1, 2),
+        "batch": st.integers(1, 4),
+        "n": st.integers(1, 3),
+        "minibatch": st.integers(0, 2),
+        "epochs": st.integers(1, 2),
+        "kind": st.integers(0, 2),
+    }
+)
+SPEC = ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=TrainSpec(engine="fake"))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(clusters(), sizes, st.integers(0, 2**30))
+def test_updates_on_columns_of_other_calls_are_the_same_planned_and_eager(spec, options, order_seed):
+    eager = run_eager(columns, options, spec)
+    assert eager.error == ""
+    assert run_planned(columns, options, spec, order_seed=order_seed) == eager
+
+
+def test_a_denominator_of_counts_gives_the_same_weights_under_every_token_budget():
+    answers = [
+        run_eager(columns, {"minibatch": 2}, ClusterSpec(device="cpu", cores=2, rollout=RolloutSpec(engine="fake"), train=train))
+        for train in (TrainSpec(engine="fake", token_budget=budget) for budget in (1, 30, 4096))
+    ]
+    assert answers[0].error == ""
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_each_form_of_advantages_counts_and_reward_is_reported_only_where_rewards_were_given():
+    answers = [run_eager(columns, {"num_steps": 1, "kind": kind}, SPEC) for kind in (0, 1, 2)]
+    assert [answer.error for answer in answers] == [""] * 3
+    assert len({answer.weights["policy"] for answer in answers}) == 3
+    assert [{name: value for _, name, value in answer.logs}["seen"] for answer in answers] == [1.0, 0.0, 1.0]
+
+
+def test_one_number_a_generated_token_and_one_a_token_are_the_same_where_tokens_are_generated():
+    def given_for(masked_only: bool) -> str:
+        @op()
+        def numbers(sample: Sample) -> list[float]:
+            mask = np.asarray(sample["loss_mask"])
+            values = np.cumsum(mask) * mask
+            return [float(v) for v in (values[mask] if masked_only else values)]
+
+        @flow
+        def one_update() -> None:
+            policy = Policy("fake")
+            responses = policy.generate(Dataset(ROWS).take(4), max_new_tokens=9)
+            policy.update(responses, advantages=numbers(responses))
+
+        answer = run_eager(one_update, {}, SPEC)
+        assert answer.error == ""
+        return answer.weights["policy"]
+
+    assert given_for(True) == given_for(False)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(one_short, "numbers for sample p0/0, which has"), (names, "got advantages with 'p' for sample p0/0")],
+    ids=["too few numbers", "texts"],
+)
+def test_advantages_that_fit_no_token_are_refused_with_the_sample(function, said):
+    @flow
+    def misfit() -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset(ROWS, shuffle=False).take(2), max_new_tokens=9)
+        policy.update(responses, advantages=op()(function)(responses))
+
+    assert said in run_eager(misfit, {}, SPEC).error
+    assert said in run_planned(misfit, {}, SPEC).error
+
+
+def test_rewards_may_come_from_any_call_that_gives_a_number_a_sample():
+    def weights(wrap: bool) -> str:
+        @flow
+        def rewarded() -> None:
+            policy = Policy("fake")
+            responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
+            policy.update(responses, op()(length_share)(responses) if wrap else Reward(length_share).score(responses))
+
+        answer = run_eager(rewarded, {}, SPEC)
+        assert answer.error == ""
+        return answer.weights["policy"]
+
+    assert weights(True) == weights(False)
+
+
+def test_a_reward_that_is_no_finite_number_is_refused_by_the_update():
+    @flow
+    def infinite() -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset(ROWS).take(3), n=2, max_new_tokens=9)
+        policy.update(responses, op()(lambda sample: float("inf"))(responses))
+
+    assert "rewards must be finite" in run_eager(infinite, {}, SPEC).error
+
+
+def traced(body) -> str:  # type: ignore[no-untyped-def]
+    return str(trace(flow(body), {})[0])
+
+
+def test_the_current_logprobs_read_the_weights_as_they_are_at_that_line():
+    def body() -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+        first = policy.logprobs(responses)
+        policy.update(responses, advantages=by_length(responses), reference=first)
+        policy.logprobs(responses)
+
+    lines = [line for line in traced(body).splitlines() if "policy.logprobs" in line]
+    assert [line.rsplit("reads ")[-1] for line in lines] == ["policy.weights@0", "policy.weights@1"]
+
+
+def test_columns_with_a_name_that_is_taken_and_advantages_that_are_none_are_refused():
+    def taken() -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+        policy.update(responses, columns={"logprobs": by_length(responses)})
+
+    def none() -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset(ROWS).take(1), max_new_tokens=3)
+        policy.update(responses, advantages=responses)
+
+    with pytest.raises(OptionError, match="'logprobs'"):
+        traced(taken)
+    with pytest.raises(TraceError, match="needs numbers of each sample"):
+        traced(none)
+
+
+def test_a_loss_that_needs_what_nobody_has_is_refused_with_what_there_is():
+    @loss(needs=["logprobs", "advantages", "bonus"])
+    def needy(**tensors: object) -> None: ...
+
+    @loss(needs=["logprobs", "advantages", "versions", "kv_stale"])
+    def fresh(**tensors: object) -> None: ...
+
+    @loss(needs=["values", "advantages"])
+    def critical(**tensors: object) -> None: ...
+
+    def body_of(declared: Loss, **more: str) -> None:
+        policy = Policy("fake")
+        responses = policy.generate(Dataset([row | more for row in ROWS]).take(1), max_new_tokens=3)
+        policy.update(responses, advantages=by_length(responses), loss=declared)
+
+    with pytest.raises(TraceError, match=r"needs 'bonus', which neither the samples nor this policy\.update have; the samples have finish"):
+        traced(lambda: body_of(needy))
+    traced(lambda: body_of(needy, bonus="a column of the dataset's rows"))
+    traced(lambda: body_of(fresh))
+    with pytest.raises(TraceError, match="needs 'values', which are a critic's"):
+        traced(lambda: body_of(critical))
+
+
+def test_columns_of_other_samples_are_refused():
+    def other() -> None:
+        policy, prompts = Policy("fake"), Dataset(ROWS)
+        one, two = (policy.generate(prompts.take(1), max_new_tokens=3) for _ in range(2))
+        policy.update(one, advantages=by_length(two))
+
+    with pytest.raises(TraceError, match="advantages of others"):
+        traced(other)
+
+
+def tally(sizes: Sequence[Sequence[int]]) -> UpdateTally:
+    """Micro-batches of whole groups of 2; each number is the tokens of one group."""
+    counted = UpdateTally()
+    ids = make_ids(0, sum(map(len, sizes)), 2)
+    first = 0
+    for groups in sizes:
+        rows = Batch(ids[2 * first : 2 * (first + len(groups))])
+        counted.add(Sums(len(rows), sum(groups), 0, {"loss": 1.0}), rows, epoch=0)
+        first += len(groups)
+    return counted
+
+
+def test_a_denominator_is_given_the_counts_of_the_whole_mini_batch_however_it_was_cut():
+    seen: list[Counts] = []
+
+    def denominator(counts: Counts) -> float:
+        seen.append(counts)
+        return 100.0 * counts.num_groups
+
+    declared = Loss("mine", "", (), denominator)
+    for sizes in ([[3, 4, 5]], [[3], [4], [5]], [[3, 4], [5]]):
+        assert tally(sizes).denominator(declared) == 300.0
+    assert set(seen) == {Counts(num_tokens=12, num_sequences=6, num_groups=3)}
+
+
+def test_counts_start_anew_with_each_mini_batch():
+    counted = tally([[3, 4]])
+    declared = Loss("mine", "", (), lambda counts: counts.num_groups * 100.0 + counts.num_tokens)
+    assert counted.denominator(declared) == 207.0
+    counted.stepped({}, 207.0)
+    rows = Batch(make_ids(1, 1, 2))
+    counted.add(Sums(2, 5, 0, {}), rows, epoch=0)
+    assert counted.denominator(declared) == 105.0
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_denominator_that_is_no_positive_number_is_refused(bad):
+    with pytest.raises(OpError, match="the denominator of the loss mine is "):
+        tally([[3]]).denominator(Loss("mine", "", (), lambda counts: bad))
+
+
+def test_a_denominator_that_raises_is_named():
+    with pytest.raises(OpError, match="denominator of the loss mine raised ZeroDivisionError"):
+        tally([[3]]).denominator(Loss("mine", "", (), lambda counts: 1 / 0))
+
+
+def test_a_declaration_of_a_loss_is_checked():
+    with pytest.raises(OptionError, match="denominator='words'"):
+        loss(needs=["logprobs"], denominator="words")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="a list of names"):
+        loss(needs="logprobs")

@@ -1,0 +1,145 @@
+"""The tutorial's programs run, eager and planned alike, and its outputs are the real ones.
+
+A Python block that begins with the name of a file, as a comment, is that file; later blocks without a name go on in it. A `console`
+block is commands and what they print, where `...` stands for anything. A file whose name begins with `wrong_` is there for its error.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from m2flow.cli.main import cli
+from m2flow.macro.flow import Flow, load_flow
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, TrainSpec
+from m2flow.testing.world import run_eager, run_planned
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = "".join((ROOT / "docs" / "guide" / f"flows{part}.md").read_text() for part in ("", "-algorithms", "-order"))
+
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NAME = re.compile(r"# (\w+\.py)\n")
+_FLOW = re.compile(r"^@flow.*\ndef (\w+)", re.MULTILINE)
+
+FAKES = {"rollout": RolloutSpec(engine="fake"), "train": TrainSpec(engine="fake")}
+CLUSTERS = {
+    "time-shared": ClusterSpec(device="cpu", cores=2, **FAKES),
+    "split": ClusterSpec(
+        placement="split",
+        device="cpu",
+        cores=2,
+        rollout=RolloutSpec(engine="fake", workers=2, max_running=3),
+        train=TrainSpec(engine="fake", token_budget=40),
+        functions=FunctionSpec(workers=2, chunk=2),
+    ),
+}
+
+
+def _files() -> dict[str, str]:
+    """The files of the tutorial, in its order."""
+    found: dict[str, str] = {}
+    last = ""
+    for language, body in _FENCE.findall(PAGES):
+        if language != "python":
+            continue
+        named = _NAME.match(body)
+        if named:
+            last = named[1]
+            assert last not in found, f"{last} begins twice"
+            found[last] = body
+        else:
+            found[last] += "\n\n" + body
+    return found
+
+
+def _sessions() -> Iterator[tuple[str, str]]:
+    """Commands of the tutorial, each with what it prints."""
+    for language, body in _FENCE.findall(PAGES):
+        if language == "console":
+            yield from re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
+
+
+FILES = _files()
+RIGHT = [f"{name}:{flow}" for name, text in FILES.items() if not name.startswith("wrong_") for flow in _FLOW.findall(text)]
+SESSIONS = list(_sessions())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tutorial's files where it says to put them: beside `flows`."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "flows").symlink_to(ROOT / "flows")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _small(flow: Flow) -> dict[str, object]:
+    """Options for a short run."""
+    return {parameter.name: 2 for parameter in flow.parameters if parameter.name == "num_steps"}
+
+
+@pytest.mark.parametrize("target", RIGHT)
+def test_a_flow_of_the_tutorial_gives_the_same_planned_and_eager(target: str, folder: Path) -> None:
+    flow = load_flow(target)
+    options = _small(flow)
+    eager = run_eager(flow, options, CLUSTERS["time-shared"])
+    assert eager.error == ""
+    assert eager.samples
+    for order_seed, spec in enumerate(CLUSTERS.values()):
+        planned = run_planned(flow, options, spec, order_seed=order_seed)
+        if flow.staleness:  # Then time decides something, and eager repeats it.
+            eager = run_eager(flow, options, spec, decisions=planned.decisions)
+        assert planned == eager
+
+
+@pytest.mark.parametrize(("command", "output"), SESSIONS, ids=[command for command, _ in SESSIONS])
+def test_a_command_of_the_tutorial_prints_what_the_tutorial_shows(command: str, output: str, folder: Path) -> None:
+    tool, *words = shlex.split(command)
+    assert tool == "m2flow"
+    if words[0] == "run":  # In a process of its own, since it prepares that for its engines; here they are fakes, which load faster.
+        (folder / "fakes.yaml").write_text("rollout: {engine: fake}\ntrain: {engine: fake}\n")
+        words += ["--cluster", "fakes.yaml"]
+        done = subprocess.run([sys.executable, "-m", "m2flow", *words], capture_output=True, text=True, timeout=240, check=False)
+        got = done.stdout + done.stderr
+    else:
+        got = CliRunner().invoke(cli, words, prog_name="m2flow", terminal_width=120).output
+    got, wanted = ("\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n" for text in (got, output))
+    checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS
+    if not checker.check_output(wanted, got, flags):
+        pytest.fail(checker.output_difference(doctest.Example("", wanted), got, flags), pytrace=False)
+
+
+def test_every_wrong_flow_of_the_tutorial_is_shown_with_its_error() -> None:
+    shown = {word for command, _ in SESSIONS for word in shlex.split(command)}
+    assert {name for name in FILES if name.startswith("wrong_")} <= shown
+    assert all(_FLOW.search(text) for text in FILES.values())
+
+
+EMBEDDED = ClusterSpec(placement="split", device="cpu", cores=2, train=TrainSpec(token_budget=200), functions=FunctionSpec(chunk=3))
+
+
+@pytest.mark.parametrize("target", ["own_loss.py", "ppo_digits.py"])
+def test_flows_of_the_tutorial_train_a_real_model_and_give_the_same_bits(target: str, folder: Path) -> None:
+    flow = load_flow(target)
+    eager = run_eager(flow, {"num_steps": 1}, EMBEDDED, deterministic=True)
+    assert eager.error == ""
+    assert run_planned(flow, {"num_steps": 1}, EMBEDDED, deterministic=True) == eager
+
+
+def test_the_loop_and_the_refill_of_the_tutorial_are_one_program(folder: Path) -> None:
+    loop, refill = (run_eager(load_flow(name), {"num_steps": 2}, EMBEDDED, deterministic=True) for name in ("dapo_loop.py", "dapo.py"))
+    assert loop.error == refill.error == ""
+    said = [[tokens for _, (tokens, _) in sorted(answer.samples.items())] for answer in (loop, refill)]
+    assert said[0] == said[1]
+    assert len(said[0]) > 2 * 4 * 2, "no group was rejected, so nothing was tested"
+    assert loop.logs == refill.logs
+    assert loop.weights == refill.weights

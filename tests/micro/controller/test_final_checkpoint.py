@@ -1,0 +1,76 @@
+"""Ctrl-C at any moment: what is begun is finished and saved, and the run that goes on has nothing to make again."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+from one_thread import SteppedRun, commit_every, resumed
+from test_critics import ppo
+from test_resume import account, loop, spec_of
+from test_resume_state import long_answers
+
+from m2flow.macro.flow import Flow
+from m2flow.micro.records.audit import audit
+from m2flow.micro.records.checkpoints import read
+from m2flow.spec import RunSettings
+
+TOLD = ("samples", "prefixes", "given_up", "expired", "lost", "known")
+
+
+def settings(where: Path, *, eager: bool = False) -> RunSettings:
+    return RunSettings(runs_dir=str(where / "runs"), eager=eager, checkpoint_steps=1000, flush_tokens=1000)
+
+
+def interrupted(program: Flow, where: Path, at: int) -> Path | None:
+    """The directory of a run that is stopped after so many moves; None: it had ended. How many moves it takes depends on time."""
+    moves = iter(range(at))
+    pressed: list[bool] = []
+
+    def press() -> None:
+        if next(moves, None) is None and not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt("Ctrl-C")
+
+    run = SteppedRun(program, {}, spec_of("split"), settings(where), hook=press)
+    with contextlib.suppress(KeyboardInterrupt):
+        run.execute()
+    return run.run_dir if pressed else None
+
+
+def table(run_dir: Path, query: str) -> list[tuple[int, ...]]:
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.db")) as db:
+        return db.execute(query).fetchall()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, marks=pytest.mark.slow if program is not loop else (), id=program.name)
+        for program in (loop, ppo, long_answers)
+    ],
+)
+def test_a_run_that_is_interrupted_saves_what_it_has_and_goes_on_without_making_it_again(tmp_path, monkeypatch, program):
+    commit_every(monkeypatch, 0.0)
+    moves = [0]
+
+    def count() -> None:
+        moves[0] += 1
+
+    expected = account(SteppedRun(program, {}, spec_of("split"), settings(tmp_path / "whole"), hook=count).execute())
+    num_saved = 0
+    for number in range(4):
+        stopped = interrupted(program, tmp_path / str(number), (2 * number + 1) * moves[0] // 12)
+        if stopped is None:
+            continue
+        points = [read(path).point for path in (stopped / "checkpoints").glob("step-*")]
+        num_saved += len(points)
+        assert (audited := audit(stopped)).is_sound, f"{audited} {[table(stopped, f'SELECT * FROM {name}') for name in TOLD]}"
+        assert audited.tokens.get("lost", 0) == 0
+        assert account(resumed(program, {}, spec_of("split"), settings(tmp_path), stopped, order_seed=number)) == expected
+        assert (audited := audit(stopped)).is_sound, str(audited)
+        if points or program is not ppo:  # Between its two updates there are values by weights that the first has replaced.
+            assert table(stopped, "SELECT sum(reapplied) FROM attempts") == [(0,)]
+    assert num_saved > 0

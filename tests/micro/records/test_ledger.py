@@ -1,0 +1,165 @@
+"""The ledger and its segments: told twice is told once, trained twice is an error, and damage is seen."""
+
+import itertools
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow import Dataset, Policy, Reward, flow, steps
+from m2flow.errors import EngineError, InternalError
+from m2flow.macro.graph import Call
+from m2flow.macro.tracing import trace
+from m2flow.micro.records.ledger import Ledger, read_samples, samples_digest
+from m2flow.micro.records.segments import SegmentWriter
+from m2flow.samples import Batch, Ragged, Segment, make_ids
+
+few = settings(max_examples=12, deadline=None)
+
+
+@flow
+def _scored() -> None:
+    policy, judge, prompts = Policy("fake"), Reward(lambda s: 0.0, name="judge"), Dataset([{"prompt": "a"}] * 3)
+    for _ in steps(1):
+        judge.score(policy.generate(prompts.take(3), n=2, max_new_tokens=1))
+
+
+SOURCE, GENERATE, SCORE = trace(_scored, {})[0].calls
+IDS = make_ids(1, 3, 2).tolist()
+
+
+def generated(ids: list[int]) -> Batch:
+    rng = {i: np.random.default_rng(i % 997) for i in ids}
+    lengths = {i: (2, int(rng[i].integers(1, 6))) for i in ids}
+    return Batch(
+        np.array(ids, np.int64),
+        {
+            "tokens": Ragged.of([rng[i].integers(0, 99, sum(lengths[i])) for i in ids], np.int32),
+            "segment_kinds": Ragged.of([[Segment.PROMPT, Segment.GENERATED]] * len(ids), np.uint8),
+            "segment_lengths": Ragged.of([lengths[i] for i in ids], np.int32),
+        },
+    )
+
+
+def write(run_dir: Path, cuts: list[list[int]], rewards: dict[int, float] | None = None, calls: tuple[Call, ...] = (SCORE,)) -> Ledger:
+    """A ledger of these samples, each cut a record of one of two segment files."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(run_dir / "ledger.db")
+    ledger.open()
+    writers = [SegmentWriter(run_dir / "segments", name) for name in ("a", "b")]
+    for number, ids in enumerate(cuts):
+        batch = generated(ids)
+        tokens, made = batch.ragged("tokens").lengths.tolist(), batch.ragged("segment_lengths").values[1::2].tolist()
+        ledger.samples_done(0, ids, tokens, made, [0] * len(ids), writers[number % 2].append(batch))
+    for call in calls:
+        ledger.rewarded(call, list(rewards or {}), list((rewards or {}).values()))
+    for writer in writers:
+        writer.close()
+    return ledger
+
+
+@few
+@given(st.permutations(IDS), st.sets(st.integers(1, 5)), st.permutations(IDS))
+def test_the_digest_depends_neither_on_the_order_of_writing_nor_on_how_records_are_cut(tmp_path_factory, order, cuts, scored):
+    plain, other = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("other")
+    edges = [0, *sorted(cuts), len(order)]
+    parts = [list(order[a:b]) for a, b in itertools.pairwise(edges)]
+    write(plain, [IDS], {i: i / 7 for i in IDS}).close()
+    write(other, parts, {i: i / 7 for i in scored}).close()
+    assert samples_digest(other) == samples_digest(plain)
+
+
+def test_the_digest_changes_with_a_reward_a_token_and_a_sample_that_is_missing(tmp_path):
+    write(tmp_path / "plain", [IDS], dict.fromkeys(IDS, 1.0)).close()
+    write(tmp_path / "reward", [IDS], dict.fromkeys(IDS, 1.0) | {IDS[2]: 0.5}).close()
+    write(tmp_path / "missing", [IDS[1:]], dict.fromkeys(IDS, 1.0)).close()
+    assert len({samples_digest(tmp_path / name) for name in ("plain", "reward", "missing")}) == 3
+
+
+def test_each_sample_comes_back_with_its_rewards_in_the_order_of_their_calls(tmp_path):
+    later = replace(SCORE, ordinal=SCORE.ordinal + 1)
+    ledger = write(tmp_path, [IDS[3:], IDS[:3]], {i: float(i) for i in IDS}, calls=(later, SCORE))
+    ledger.close()
+    read = list(read_samples(tmp_path))
+    assert [int(sample.ids[0]) for sample, _ in read] == IDS
+    assert all(rewards == [float(sample.ids[0])] * 2 for sample, rewards in read)
+    first = generated(IDS[3:]).take([0]).ragged("tokens").values.tolist()
+    assert read[3][0].ragged("tokens").values.tolist() == first
+
+
+def test_samples_and_rewards_that_are_told_twice_stay_as_they_were(tmp_path):
+    ledger = write(tmp_path, [IDS, IDS], dict.fromkeys(IDS, 1.0), calls=(SCORE, SCORE))
+    ledger.rewarded(SCORE, IDS, [2.0] * len(IDS))
+    ledger.close()
+    assert [rewards for _, rewards in read_samples(tmp_path)] == [[1.0]] * len(IDS)
+
+
+def test_a_sample_that_is_trained_on_twice_in_an_epoch_is_an_error_and_in_two_epochs_is_not(tmp_path):
+    ledger = write(tmp_path, [IDS])
+    ledger.consumed(5, 0, IDS)
+    ledger.consumed(5, 1, IDS)
+    ledger.consumed(6, 0, IDS)
+    with pytest.raises(InternalError, match="trained on twice in epoch 1 of call 5"):
+        ledger.consumed(5, 1, IDS[:1])
+    ledger.close()
+
+
+def test_a_damaged_or_cut_segment_is_named_with_its_place(tmp_path):
+    write(tmp_path, [IDS[:2], IDS[2:4], IDS[4:]]).close()
+    path = tmp_path / "segments" / "a.seg"
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) - 3] ^= 1
+    for damaged in (bytes(flipped), whole[:-1], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(EngineError, match=r"the segment .*a\.seg is damaged at byte"):
+            samples_digest(tmp_path)
+
+
+def test_a_segment_that_was_deleted_is_named_and_not_said_to_be_damaged(tmp_path):
+    write(tmp_path, [IDS]).close()
+    (tmp_path / "segments" / "a.seg").unlink()
+    with pytest.raises(EngineError, match=r"the segment .*a\.seg is missing"):
+        samples_digest(tmp_path)
+
+
+def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path):
+    ledger = write(tmp_path, [IDS[:2]])
+    assert list(read_samples(tmp_path)) == []
+    ledger.commit()
+    ledger.samples_done(0, IDS[2:3], [1], [1], [0], ("a.seg", 0, 1, 0))
+    assert len(list(read_samples(tmp_path))) == 2
+    reader = sqlite3.connect(f"file:{tmp_path / 'ledger.db'}?mode=ro", uri=True)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.execute("DELETE FROM samples")
+    reader.close()
+    ledger.close()
+
+
+def test_calls_and_cursors_are_there_with_how_they_ended(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.open()
+    for call in (SOURCE, GENERATE, SCORE):
+        ledger.call_added(call)
+    ledger.call_ended(GENERATE.ordinal, "done")
+    ledger.call_ended(SCORE.ordinal, "failed", "it raised")
+    ledger.close()
+    with sqlite3.connect(tmp_path / "ledger.db") as db:
+        assert db.execute("SELECT name, state, error FROM calls").fetchall()[1:] == [
+            ("policy.generate", "done", None),
+            ("judge.score", "failed", "it raised"),
+        ]
+        assert db.execute("SELECT num_rows FROM cursors").fetchall() == [(3,)]
+    db.close()
+
+
+def test_a_ledger_is_opened_again_with_what_it_had(tmp_path):
+    write(tmp_path, [IDS[:2]]).close()
+    again = Ledger(tmp_path / "ledger.db")
+    again.open()
+    again.close()
+    assert len(list(read_samples(tmp_path))) == 2

@@ -1,0 +1,107 @@
+"""Each step says how the lengths and rewards of what it trained on compare with those of all that it sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from m2flow.cli.main import cli
+from m2flow.errors import SpecError
+from m2flow.micro.records.length_bias import bias_of_run
+from m2flow.micro.records.sample_query import SampleQuery
+from m2flow.samples import Finish
+
+FLOW = """
+from m2flow import Dataset, Policy, Reward, flow, steps
+
+ROWS = [{"prompt": f"{i * 7919 % 100000}="} for i in range(12)]
+
+
+def num_digits(sample):
+    return float(sum(c.isdigit() for c in str(sample.text)))
+
+
+@flow(staleness=STALENESS)
+def late(num_steps: int = 4):
+    policy, verifier = Policy("fake"), Reward(num_digits)
+    prompts = Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(6), n=2, max_new_tokens=24, oversample=1.5, late="LATE")
+        policy.update(responses, verifier.score(responses))
+"""
+CLUSTER = "placement: split\\ndevice: cpu\\ncores: 2\\nrollout: {engine: fake, max_running: 3}\\ntrain: {engine: fake}\\n"
+
+
+def run(directory: Path, late: str, staleness: int) -> Path:
+    (directory / "late.py").write_text(FLOW.replace("STALENESS", str(staleness)).replace("LATE", late))
+    (directory / "cluster.yaml").write_text(CLUSTER.replace("\\n", "\n"))
+    arguments = ["run", str(directory / "late.py"), "--cluster", str(directory / "cluster.yaml"), "--runs-dir", str(directory), "--json"]
+    result = CliRunner().invoke(cli, [*arguments, "--quiet"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return Path(json.loads(result.stdout.splitlines()[-1])["run_dir"])
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record["step"], {}).update(record["values"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def dropped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("dropped"), "drop", 0)
+
+
+def test_each_step_says_what_was_trained_and_what_was_dropped_beside_all_that_was_sampled(dropped: Path) -> None:
+    metrics = metrics_of(dropped)
+    assert sorted(metrics) == [0, 1, 2, 3]
+    with SampleQuery(dropped) as book:
+        for step, values in metrics.items():
+            trained = list(book.entries(f"step = {step} and ending = 'consumed'", limit=100))
+            everything = list(book.entries(f"step = {step}", limit=100))
+            assert values["lengths/trained_num"] == len(trained) == 8
+            assert values["lengths/trained_mean"] == pytest.approx(sum(e.response_tokens for e in trained) / len(trained))
+            assert values["lengths/trained_reward"] == pytest.approx(sum(e.reward or 0.0 for e in trained) / len(trained))
+            assert values["lengths/sampled_num"] == len(everything)
+            assert values["lengths/dropped_num"] == 4
+            ratio = values["lengths/trained_mean"] / values["lengths/sampled_mean"]
+            assert values["lengths/trained_ratio"] == pytest.approx(ratio)
+            cut = [e for e in everything if e.finish == Finish.LENGTH.name.lower()]
+            assert values.get("lengths/truncated_num", 0) == len(cut)
+
+
+def test_the_whole_run_adds_up_and_is_shown(dropped: Path) -> None:
+    bias = bias_of_run(dropped)
+    assert (bias["trained"].num, bias["dropped"].num) == (32, 16)
+    assert "stale" not in bias
+    shown = CliRunner().invoke(cli, ["samples", str(dropped), "--lengths"], catch_exceptions=False).stdout
+    assert shown.splitlines()[0].split() == ["samples", "mean", "tokens", "of", "all", "mean", "reward"]
+    assert any(line.split()[:2] == ["dropped", "16"] for line in shown.splitlines())
+    as_json = CliRunner().invoke(cli, ["samples", str(dropped), "--lengths", "--json"], catch_exceptions=False).stdout
+    assert json.loads(as_json)["trained"]["num"] == 32
+
+
+def test_carried_and_stale_samples_are_counted_apart(tmp_path: Path) -> None:
+    run_dir = run(tmp_path, "carry", 2)
+    bias = bias_of_run(run_dir)
+    assert bias["carried"].num > 0
+    assert bias["stale"].num > 0
+    steps = metrics_of(run_dir)
+    assert (steps[0]["lengths/trained_num"], steps[0]["lengths/carried_num"]) == (8, 4)
+    # What the last step may leave, a third, it must not leave if it is too old for another step: how fast updates were decides it.
+    left = steps[3].get("lengths/carried_num", 0)
+    assert left <= 4
+    assert bias["trained"].num == 4 * 12 - left
+    with SampleQuery(run_dir) as book:
+        behind = [e for e in book.entries("ending = 'consumed'", limit=100) if e.versions]
+    assert len(behind) == bias["trained"].num
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="can't read the samples"):
+        bias_of_run(tmp_path)

@@ -1,0 +1,237 @@
+"""A run that is killed after any event, and resumed, ends as one that was not: weights, samples, rewards, what was consumed, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from one_thread import commit_every, imaged, resumed
+from test_critics import ppo
+from test_replay import ROWS, digits
+
+from m2flow import AdamW, Dataset, Flow, Policy, Reference, Reward, Role, Sample, call, flow, informative, log, ppo_clip, steps
+from m2flow.errors import RewardError
+from m2flow.micro.records.audit import audit
+from m2flow.micro.records.flow_record import read_record
+from m2flow.observe.metrics import read_metrics
+from m2flow.runner.run import Summary
+from m2flow.samples import Batch
+from m2flow.spec import ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
+
+
+def spec_of(placement: str = "split", workers: int = 1) -> ClusterSpec:
+    return ClusterSpec(
+        device="cpu",
+        cores=2,
+        placement=placement,
+        rollout=RolloutSpec(engine="fake", max_running=4, workers=workers),
+        train=TrainSpec(engine="fake", token_budget=60),
+        functions=FunctionSpec(chunk=3),
+    )
+
+
+@flow
+def loop(num_steps: int = 3) -> None:
+    """What comes next depends on what was seen, and on the flow's own dice; an evaluation is needed by nobody."""
+    policy, judge, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    reference = Reference(policy)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(2), n=random.choice([2, 3]), max_new_tokens=6)
+        rewards = judge.score(responses)
+        metrics = policy.update(responses, rewards, loss=ppo_clip(kl_coef=0.1), reference=reference, optimizer=AdamW(1e-3))
+        log(again=judge.score(policy.generate(prompts.take(1), max_new_tokens=3)).mean(), step=float(step))
+        if float(metrics["num_tokens"]) % 2:
+            prompts.take(1)
+
+
+def account(summary: Summary) -> Mapping[str, object]:
+    """What a run came to, of which nothing may depend on its having been killed."""
+    run_dir = Path(summary.run_dir)
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.db")) as db:
+        tables = {
+            "calls": "SELECT ordinal, name, state FROM calls ORDER BY 1",
+            "consumption": "SELECT * FROM consumption ORDER BY 1, 2, 3",
+            "rewards": "SELECT sample, call, value FROM rewards ORDER BY 1, 2",
+            "logs": "SELECT * FROM logs ORDER BY rowid",
+            "samples": "SELECT id, call, num_tokens, finish FROM samples ORDER BY 1",
+            "cursors": "SELECT * FROM cursors ORDER BY 1",
+            "looks": "SELECT kind, position, body FROM record ORDER BY 1, 2",
+        }
+        found: dict[str, object] = {name: db.execute(query).fetchall() for name, query in tables.items()}
+    lines = Counter((step, name, value) for name, points in read_metrics(run_dir).items() for step, value in points)
+    num_lines = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    if any(record.name == "keep" for record in read_record(run_dir).calls):
+        # How many candidates are begun that turn out not to be needed depends on time.
+        return {name: value for name, value in found.items() if name not in ("samples", "rewards")} | {
+            "weights": summary.weights_sha256,
+            "digest": summary.samples_sha256,
+            "metrics": {line for line in lines if not line[1].startswith("lengths/")},
+        }
+    return found | {
+        "weights": summary.weights_sha256,
+        "digest": summary.samples_sha256,
+        "metrics": lines,
+        "num_lines": num_lines,
+        "counts": (summary.steps, summary.samples, summary.tokens, summary.calls_failed, summary.reward_first, summary.reward_last),
+    }
+
+
+def check_images(
+    program: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 5
+) -> None:
+    """Resume a run from images of it, evenly spaced over its events; from all if `most` is None."""
+    summary, images = imaged(program, options, spec, settings, where / "images")
+    expected = account(summary)
+    for number, image in enumerate(_chosen(images.paths, most)):
+        went_on = resumed(program, options, spec, settings, image, order_seed=number)
+        found = account(went_on)
+        assert (audited := audit(image)).is_sound, str(audited)
+        assert found == expected, f"{image}: {[name for name in expected if found[name] != expected[name]]}"
+        shutil.rmtree(image)
+
+
+@flow
+def dynamic(num_steps: int = 3) -> None:
+    """A generation that draws its own prompts until enough groups are kept, and a role with state."""
+    policy, judge, prompts, memory = Policy("fake"), Reward(digits), Dataset(ROWS), Memory()
+    for _ in steps(num_steps):
+        kept = policy.generate(prompts, n=2, count=2, max_new_tokens=4, score=judge, keep=informative, max_draws=8)
+        seen = memory.seen(kept)
+        metrics = policy.update(kept, kept.reward, optimizer=AdamW(1e-3))
+        log(seen=seen, tokens=metrics["num_tokens"])
+        prompts.take(int(float(seen)) % 2 + 1)
+
+
+class Memory(Role):
+    """How many tokens it was ever shown."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @call(granularity="batch", reads=["memory.total"], writes=["memory.total"])
+    def seen(self, samples: list[Sample]) -> float:
+        self.total += sum(sample.num_tokens for sample in samples)
+        return float(self.total)
+
+
+@flow(staleness=1)
+def carrying(num_steps: int = 4) -> None:
+    """Late samples go on in the next step, and generation is ahead of training."""
+    policy, judge, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=7, oversample=1.5, late="carry")
+        metrics = policy.update(responses, judge.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3))
+        log(tokens=metrics["num_tokens"])
+
+
+@flow(staleness=1)
+def ahead(num_steps: int = 4) -> None:
+    """What is generated while an update runs depends on time; what is late is dropped."""
+    policy, judge, prompts = Policy("fake"), Reward(digits), Dataset(ROWS)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(3), n=2, max_new_tokens=7, oversample=1.5, late="drop")
+        policy.update(responses, judge.score(responses), loss=ppo_clip(), optimizer=AdamW(1e-3))
+
+
+@flow
+def catching(num_steps: int = 3) -> None:
+    """Errors that the flow catches, and goes on from by another way; and a reference that is made anew in every second step."""
+    policy, judge, strict, prompts = Policy("fake"), Reward(digits), Reward(refuses), Dataset(ROWS)
+    reference = Reference(policy)
+    for step in steps(num_steps):
+        responses = policy.generate(prompts.take(2), n=2, max_new_tokens=6)
+        refused = strict.score(responses)
+        mean = refused.mean()
+        try:
+            float(mean)
+        except RewardError:
+            log(refused=float(step))
+            prompts.take(1)
+        if step % 2:
+            reference = Reference(policy)
+        log(mean=mean, kl=reference.logprobs(responses).mean())
+        policy.update(responses, judge.score(responses), loss=ppo_clip(kl_coef=0.1), reference=reference, optimizer=AdamW(1e-3))
+
+
+def refuses(sample: Sample) -> float:
+    raise ValueError("no")
+
+
+def settings_of(how: str, where: Path) -> RunSettings:
+    return RunSettings(runs_dir=str(where / "runs"), eager=how == "eager", checkpoint_steps=1, flush_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [(loop, "eager"), (loop, "time-shared"), (ppo, "split"), (dynamic, "split"), (catching, "eager"), (catching, "split")],
+    ids=["loop-eager", "loop-time-shared", "ppo-split", "dynamic-split", "catching-eager", "catching-split"],
+)
+def test_a_run_that_is_killed_after_some_event_ends_as_one_that_was_not(tmp_path, monkeypatch, program, how):
+    commit_every(monkeypatch, 0.0)
+    check_images(program, {}, spec_of("split" if how == "eager" else how), settings_of(how, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("how", ["eager", "split"])
+@pytest.mark.parametrize("program", [carrying, ahead], ids=lambda program: program.name)
+def test_where_time_decides_a_resumed_run_keeps_every_rule_and_trains_on_each_sample_once(tmp_path, monkeypatch, program, how):
+    commit_every(monkeypatch, 0.0)
+    check_lawful(program, spec_of("split"), settings_of(how, tmp_path), tmp_path)
+
+
+def check_lawful(program: Flow, spec: ClusterSpec, settings: RunSettings, where: Path, *, most: int | None = 5) -> None:
+    """What was done before the kill stays; every update trains on what its generation gives; versions are within the bound."""
+    summary, images = imaged(program, {}, spec, settings, where / "images")
+    calls = account(summary)["calls"]
+    for number, image in enumerate(_chosen(images.paths, most)):
+        known = read_record(image)
+        ended = {ordinal for (ordinal,) in _table(image, "SELECT ordinal FROM calls WHERE state='done'")}
+        tokens = {o: _tokens(known.value(o)) for o in ended if known.calls[o].name == "policy.generate"}
+        went_on = resumed(program, {}, spec, settings, image, order_seed=number)
+        assert account(went_on)["calls"] == calls
+        assert (audited := audit(image)).is_sound, str(audited)
+        record = read_record(image)
+        for ordinal, rows in tokens.items():
+            assert _tokens(record.value(ordinal)) == rows
+        given = {o: set(_tokens(record.value(o))) for o, name, _ in calls if name == "policy.generate"}
+        trained: dict[int, list[int]] = {}
+        for update, sample in _table(image, "SELECT update_call, sample FROM consumption"):
+            trained.setdefault(update, []).append(sample)
+        for update, samples in trained.items():
+            assert sorted(samples) == sorted(given[dict(record.calls[update].inputs)["samples"]])
+        assert len({sample for samples in trained.values() for sample in samples}) == sum(map(len, trained.values()))
+        after = dict(_table(image, "SELECT sample, call FROM decisions"))
+        for ordinal, rows in tokens.items():
+            assert {after[sample] for sample in rows} == {ordinal}
+        shutil.rmtree(image)
+
+
+def _table(run_dir: Path, query: str) -> list[tuple[int, ...]]:
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.db")) as db:
+        return db.execute(query).fetchall()
+
+
+def _tokens(rows: object) -> dict[int, list[int]]:
+    assert isinstance(rows, Batch)
+    return {packed: rows.ragged("tokens").row(i).tolist() for i, packed in enumerate(rows.ids.tolist())}
+
+
+def _chosen(paths: list[Path], most: int | None) -> list[Path]:
+    chosen = paths if most is None else paths[3 :: max(len(paths) // most, 1)]
+    assert len(chosen) > 3
+    return chosen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["commits at once", "commits at checkpoints"])
+@pytest.mark.parametrize("how", ["eager", "time-shared", "split"])
+@pytest.mark.parametrize("program", [loop, ppo, dynamic], ids=lambda program: program.name)
+def test_a_run_that_is_killed_after_any_event_ends_as_one_that_was_not(tmp_path, monkeypatch, program, how, seconds):
+    commit_every(monkeypatch, seconds)
+    check_images(program, {}, spec_of("split" if how == "eager" else how), settings_of(how, tmp_path), tmp_path, most=None)

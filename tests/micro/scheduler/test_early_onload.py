@@ -1,0 +1,211 @@
+"""A trainer comes to devices on which the last samples still run, where the plan says so: the same answer in every order, and sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from simulated import Given, cluster, leased, ran
+from simulated import plain as simulated_flow
+from test_find_plan import grpo
+from test_gpu_borrowing import split
+from test_same_answer import duet, everything, failing, plain
+from test_simulation import decodes
+
+from m2flow.errors import PlanError
+from m2flow.macro.flow import Flow
+from m2flow.macro.tracing import trace
+from m2flow.micro.lowering.passes import lower
+from m2flow.micro.lowering.placement import seat_workers
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.cost_terms import Footprint, PassCost, Switch, TrainCost
+from m2flow.micro.protocol.plan import Choice, Plan, check_coming
+from m2flow.micro.protocol.worker_state import Lease
+from m2flow.planner.cost_model import ModelledCosts
+from m2flow.planner.explaining import explain
+from m2flow.planner.model_shapes import ModelShape, shape_named
+from m2flow.planner.search import find_plan
+from m2flow.planner.workload import extents_of
+from m2flow.rollout_scheduling.lengths import lognormal
+from m2flow.spec import ClusterSpec, LayoutSpec, PinSpec, PoolSpec, RolloutSpec, TrainSpec
+from m2flow.testing.costs import NOTHING, PlainCosts
+from m2flow.testing.random_programs import beside_the_trainer, difference_of, programs
+from m2flow.testing.world import run_eager, run_planned
+
+few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+
+pytest_plugins = ["small_runs"]  # The fixture `quick`.
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def ahead(share: float, *names: str) -> Callable[[Plan], Plan]:
+    """It comes at a share of their samples."""
+    return beside_the_trainer(*names, train={"comes_at": share})
+
+
+@pytest.fixture
+def came(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Turns that came ahead."""
+    found: list[str] = []
+    before = Lease.come_ahead
+    monkeypatch.setattr(Lease, "come_ahead", lambda self, to: (found.append(to), before(self, to))[1])
+    return found
+
+
+@pytest.mark.parametrize("share", [0.01, 0.4, 0.9])
+@pytest.mark.parametrize("of", [plain, everything, duet, failing], ids=lambda of: of.name)
+def test_what_comes_ahead_gives_the_eager_answer(of: Flow, share: float, came: list[str]) -> None:
+    eager = run_eager(of, {"batch": 4}, split())
+    for order_seed in range(2):
+        planned = run_planned(of, {"batch": 4}, split(2, 64), order_seed=order_seed, seated=ahead(share, "rollout-0", "rollout-1"))
+        assert difference_of(planned, eager) is None
+    assert set(came) <= {"train"}
+    assert came or share == 0.9 or of is failing
+
+
+@few
+@given(programs(), st.integers(1, 3), st.sampled_from([0.01, 0.3, 0.7, 1.0]), st.integers(0, 2**30), st.booleans())
+def test_a_random_program_gives_the_same_with_what_comes_ahead(program, num_rollout, share, order_seed, by_identity):
+    spec, names = split(num_rollout, 64), ["rollout-0", "rollout-2", "rollout-1"][:num_rollout]
+    planned = run_planned(program.as_flow(), {}, spec, order_seed=order_seed, deterministic=by_identity, seated=ahead(share, *names))
+    assert difference_of(planned, run_eager(program.as_flow(), {}, spec)) is None
+
+
+@pytest.mark.parametrize("order_seed", range(8))
+def test_workers_that_are_lost_meanwhile_change_nothing(order_seed: int, came: list[str]) -> None:
+    spec = split(3, 64)
+    eager = run_eager(plain, {"batch": 4}, spec)
+    seated = ahead(0.2, "rollout-0", "rollout-1", "rollout-2")
+    assert run_planned(plain, {"batch": 4}, spec, order_seed=order_seed, seated=seated, num_losses=2).weights == eager.weights
+
+
+def a_lease() -> Lease:
+    lease = Lease("a")
+    for name, turns in (("rollout-0", ["rollout"]), ("rollout-1", ["rollout"]), ("train-0", ["train"])):
+        lease.join(name, turns)
+    return lease
+
+
+def test_room_is_made_by_all_before_anybody_comes_and_the_rest_leaves_when_the_lease_moves() -> None:
+    lease = a_lease()
+    assert lease.come_ahead("train") == ("rollout-0", "rollout-1")
+    assert (lease.turn, lease.owner, lease.others) == ("", "rollout", ["train", "rollout"])
+    assert lease.made_room("rollout-1") == ()
+    assert lease.made_room("rollout-0") == ("train-0",)
+    assert lease.move("train") == ("rollout-0", "rollout-1")
+    assert (lease.answered("rollout-0"), lease.is_moving) == ((), True)
+    assert (lease.answered("rollout-1"), lease.owner, lease.turn) == ((), "train", "train")
+
+
+def test_who_came_ahead_leaves_if_the_devices_are_the_owners_again() -> None:
+    lease = a_lease()
+    lease.come_ahead("train")
+    lease.made_room("rollout-0")
+    lease.made_room("rollout-1")
+    assert lease.move("rollout") == ("train-0",)
+    assert (lease.answered("train-0"), lease.turn, lease.ahead) == ((), "rollout", "")
+
+
+def test_nobody_comes_when_one_that_made_room_is_lost() -> None:
+    lease = a_lease()
+    lease.come_ahead("train")
+    assert lease.left("rollout-1") == ()
+    assert lease.made_room("rollout-0") == ()
+    assert lease.move("train") == ("rollout-0",)
+    assert lease.answered("rollout-0") == ("train-0",)
+
+
+def test_if_all_who_had_to_leave_are_lost_the_lease_has_moved_at_once() -> None:
+    lease = a_lease()
+    lease.come_ahead("train")
+    lease.made_room("rollout-0")
+    lease.made_room("rollout-1")
+    for name in ("rollout-0", "rollout-1"):
+        lease.left(name)
+    assert (lease.move("train"), lease.turn) == ((), "train")
+
+
+def simulated(seated: Callable[[Plan], Plan]) -> tuple[float, float]:
+    """Seconds of a step of which one sample is long, and bytes on the device at most."""
+    costs = PlainCosts(
+        decodes(), TrainCost(NOTHING, PassCost(0.0, 0.1, 0.0), 2.0), switching=Switch(1.0, 5.0), bytes_of=Footprint(weights=10, kv=3)
+    )
+    lengths = Given([[10, 12], [8, 14], [9, 11], [10, 60]], prompt=2)
+    options = {"batch": 4, "n": 2, "num_steps": 2}
+    found = ran(simulated_flow, costs, lengths, cluster(token_budget=30), options=options, num_steps=2, seated=seated)
+    switches = [did for did in found.history.dids if isinstance(did.task, m.Switch) and did.worker == "train-0"]
+    assert {did.task.to for did in switches} == {"train", "rollout"}
+    return found.makespans[1], found.history.periods[1].peak_bytes
+
+
+def test_the_simulator_has_it_come_as_a_run_does_and_the_step_is_shorter_by_its_way() -> None:
+    def comes(plan: Plan) -> Plan:
+        workers = []
+        for worker in leased(plan).workers:
+            slots = [msgspec.structs.replace(s, comes_at=0.7 if s.kind == "train" else 0.0) for s in worker.engines]
+            workers.append(msgspec.structs.replace(worker, engines=tuple(slots)))
+        return msgspec.structs.replace(plan, workers=tuple(workers)).verify()
+
+    (comes_s, most), (waits_s, usual) = simulated(comes), simulated(leased)
+    assert waits_s - comes_s == pytest.approx(5.0)
+    assert most > usual
+
+
+def test_a_plan_says_who_comes_when_and_refuses_others() -> None:
+    graph, models, _ = trace(plain, {}, steps=1)
+    plan = lower(graph, models, split())
+    assert "comes when 80% have ended" in str(ahead(0.8, "rollout-0", "rollout-1")(plan))
+    with pytest.raises(PlanError, match=r"the train engine of policy can't come when 1\.2 of the samples"):
+        ahead(1.2, "rollout-0")(plan)
+    shared = lower(graph, models, split().model_copy(update={"placement": "time-shared"}))
+    (first, *rest) = shared.workers
+    slots = tuple(msgspec.structs.replace(s, comes_at=0.5 if s.kind == "train" else 0.0) for s in first.engines)
+    with pytest.raises(PlanError, match="in a worker of its own"):
+        msgspec.structs.replace(shared, workers=(msgspec.structs.replace(first, engines=slots), *rest)).verify()
+
+
+def searched(*, max_running: int = 1024, engine: str = "embedded", pin: dict[str, PinSpec] | None = None) -> Choice:
+    """Two GPUs that can't hold the trainer beside a cache for so many samples."""
+    workload, lengths, shapes = grpo(0, 256), lognormal(median=1500, sigma=0.9, cap=4096, prompt_tokens=300), shapes_of_a_small_model()
+    calls = tuple(
+        msgspec.structs.replace(call, after=tuple(name for name in call.after if name != "reference.logprobs"))
+        for call in workload.calls
+        if call.name != "reference.logprobs"
+    )
+    workload = msgspec.structs.replace(workload, calls=calls)
+    spec = ClusterSpec(
+        name="two",
+        pools={"main": PoolSpec(device="h100", nodes=1, devices_per_node=2)},
+        rollout=RolloutSpec(engine=engine, max_running=max_running),
+        train=TrainSpec(engine="fsdp", token_budget=4096),
+        pin=pin or {},
+    )
+    return find_plan(workload, lengths, ModelledCosts(spec, workload, shapes, extents_of(workload, shapes, lengths)), spec)
+
+
+def shapes_of_a_small_model() -> dict[str, ModelShape]:
+    return dict.fromkeys(("policy", "reference"), shape_named("Qwen2.5-3B"))
+
+
+def test_the_search_has_a_trainer_come_as_soon_as_there_is_room_where_it_has_to_leave() -> None:
+    _, train = searched().seats
+    assert train.is_swapped
+    assert 0.5 < train.comes_at < 1
+    assert "comes when" in explain(searched())
+    assert {w.name: [s.comes_at for s in w.engines] for w in seat_workers(searched(), ClusterSpec(), "cuda:0") if w.lease} == {
+        "rollout-0": [0.0],
+        "rollout-1": [0.0],
+        "train-0": [train.comes_at],
+    }
+    assert not any(seat.comes_at for seat in searched(engine="sglang").seats), "its cache has one size"
+    assert not any(seat.comes_at or seat.is_swapped for seat in searched(max_running=256).seats), "both fit, and stay"
+
+
+def test_a_trainer_in_the_process_of_one_of_several_instances_does_not_come_beside_it() -> None:
+    pins = {"rollout": PinSpec(devices=(0, 2), layout=LayoutSpec(dp=2)), "train": PinSpec(devices=(0, 1))}
+    choice = searched(pin=pins)
+    assert [seat.is_swapped for seat in choice.seats if seat.engine.kind == "train"] == [True]
+    check_coming(seat_workers(choice, ClusterSpec(pools={"main": PoolSpec(device="h100", devices_per_node=2)}), "cuda:0"))

@@ -1,0 +1,79 @@
+"""The engines of one process: when finished samples leave, and what an abort takes along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from m2flow.engines.contract import EngineSettings
+from m2flow.macro.graph import Call, Granularity, Site
+from m2flow.micro.protocol.plan import EngineSlot
+from m2flow.micro.worker.engine_host import EngineHost
+from m2flow.observe.spans import Recorder
+from m2flow.recipe import Model, Sampling
+from m2flow.samples import Batch, Ragged, make_ids
+
+
+def generate_call(ordinal: int) -> Call:
+    return Call(
+        ordinal=ordinal,
+        role="policy",
+        method="generate",
+        engine="rollout",
+        granularity=Granularity.SAMPLE,
+        inputs=(),
+        options={"sampling": Sampling(max_new_tokens=40), "repeat": ordinal, "n": 1},
+        reads=(),
+        writes=(),
+        site=Site("flow.py", ordinal, ""),
+        step=0,
+        is_aligned=True,
+    )
+
+
+def prompts(num: int) -> Batch:
+    return Batch(make_ids(0, num), {"prompt": Ragged.texts([f"prompt {i}" for i in range(num)]), "seed": np.arange(num, dtype=np.uint64)})
+
+
+@pytest.fixture
+def gathering() -> Iterator[EngineHost]:
+    bench = EngineHost(
+        [EngineSlot("policy", "rollout", "fake")],
+        {"policy": Model("fake")},
+        {"rollout": EngineSettings()},
+        run_seed=0,
+        recorder=Recorder("bench"),
+        shared_prefix="",
+        gather_s=math.inf,
+    )
+    bench.open()
+    yield bench
+    bench.close()
+
+
+def left_after(bench: EngineHost, num_steps: int) -> list[tuple[int, list[int]]]:
+    return [(call.ordinal, rows.ids.tolist()) for _ in range(num_steps) for call, rows in bench.step()]
+
+
+def test_samples_that_gather_leave_together_with_the_last_one(gathering: EngineHost) -> None:
+    ids = make_ids(1, 20).tolist()
+    gathering.generate(generate_call(1), ids, prompts(20))
+
+    # 40 steps end every sample: the last leave in the step that ends the longest.
+    assert [(call, sorted(left)) for call, left in left_after(gathering, 40)] == [(1, ids)]
+    assert gathering.num_unfinished == 0
+
+
+def test_an_abort_takes_along_what_has_finished_but_not_left(gathering: EngineHost) -> None:
+    kept, aborted = make_ids(1, 20).tolist(), make_ids(2, 20).tolist()
+    gathering.generate(generate_call(1), kept, prompts(20))
+    gathering.generate(generate_call(2), aborted, prompts(20))
+    assert left_after(gathering, 10) == []
+
+    gathering.abort(2)
+
+    assert gathering.num_unfinished == 20
+    assert [(call, sorted(left)) for call, left in left_after(gathering, 40)] == [(1, kept)]

@@ -1,0 +1,107 @@
+"""FSDP2 over two ranks in real runs: rewards, losses and samples are the embedded trainer's; a killed rank changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from disturbing import disturbed, same, undisturbed
+from safetensors.torch import load_file
+from test_oom_split import LR, learns
+
+from m2flow import AdamW, Dataset, Lora, Policy, Reference, Reward, Sample, flow, log, ppo_clip, steps
+from m2flow.micro.records.ledger import read_incidents
+from m2flow.runner.run import Run, Summary
+from m2flow.spec import ClusterSpec, RolloutSpec, RunSettings, TrainSpec
+
+pytestmark = pytest.mark.slow
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="lora: the extra lora is not installed")
+
+DIGITS = Path(__file__).parents[3] / "flows" / "models" / "digits"
+
+
+def digits_seen(sample: Sample) -> float:
+    return len(set(str(sample.text))) / 8
+
+
+@flow
+def sorts(num_steps: int = 3, rank: int = 0) -> None:
+    """Two epochs, so that the loss is no zero; a reference that has other weights than the model began with."""
+    policy, verifier = Policy(DIGITS, init="random", lora=Lora(rank) if rank else None), Reward(digits_seen)
+    prompts = Dataset([{"prompt": f"{i * 7919 % 10000}="} for i in range(12)], shuffle=False)
+    first = policy.generate(prompts.take(4), n=2, max_new_tokens=8)
+    policy.update(first, verifier.score(first), optimizer=AdamW(1e-2))
+    reference = Reference(policy)
+    for _ in steps(num_steps):
+        responses = policy.generate(prompts.take(4), n=2, max_new_tokens=8)
+        rewards = verifier.score(responses)
+        metrics = policy.update(
+            responses, rewards, reference=reference.logprobs(responses), loss=ppo_clip(kl_coef=0.1), optimizer=AdamW(1e-3), epochs=2
+        )
+        log(reward=rewards.mean(), total=metrics["loss"])
+
+
+def run(runs_dir: Path, train: TrainSpec, placement: str, rank: int, *, eager: bool) -> tuple[Summary, dict[str, list[float]]]:
+    """Also what was logged, and what updates said: by name, in order."""
+    spec = ClusterSpec(placement=placement, device="cpu", cores=2, rollout=RolloutSpec(threads=1), train=train)  # type: ignore[arg-type]
+    summary = Run(sorts, {"rank": rank}, spec, RunSettings(runs_dir=str(runs_dir), deterministic=True, eager=eager)).execute()
+    said: dict[str, list[float]] = {}
+    for line in (Path(summary.run_dir) / "metrics.jsonl").read_text().splitlines():
+        for name, value in json.loads(line)["values"].items():
+            said.setdefault(name, []).append(value)
+    return summary, said
+
+
+@pytest.mark.parametrize(
+    ("placement", "rank"),
+    [("split", 0), ("time-shared", 0), pytest.param("split", 4, marks=needs_peft)],
+    ids=["split", "time-shared", "adapters"],
+)
+def test_rewards_losses_and_samples_are_those_of_the_embedded_trainer(tmp_path: Path, placement: str, rank: int) -> None:
+    alone, expected = run(tmp_path, TrainSpec(token_budget=60), placement, rank, eager=True)
+    spread, found = run(tmp_path, TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=60), placement, rank, eager=False)
+    assert spread.samples_sha256 == alone.samples_sha256
+    for name in ("reward", "total", "loss", "kl", "grad_norm", "rollout_diff/max"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert len(found["loss"]) == len(found["total"]) == 3
+    assert max(map(abs, found["kl"])) > (0 if rank else 1e-6)  # Adapters have moved little so soon.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("room", ["20 10000", "10000 20"], ids=["on the way in", "on the way back"])
+def test_ranks_that_run_out_of_memory_go_on_in_smaller_parts_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    """One rank has too many tokens in the middle of a pass, where the other waits for it."""
+
+    def trained(name: str, tokens: str) -> tuple[dict[str, torch.Tensor], list[str], dict[str, float]]:
+        monkeypatch.setenv("M2FLOW_TEST_ROOM", tokens)
+        train = TrainSpec(engine="fsdp", ranks=2, threads=1, token_budget=10_000)
+        spec = ClusterSpec(placement="split", device="cpu", cores=2, rollout=RolloutSpec(threads=1), train=train)
+        settings = RunSettings(runs_dir=str(tmp_path / name), deterministic=True)
+        run_dir = Path(Run(learns, {}, spec, settings, flow_file=__file__, warn=lambda text: None).execute().run_dir)
+        (first, *_) = (run_dir / "metrics.jsonl").read_text().splitlines()
+        weights = load_file(run_dir / "checkpoints" / "final" / "policy" / "model.safetensors")
+        return weights, [incident.kind for incident in read_incidents(run_dir)], json.loads(first)["values"]
+
+    (whole, nothing, _), (parts, incidents, said) = trained("whole", "10000 10000"), trained("parts", room)
+    assert nothing == []
+    assert incidents == ["out of memory"]
+    assert said["micro_batches_halved"] == 2
+    for name, tensor in whole.items():
+        # AdamW's step has the size of its learning rate where a gradient is next to nothing, whatever its sign.
+        assert float((tensor - parts[name]).abs().mean()) < 0.02 * LR, name
+
+
+def test_a_run_whose_rank_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    arguments = (str(DIGITS), "ranks=2", "rollouts=1", "retry_wait_s=0.0", "num_steps=3")
+    said, _ = disturbed(tmp_path / "runs", arguments, "train-0#1", 12_000, lambda process: process.kill(), held_at=2, returns=False)
+    assert said.get("error") is None
+    assert [incident[1:3] for incident in said["incidents"]] == [["lost", "train-0"]]
+    alone = undisturbed(*arguments)
+    assert alone.get("error") is None
+    assert same(said, alone)

@@ -1,0 +1,433 @@
+"""The cost model without a profile: closed forms by hand, what must not get worse, and bytes that add up."""
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.engines.contract import ParallelLayouts
+from m2flow.errors import EngineError, ModelError, SpecError
+from m2flow.micro.protocol.cost_terms import EngineId, Footprint, Layout
+from m2flow.planner.cost_model import ModelledCosts, shapes_of
+from m2flow.planner.model_shapes import ModelShape, adapted, shape_named, zoo
+from m2flow.planner.pools import GIB, legal_layouts, offered
+from m2flow.planner.workload import CallLoad, Extent, Workload
+from m2flow.recipe import Lora, Model
+from m2flow.spec import ClusterSpec, FunctionSpec, PoolSpec, RolloutSpec, TrainSpec, WeightsSpec
+
+ROLLOUT, TRAIN, REFERENCE = EngineId("policy", "rollout"), EngineId("policy", "train"), EngineId("reference", "train")
+LONG = Extent(prompt=200, response=4000, position=3000, longest=16_384)
+
+
+def step(num_prompts: int = 128, n: int = 8) -> Workload:
+    return Workload(
+        "grpo",
+        (
+            CallLoad("policy.generate", "generate", ROLLOUT, num_prompts, n, "sample", False, ()),
+            CallLoad("rule.score", "function", None, num_prompts, n, "sample", False, ("policy.generate",)),
+            CallLoad("reference.logprobs", "forward", REFERENCE, num_prompts, n, "sample", False, ("policy.generate",)),
+            CallLoad("policy.update", "update", TRAIN, num_prompts, n, "batch", False, ("rule.score",), num_optimizer_steps=1),
+        ),
+    )
+
+
+def costs(
+    model: str = "Qwen2.5-7B", device: str = "h200", nodes: int = 1, extent: Extent = LONG, workload: Workload | None = None, **spec: object
+) -> ModelledCosts:
+    known: Mapping[str, object] = {
+        "rollout": RolloutSpec(engine="sglang"),
+        "train": TrainSpec(engine="deepspeed", token_budget=16_384),
+        **spec,
+    }
+    cluster = ClusterSpec(pools={"main": PoolSpec(device=device, nodes=nodes)}, **known)  # type: ignore[arg-type]
+    shape = shape_named(model)
+    return ModelledCosts(cluster, workload or step(), {"policy": shape, "reference": shape}, {"": extent})
+
+
+def test_a_decode_step_of_a_7b_on_one_h200_is_what_its_weights_take() -> None:
+    cost = costs().decode(ROLLOUT, "main", Layout())
+    read = 2 * (7_615_616_512 - 152_064 * 3584)  # bfloat16, all but the embedding table
+    assert cost.step_s == pytest.approx(read / (0.7 * 4.8e12) + 0.0008 + 28 * 5e-6)
+    assert cost.step_s > 15.2e9 / 4.8e12  # No schedule beats the bandwidth of the data sheet.
+    cache = 57_344 * 3200 / (0.7 * 4.8e12)
+    work = (read + 2 * 28 * 28 * 256 * 3200) / (0.4 * 989.4e12)
+    assert cost.sample_s == pytest.approx(cache + work)
+    assert cost.prefill_token_s == pytest.approx((read + 28 * 28 * 256 * 200) / (0.5 * 989.4e12))
+    assert cost.max_running == 256
+
+
+def test_a_training_pass_of_a_7b_on_eight_h100_is_its_operations_over_their_peak() -> None:
+    cost = costs(device="h100").train(TRAIN, "main", Layout(dp=8, zero=1))
+    peak = 8 * 0.45 * 989.4e12
+    multiplied = 7_615_616_512 - 152_064 * 3584
+    assert cost.update.token_s == pytest.approx(4 * 2 * multiplied / peak)  # forward, again for the backward pass, and that twice
+    assert cost.update.token2_s == pytest.approx(4 * 28 * 28 * 256 / peak)
+    assert cost.forward.token_s == pytest.approx(2 * multiplied / (8 * 0.5 * 989.4e12))
+    gathered = 7 / 8 * 2 * 7_615_616_512 / (0.8 * 450e9) + 1e-5
+    assert cost.optimizer_s == pytest.approx(2 * gathered + 28 * 7_615_616_512 / 8 / (0.7 * 3.35e12))
+
+
+def test_linear_and_quadratic_parts_meet_where_published_estimates_have_them() -> None:
+    cost = costs("Llama-3.1-8B").train(TRAIN, "main", Layout(dp=8, zero=1))
+    # 24576 s + s^2 of a 7B with hidden size 4096 counts both halves of the square; a causal mask leaves one: 2 x 24576.
+    assert 2 * 24_576 < cost.update.token_s / cost.update.token2_s < 3 * 24_576
+
+
+def test_memory_of_a_trainer_is_sixteen_bytes_a_parameter_and_what_its_stage_shards() -> None:
+    model = costs()
+    count = 7_615_616_512
+
+    def need(layout: Layout) -> Footprint:
+        return model.footprint(TRAIN, "main", layout)
+
+    whole = need(Layout(dp=8))
+    assert (whole.weights, whole.gradients, whole.optimizer) == (2 * count, 2 * count, 12 * count)
+    assert need(Layout(dp=8, zero=1)).optimizer == 12 * count / 8
+    assert need(Layout(dp=8, zero=2)).gradients == 2 * count / 8
+    assert need(Layout(dp=8, zero=3)).weights == 2 * count / 8
+    away = need(Layout(dp=8, zero=2, offload=True))
+    assert (away.optimizer, away.host) == (0, 12 * count / 8 + 2 * count / 8)
+    asked = model.footprint(REFERENCE, "main", Layout(dp=8))
+    assert (asked.weights, asked.gradients, asked.optimizer) == (2 * count, 0, 0)
+
+
+def test_adapters_have_as_many_parameters_as_is_published() -> None:
+    """41.9 M beside Llama 3 8B, 40.4 M beside Qwen2.5 7B, at rank 16 on all linear layers."""
+    assert adapted(shape_named("Llama-3.1-8B"), Lora(rank=16)).adapter_parameters == 41_943_040
+    assert adapted(shape_named("Qwen2.5-7B"), Lora(rank=16)).adapter_parameters == 40_370_176
+    queries_and_values = Lora(rank=8, targets=("q_proj", "v_proj"))
+    assert adapted(shape_named("Llama-3.1-8B"), queries_and_values).adapter_parameters == 3_407_872
+    assert adapted(shape_named("Qwen2.5-7B"), None).adapter_parameters == 0
+
+
+def test_experts_and_their_routers_have_adapters_as_peft_makes_them() -> None:
+    """Counted on models that peft 0.21.2 had put adapters of rank 4 on."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    small |= {"vocab_size": 100, "num_experts_per_tok": 2}
+    qwen = ModelShape.from_config(small | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8})
+    assert adapted(qwen, Lora(rank=4)).adapter_parameters == 40_032
+    # Three layers of eight experts, from 64 to twice 32 of gate and up with twice the rank, and from 32 back to 64.
+    assert adapted(qwen, Lora(rank=4)).expert_adapter_parameters == 3 * 8 * (2 * 4 * (64 + 64) + 4 * (32 + 64))
+    assert adapted(qwen, Lora(rank=4, targets=("q_proj", "gate"))).expert_adapter_parameters == 0
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1}
+    assert adapted(ModelShape.from_config(small | latent | experts), Lora(rank=4)).adapter_parameters == 29_920
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_trainer_of_adapters_keeps_gradients_and_optimiser_of_these_alone(zero: int) -> None:
+    whole, layout = costs(), Layout(dp=4, zero=zero)
+    shapes = {"policy": adapted(shape_named("Qwen2.5-7B"), Lora(rank=16)), "reference": shape_named("Qwen2.5-7B")}
+    adapters = ModelledCosts(whole.spec, step(), shapes, {"": LONG})
+    need, full = adapters.footprint(TRAIN, "main", layout), whole.footprint(TRAIN, "main", layout)
+    assert need.weights == pytest.approx(2 * (7_615_616_512 + 40_370_176) / (4 if zero == 3 else 1), abs=1)
+    assert need.gradients == pytest.approx(2 * 40_370_176 / (4 if zero >= 2 else 1), abs=1)
+    assert need.optimizer == pytest.approx(12 * 40_370_176 / (4 if zero >= 1 else 1), abs=1)
+    assert need.activations == full.activations
+    cost, dear = adapters.train(TRAIN, "main", layout), whole.train(TRAIN, "main", layout)
+    assert cost.optimizer_s < dear.optimizer_s / 50
+    multiplied = 7_615_616_512 - 152_064 * 3584
+    assert cost.update.token_s / dear.update.token_s == pytest.approx((3 * multiplied + 4 * 40_370_176) / (4 * multiplied), rel=1e-3)
+    assert cost.update.token2_s == dear.update.token2_s
+    assert (cost.forward.token2_s, cost.forward.fixed_s) == (dear.forward.token2_s, dear.forward.fixed_s)
+
+
+def test_adapters_of_experts_are_shared_out_with_their_experts_and_a_token_meets_those_of_its_own() -> None:
+    shape = adapted(shape_named("Qwen3-30B-A3B"), Lora(rank=16))
+    experts, others = shape.expert_adapter_parameters, shape.adapter_parameters - shape.expert_adapter_parameters
+    assert experts > others > 0
+    model = ModelledCosts(costs().spec, step(), {"policy": shape, "reference": shape_named("Qwen3-30B-A3B")}, {"": LONG})
+    need = model.footprint(TRAIN, "main", Layout(dp=8, ep=4, zero=1))
+    assert need.gradients == pytest.approx(2 * (others + experts / 4), abs=1)
+    assert need.optimizer == pytest.approx(12 * (others / 8 + experts / 4 / 2), abs=1)
+    base = shape_named("Qwen3-30B-A3B")
+    shared, routed = base.num_parameters - base.expert_parameters, base.expert_parameters
+    assert need.weights == pytest.approx(2 * (shared + others + (routed + experts) / 4), abs=1)
+    assert shape.active_adapter_parameters == pytest.approx(others + experts * 8 / 128)
+
+
+def test_a_flow_that_trains_adapters_is_planned_as_such() -> None:
+    spec = ClusterSpec(pools={"main": PoolSpec(device="h200")}, shapes={"policy": "Qwen2.5-7B"})
+    (shape,) = shapes_of({"policy": Model("there", lora=Lora(rank=16))}, spec).values()
+    assert shape.adapter_parameters == 40_370_176
+
+
+def test_a_cache_has_room_for_what_decodes_together_and_for_the_longest_sample() -> None:
+    need = costs().footprint(ROLLOUT, "main", Layout(dp=8))
+    assert need.kv == 128 * 4200 * 57_344  # 1,024 samples on eight instances
+    few = costs(workload=step(1, 1)).footprint(ROLLOUT, "main", Layout(dp=8))
+    assert few.kv == 16_384 * 57_344
+    assert costs("Qwen2.5-32B", "h100").decode(ROLLOUT, "main", Layout(dp=8)).max_running < 16  # 61 of 74 GiB are weights.
+
+
+ENGINES = st.sampled_from([ROLLOUT, TRAIN, REFERENCE])
+MODELS = st.sampled_from(zoo())
+
+
+@given(MODELS, ENGINES, st.sampled_from([1, 2, 4, 8, 16, 64]), st.data())
+def test_bytes_are_never_negative_and_add_up(model: str, engine: EngineId, count: int, data: st.DataObject) -> None:
+    asked = costs(model, nodes=8)
+    layouts = asked.layouts(engine, "main", count)
+    if not layouts:
+        return
+    layout = data.draw(st.sampled_from(layouts))
+    assert layout.num_devices == count
+    need = asked.footprint(engine, "main", layout)
+    parts = [getattr(need, name) for name in need.__struct_fields__]
+    assert min(parts) >= 0
+    assert need.weights > 0
+    assert need.device_bytes == sum(parts) - need.host >= need.kept_bytes
+    # All shards together hold each parameter at least once.
+    assert need.weights * count >= asked.shape(engine).weight_bytes
+    if engine == TRAIN:
+        assert (need.optimizer + need.host) * count >= 12 * asked.shape(engine).num_parameters
+    times = _times(asked, engine, layout)
+    assert min(times) >= 0
+
+
+def _times(asked: ModelledCosts, engine: EngineId, layout: Layout) -> list[float]:
+    if engine.kind == "rollout":
+        cost = asked.decode(engine, "main", layout)
+        return [cost.step_s, cost.sample_s, cost.prefill_token_s]
+    train = asked.train(engine, "main", layout)
+    passes = [train.forward, train.update]
+    return [part for one in passes for part in (one.fixed_s, one.token_s, one.token2_s)] + [train.optimizer_s]
+
+
+@given(
+    MODELS,
+    ENGINES,
+    st.sampled_from([1, 8, 32]),
+    st.sampled_from(["memory_gb_s", "bf16_tflops", "link_gb_s", "network_gb_s", "host_link_gb_s"]),
+)
+def test_a_faster_device_is_never_slower(model: str, engine: EngineId, count: int, what: str) -> None:
+    import dataclasses
+
+    slow, fast = costs(model, nodes=4), costs(model, nodes=4)
+    pool = fast._pools["main"]
+    faster = dataclasses.replace(pool.device, **{what: 2 * getattr(pool.device, what)})
+    fast._pools["main"] = dataclasses.replace(
+        pool,
+        device=faster,
+        link_bytes_s=pool.link_bytes_s * (2 if what == "link_gb_s" else 1),
+        network_bytes_s=pool.network_bytes_s * (2 if what == "network_gb_s" else 1),
+        pinned_bytes_s=pool.pinned_bytes_s * (2 if what == "host_link_gb_s" else 1),
+    )
+    for layout in slow.layouts(engine, "main", count)[:12]:
+        before, after = _times(slow, engine, layout), _times(fast, engine, layout)
+        assert all(new <= old for new, old in zip(after, before, strict=True))
+        need = slow.footprint(engine, "main", layout)
+        assert fast.switch(engine, "main", need).leave_s <= slow.switch(engine, "main", need).leave_s
+
+
+@pytest.mark.parametrize("model", ["Qwen2.5-32B", "Qwen3-235B-A22B", "DeepSeek-V3"])
+def test_more_tensor_parallelism_needs_less_memory_and_a_shorter_step(model: str) -> None:
+    asked = costs(model, nodes=4, workload=step(1, 1))  # A larger batch would meet more experts, and read more.
+    for few, many in itertools.pairwise([1, 2, 4, 8]):
+        a, b = Layout(tp=few, dp=32 // few), Layout(tp=many, dp=32 // many)
+        assert asked.footprint(ROLLOUT, "main", b).weights < asked.footprint(ROLLOUT, "main", a).weights
+        for zero in (0, 1, 2):  # Stage 3 shards the weights over all devices either way.
+            of = [asked.footprint(TRAIN, "main", Layout(tp=one.tp, dp=one.dp, zero=zero)).device_bytes for one in (a, b)]  # type: ignore[arg-type]
+            assert of[1] < of[0]
+        assert asked.decode(ROLLOUT, "main", b).step_s < asked.decode(ROLLOUT, "main", a).step_s
+
+
+def test_a_mixture_of_experts_reads_the_experts_that_its_batch_meets() -> None:
+    from m2flow.planner.cost_model import weights_read
+
+    shape = shape_named("Qwen3-30B-A3B")
+    one, all_met = weights_read(shape, 1), weights_read(shape, 10_000)
+    assert one == pytest.approx(2 * shape.num_multiplied, rel=1e-6)
+    assert all_met == pytest.approx(2 * (shape.num_parameters - shape.vocab * shape.hidden), rel=1e-6)
+
+
+def test_layouts_use_all_devices_and_keep_tensor_groups_inside_a_node() -> None:
+    shape = shape_named("Llama-3.1-70B")
+    for kind, name in (("rollout", "sglang"), ("train", "deepspeed")):
+        for count in (1, 3, 8, 12, 64):
+            found = legal_layouts(shape, offered(name, kind), kind, count, 8)  # type: ignore[arg-type]
+            assert len(set(found)) == len(found) > 0
+            assert all(one.num_devices == count and one.tp * one.sp <= 8 for one in found)
+    assert {one.tp for one in legal_layouts(shape_named("Qwen2.5-7B"), offered("sglang", "rollout"), "rollout", 8, 8)} == {1, 2, 4}
+    zero = {one.zero for one in legal_layouts(shape, offered("deepspeed", "train"), "train", 8, 8)}
+    assert zero == {0, 1, 2, 3}
+
+
+def test_an_embedded_engine_trains_on_one_device_and_generates_on_as_many_as_there_are() -> None:
+    shape = shape_named("Qwen2.5-0.5B")
+    assert legal_layouts(shape, offered("embedded", "train"), "train", 1, 8) == (Layout(),)
+    assert legal_layouts(shape, offered("embedded", "train"), "train", 2, 8) == ()
+    assert legal_layouts(shape, offered("embedded", "rollout"), "rollout", 8, 8) == (Layout(dp=8),)
+    assert ParallelLayouts().names() == []
+    with pytest.raises(EngineError, match=r"no rollout engine 'tgi' to plan for\n  There are embedded, fake, sglang, vllm"):
+        offered("tgi", "rollout")
+
+
+def test_on_a_cpu_cores_are_threads_of_an_engine() -> None:
+    shape = shape_named("Qwen2.5-0.5B")  # with 14 heads, which 3 threads share all the same
+    asked = ModelledCosts(ClusterSpec(device="cpu", cores=6), step(), {"policy": shape}, {"": LONG})
+    assert asked.layouts(TRAIN, "", 3) == (Layout(tp=3),)
+    assert asked.layouts(ROLLOUT, "", 6) == (Layout(tp=1, dp=6), Layout(tp=2, dp=3), Layout(tp=3, dp=2), Layout(tp=6, dp=1))
+    assert asked.decode(ROLLOUT, "", Layout(tp=2)).step_s < asked.decode(ROLLOUT, "", Layout()).step_s
+
+
+def test_the_unit_is_the_least_that_fits() -> None:
+    assert [costs(m, "h100", 8).unit(ROLLOUT, "main") for m in ("Qwen2.5-7B", "Qwen2.5-72B", "DeepSeek-V3")] == [1, 2, 32]
+    trainer = costs("Qwen3-235B-A22B", "h100", 8)
+    unit = trainer.unit(TRAIN, "main")
+    assert unit > 8
+    assert trainer.fits(TRAIN, "main", unit)
+    assert not trainer.fits(TRAIN, "main", unit - 8)
+    assert costs("DeepSeek-V3", "h100").unit(TRAIN, "main") == 0
+
+
+def test_a_switch_keeps_what_a_trainer_needs_and_drops_what_a_sync_brings() -> None:
+    asked = costs()
+    need = Footprint(weights=20, optimizer=int(10e9) - 20, kv=10**12)
+    leave = asked.switch(TRAIN, "main", need)
+    assert leave.leave_s == pytest.approx(10e9 / (0.8 * 64e9))
+    assert leave.come_s == pytest.approx(leave.leave_s + 0.3)
+    assert asked.switch(ROLLOUT, "main", need) == asked.switch(ROLLOUT, "main", Footprint())
+    assert asked.switch(REFERENCE, "main", need).leave_s == 0 < asked.switch(REFERENCE, "main", need).come_s - 0.3
+    much = Footprint(optimizer=int(150e9))  # more than half of the host's share: not pinned
+    assert asked.switch(TRAIN, "main", much).leave_s == pytest.approx(150e9 / (0.35 * 0.8 * 64e9))
+    assert costs(device="cpu").switch(TRAIN, "main", need).is_resident
+
+
+def test_a_sync_in_place_is_faster_than_one_in_a_node_and_that_than_one_over_the_network() -> None:
+    asked = costs(nodes=4)
+    trainer = ("main", Layout(dp=4, zero=1))
+    here = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=2)), is_same_devices=True)
+    beside = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=2)), is_same_devices=False)
+    far = asked.sync_s("policy", trainer, ("main", Layout(tp=2, dp=14)), is_same_devices=False)
+    assert here < beside < far
+
+
+def test_adapters_that_go_to_other_nodes_alone_take_less_than_the_weights_beside_them() -> None:
+    whole = costs("Qwen2.5-7B", "h100", nodes=4)
+    shapes = {"policy": adapted(shape_named("Qwen2.5-7B"), Lora(rank=16))}
+    ends = ("main", Layout(dp=4, zero=1)), ("main", Layout(tp=2, dp=14))
+
+    def sync_s(adapters: str, *, is_same_devices: bool) -> float:
+        weights, rollout = WeightsSpec.model_validate({"adapters": adapters}), RolloutSpec(engine="embedded")
+        spec = whole.spec.model_copy(update={"weights": weights, "rollout": rollout})
+        return ModelledCosts(spec, step(), shapes, {"": LONG}).sync_s("policy", *ends, is_same_devices=is_same_devices)
+
+    assert sync_s("alone", is_same_devices=False) < sync_s("added", is_same_devices=False)
+    assert sync_s("added", is_same_devices=False) == whole.sync_s("policy", *ends, is_same_devices=False)
+    assert sync_s("alone", is_same_devices=True) == whole.sync_s("policy", *ends, is_same_devices=True)
+
+
+def test_a_broadcast_of_30b_takes_what_was_published() -> None:
+    asked = costs("Qwen3-30B-A3B", "h100", nodes=4)
+    seconds = asked.sync_s("policy", ("main", Layout(dp=16, zero=3)), ("main", Layout(tp=4, dp=4)), is_same_devices=False)
+    assert seconds == pytest.approx(7, rel=0.1)
+
+
+def test_samples_take_a_latency_and_their_bytes() -> None:
+    asked = costs()
+    assert asked.hop_s(0, "main", "") == 0.0005
+    assert asked.hop_s(3e9, "main", "main") == pytest.approx(2.0005)
+
+
+def test_functions_take_what_the_spec_says_and_else_an_estimate() -> None:
+    said = costs(functions=FunctionSpec(latency_s={"rule.score": (0.1, 0.3, 60.0)}, concurrency=4))
+    assert said.function("rule.score@31").quantiles_s == (0.1, 0.3, 60.0)
+    assert said.function("rule.score").concurrency == 4
+    assert costs(functions=FunctionSpec(latency_s={"rule.score": 2.0})).function("rule.score").mean_s == 2.0
+    assert 0 < costs().function("rule.score").mean_s < 0.01
+    with pytest.raises(SpecError, match="the shortest first"):
+        costs(functions=FunctionSpec(latency_s={"rule.score": (2.0, 1.0)}))
+
+
+def test_every_constant_has_a_unit_and_a_source() -> None:
+    found = costs().constants()
+    assert found["policy.rollout.main.step_s"].source.startswith("modelled: 14.1 GB of weights / (1 x 0.7 x 4800 GB/s)")
+    assert found["main.memory_gb_s"].source == "NVIDIA H200 data sheet"
+    assert found["rule.score.latency_s"].source == "modelled: estimate: a rule that checks a text"
+    for name, constant in found.items():
+        assert constant.source, name
+        assert constant.unit, name
+
+
+def test_shapes_come_from_the_spec_and_else_from_the_flow_s_models() -> None:
+    models = {
+        "policy": Model("flows/models/digits"),
+        "reference": Model("flows/models/digits"),
+        "judge": Model("m2flow/planner/models/Qwen3-4B.json"),
+    }
+    spec = ClusterSpec(shapes={"policy": "Qwen2.5-7B"})
+    shapes = shapes_of(models, spec)
+    assert {role: shape.name for role, shape in shapes.items()} == {"policy": "Qwen2.5-7B", "reference": "Qwen2.5-7B", "judge": "Qwen3-4B"}
+    assert (shapes["policy"].dtype, shapes["judge"].dtype) == ("bfloat16", "float32")
+    with pytest.raises(SpecError, match=r"shapes.polcy: the flow has no model of that role\n  Did you mean 'policy'"):
+        shapes_of(models, ClusterSpec(shapes={"polcy": "Qwen2.5-7B"}))
+    with pytest.raises(ModelError, match=r"model of policy is can't be seen: fake can't be read(.|\n)*Or say which model to plan for"):
+        shapes_of({"policy": Model("fake")}, ClusterSpec())
+    with pytest.raises(ModelError, match=r"no shape for policy\n  Say which model"):
+        ModelledCosts(ClusterSpec(), step(), {}, {"": LONG}).shape(ROLLOUT)
+
+
+def test_the_memory_that_engines_may_have_is_less_than_the_device_s() -> None:
+    assert costs().device_bytes("main") == int(140 * GIB * 0.92)
+    assert costs().host_bytes("main") == int(2048 * GIB * 0.8 / 8)
+
+
+def test_key_value_heads_that_do_not_divide_are_copied_and_so_is_a_latent() -> None:
+    from m2flow.planner.cost_model import kv_token_bytes
+
+    grouped, latent = shape_named("Qwen3-30B-A3B"), shape_named("DeepSeek-V3")  # four key/value heads; none
+    assert kv_token_bytes(grouped, Layout(tp=4)) == kv_token_bytes(grouped, Layout(tp=8)) == grouped.kv_bytes / 4
+    assert kv_token_bytes(latent, Layout(tp=8)) == latent.kv_bytes
+    assert kv_token_bytes(latent, Layout(tp=8, pp=4)) == latent.kv_bytes / 4
+
+
+def test_stage_two_has_all_weights_on_each_device_and_stage_three_gathers_them_for_each_micro_batch() -> None:
+    asked = costs(device="h100")
+    whole, sharded = (asked.footprint(TRAIN, "main", Layout(dp=8, zero=zero)) for zero in (2, 3))
+    assert whole.weights == 8 * sharded.weights
+    gather_s = 7 / 8 * 2 * 7_615_616_512 / (0.8 * 450e9) + 1e-5
+    none, grads, both = (asked.train(TRAIN, "main", Layout(dp=8, zero=zero)).update.fixed_s for zero in (1, 2, 3))
+    assert none == pytest.approx(0.005 / 8)
+    assert grads - none == pytest.approx(0.5 * gather_s / 8)  # half of it is hidden, and a micro-batch is one replica's
+    assert both - none == pytest.approx(3 * 0.5 * gather_s / 8)
+    steps = [asked.train(TRAIN, "main", Layout(dp=8, zero=zero)).optimizer_s for zero in (0, 1, 2, 3)]
+    each = 28 * 7_615_616_512 / (0.7 * 3.35e12)
+    assert steps == pytest.approx([2 * gather_s + each, 2 * gather_s + each / 8, gather_s + each / 8, each / 8])
+
+
+def test_an_offloaded_step_streams_through_the_host_and_its_link() -> None:
+    asked = costs(device="h100")
+    kept, away = (asked.train(TRAIN, "main", Layout(dp=8, zero=3, offload=offload)).optimizer_s for offload in (False, True))
+    count = 7_615_616_512 / 8
+    assert kept == pytest.approx(28 * count / (0.7 * 3.35e12))
+    assert away == pytest.approx(2 * 2 * count / (0.8 * 64e9) + 28 * count / (0.7 * 400e9 / 8))
+
+
+def test_a_pipeline_waits_for_its_first_micro_batch_and_sequence_parallelism_exchanges_heads() -> None:
+    from m2flow.planner.cost_model import train_cost
+    from m2flow.planner.pools import pools_of
+
+    shape = shape_named("Qwen2.5-7B")
+    pool = pools_of(ClusterSpec(pools={"main": PoolSpec(device="h100")}))["main"]
+
+    def made(layout: Layout) -> tuple[float, float]:
+        cost = train_cost(shape, pool, layout, microbatch_tokens=10_000, is_trained=True, recomputes=True)
+        return cost.update.token_s, cost.optimizer_s
+
+    (alone, _), (piped, piped_step) = made(Layout(dp=8)), made(Layout(pp=4, dp=2))
+    assert piped == pytest.approx(alone)
+    reduced = 2 * pool.gather_s(2 * shape.num_parameters / 4, 2, 4) + 28 * shape.num_parameters / 4 / pool.step_bytes_s
+    assert piped_step - reduced == pytest.approx(3 * 10_000 * piped * 2)  # (stages - 1) micro-batches of one of two replicas
+    heads = (28 + 4) * 256 * 2
+    exchanged_s = 4 * 0.5 * 28 * heads / 2 / pool.link_bytes_s / 8  # four passes, half of it hidden; to one of two, by eight devices
+    assert made(Layout(sp=2, dp=4))[0] - alone == pytest.approx(exchanged_s)
+
+
+def test_a_micro_batch_is_as_long_as_its_longest_sample_at_the_least() -> None:
+    few, long = (costs(extent=Extent(200, 4000, 3000, longest)) for longest in (16_384, 65_536))
+    assert long.footprint(TRAIN, "main", Layout(dp=8)).activations == pytest.approx(
+        4 * few.footprint(TRAIN, "main", Layout(dp=8)).activations, rel=1e-6
+    )

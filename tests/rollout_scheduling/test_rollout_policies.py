@@ -1,0 +1,456 @@
+"""Policies on virtual instances: whatever they decide, every sample ends, once, no earlier than any schedule could."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.errors import InternalError, SpecError
+from m2flow.rollout_scheduling.decode_model import DecodeModel, run_queue
+from m2flow.rollout_scheduling.length_policies import Balanced, LongestFirst, Probe, Split, split
+from m2flow.rollout_scheduling.lengths import StepLengths, parse_lengths
+from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
+from m2flow.rollout_scheduling.policies import POLICIES, make_policy
+from m2flow.rollout_scheduling.policy import Load, Move, MoveCost, SchedulingPolicy, Seen, composed
+from m2flow.rollout_scheduling.predictors import EarlierSteps, Oracle, Predictor, PromptBuckets, Siblings, fit_cut_normal, hazard, log_tail
+from m2flow.rollout_scheduling.queue_policies import AdaptiveConcurrency, Admission, GroupCompleting, LeastLoaded, OldestFirst, RoundRobin
+from m2flow.rollout_scheduling.study import Given, play, steps_of, study_known, study_policy, total
+from m2flow.rollout_scheduling.tail_policies import Adaptive
+
+MODEL = DecodeModel(1.0, 0.25, 3)
+FREE = MoveCost(0.0, 0.0)
+
+
+class Restless(SchedulingPolicy):
+    """Moves at every chance, to wherever; what the virtual cluster must survive."""
+
+    name = "restless"
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self._turn = itertools.count()
+
+    def next_sample(self, instance: int) -> int | None:
+        return next(iter(self.seen.waiting), None)
+
+    def moves(self) -> Sequence[Move]:
+        return [Move(sample, next(self._turn) % self.seen.num_instances) for sample in sorted(self.seen.place)]
+
+
+def _groups(rows: Sequence[Sequence[int]]) -> StepLengths:
+    return StepLengths.of([10] * len(rows), rows)
+
+
+rows = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=8)
+models = st.builds(DecodeModel, st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([0.0, 0.01, 0.25, 1.0]), st.integers(1, 4))
+makers = st.sampled_from([*(lambda predictor, name=name: make_policy(name, predictor) for name in POLICIES), lambda predictor: Restless()])
+
+
+@given(rows, models, st.integers(1, 4), makers, st.booleans())
+@settings(deadline=None, max_examples=200)
+def test_every_policy_ends_every_sample_and_beats_no_bound(
+    lengths: list[list[int]], model: DecodeModel, num_instances: int, make: Callable[[Predictor], SchedulingPolicy], is_free: bool
+) -> None:
+    step, policy = _groups(lengths), make(Siblings())
+    bounds = rollout_bounds(step.responses, model, num_instances)
+    for _ in range(2):
+        played = play(step, policy, model, num_instances, cap=30, cost=FREE if is_free else MoveCost(0.5, 0.01))
+        assert (played.finish_s >= step.responses * model.alone_token_s * (1 - 1e-9)).all()
+        assert played.makespan_s >= (bounds.with_migration_s if played.num_moves else bounds.no_migration_s) * (1 - 1e-9)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), models)
+@settings(deadline=None)
+def test_one_instance_first_come_first_served_is_a_queue(lengths: list[int], model: DecodeModel) -> None:
+    played = play(_groups([lengths]), LeastLoaded(), model, 1)
+    assert played.finish_s == pytest.approx(run_queue(lengths, model).finish_s)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), models, st.integers(1, 3))
+@settings(deadline=None)
+def test_round_robin_is_a_queue_on_each_instance(lengths: list[int], model: DecodeModel, num_instances: int) -> None:
+    played = play(_groups([lengths]), RoundRobin(), model, num_instances)
+    for j in range(num_instances):
+        assert played.finish_s[j::num_instances] == pytest.approx(run_queue(lengths[j::num_instances], model).finish_s)
+
+
+def test_a_move_costs_the_prefix_and_stalls_who_is_there() -> None:
+    class Once(LeastLoaded):
+        def moves(self) -> Sequence[Move]:
+            return [Move(1, 1)] if set(self.seen.finished) == {2} else []
+
+        def next_sample(self, instance: int) -> int | None:
+            return next((s for s in self.seen.waiting if (s == 3) == (instance == 1)), None)
+
+    model = DecodeModel(1.0, 0.0, 8)
+    played = play(StepLengths.of([5], [[50, 20, 8, 30]]), Once(), model, 2, cost=MoveCost(2.5, 0.1))
+    # Sample 1 leaves after the step that was beginning when 2 ended at 8 s, or at once; its prefix of 8 and the prompt of 5 come again.
+    assert played.num_moves == 1
+    assert played.moved_tokens == 13
+    assert played.finish_s[[0, 2]].tolist() == [50.0, 8.0]
+    assert played.finish_s[3] == pytest.approx(30 + 1.3)
+    assert played.finish_s[1] == pytest.approx(11 + 1.3 + 12)
+
+
+def test_a_policy_never_sees_a_length_before_its_sample_ended() -> None:
+    class Spy(LeastLoaded):
+        def moves(self) -> Sequence[Move]:
+            assert not set(self.seen.finished) & set(self.seen.place)
+            for sample in self.seen.place:
+                assert 0 <= self.seen.tokens_so_far(sample) < lengths[sample]
+            return ()
+
+    step = _groups([[9, 3, 7], [2, 12, 5]])
+    lengths = step.responses.tolist()
+    assert not [name for name in Seen.__dataclass_fields__ if "length" in name]
+    play(step, Spy(), MODEL, 2)
+
+
+def test_starting_what_does_not_wait_or_leaving_samples_waiting_is_an_error_that_names_the_policy() -> None:
+    class Twice(LeastLoaded):
+        name = "twice"
+
+        def next_sample(self, instance: int) -> int | None:
+            return 0
+
+    class Never(LeastLoaded):
+        name = "never"
+
+        def next_sample(self, instance: int) -> int | None:
+            return None
+
+    for policy in (Twice(), Never()):
+        with pytest.raises(InternalError, match=policy.name):
+            play(_groups([[3, 4]]), policy, MODEL, 1)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_study_gives_the_same_numbers_again(name: str) -> None:
+    lengths = parse_lengths("lognormal:median=400,sigma=1,cap=4000,icc=0.8")
+    steps = list(steps_of(lengths, 2, num_groups=24, n=4, seed=1, num_earlier=4))
+    known = study_known(steps, DecodeModel(), 3)
+    first, second = (study_policy(make_policy(name, Siblings()), steps, known, DecodeModel(), num_instances=3, cap=4000) for _ in range(2))
+    assert first == second
+    assert all(result.makespan_s >= result.bound_s or result.num_moves for result in first)
+
+
+def _regret(policy: SchedulingPolicy, steps: Sequence[Given], num_instances: int, cap: int | None, oracle: Oracle | None = None) -> float:
+    known = study_known(steps, DecodeModel(), num_instances)
+    return total(study_policy(policy, steps, known, DecodeModel(), num_instances=num_instances, cap=cap, oracle=oracle)).regret
+
+
+def test_splitting_with_an_oracle_comes_near_the_assignment() -> None:
+    lengths = parse_lengths("lognormal:median=4000,sigma=0.8,cap=32768")
+    steps = list(steps_of(lengths, 1, num_groups=128, n=8, seed=0))
+    for num_instances in (4, 16):
+        oracle = Oracle()
+        assert _regret(Split(oracle), steps, num_instances, lengths.cap, oracle) < 1.06
+        assert _regret(LeastLoaded(), steps, num_instances, lengths.cap) > 1.1
+
+
+def test_where_prompts_tell_their_length_adaptive_takes_most_of_the_regret_away() -> None:
+    lengths = parse_lengths("lognormal:median=4000,sigma=0.8,cap=32768,icc=0.9")
+    steps = list(steps_of(lengths, 2, num_groups=128, n=8, seed=0, num_earlier=8))
+    for num_instances in (4, 16):
+        plain = _regret(LeastLoaded(), steps, num_instances, lengths.cap)
+        assert _regret(Adaptive(Siblings()), steps, num_instances, lengths.cap) - 1 < 0.5 * (plain - 1)
+
+
+def test_where_nothing_can_be_told_adaptive_keeps_to_least_loaded() -> None:
+    policy = Adaptive(Siblings())
+    policy.begin(_seen(_groups([[5, 6, 7]] * 9)))
+    assert [part.num_instances for part in policy.classes] == [2]
+    assert _started(policy, 4) == [0, 1, 2, 3]
+
+
+def _started(policy: SchedulingPolicy, number: int) -> list[int | None]:
+    """What a policy hands out to the first instance, one after the other."""
+    found = []
+    for _ in range(number):
+        found.append(policy.next_sample(0))
+        del policy.seen.waiting[found[-1]]
+    return found
+
+
+def _seen(step: StepLengths, earlier: Sequence[Sequence[int]] = ()) -> Seen:
+    members = [np.flatnonzero(step.groups == group).tolist() for group in range(len(step.prompts))]
+    before = earlier or [()] * len(members)
+    seen = Seen(MODEL, 2, step.prompts.tolist(), step.groups.tolist(), members, None, before, MoveCost())
+    seen.waiting = OrderedDict.fromkeys(range(len(step)))
+    return seen
+
+
+def test_probing_begins_only_when_the_correlation_that_was_measured_justifies_it() -> None:
+    for icc, is_open in ((0.0, False), (0.9, True)):
+        lengths = parse_lengths(f"lognormal:median=400,sigma=0.8,icc={icc}")
+        policy = Probe()
+        assert not policy.is_open
+        for step in steps_of(lengths, 1, num_groups=40, n=4, seed=0):
+            play(step.samples, policy, DecodeModel(), 2)
+        assert policy.is_open == is_open
+
+
+def test_a_probe_of_each_group_goes_first_and_the_longest_group_next() -> None:
+    probe = Probe()
+    policy = composed([probe])
+    play(_groups([[10 * g + 1, 10 * g + 2] for g in range(1, 9)]), policy, MODEL, 2)
+    assert probe.is_open
+    policy.begin(_seen(_groups([[1, 1], [1, 1], [1, 1]])))
+    assert _started(policy, 3) == [0, 2, 4]
+    for sample, length in ((0, 5), (2, 9)):
+        policy.ended(sample, length)
+    assert _started(policy, 3) == [5, 3, 1]
+
+
+def test_longest_first_starts_what_the_oracle_says() -> None:
+    oracle = Oracle()
+    oracle.know([3, 9, 1, 7])
+    policy = composed([LongestFirst(oracle)])
+    policy.begin(_seen(_groups([[3, 9], [1, 7]])))
+    assert _started(policy, 4) == [1, 3, 0, 2]
+
+
+def test_siblings_learn_the_correlation_and_expect_what_the_group_says() -> None:
+    lengths, predictor = parse_lengths("lognormal:median=400,sigma=0.8,icc=0.8"), Siblings()
+    for step in steps_of(lengths, 2, num_groups=80, n=8, seed=0):
+        play(step.samples, LongestFirst(predictor), DecodeModel(), 4)
+    predictor.begin(_seen(_groups([[1, 1], [1, 1]]), earlier=[[50, 60, 55], [3000, 2500, 2800]]))
+    assert predictor.icc == pytest.approx(0.8, abs=0.11)
+    short, _, long, _ = predictor.expected().tolist()
+    assert short < 100
+    assert long > 1500
+    drawn = predictor.scenarios(400)
+    assert drawn.shape == (400, 4)
+    assert drawn.mean(axis=0) == pytest.approx(predictor.expected(), rel=0.1)
+
+
+class _Watch(LeastLoaded):
+    """Asks a predictor about one sample whenever another has ended."""
+
+    def __init__(self, predictor: Predictor, sample: int) -> None:
+        self._predictor, self._sample = predictor, sample
+        self.said: list[float] = []
+
+    def begin(self, seen: Seen) -> None:
+        super().begin(seen)
+        self._predictor.begin(seen)
+        self.said.append(float(self._predictor.expected()[self._sample]))
+
+    def moves(self) -> Sequence[Move]:
+        if self._sample in self.seen.place:
+            self.said.append(float(self._predictor.expected()[self._sample]))
+        return ()
+
+
+@pytest.mark.parametrize("make", [Siblings, EarlierSteps, PromptBuckets])
+def test_a_running_sample_is_expected_to_grow_further_the_longer_it_is(make: Callable[[], Predictor]) -> None:
+    step, model, predictor = _groups([[20, 30, 45], [60, 90, 130], [25, 70, 400], [15, 40, 220]] * 4), DecodeModel(1.0, 0.01, 64), make()
+    play(step, LongestFirst(predictor), model, 1)
+    watch = _Watch(predictor, 8)
+    play(step, watch, model, 1)
+    assert watch.said[-1] > 2 * watch.said[0]
+
+
+def test_hard_prompts_are_expected_to_have_answers_like_those_to_other_hard_ones_until_they_have_their_own() -> None:
+    predictor, difficulties = Siblings(), ["easy", "easy", "hard", "hard"] * 4
+    first = _groups([[20, 30, 25], [24, 18, 33], [300, 220, 410], [260, 340, 190]] * 4)
+    play(first, LongestFirst(predictor), DecodeModel(1.0, 0.01, 64), 1, difficulties=difficulties)
+    seen = _seen(_groups([[1], [1], [1], [1]]), earlier=[(), (), (), (22, 27, 21, 25, 30, 24)])
+    seen.difficulties = ["hard", "easy", "", "hard"]
+    predictor.begin(seen)
+    hard, easy, unknown, known = predictor.expected()
+    assert predictor.is_informed
+    assert hard > 2.5 * easy
+    assert easy < unknown < hard
+    assert known < hard / 2
+    drawn = predictor.scenarios(200).mean(axis=0)
+    assert drawn[0] > 2.5 * drawn[1]
+
+
+def test_answers_that_were_cut_count_as_longer_for_their_difficulty_too() -> None:
+    expected = []
+    for cap in (None, 64):
+        predictor = Siblings()
+        lengths = [[20, 30, 25], [64, 64, 64]] * 10
+        play(_groups(lengths), LongestFirst(predictor), DecodeModel(1.0, 0.01, 64), 1, cap=cap, difficulties=["easy", "hard"] * 10)
+        seen = _seen(_groups([[1]]))
+        seen.difficulties = ["hard"]
+        predictor.begin(seen)
+        expected.append(float(predictor.expected()[0]))
+    assert expected[1] > 1.2 * expected[0]
+
+
+def test_without_difference_there_is_one_class_and_with_it_the_long_ones_get_room() -> None:
+    model = DecodeModel(1.0, 0.1, 16)
+    assert len(split(np.full((4, 64), 100.0), model, 4)) == 1
+    two = split(np.array([[1000.0] + [100.0] * 63]), model, 4)
+    assert len(two) > 1
+    assert (two[0].first, two[0].num_instances) == (0, 1)
+    assert two[0].end < 12
+    assert sum(part.num_instances for part in two) == 4
+    assert two[-1].end == 64
+
+
+def test_the_fit_of_a_cut_normal_finds_the_whole_one() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 20000)
+    mean, deviation = fit_cut_normal(values[values < 4], np.full((values >= 4).sum(), 4.0))
+    assert (mean, deviation) == (pytest.approx(3.0, abs=0.1), pytest.approx(2.0, abs=0.1))
+
+
+def test_the_normal_tail_is_right_far_out() -> None:
+    scores = np.array([-5.0, 0.0, 3.0, 10.0, 29.0, 35.0])
+    assert np.exp(log_tail(scores[:3])) == pytest.approx([0.9999997133, 0.5, 0.001349898], rel=1e-4)
+    assert hazard(scores[3:]) == pytest.approx(scores[3:] + 1 / scores[3:], rel=1e-3)
+
+
+def test_earlier_answers_of_a_record_are_refused() -> None:
+    with pytest.raises(SpecError, match="does not say which prompts"):
+        list(steps_of(parse_lengths("dapo-qwen2.5-32b"), 1, num_groups=1, n=1, seed=0, num_earlier=2))
+    with pytest.raises(SpecError, match="does not say how hard"):
+        list(steps_of(parse_lengths("dapo-qwen2.5-32b"), 1, num_groups=1, n=1, seed=0, num_levels=2))
+
+
+def test_knowing_how_hard_prompts_are_shortens_a_rollout() -> None:
+    regrets = []
+    for num_levels in (0, 5):
+        lengths = parse_lengths("lognormal:median=4000,sigma=0.8,icc=0.9,cap=32768")
+        steps = list(steps_of(lengths, 2, num_groups=128, n=8, seed=0, num_levels=num_levels))
+        known = study_known(steps, DecodeModel(), 4)
+        results = study_policy(make_policy("longest-first", Siblings()), steps, known, DecodeModel(), num_instances=4, cap=32768)
+        regrets.append(results[1].regret)
+    assert regrets[1] < regrets[0] - 0.02
+
+
+def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> None:
+    file = f"{tmp_path}/own.py"
+    with open(file, "w") as out:
+        out.write(
+            "from m2flow.rollout_scheduling.policy import Policy\n\n\nclass Last(Policy):\n    name = 'last'\n\n"
+            "    def begin(self, seen):\n        self.seen = seen\n\n"
+            "    def next_sample(self, instance):\n        return max(self.seen.waiting, default=None)\n"
+        )
+    assert play(_groups([[3, 4]]), make_policy(f"{file}:Last", EarlierSteps()), MODEL, 1).makespan_s > 0
+    for wrong, message in ((f"{file}:First", "not a Policy"), ("nowhere.py:Last", "can't read"), ("adaptve", "Did you mean 'adaptive'")):
+        with pytest.raises(SpecError) as caught:
+            make_policy(wrong, EarlierSteps())
+        assert message in str(caught.value)
+
+
+def test_concurrency_follows_what_an_engine_says_of_its_cache() -> None:
+    policy = AdaptiveConcurrency(start=4)
+    seen = _seen(_groups([[1] * 40]))
+    seen.has_reports, seen.loads = True, [4, 0]
+    policy.begin(seen)
+    assert not policy.allows(0, 0)
+    assert policy.allows(0, 1)
+
+    def said(share: float, running: int) -> float:
+        seen.loads[0] = running
+        seen.reports[0] = Load(running, 0, int(100 * share), 100)
+        policy.reported(0)
+        return policy.limit(0)
+
+    assert said(0.3, 4) == 5
+    assert said(0.3, 2) == 5  # It has room that it does not use: more would be no use.
+    assert said(0.7, 5) == 5
+    assert said(0.85, 20) == 18
+    assert said(0.95, 18) == 9
+    seen.reports[0] = Load(9, 0, 0, 0)
+    policy.reported(0)
+    assert policy.limit(0) == math.inf
+
+
+def test_groups_of_a_later_step_begin_as_far_as_the_trainer_has_come_and_what_is_refused_gives_its_place_back() -> None:
+    policy = composed([Admission(target=0.5)])
+    seen = _seen(_groups([[1, 1]] * 4))
+    seen.num_wanted, seen.behind = 4, 1
+    policy.begin(seen)
+
+    def begin_all() -> list[int]:
+        begun = []
+        while (sample := policy.next_sample(0)) is not None:
+            del seen.waiting[sample]
+            policy.started(sample, 0)
+            begun.append(sample)
+        return begun
+
+    assert begin_all() == [0, 1, 2, 3]  # Half of the groups, whole.
+    seen.num_rejected = 1
+    assert begin_all() == [4, 5]
+    seen.behind = 0
+    assert begin_all() == [6, 7]
+
+
+def test_what_completes_a_group_goes_first() -> None:
+    policy = composed([GroupCompleting()])
+    seen = _seen(_groups([[1, 1, 1], [1, 1, 1]]))
+    policy.begin(seen)
+    del seen.waiting[3]
+    seen.finished[3] = 1
+    policy.ended(3, 1)
+    assert _started(policy, 5) == [4, 5, 0, 1, 2]
+
+
+def test_carried_samples_with_the_oldest_tokens_go_first() -> None:
+    policy = composed([OldestFirst()])
+    seen = _seen(_groups([[1, 1], [1, 1]]))
+    seen.oldest = {3: 4, 1: 3}
+    policy.begin(seen)
+    assert _started(policy, 4) == [1, 3, 0, 2]
+
+
+def test_ranks_count_in_the_order_of_the_policies_and_one_refusal_is_enough() -> None:
+    class Even(SchedulingPolicy):
+        name = "even"
+
+        def rank(self, sample: int) -> float:
+            return sample % 2
+
+        def allows(self, sample: int, instance: int) -> bool:
+            return instance == 0
+
+    class Last(SchedulingPolicy):
+        name = "last"
+
+        def rank(self, sample: int) -> float:
+            return -sample
+
+    policy = composed([Even(), Last()])
+    policy.begin(_seen(_groups([[1, 1, 1, 1, 1]])))
+    assert policy.next_sample(1) is None
+    assert _started(policy, 5) == [4, 2, 0, 3, 1]
+
+
+def test_balance_is_by_expected_tokens_and_by_what_a_cache_holds() -> None:
+    oracle = Oracle()
+    oracle.know([90, 10, 10, 10, 10, 10, 10, 10, 10, 10])
+    policy = composed([Balanced(oracle)])
+    seen = _seen(_groups([[90] + [10] * 9]))
+    policy.begin(seen)
+    seen.loads = [0, 0]
+
+    def fill(instance: int) -> list[int]:
+        begun = []
+        while (sample := policy.next_sample(instance)) is not None:
+            del seen.waiting[sample]
+            seen.loads[instance] += 1
+            policy.started(sample, instance)
+            begun.append(sample)
+        return begun
+
+    seen.reports[1] = Load(0, 0, 0, 100)
+    assert fill(0) == [0]
+    assert fill(1) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    policy.begin(_seen(_groups([[90] + [10] * 9])))
+    seen = policy.seen
+    seen.loads, seen.reports = [0, 1], {1: Load(1, 0, 80, 100)}
+    assert fill(0) == [0]
+    assert fill(1) == []  # 80 + 10 of the prompt + 10 are more than nine tenths of 100.

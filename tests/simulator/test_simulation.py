@@ -1,0 +1,286 @@
+"""The simulator against closed forms, on cases that have them; and what holds of every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated import Given, cluster, evaluated, leased, plain, ran, stale
+
+from m2flow.errors import InternalError
+from m2flow.micro.protocol.cost_terms import DecodeCost, FunctionCost, PassCost, Switch, TrainCost
+from m2flow.micro.protocol.plan import Plan
+from m2flow.rollout_scheduling.lengths import parse_lengths
+from m2flow.simulator import virtual_worker
+from m2flow.simulator.virtual_worker import Decoding, Life
+from m2flow.testing.costs import NOTHING, PlainCosts
+
+some = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+T0, T1 = 1.0, 0.25
+
+
+def decodes(max_running: int = 1000, prefill_s: float = 0.0) -> DecodeCost:
+    return DecodeCost(T0, T1, prefill_s, max_running)
+
+
+def test_one_sample_on_one_instance_takes_its_prefill_and_its_tokens_alone():
+    costs = PlainCosts(decoding=decodes(prefill_s=0.5))
+    result = ran(plain, costs, Given([[7]], prompt=4), cluster(), options={"batch": 1, "n": 1})
+    assert result.makespans == [4 * 0.5 + 7 * (T0 + T1)]
+
+
+def test_samples_of_a_group_share_their_prefill():
+    costs = PlainCosts(decoding=decodes(prefill_s=0.5))
+    result = ran(plain, costs, Given([[7]], prompt=4), cluster(), options={"batch": 1, "n": 3})
+    assert result.makespans == [4 * 0.5 + 7 * (T0 + 3 * T1)]
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_equal_lengths_are_shared_out_evenly(instances):
+    result = ran(plain, PlainCosts(decoding=decodes()), Given([[10]]), cluster(instances=instances), options={"batch": 8, "n": 1})
+    assert result.makespans == [10 * (T0 + 8 // instances * T1)]
+
+
+def test_what_does_not_fit_the_cache_waits_for_room():
+    result = ran(plain, PlainCosts(decoding=decodes(max_running=2)), Given([[10]]), cluster(), options={"batch": 5, "n": 1})
+    assert result.makespans == [2 * 10 * (T0 + 2 * T1) + 10 * (T0 + T1)]
+
+
+def test_a_shorter_sample_leaves_the_others_faster():
+    result = ran(plain, PlainCosts(decoding=decodes()), Given([[4, 10]]), cluster(), options={"batch": 1, "n": 2})
+    assert result.makespans == [4 * (T0 + 2 * T1) + 6 * (T0 + T1)]
+
+
+TRAINING = TrainCost(NOTHING, PassCost(0.0, 0.5, 0.0), 3.0)
+
+
+@pytest.mark.parametrize("seated", ["one process", "a lease of several"])
+def test_taking_turns_is_a_sum(seated):
+    costs = PlainCosts(decodes(), TRAINING, switching=Switch(2.0, 5.0), syncing_s=11.0)
+    spec = cluster("time-shared") if seated == "one process" else cluster("split", instances=2)
+    change = (lambda plan: plan) if seated == "one process" else leased
+    result = ran(plain, costs, Given([[10]], prompt=2), spec, options={"batch": 2, "n": 1, "num_steps": 2}, num_steps=2, seated=change)
+    rollout_s = 10 * (T0 + 2 * T1) if seated == "one process" else 10 * (T0 + T1)
+    train_s = 2 * 12 * 0.5 + 3.0
+    assert result.makespans == [rollout_s + 7.0 + train_s, 7.0 + 11.0 + rollout_s + 7.0 + train_s]
+
+
+@some
+@given(st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=2), min_size=1, max_size=8), st.integers(1, 3))
+def test_split_ends_when_the_trainer_has_done_what_is_released(groups, instances):
+    """T = max_k (r_k + sum of p_i released from r_k on), and the optimiser's step."""
+    costs = PlainCosts(decodes(), TRAINING)
+    spec = cluster(instances=instances, token_budget=1)
+    result = ran(plain, costs, Given(groups), spec, options={"batch": len(groups), "n": 2})
+    ended = {life.id: life.ended_s for lives in result.history.lives.values() for life in lives}
+    ordered = sorted(ended)
+    releases = [max(ended[first], ended[second]) for first, second in zip(ordered[::2], ordered[1::2], strict=True)]
+    order = sorted(range(len(groups)), key=lambda i: releases[i], reverse=True)
+    left, expected = 0.0, 0.0
+    for i in order:
+        left += 0.5 * sum(groups[i])
+        expected = max(expected, releases[i] + left)
+    assert result.makespans == [pytest.approx(expected + 3.0)]
+
+
+def test_knowing_lengths_lets_the_longest_begin_first():
+    """One at a time on two instances: in the order of the program the long one comes last; known, it comes first."""
+
+    def knowing(plan: Plan) -> Plan:
+        return msgspec.structs.replace(plan, policies=("lpt",), predictor="oracle")
+
+    def made(seated: Callable[[Plan], Plan]) -> list[float]:
+        costs, lengths = PlainCosts(decoding=decodes(max_running=1)), Given([[4], [4], [4], [12]])
+        return ran(plain, costs, lengths, cluster(instances=2, max_running=1), options={"batch": 4, "n": 1}, seated=seated).makespans
+
+    assert made(lambda plan: plan) == [16 * (T0 + T1)]
+    assert made(knowing) == [12 * (T0 + T1)]
+
+
+def test_without_waiting_for_groups_the_trainer_begins_with_the_first_member():
+    def made(*, without_groups: bool) -> list[float]:
+        costs = PlainCosts(decodes(), TrainCost(NOTHING, PassCost(0.0, 0.5, 0.0), 0.0))
+        lengths, spec = Given([[4, 20]]), cluster(token_budget=1)
+        return ran(plain, costs, lengths, spec, options={"batch": 1, "n": 2}, without_groups=without_groups).makespans
+
+    rollout_s = 4 * (T0 + 2 * T1) + 16 * (T0 + T1)
+    assert made(without_groups=False) == [rollout_s + 24 * 0.5]
+    assert made(without_groups=True) == [rollout_s + 20 * 0.5]
+
+
+def test_rewards_take_the_hands_that_there_are():
+    costs = PlainCosts(decodes(), functions={"zero.score": FunctionCost((4.0,), concurrency=2)})
+    result = ran(plain, costs, Given([[10]]), cluster(), options={"batch": 1, "n": 6})
+    assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
+
+
+def test_two_processes_for_rewards_share_the_work():
+    costs = PlainCosts(decodes(), functions={"zero.score": FunctionCost((4.0,))})
+    result = ran(plain, costs, Given([[10]]), cluster(functions=2, chunk=1), options={"batch": 1, "n": 6})
+    assert result.makespans == [10 * (T0 + 6 * T1) + 3 * 4.0]
+
+
+def test_rows_need_time_on_their_way():
+    result = ran(plain, PlainCosts(decodes(), hopping_s=0.5), Given([[10]]), cluster(), options={"batch": 1, "n": 1})
+    # Prompts to the rollout, samples to the reward and (with their rewards) to the trainer.
+    assert result.makespans == [0.5 + 10 * (T0 + T1) + 2 * 0.5]
+
+
+def test_with_staleness_training_hides_behind_the_next_rollout():
+    costs = PlainCosts(decodes(), TRAINING)
+    lengths, options = Given([[40]]), {"batch": 2, "n": 1, "num_steps": 5}
+    behind = ran(stale, costs, lengths, cluster(max_running=2), options={**options, "lag": 1}, num_steps=5)
+    exact = ran(stale, costs, lengths, cluster(max_running=2), options={**options, "lag": 0}, num_steps=5)
+    rollout_s, train_s = 40 * (T0 + 2 * T1), 2 * 40 * 0.5 + 3.0
+    assert exact.makespans == [rollout_s + train_s] * 5
+    assert behind.makespans == [rollout_s + train_s] + [rollout_s] * 4
+    assert [step.staleness for step in behind.report.steps] == [{"0": 2}] + [{"1": 2}] * 4
+    assert all(name.endswith("_between_releases") for step in behind.report.steps for name in step.lower_bounds_s)
+
+
+@st.composite
+def runs(draw):
+    groups = draw(st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=6))
+    costs = PlainCosts(
+        DecodeCost(
+            draw(st.sampled_from([0.1, 1.0])),
+            draw(st.sampled_from([0.0, 0.01, 0.5])),
+            draw(st.sampled_from([0.0, 0.01])),
+            draw(st.integers(1, 9)),
+        ),
+        TrainCost(NOTHING, PassCost(draw(st.sampled_from([0.0, 3.0])), draw(st.sampled_from([0.0, 0.01, 0.3])), 1e-5), 2.0),
+        {"zero.score": FunctionCost((0.0, 1.0, 20.0), draw(st.integers(1, 3)))},
+        Switch(draw(st.sampled_from([0.0, 5.0])), 2.0, draw(st.booleans())),
+        draw(st.sampled_from([0.0, 4.0])),
+        draw(st.sampled_from([0.0, 0.1])),
+    )
+    spec = cluster(
+        draw(st.sampled_from(["time-shared", "split"])),
+        instances=draw(st.integers(1, 3)),
+        max_running=draw(st.sampled_from([1, 4, 100])),
+        token_budget=draw(st.sampled_from([1, 300, 10_000])),
+    )
+    seated = leased if spec.placement == "split" and draw(st.booleans()) else lambda plan: plan
+    options = {"batch": draw(st.integers(1, 5)), "n": draw(st.integers(1, 3)), "lag": draw(st.integers(0, 2)), "num_steps": 3}
+    return costs, Given(groups, prompt=draw(st.integers(0, 50))), spec, options, seated
+
+
+@some
+@given(runs())
+def test_no_makespan_is_below_a_bound_and_every_device_second_is_counted_once(run):
+    costs, lengths, spec, options, seated = run
+    result = ran(stale, costs, lengths, spec, options=options, num_steps=3, seated=seated)
+    for period in result.history.periods:
+        assert sum(period.seconds.values()) == pytest.approx(period.makespan_s * result.history.num_devices)
+    for step in result.report.steps:
+        assert step.makespan_s >= max(step.lower_bounds_s.values()) * (1 - 1e-7)
+        assert sum(step.staleness.values()) == options["batch"] * options["n"]
+        assert all(int(behind) <= options["lag"] for behind in step.staleness)
+    assert len(result.report.steps) == 3
+
+
+@some
+@given(runs())
+def test_two_runs_of_the_same_are_equal_to_the_last_bit(run):
+    costs, lengths, spec, options, seated = run
+    first, second = (ran(stale, costs, lengths, spec, options=options, num_steps=3, seated=seated) for _ in range(2))
+    assert first.report.steps == second.report.steps
+    assert [(d.worker, d.task, d.start_s, d.end_s) for d in first.history.dids] == [
+        (d.worker, d.task, d.start_s, d.end_s) for d in second.history.dids
+    ]
+
+
+def test_how_long_a_sample_is_depends_on_who_it_is_and_not_on_the_plan():
+    lengths = parse_lengths("lognormal:median=50,sigma=0.8,icc=0.3")
+
+    def tokens(spec, seed):
+        result = ran(plain, PlainCosts(decodes()), lengths, spec, options={"batch": 6, "n": 3, "num_steps": 2}, num_steps=2, seed=seed)
+        return {life.id: life.num_tokens for lives in result.history.lives.values() for life in lives}
+
+    assert tokens(cluster(), 1) == tokens(cluster("time-shared", instances=3, max_running=2), 1)
+    assert tokens(cluster(), 1) != tokens(cluster(), 2)
+
+
+def test_a_trace_is_replayed_where_its_groups_fit():
+    lengths = parse_lengths("dapo-qwen2.5-32b")
+    result = ran(plain, PlainCosts(decodes()), lengths, cluster(instances=4), options={"batch": 96, "n": 8, "num_steps": 2}, num_steps=2)
+    recorded = [lengths.step(k, num_groups=96, n=8, seed=0).responses.sum() for k in range(2)]
+    assert [step.trained_tokens for step in result.report.steps] == recorded
+    assert result.history.drawn.num_replayed == 2
+
+
+def test_an_evaluation_before_it_does_not_take_a_generation_its_recorded_step():
+    lengths = parse_lengths("dapo-qwen2.5-32b")
+    options = {"batch": 96, "n": 8, "num_steps": 2}
+    result = ran(evaluated, PlainCosts(decodes()), lengths, cluster(instances=4), options=options, num_steps=2)
+    recorded = [lengths.step(k, num_groups=96, n=8, seed=0).responses.sum() for k in range(2)]
+    assert [step.trained_tokens for step in result.report.steps] == recorded
+    assert (result.history.drawn.num_replayed, result.history.drawn.num_drawn) == (2, 2)
+
+
+# Continuous batching, by itself.
+
+
+def in_small_steps(lives: list[tuple[int, int]], cost: DecodeCost) -> dict[int, float]:
+    """(id, tokens) in order: each turn one token of all that run, as an engine does it."""
+    waiting, running, now, ended = list(lives), {}, 0.0, {}
+    while waiting or running:
+        while waiting and len(running) < cost.max_running:
+            number, tokens = waiting.pop(0)
+            running[number] = tokens
+            now += cost.enter_s
+        now += cost.seconds(len(running))
+        running = {number: left - 1 for number, left in running.items()}
+        ended |= dict.fromkeys([number for number, left in running.items() if not left], now)
+        running = {number: left for number, left in running.items() if left}
+    return ended
+
+
+@some
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 8), st.sampled_from([0.0, 0.5]))
+def test_from_finish_to_finish_is_as_long_as_token_by_token(tokens, max_running, enter_s):
+    cost = DecodeCost(T0, T1, 0.0, max_running, enter_s=enter_s)
+    virtual_worker = Decoding({"policy": cost})
+    virtual_worker.add([Life(i, "policy", 0, 0, n, 0, 0.0) for i, n in enumerate(tokens)], 0.0)
+    ended = {}
+    while (when_s := virtual_worker.next_s()) is not None:
+        ended |= {life.id: when_s for life in virtual_worker.finished(when_s)}
+    expected = in_small_steps(list(enumerate(tokens)), cost)
+    assert ended == {number: pytest.approx(when_s) for number, when_s in expected.items()}
+
+
+# Seeded bugs: each must be seen.
+
+
+def test_a_decoder_that_is_too_fast_is_found_out_by_the_bounds(monkeypatch):
+    monkeypatch.setattr(
+        virtual_worker.Decoding, "next_s", lambda self, inner=virtual_worker.Decoding.next_s: (s := inner(self)) and s * 0.9
+    )
+    with pytest.raises(InternalError, match="no schedule takes less"):
+        ran(plain, PlainCosts(decodes()), Given([[100, 100]]), cluster())
+
+
+def test_a_sample_that_ends_early_is_found_out(monkeypatch):
+    admit = virtual_worker.Decoding._admit
+
+    def with_fewer(self, now_s):
+        for waiting in self._waiting.values():
+            for life in waiting:
+                life.num_tokens -= life.num_tokens // 10
+        admit(self, now_s)
+
+    monkeypatch.setattr(virtual_worker.Decoding, "_admit", with_fewer)
+    result = ran(plain, PlainCosts(decodes()), Given([[100, 100]]), cluster())
+    generated = sum(life.ended - life.begun for lives in result.history.lives.values() for life in lives)
+    assert generated != pytest.approx(sum(step.trained_tokens for step in result.report.steps))
+
+
+def test_what_is_generated_is_what_is_trained_on():
+    result = ran(plain, PlainCosts(decodes()), Given([[100, 31]]), cluster())
+    generated = sum(life.ended - life.begun for lives in result.history.lives.values() for life in lives)
+    assert generated == pytest.approx(sum(step.trained_tokens for step in result.report.steps))
+    assert np.sum([step.wasted_tokens for step in result.report.steps]) == 0

@@ -1,0 +1,82 @@
+"""Engines on a device with little room: the embedded ones, of which one may have so many bytes of keys and values and no more, and the
+other train on so many samples at once.
+
+They are registered as a third party's engines would be, by the entry points that `registered` writes. `M2FLOW_TEST_CRAMPED` says how many.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from m2flow.engines.contract import Capabilities, Generated, Objective, Sums
+from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
+from m2flow.engines.embedded.trainer import EmbeddedTrain
+from m2flow.engines.registry import EngineInfo
+from m2flow.samples import Batch
+
+
+class Room(TorchDispatchMode):  # type: ignore[misc]
+    """Refuses what is asked for beyond so many bytes of keys and values, in the words of PyTorch's allocator."""
+
+    def __init__(self, num_bytes: int, held: Callable[[], int]) -> None:
+        super().__init__()
+        self._num_bytes, self._held = num_bytes, held
+        self.num_refused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_zeros.default and self._held() + result.numel() * result.element_size() > self._num_bytes:
+            self.num_refused += 1
+            raise _no_room()
+        return result
+
+
+def _no_room() -> RuntimeError:
+    return RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes. Error code 12")
+
+
+class CrampedRollout(EmbeddedRollout):  # type: ignore[misc]
+    """The embedded engine, in that room."""
+
+    name = "cramped"
+
+    def step(self) -> list[Generated]:
+        with Room(int(os.environ["M2FLOW_TEST_CRAMPED"]), lambda: self.memory().kv):
+            return super().step()
+
+
+class CrampedTrain(EmbeddedTrain):  # type: ignore[misc]
+    """The embedded trainer, which finds out in the middle of a micro-batch that there is no room for it."""
+
+    name = "cramped-train"
+
+    def accumulate(self, batch: Batch, objective: Objective) -> Sums:
+        sums = super().accumulate(batch, objective)
+        if len(batch) > int(os.environ["M2FLOW_TEST_CRAMPED"]):
+            raise _no_room()
+        return sums
+
+
+CRAMPED = EngineInfo(
+    "cramped",
+    "cramped:CrampedRollout",
+    Capabilities("rollout", weights_under_requests=True, probes=True),
+    "The embedded engine with little room for keys and values.",
+)
+CRAMPED_TRAIN = EngineInfo("cramped-train", "cramped:CrampedTrain", EmbeddedTrain.capabilities, "The embedded trainer with little room.")
+
+
+def registered(directory: Path, room: int) -> dict[str, str]:
+    """Environment of a process that knows these engines."""
+    metadata = directory / "cramped-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: cramped\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[m2flow.engines]\ncramped = cramped:CRAMPED\ncramped-train = cramped:CRAMPED_TRAIN\n")
+    path = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "M2FLOW_TEST_CRAMPED": str(room)}

@@ -1,0 +1,221 @@
+"""Whole runs in one thread, with their directories as they are after every event: what a run looks like that is killed just then.
+
+The controller, the journal, the scheduler and the workers are the real ones; only sockets and processes are not there. Who moves next
+is drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from m2flow.channels.channel import Dropped, MemoryInbox, MemoryOutbox
+from m2flow.macro.flow import Flow, randomness_kept
+from m2flow.micro.controller.call_futures import CallFutures
+from m2flow.micro.controller.checkpoint_coordinator import Keeper
+from m2flow.micro.controller.controller import Controller, Post
+from m2flow.micro.controller.launcher import Job, LocalLauncher
+from m2flow.micro.controller.supervisor import Supervisor
+from m2flow.micro.protocol import messages as m
+from m2flow.micro.protocol.events import Stopping
+from m2flow.micro.protocol.plan import Plan
+from m2flow.micro.records import ledger
+from m2flow.micro.records.journal import Journal
+from m2flow.micro.worker.worker import Worker
+from m2flow.runner.run import Run, Summary
+from m2flow.spec import ClusterSpec, RunSettings
+from m2flow.testing.world import Link
+
+Hook = Callable[[], None]
+
+
+class _Listener:
+    """The controller's end of all links: one message at a time."""
+
+    order: random.Random
+
+    def __init__(self) -> None:
+        self.links: dict[str, Link] = {}
+        self.dropped = Dropped()
+
+    def send(self, worker: str, *messages: bytes) -> None:
+        self.links[worker].to_worker.extend(messages)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        waiting = [name for name, link in self.links.items() if link.to_controller]
+        if not waiting:
+            return []
+        name = self.order.choice(waiting)
+        return [(name, self.links[name].to_controller.popleft())]
+
+
+def _nothing() -> None:
+    """Watches nothing."""
+
+
+class OneThread(Controller):
+    """A controller that moves when the flow waits."""
+
+    def __init__(
+        self, plan: Plan, spec: ClusterSpec, settings: RunSettings, launcher: LocalLauncher, journal: Journal, *more: object
+    ) -> None:
+        super().__init__(plan, spec, settings, launcher, journal, *more)  # type: ignore[arg-type]
+        self.order, self.hook = random.Random(0), _nothing
+        self._listener = _Listener()  # type: ignore[assignment]
+        self._inbox, self._outbox = MemoryInbox(), MemoryOutbox()  # type: ignore[assignment]
+        self._crew = Supervisor(plan, settings, launcher, self._listener, self._outbox, self._scheduler, journal, self._sever, print)
+        self._workers: dict[str, Worker] = {}
+
+    def open(self) -> None:
+        self._listener.order = self.order  # type: ignore[attr-defined]
+        self._crew.set_own_address(self._inbox.open())
+        for planned in self._plan.workers:
+            link = self._listener.links[planned.name] = Link()  # type: ignore[attr-defined]
+            settings = self._launcher.settings_for(planned, "")
+            self._workers[planned.name] = Worker(settings, link, MemoryInbox(), MemoryOutbox())
+            self._workers[planned.name].open()
+        self._outcomes.wait_ready(60.0)
+
+    def post(self, *posts: Post) -> None:
+        for post in posts:
+            self._posts.put(post)
+
+    def wind_down(self) -> None:
+        self.post(Stopping())
+        self._outcomes.wait_wound_down()
+
+    def move(self) -> None:
+        """One thing happens somewhere."""
+        with randomness_kept():
+            if self.order.random() < 0.5:
+                self._workers[self.order.choice(list(self._workers))].turn()
+            else:
+                self._take_in()
+        self.hook()
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.turn()  # It was told to give things up.
+            worker.close()
+        for link in self._listener.links.values():  # type: ignore[attr-defined]
+            for body in link.to_controller:
+                message = m.decode_to_controller(body)
+                if isinstance(message, m.Spans):
+                    self._journal.spans(message.block)
+        for name in self._workers:
+            self._custody.settle(name, "the run ended")
+        self._launcher.stop(self._workers)
+        self._outbox.close()
+        self._inbox.close()
+
+
+class _Moving(CallFutures):
+    """Waits by moving."""
+
+    controller: OneThread
+
+    def _wait(self, is_met, timeout_s: float | None = None) -> bool:  # type: ignore[no-untyped-def]
+        for _ in range(200_000):
+            if is_met():
+                return True
+            if self._end is not None:
+                raise self._end
+            self.controller.move()
+        raise AssertionError("nothing moves any more: " + "; ".join(self.controller._scheduler.waiting()))
+
+
+class SteppedRun(Run):
+    """A run in this thread."""
+
+    def __init__(self, flow: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, **more: object) -> None:
+        self._hook: Hook = more.pop("hook", lambda: None)  # type: ignore[assignment]
+        self._order = random.Random(more.pop("order_seed", 0))  # type: ignore[arg-type]
+        super().__init__(flow, options, spec, settings, **more)  # type: ignore[arg-type]
+
+    def _assembled(self, plan: Plan, journal: Journal, keeper: Keeper) -> tuple[CallFutures, Controller]:
+        restored, parts, attempt = self._restored
+        settings = self.settings.model_copy(update={"hung_after_s": 1e9, "stopped_after_s": 1e9})  # Nobody beats here.
+        launcher = LocalLauncher(Job(plan, self.spec, settings, self._models, self.run_dir, attempt, parts))
+        outcomes = _Moving()
+        controller = OneThread(plan, self.spec, settings, launcher, journal, outcomes, keeper, restored, self._warn)
+        controller.order, controller.hook = self._order, self._hook
+        outcomes.controller = controller
+        return outcomes, controller
+
+    def _draw(self) -> None:
+        """Pictures are another test's."""
+
+
+class Images:
+    """Copies of a run's directory as it was after each event that changed it."""
+
+    def __init__(self, where: Path) -> None:
+        self._where = where
+        self.run: Run | None = None
+        self.paths: list[Path] = []
+        self._last: object = None
+
+    def take(self) -> None:
+        assert self.run is not None
+        source = self.run.run_dir
+        if not (source / "ledger.db").exists():
+            return
+        state = sorted(
+            (str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.rglob("*") if not path.name.endswith("-shm")
+        )
+        if state == self._last:
+            return
+        self._last = state
+        self.paths.append(self._where / f"{len(self.paths):05}")
+        shutil.copytree(source, self.paths[-1], ignore=shutil.ignore_patterns("*-shm", "tensorboard"))
+
+
+def imaged(
+    flow: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, where: Path, *, order_seed: int = 0
+) -> tuple[Summary, Images]:
+    """A run to its end, and images of it on the way."""
+    images = Images(where)
+    run = images.run = SteppedRun(flow, options, spec, settings, hook=images.take, order_seed=order_seed)
+    if settings.eager:
+        _after_each(run, images.take)
+    return run.execute(), images
+
+
+def _after_each(run: Run, hook: Hook) -> None:
+    """Have what an eager run tells its journal followed by the hook."""
+    begin = run._eager
+
+    def eager(plan: Plan) -> object:
+        journal = run._journal
+        assert journal is not None
+        for name in ("call_added", "samples_done", "rewarded", "consumed", "call_done", "logged", "step_done", "make_durable"):
+            setattr(journal, name, _followed(getattr(journal, name), hook))
+        return begin(plan)
+
+    run._eager = eager  # type: ignore[method-assign, assignment]
+
+
+def _followed(told: Callable[..., None], hook: Hook) -> Callable[..., None]:
+    def both(*arguments: object, **more: object) -> None:
+        told(*arguments, **more)
+        hook()
+
+    return both
+
+
+def commit_every(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(ledger, "_COMMIT_EVERY_S", seconds)
+    monkeypatch.setattr(os, "fsync", lambda number: None)  # Nobody pulls the plug here, and a thousand of them take minutes.
+
+
+def resumed(
+    flow: Flow, options: dict[str, object], spec: ClusterSpec, settings: RunSettings, run_dir: Path, *, order_seed: int = 0, **more: object
+) -> Summary:
+    said: list[str] = []
+    run = SteppedRun(flow, options, spec, settings, resume=run_dir, warn=said.append, order_seed=order_seed, **more)
+    return run.execute()

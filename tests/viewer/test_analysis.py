@@ -1,0 +1,218 @@
+"""Why devices were idle and what steps waited for: held against the simulator's own account, and against traces made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from observed_run import record_run, store_run
+
+from m2flow.cli.main import cli
+from m2flow.micro.records.ledger import Ledger
+from m2flow.observe.spans import Recorder, SpanBlock
+from m2flow.samples import SampleId
+from m2flow.viewer.analysis import OVERHEAD, CriticalPath, analysis_of
+from m2flow.viewer.idle import CAUSES, devices_of, idle_of
+from m2flow.viewer.run_trace import RunTrace
+
+ROOT = Path(__file__).parents[2]
+MS = 1_000_000
+
+
+def traced(run_dir: Path) -> RunTrace:
+    trace = RunTrace(run_dir)
+    assert trace.refresh()
+    return trace
+
+
+def aligned() -> list[SpanBlock]:
+    return [msgspec.structs.replace(block, anchor_ns=0) for block in record_run()]
+
+
+def drained(recorder: Recorder) -> SpanBlock:
+    """With times as they were given: recorders read the clock apart from each other."""
+    recorder.anchor_ns = 0
+    return recorder.drain()
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("simulated") / "run"
+    asked = "--cluster clusters/h100-8.yaml --shape policy=Qwen2.5-32B --lengths lognormal:median=60,sigma=0.6,cap=200,icc=0.3 --steps 2"
+    asked += " --batch 4 --n 2 --warm-steps 1 --max-new-tokens 200"
+    flow = str(ROOT / "flows" / "grpo.py")
+    asked = asked.replace("clusters/", f"{ROOT}/clusters/")
+    done = CliRunner().invoke(
+        cli,
+        ["simulate", flow, *asked.split(), "--out", str(place)],
+    )
+    assert done.exit_code == 0, done.output
+    return place
+
+
+def test_the_trace_of_a_simulated_run_gives_the_simulators_own_account_of_idle_time(simulated: Path) -> None:
+    trace = traced(simulated)
+    analysis = analysis_of(trace, idle_of(trace))
+    told = json.loads((simulated / "report.json").read_text())["steps"]
+    # The first step is told from its first work on, not from when the program asked for it.
+    (step,) = (one for one in analysis.steps if one.step == 1)
+    assert step.makespan_s == pytest.approx(told[1]["makespan_s"], rel=1e-6)
+    assert step.efficiency == pytest.approx(told[1]["efficiency"], rel=1e-6)
+    for cause in CAUSES:
+        assert step.idle_s.get(cause, 0.0) == pytest.approx(told[1]["idle_s"].get(cause, 0.0), rel=1e-5, abs=1e-6), cause
+    assert {"switch", "sync"} <= set(step.idle_s)
+    assert step.staleness == told[1]["staleness"]
+
+
+def test_of_a_simulated_run_it_is_said_what_simulates_it_otherwise(simulated: Path) -> None:
+    done = CliRunner().invoke(cli, ["analyze", str(simulated)])
+    assert done.exit_code == 0, done.output
+    assert "nothing is suggested: it is a simulation" in done.stderr
+    assert "--compare" in done.stderr
+
+
+def test_busy_and_idle_fill_the_run_and_idle_stretches_do_not_overlap(tmp_path: Path) -> None:
+    trace = traced(store_run(tmp_path, aligned()))
+    for idle in idle_of(trace):
+        assert (idle.start[1:] >= idle.end[:-1]).all()
+        whole = idle.busy_seconds(trace.start, trace.end) + sum(idle.seconds(trace.start, trace.end).values())
+        assert whole == pytest.approx((trace.end - trace.start) / 1e9)
+
+
+def test_while_others_generate_an_instance_without_samples_is_in_the_tail_and_training_waits_for_rollout(tmp_path: Path) -> None:
+    recorders = [Recorder("rollout-0"), Recorder("rollout-1"), Recorder("train-0")]
+    about = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1"}
+    for recorder, end in zip(recorders, (10, 4), strict=False):
+        recorder.add("sample", 0, end * MS, **about, sample=SampleId(0, end, 0), num_tokens=end)
+        recorder.add("rollout.step", 0, end * MS, **about, num_samples=1)
+    recorders[2].add("train.accumulate", 10 * MS, 12 * MS, call=1, step=0, label="policy.update", flow_line="f.py:2")
+    trace = traced(store_run(tmp_path, [drained(recorder) for recorder in recorders]))
+    found = {idle.device.name: idle.seconds(trace.start, trace.end) for idle in idle_of(trace)}
+    assert found["rollout-1"] == pytest.approx({"tail": 0.006, "staleness": 0.002})
+    assert found["rollout-0"] == pytest.approx({"staleness": 0.002})
+    assert found["train-0"] == pytest.approx({"rollout": 0.004, "tail": 0.006})
+
+
+def test_while_a_last_checkpoint_is_written_nobody_is_idle_for_a_cause(tmp_path: Path) -> None:
+    rollout, trainer = Recorder("rollout-0"), Recorder("train-0")
+    about = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1"}
+    rollout.add("rollout.step", 0, 4 * MS, **about, num_samples=1)
+    update = {"call": 1, "step": 0, "label": "policy.update", "flow_line": "f.py:2"}
+    trainer.add("train.save", 1 * MS, 3 * MS, step=0)  # One that something comes after is as it was.
+    trainer.add("train.apply", 4 * MS, 6 * MS, **update)
+    trainer.add("train.save", 6 * MS, 90 * MS)
+    rollout.add("wait", 4 * MS, 90 * MS)
+    trace = traced(store_run(tmp_path, [drained(rollout), drained(trainer)]))
+    assert (trace.worked_until, trace.end) == (6 * MS, 90 * MS)
+    found = {device.name: (device.busy_s, device.idle_s) for device in analysis_of(trace, idle_of(trace)).devices}
+    assert found["rollout-0"] == (pytest.approx(0.004), pytest.approx({"staleness": 0.002}))
+    assert found["train-0"] == (pytest.approx(0.004), pytest.approx({"rollout": 0.002}))
+    assert [kind.group for kind in trace.kinds if kind.label == "train.save"] == ["machinery"]
+
+
+def test_while_a_run_had_stopped_nobody_was_idle_and_its_step_took_no_time(tmp_path: Path) -> None:
+    hour = 3600 * 1000 * MS
+    rollout, trainer = Recorder("rollout-0"), Recorder("train-0")
+    about = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1"}
+    for begin, end in ((0, 4 * MS), (hour + 1 * MS, hour + 5 * MS)):
+        rollout.add("rollout.step", begin, end, **about, num_samples=1)
+    trainer.add("train.accumulate", hour + 5 * MS, hour + 6 * MS, call=1, step=0, label="policy.update", flow_line="f.py:2")
+    run_dir = store_run(tmp_path, [drained(recorder) for recorder in (rollout, trainer)])
+    ledger = Ledger(run_dir / "ledger.db")
+    ledger.open()
+    for number, began_s in enumerate((0.0, 3600.0)):
+        ledger.attempt_began(number, "", 0)
+        ledger.change("UPDATE attempts SET began=? WHERE number=?", (began_s, number))
+    ledger.close()
+    trace = traced(run_dir)
+    assert [(ends.tolist(), begins.tolist()) for ends, begins in [trace.stops]] == [([4 * MS], [hour])]
+    (step,) = analysis_of(trace, idle_of(trace)).steps
+    assert step.makespan_s == pytest.approx(0.010)
+    for idle in idle_of(trace):
+        whole = idle.busy_seconds(trace.start, trace.end) + sum(idle.seconds(trace.start, trace.end).values())
+        assert whole == pytest.approx(0.010)
+
+
+def test_a_slow_reward_is_the_cause_and_leads_the_critical_path(tmp_path: Path) -> None:
+    rollout, judge, trainer = Recorder("rollout-0"), Recorder("functions-0"), Recorder("train-0")
+    sample = SampleId(0, 0, 0).pack()
+    generate = {"call": 0, "step": 0, "label": "policy.generate", "flow_line": "f.py:1"}
+    rollout.add("sample", 0, 2 * MS, **generate, sample=sample, num_tokens=4)
+    rollout.add("rollout.step", 0, 2 * MS, **generate, num_samples=1)
+    score = {"call": 1, "step": 0, "label": "judge.score", "flow_line": "f.py:2", "num_samples": 1, "samples": [sample]}
+    judge.add("function.call", 2 * MS, 9 * MS, **score)
+    trainer.add("train.accumulate", 9 * MS, 10 * MS, call=2, step=0, label="policy.update", flow_line="f.py:3", samples=[sample])
+    trace = traced(store_run(tmp_path, [drained(recorder) for recorder in (rollout, judge, trainer)]))
+    analysis = analysis_of(trace, idle_of(trace))
+    shares = {share.label: share.share for share in analysis.path}
+    assert shares == pytest.approx({"judge.score": 0.7, "policy.generate": 0.2, "policy.update": 0.1})
+    assert analysis.path[0].line == "f.py:2"
+    assert max(analysis.steps[0].idle_s, key=lambda cause: analysis.steps[0].idle_s[cause]) == "reward"
+
+
+def test_the_links_of_a_critical_path_follow_each_other_to_the_steps_end(tmp_path: Path) -> None:
+    trace = traced(store_run(tmp_path, aligned()))
+    path = CriticalPath(trace, devices_of(trace))
+    for step in trace.steps:
+        links = path.of(step)
+        assert links[-1].end == step.end
+        assert all(before.end <= after.start for before, after in itertools.pairwise(links))
+        assert links[0].start >= step.start
+    shares = analysis_of(trace, idle_of(trace)).path
+    assert sum(share.share for share in shares) == pytest.approx(1.0)
+    assert {"policy.generate", "policy.update"} <= {share.label for share in shares} | {OVERHEAD}
+
+
+def test_analyze_names_lines_and_shares_and_says_why_it_suggests_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    store_run(tmp_path / "run", record_run())
+    done = CliRunner().invoke(cli, ["analyze", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    assert "flows/grpo.py:33" in done.stdout
+    assert "nothing is suggested" in done.stderr
+    told = json.loads(CliRunner().invoke(cli, ["analyze", str(tmp_path / "run"), "--json", "--no-suggest"]).stdout)
+    assert len(told["analysis"]["steps"]) == 3
+    assert told["suggestions"] is None
+
+
+@pytest.mark.slow
+def test_what_is_suggested_was_simulated_with_what_the_run_measured(tmp_path: Path) -> None:
+    asked = [
+        "--num-steps",
+        "4",
+        "--warm-steps",
+        "4",
+        "--cluster",
+        str(ROOT / "clusters" / "laptop-split.yaml"),
+        "--runs-dir",
+        str(tmp_path),
+    ]
+    ran = CliRunner().invoke(cli, ["run", str(ROOT / "flows" / "grpo.py"), *asked])
+    assert ran.exit_code == 0, ran.output
+    done = CliRunner().invoke(cli, ["analyze", "--runs-dir", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["suggestions"]["simulated_step_s"] > 0
+    for one in told["suggestions"]["found"]:
+        assert one["step_s"] == pytest.approx(told["suggestions"]["simulated_step_s"] * (1 - one["gain"]))
+        assert one["changes_mathematics"] == ("staleness" in one["what"])
+    found, steps = told["suggestions"], told["analysis"]["steps"][:3]
+    assert found["measured_step_s"] == pytest.approx(sum(step["makespan_s"] for step in steps) / 3)
+    assert found["error"] == pytest.approx(found["simulated_step_s"] / found["measured_step_s"] - 1)
+    text = CliRunner().invoke(cli, ["analyze", "--runs-dir", str(tmp_path)]).stdout
+    assert f"the simulation is off by {found['error']:+.0%}" in text
+    assert ("warning: the model does not reproduce this run well" in text) == found["is_doubtful"] == (abs(found["error"]) > 0.2)
+    assert "is on the critical path for" in text
+    stages = {(stage["label"], stage["line"]): stage for stage in found["stages"]}
+    planned = told["analysis"]["stages"]
+    assert told["analysis"]["predicted_step_s"] == pytest.approx(sum(stage["predicted_s"] or 0 for stage in planned))
+    (update,) = (stage for stage in planned if stage["label"] == "policy.update")
+    simulated = stages["policy.update", update["line"]]["seconds"]
+    assert stages["weight sync of policy", ""]["seconds"] > 0
+    row = ["policy.update", update["line"], f"{update['predicted_s']:,.3f}", f"{simulated:,.3f}"]
+    assert any(line.split()[:4] == row for line in text.splitlines()), "planned, simulated with its costs, and measured, stage by stage"
