@@ -221,7 +221,7 @@ class Capabilities:
     """Rollout: while others work on its device (`rest`), its weights can stay there and its cache not."""
     condenses: bool = False
     """Rollout: while samples run it can give back the cache that they do not need (`condense`)."""
-    gives_away: bool = False
+    readable_offloaded: bool = False
     """Train: another trainer can copy its weights while it is off its device; otherwise it comes back for as long."""
     probes: bool = False
     """Rollout: it can say the log-probabilities of given tokens (`RolloutEngine.logprobs`), so a weight sync can be proved by them."""

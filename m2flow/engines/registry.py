@@ -84,7 +84,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded.trainer:EmbeddedTrain",
-        Capabilities("train", heads=_HEADS, lora=True, gives_away=True, devices=_DEVICES),
+        Capabilities("train", heads=_HEADS, lora=True, readable_offloaded=True, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
@@ -163,7 +163,7 @@ _BUILT_IN = (
     EngineInfo(
         "fake",
         "m2flow.testing.fakes:FakeTrain",
-        Capabilities("train", heads=_HEADS, gives_away=True),
+        Capabilities("train", heads=_HEADS, readable_offloaded=True),
         "Exact integers in place of gradients: for tests of schedules.",
     ),
     EngineInfo(
@@ -309,7 +309,7 @@ _TRAIN: tuple[_Row, ...] = (
     ("heads", lambda can: ", ".join(f"`{head}`" for head in can.heads)),
     ("adapters (`lora=`)", _truth("lora")),
     ("bitwise with `--deterministic`", _truth("deterministic")),
-    ("weights can be copied while it is off its device", _truth("gives_away")),
+    ("weights can be copied while it is off its device", _truth("readable_offloaded")),
     ("data parallel", _degree("dp")),
     ("ZeRO stages", _layout(lambda layouts: ", ".join(map(str, layouts.zero)))),
     ("optimiser in the host's memory, as the plan says", _layout(lambda layouts: "yes" if layouts.offload else "no")),

@@ -21,7 +21,7 @@ import msgspec
 
 from m2flow.errors import M2FlowError, PlanError
 from m2flow.macro.graph import MacroGraph
-from m2flow.micro.lowering.capabilities import gives_away
+from m2flow.micro.lowering.capabilities import readable_offloaded
 from m2flow.micro.protocol.cost_terms import Costs, DecodeCost, EngineId, EngineKind, Footprint, Layout, TrainCost
 from m2flow.micro.protocol.plan import Pace, Plan, Seat, WorkerPlan
 from m2flow.planner.planning import question_of
@@ -147,7 +147,7 @@ def machines_of(plan: Plan, spec: ClusterSpec, costs: Costs) -> dict[str, Machin
             is_resident = slot.stays or not worker.lease or (plan.choice is None and switch.is_resident)
             leave_s, come_s = (0.0, 0.0) if is_resident else (switch.leave_s, switch.come_s)
             gives_s, gives_bytes = leave_s + come_s, footprint.kept_bytes
-            if gives_away(slot.engine):
+            if readable_offloaded(slot.engine):
                 gives_s, gives_bytes = costs.switch(seat.engine, seat.pool, Footprint(weights=footprint.weights)).come_s, 0
             hosted.append(Hosted(seat.engine, seat.layout, footprint, leave_s, come_s, is_resident, slot.takes_turn, gives_s, gives_bytes))
         syncs = {}

@@ -288,7 +288,7 @@ class FakeTrain(TrainEngine):
     """Everything that a train engine does, in integers. Log-probabilities, values and scores are multiples of 1/1024."""
 
     name = "fake"
-    capabilities = Capabilities(kind="train", heads=("lm", "value", "score"), gives_away=True)
+    capabilities = Capabilities(kind="train", heads=("lm", "value", "score"), readable_offloaded=True)
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._model = model

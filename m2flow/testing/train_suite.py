@@ -144,7 +144,7 @@ class TrainEngineSuite:
 
     def test_one_that_gives_while_it_is_off_its_device_gives_the_same(self) -> None:
         with started(self.make()) as source, started(self.make()) as target:
-            if not source.capabilities.gives_away:
+            if not source.capabilities.readable_offloaded:
                 pytest.skip("it comes back to its device before its weights are copied")
             source.accumulate(samples(self.vocabulary), PPO)
             source.apply(LINEAR, 1.0)

@@ -169,7 +169,7 @@ class EmbeddedTrain(TrainEngine):
 
     name = "embedded"
     capabilities = Capabilities(
-        "train", heads=tuple(scalar_head.HEADS), lora=True, retries_smaller=True, gives_away=True, devices=("cpu", "cuda")
+        "train", heads=tuple(scalar_head.HEADS), lora=True, retries_smaller=True, readable_offloaded=True, devices=("cpu", "cuda")
     )
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:

@@ -40,9 +40,9 @@ def can_move(engine: str) -> bool:
     return can is not None and can.abort and can.resume_with_prefix
 
 
-def gives_away(engine: str) -> bool:
+def readable_offloaded(engine: str) -> bool:
     """Whether a trainer's weights can be copied while it is off its devices."""
-    return any(info.capabilities.gives_away for info in engines() if info.kind == "train" and info.name == engine)
+    return any(info.capabilities.readable_offloaded for info in engines() if info.kind == "train" and info.name == engine)
 
 
 def keeps_caches(worker: WorkerPlan) -> frozenset[str]:

@@ -528,7 +528,7 @@ class EngineHost:
         taking, giving = self._engine(self._train, call.role), self._engine(self._train, source)
         slot = self._slot("train", source)
         is_away = self._takes_turns and slot.takes_turn != self._turn and not slot.stays
-        comes_back = is_away and not giving.capabilities.gives_away
+        comes_back = is_away and not giving.capabilities.readable_offloaded
         if comes_back:
             come(self._recorder, slot, giving)
         taking.copy_from(giving)

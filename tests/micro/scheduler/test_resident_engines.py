@@ -105,7 +105,7 @@ def test_weights_of_a_trainer_that_is_off_its_device_are_copied_from_where_they_
 
 def test_a_trainer_that_can_not_give_them_from_there_comes_back_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, found = run_eager(everything, {}, SPEC), copies(monkeypatch)
-    monkeypatch.setattr(FakeTrain, "capabilities", dataclasses.replace(FakeTrain.capabilities, gives_away=False))
+    monkeypatch.setattr(FakeTrain, "capabilities", dataclasses.replace(FakeTrain.capabilities, readable_offloaded=False))
     moves: list[str] = []
     for name in ("onload", "offload", "copy_from"):
         before = getattr(FakeTrain, name)
