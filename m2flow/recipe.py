@@ -15,6 +15,7 @@ from m2flow.errors import OptionError, did_you_mean, lone_surrogate
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Init = Literal["pretrained", "random"]
+Head = Literal["lm", "value", "score"]
 
 # Checks of what a flow's author writes. Each raises `OptionError`, which names the option; `m2flow.macro.session` adds the line.
 
@@ -141,7 +142,7 @@ class Model:
     dtype: Dtype = "float32"
     chat: bool = False
     """Put each prompt through the tokenizer's chat template, as a user's message."""
-    head: Literal["lm", "value", "score"] = "lm"
+    head: Head = "lm"
     """What the model gives: the next token, a value of each token (a critic), or a score of the whole (a reward model)."""
     is_policy: bool = True
     """Whether the flow can generate from it. From a reference, a critic or a reward model it can't."""

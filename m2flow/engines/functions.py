@@ -38,8 +38,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from m2flow.engines.contract import Capabilities, EngineSettings, Failure, FunctionEngine, Isolation, OnDone, OnFailure, unit_bounds
+from m2flow.engines.contract import EngineSettings, Failure, FunctionEngine, Isolation, OnDone, OnFailure, unit_bounds
 from m2flow.engines.process_pool import ChildDied, ChildTimedOut, ProcessPool, Task
+from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ErrorRecord, M2FlowError, OpError, error_from_record
 from m2flow.samples import Batch, Sample, SampleId
 
@@ -97,7 +98,7 @@ class PythonFunctions(FunctionEngine):
     """Runs up to `options["concurrency"]` units at once (default 1), and some that take longer than `options["patience_s"]` beside them."""
 
     name = "python"
-    capabilities = Capabilities(kind="function")
+    capabilities = built_in("python", "function")
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings

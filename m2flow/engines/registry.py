@@ -3,7 +3,7 @@
 The built-in ones are listed here; others register an `EngineInfo` under the entry point group `m2flow.engines`:
 
     [project.entry-points."m2flow.engines"]
-    mine = "mypackage.engine:INFO"
+    mine = "mypackage.info:INFO"
 
 registry --capability_tables--> one table for rollout engines, one for trainers
 """
@@ -16,12 +16,12 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, get_args
 
 from m2flow.engines.contract import Capabilities, EngineKind, EngineSettings, FunctionEngine, ParallelLayouts, RolloutEngine, TrainEngine
 from m2flow.engines.installed import Product, check_compiler, check_options
 from m2flow.errors import EngineError, MissingExtra, did_you_mean
-from m2flow.recipe import Model
+from m2flow.recipe import Head, Model
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def version_of(distribution: str) -> str:
 
 
 _DEVICES = ("cpu", "cuda")
-_HEADS = ("lm", "value", "score")
+_HEADS = get_args(Head)
 _BUILT_IN = (
     EngineInfo(
         "embedded",
@@ -84,7 +84,7 @@ _BUILT_IN = (
     EngineInfo(
         "embedded",
         "m2flow.engines.embedded.trainer:EmbeddedTrain",
-        Capabilities("train", heads=_HEADS, lora=True, readable_offloaded=True, devices=_DEVICES),
+        Capabilities("train", heads=_HEADS, lora=True, retries_smaller=True, readable_offloaded=True, devices=_DEVICES),
         "Packed micro-batches without padding, prompts shared within a group, AdamW; one rank, in PyTorch.",
         ("torch", "transformers"),
         untested="cuda",
@@ -173,6 +173,14 @@ _BUILT_IN = (
         "The fake trainer over any number of ranks: for tests of trainers of several processes.",
     ),
 )
+
+
+def built_in(name: str, kind: EngineKind) -> Capabilities:
+    """Return what a built-in engine can do, for its class to take from here. Raises `KeyError` if there is no such engine."""
+    for info in _BUILT_IN:
+        if (info.name, info.kind) == (name, kind):
+            return info.capabilities
+    raise KeyError(f"no built-in {kind} engine {name!r}")
 
 
 def engines() -> list[EngineInfo]:
@@ -309,6 +317,7 @@ _TRAIN: tuple[_Row, ...] = (
     ("heads", lambda can: ", ".join(f"`{head}`" for head in can.heads)),
     ("adapters (`lora=`)", _truth("lora")),
     ("bitwise with `--deterministic`", _truth("deterministic")),
+    ("micro-batches beyond its memory are tried in halves", _truth("retries_smaller")),
     ("weights can be copied while it is off its device", _truth("readable_offloaded")),
     ("data parallel", _degree("dp")),
     ("ZeRO stages", _layout(lambda layouts: ", ".join(map(str, layouts.zero)))),

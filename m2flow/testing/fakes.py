@@ -36,17 +36,16 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.engines.contract import (
-    Capabilities,
     EngineSettings,
     Generated,
     Objective,
     Occupancy,
-    ParallelLayouts,
     Request,
     RolloutEngine,
     Sums,
     TrainEngine,
 )
+from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, ModelError, PromptTooLong
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Model
 from m2flow.samples import Batch, Finish, Ragged, SampleId
@@ -127,7 +126,7 @@ class FakeRollout(RolloutEngine):
     """Requests come and go as in a real one; temperature 0 ignores the seed, other temperatures change nothing."""
 
     name = "fake"
-    capabilities = Capabilities(kind="rollout", weights_under_requests=True, rests=True, condenses=True, probes=True)
+    capabilities = built_in("fake", "rollout")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._model = model
@@ -288,7 +287,7 @@ class FakeTrain(TrainEngine):
     """Everything that a train engine does, in integers. Log-probabilities, values and scores are multiples of 1/1024."""
 
     name = "fake"
-    capabilities = Capabilities(kind="train", heads=("lm", "value", "score"), readable_offloaded=True)
+    capabilities = built_in("fake", "train")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._model = model
@@ -437,7 +436,7 @@ class FakeRanks(FakeTrain):
     """One rank of it."""
 
     name = "fake-ranks"
-    capabilities = Capabilities(kind="train", heads=("lm", "value", "score"), parallel_layouts=ParallelLayouts(dp=None))
+    capabilities = built_in("fake-ranks", "train")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)

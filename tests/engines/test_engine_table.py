@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from m2flow.cli.cluster_file import load_cluster
 from m2flow.cli.doctor import other_interpreter, usable
 from m2flow.engines.installed import stand_ins
-from m2flow.engines.registry import capability_tables, engines, find_engine
+from m2flow.engines.models.scalar_head import HEADS
+from m2flow.engines.registry import EngineInfo, capability_tables, engines, find_engine
+from m2flow.recipe import Head
 from m2flow.spec import ClusterSpec, RolloutSpec
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "engines.md"
 
 
+BUILT_IN = [info for info in engines() if info.factory.startswith("m2flow.")]
+
+
+@pytest.mark.parametrize("info", BUILT_IN, ids=lambda info: f"{info.kind}-{info.name}")
+def test_the_class_of_an_engine_can_do_what_the_registry_says(info: EngineInfo) -> None:
+    module, _, name = info.factory.partition(":")
+    engine = getattr(importlib.import_module(module), name)
+    assert (engine.name, engine.capabilities) == (info.name, info.capabilities)
+
+
+def test_the_heads_of_models_are_those_that_can_be_loaded() -> None:
+    assert tuple(HEADS) == get_args(Head)
+
+
 def test_the_tables_of_the_page_are_those_of_the_registry() -> None:
-    ours = [info for info in engines() if info.factory.startswith("m2flow.")]
     tables = PAGE.read_text().partition("<!-- capabilities -->\n")[2].partition("<!-- /capabilities -->")[0]
-    assert tables == capability_tables(ours), "m2flow engines --markdown"
+    assert tables == capability_tables(BUILT_IN), "m2flow engines --markdown"
 
 
 def test_every_engine_but_those_for_tests_has_a_column() -> None:

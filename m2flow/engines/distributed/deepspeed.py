@@ -50,14 +50,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2flow.engines import installed
-from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
+from m2flow.engines.contract import EngineSettings
 from m2flow.engines.distributed import tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root
 from m2flow.engines.embedded import trainer
-from m2flow.engines.models import lora, packing, scalar_head, trainer_checkpoint
+from m2flow.engines.models import lora, packing, trainer_checkpoint
 from m2flow.engines.models.adamw import RecipeAdamW, packed_state, unpacked_state
 from m2flow.engines.models.hf_model import load_model, load_tokenizer, use_threads
 from m2flow.engines.models.packing import Demonstrations
+from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, MissingExtra, ModelError, did_you_mean
 from m2flow.recipe import AdamW, Model
 from m2flow.samples import Ragged, make_ids
@@ -284,13 +285,7 @@ class DeepSpeedTrain(RankedTrain):
     """The embedded trainer's passes on a model that DeepSpeed holds."""
 
     name = "deepspeed"
-    capabilities = Capabilities(
-        "train",
-        heads=tuple(scalar_head.HEADS),
-        lora=True,
-        devices=("cpu", "cuda"),
-        parallel_layouts=ParallelLayouts(tp=None, sp=None, dp=None, zero=(0, 1, 2, 3), offload=True, recomputes=True),
-    )
+    capabilities = built_in("deepspeed", "train")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)

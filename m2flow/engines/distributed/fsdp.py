@@ -28,12 +28,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from m2flow.engines.contract import Capabilities, EngineSettings, ParallelLayouts
+from m2flow.engines.contract import EngineSettings
 from m2flow.engines.distributed import tensor_parallel
 from m2flow.engines.distributed.ranks import RankedTrain, Root
-from m2flow.engines.models import lora, scalar_head, trainer_checkpoint
+from m2flow.engines.models import lora, trainer_checkpoint
 from m2flow.engines.models.adamw import Optimizers
 from m2flow.engines.models.trainer_checkpoint import spread_like, whole
+from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, naming_host_errors
 from m2flow.recipe import AdamW, Model
 
@@ -42,13 +43,7 @@ class FsdpTrain(RankedTrain):
     """The embedded trainer on a model that is spread over ranks."""
 
     name = "fsdp"
-    capabilities = Capabilities(
-        "train",
-        heads=tuple(scalar_head.HEADS),
-        lora=True,
-        devices=("cpu", "cuda"),
-        parallel_layouts=ParallelLayouts(tp=None, dp=None, zero=(3,)),
-    )
+    capabilities = built_in("fsdp", "train")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)

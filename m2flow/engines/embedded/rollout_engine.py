@@ -20,12 +20,13 @@ import numpy.typing as npt
 import psutil
 import torch
 
-from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine
+from m2flow.engines.contract import EngineSettings, Generated, Memory, Occupancy, Request, RolloutEngine
 from m2flow.engines.embedded.decoding import ContinuousDecoder, Decoder
 from m2flow.engines.embedded.fixed_rows import FixedRowsDecoder
 from m2flow.engines.embedded.slot_model import SlotModel
 from m2flow.engines.models.hf_model import TextCodec, load_tokenizer, use_threads
 from m2flow.engines.models.requests import Job, generated_of, jobs_of, parted
+from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, is_out_of_memory
 from m2flow.recipe import Model
 from m2flow.samples import Finish
@@ -41,9 +42,7 @@ class EmbeddedRollout(RolloutEngine):
     """Requests come and go between any two steps; a prompt that several samples share is read once."""
 
     name = "embedded"
-    capabilities = Capabilities(
-        kind="rollout", devices=("cpu", "cuda"), weights_under_requests=True, lora=True, rests=True, condenses=True, probes=True
-    )
+    capabilities = built_in("embedded", "rollout")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model

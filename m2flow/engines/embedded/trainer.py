@@ -48,7 +48,6 @@ from m2flow.algorithms.losses import MOST_LOG_RATIO
 from m2flow.engines.contract import (
     NO_AGREEMENT,
     Agreement,
-    Capabilities,
     EngineSettings,
     Memory,
     Objective,
@@ -62,6 +61,7 @@ from m2flow.engines.models.adamw import Optimizers
 from m2flow.engines.models.hf_model import checkpoint_tensors, load_model, load_tokenizer, use_threads
 from m2flow.engines.models.packing import Demonstrations
 from m2flow.engines.models.trainer_checkpoint import spread_like
+from m2flow.engines.registry import built_in
 from m2flow.errors import EngineError, OpError, is_out_of_memory
 from m2flow.recipe import HEAD_OUTPUTS, AdamW, Loss, Model
 from m2flow.samples import Batch, Ragged, SampleId
@@ -168,9 +168,7 @@ class EmbeddedTrain(TrainEngine):
     """Packed forward and backward passes over a model that this process holds."""
 
     name = "embedded"
-    capabilities = Capabilities(
-        "train", heads=tuple(scalar_head.HEADS), lora=True, retries_smaller=True, readable_offloaded=True, devices=("cpu", "cuda")
-    )
+    capabilities = built_in("embedded", "train")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         self._source = model

@@ -36,9 +36,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.engines.contract import Capabilities, EngineSettings, Generated, Memory, ParallelLayouts
+from m2flow.engines.contract import EngineSettings, Generated, Memory
 from m2flow.engines.installed import SGLANG
 from m2flow.engines.models.requests import Job
+from m2flow.engines.registry import built_in
 from m2flow.engines.servers.served_rollout import ServedRollout
 from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Running, Span, words_of
 from m2flow.engines.servers.server_process import Launch, ServedOptions
@@ -193,19 +194,7 @@ class SglangRollout(ServedRollout):
     name = "sglang"
     dialect = SglangDialect()
     own_options = OWN_OPTIONS
-    capabilities = Capabilities(
-        kind="rollout",
-        keyed_seeds=False,
-        self_paced=True,
-        weights_under_requests=True,
-        deterministic=False,
-        rests=True,
-        probes=True,
-        devices=("cuda", "cpu"),
-        into_server=("files", "tensors", "group"),
-        routed_experts=True,
-        parallel_layouts=ParallelLayouts(tp=None, pp=8, dp=None, ep=None),
-    )
+    capabilities = built_in("sglang", "rollout")
 
     def __init__(self, model: Model, settings: EngineSettings) -> None:
         super().__init__(model, settings)

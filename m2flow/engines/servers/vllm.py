@@ -33,10 +33,10 @@ from typing import Any, cast, final
 import msgspec
 import torch
 
-from m2flow.engines.contract import Capabilities, ParallelLayouts
 from m2flow.engines.installed import VLLM
 from m2flow.engines.models.requests import Job
 from m2flow.engines.process_environment import gpus_from
+from m2flow.engines.registry import built_in
 from m2flow.engines.servers.served_rollout import ServedRollout, load_config, read_tensors, shapes_in, write_tensors
 from m2flow.engines.servers.server_client import Dialect, FinishReason, Heard, Span, words_of
 from m2flow.engines.servers.server_process import Launch
@@ -108,17 +108,7 @@ class VllmRollout(ServedRollout):
     name = "vllm"
     dialect = VllmDialect()
     own_options = ("tempered_logprobs",)
-    capabilities = Capabilities(
-        kind="rollout",
-        keyed_seeds=False,
-        self_paced=True,
-        weights_under_requests=True,
-        deterministic=False,
-        probes=True,
-        into_server=("files",),
-        devices=("cuda", "cpu"),
-        parallel_layouts=ParallelLayouts(tp=None),
-    )
+    capabilities = built_in("vllm", "rollout")
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], version: int, *, under_requests: bool = False) -> None:
         super().load_weights(_with_head(tensors) if self._is_tied else tensors, version, under_requests=under_requests)
