@@ -1,9 +1,9 @@
-"""From rewards to advantages: how much better each sample did than the others of its group.
+"""Compute group-relative advantages: how much better each sample did than the others of its group.
 
     rewards [N] + group sizes --> advantages [N]
 
-Pure functions on tensors. Groups may differ in size; samples of a group lie next to each other. Nothing here looks beyond a
-group, so a group's advantages depend neither on chunks nor on placement.
+Pure functions on tensors. Groups may differ in size; samples of a group are adjacent. Nothing here looks beyond a group, so a group's
+advantages depend neither on chunks nor on placement.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def dr_grpo(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor
 
 
 def rloo(rewards: Tensor, group_sizes: Sequence[int] | None = None) -> Tensor:
-    """Compare each reward with the mean of the others of its group.
+    """Subtract from each reward the mean of the others of its group (leave-one-out baseline).
 
         A[p, g] = r[p, g] - sum_{h != g} r[p, h] / (G - 1)
 

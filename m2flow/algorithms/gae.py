@@ -2,8 +2,8 @@
 
     rewards [T], values [T], lengths [N] --> advantages [T], returns [T]
 
-NumPy in float64, so that a process which only does this needs no torch. A sample's numbers do not depend on the others': the sums run
-along each sample by itself, whatever is computed beside it.
+NumPy in float64, so that a process which only does this needs no torch. The sums run along each sample by itself, so a sample's numbers
+do not depend on the batch that it is computed in.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def gae_rows(rows: Batch, whole: Mapping[str, object], *, gamma: float, lam: flo
 
 
 def _of_tokens(rows: Batch, name: str, mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> Floats:
-    """A column as one number a generated token [T]."""
+    """Expand a column to one number for each generated token [T]."""
     column = _numbers(rows, name)
     if not isinstance(column, Ragged):
         flat = np.zeros(int(lengths.sum()))
@@ -102,7 +102,7 @@ def _of_tokens(rows: Batch, name: str, mask: npt.NDArray[np.bool_], lengths: npt
 
 
 def _numbers(rows: Batch, name: str) -> Column:
-    """A column of numbers; what a user's function returned comes as JSON."""
+    """Read a column of numbers; values that a user's function returned are stored as JSON."""
     column = rows[name]
     if not isinstance(column, Ragged) or column.kind == "numbers":
         return column

@@ -1,6 +1,13 @@
-"""Losses and KL estimates as per-token terms: a train engine adds them up, and divides by the mini-batch's denominator at its end.
+"""Losses and KL estimates as per-token terms; the train engine sums them and divides by the mini-batch's denominator once, at its end.
 
-With r = log p_ref(x) - log p(x) for a token x drawn from the policy p:
+    logprobs [T], advantages [T], ... --> terms [T], {metric: [T]}
+
+Every loss follows `m2flow.recipe.Loss`: flat tensors over the tokens that the loss mask selects, passed by keyword. Terms are to be
+minimised. No function here averages over samples: sums are divided by the recipe's `denominator`. Given `sequence_lengths` (float [T],
+masked tokens of the sample that a token belongs to), each term is divided by its own, so that the terms of a sample add up to its mean
+and samples weigh the same however long they are (denominator `sequences`).
+
+KL estimates, with r = log p_ref(x) - log p(x) for a token x drawn from the policy p:
 
     k1 = -r              unbiased, high variance, may be negative
     k2 = r^2 / 2         biased, low variance, never negative
@@ -9,13 +16,6 @@ With r = log p_ref(x) - log p(x) for a token x drawn from the policy p:
 Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. The properties are those of the
 *values*. As losses they differ: the expected gradient of k2 is that of KL, the expected gradient of k1 is zero, and k3's is the
 gradient of the reverse divergence KL(reference || policy). Used on tokens that older weights drew, all three are biased further.
-
-logprobs [T], advantages [T], ... --> terms [T], {metric: [T]}
-
-Every function follows `m2flow.recipe.Loss`: flat tensors over the tokens that the loss mask selects, by keyword. Terms are to be
-minimised. No function here averages over samples: sums are divided by the recipe's `denominator`. Given `sequence_lengths`
-(float [T], masked tokens of the sample that a token belongs to), each term is divided by its own, so that the terms of a
-sample add up to its mean and samples weigh the same however long they are (denominator `sequences`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def ppo_clip(
 
 
 def reinforce(*, logprobs: Tensor, advantages: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
-    """The policy gradient of tokens sampled by these very weights.
+    """The policy gradient (REINFORCE) of tokens sampled by the current weights.
 
         term = -A * logprobs
 
@@ -206,7 +206,7 @@ def distill(
 def clipped_value(
     *, values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip: float = 0.0, sequence_lengths: Tensor | None = None
 ) -> Terms:
-    """The squared error of a critic, per token, clipped around what it said when the samples were made.
+    """The squared error of a critic, per token, clipped around its value when the samples were made.
 
         near = old_values + clip(values - old_values, -clip, clip)
         term = max((values - returns)^2, (near - returns)^2) / 2        without clip: (values - returns)^2 / 2
@@ -260,7 +260,7 @@ def nll(*, logprobs: Tensor, sequence_lengths: Tensor | None = None) -> Terms:
 
 
 def _ratio(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """How much likelier tokens are than they were when they were sampled, always finite."""
+    """The importance ratio of the current to the sampling policy for each token, always finite."""
     return (logprobs - behaviour_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 

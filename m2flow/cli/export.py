@@ -96,7 +96,7 @@ def send_command(run: str | None, otlp: str, metrics_to: tuple[str, ...] | None,
     """
     import threading
 
-    from m2flow.observe.forwarding import carry, destinations
+    from m2flow.observe.forwarding import deliver, destinations
     from m2flow.spec import RunSettings
 
     run_dir = find_run(run, runs_dir)
@@ -108,9 +108,9 @@ def send_command(run: str | None, otlp: str, metrics_to: tuple[str, ...] | None,
     ends.set()
     sinks = wanted.sinks()
     for sink in sinks if again else ():
-        sink.begin_again()
+        sink.reset()
     failed = []
-    for report in carry(sinks, ends, _A_DAY_S):
+    for report in deliver(sinks, ends, _A_DAY_S):
         click.echo(f"{report.where}: {report.num_spans:,} spans, {report.num_points:,} numbers")
         if report.error or report.num_left_bytes:
             failed.append(f"{report.where} did not take everything, {report.num_left_bytes:,} bytes are left: {report.error}")

@@ -1,5 +1,5 @@
-"""What a run leaves to be looked at: spans, metrics, traces and the curve.
+"""Record what a run does: spans and counters, metrics, and their export to trace viewers, collectors and trackers.
 
-Recorder (worker) --SpanBlock--> TraceStore (controller) --> trace/spans.msgpack --> otel.jsonl, Perfetto
-MetricsWriter (controller)                               --> metrics.jsonl, tensorboard/ --> the learning curve
+Recorder (worker) --SpanBlock--> TraceStore (controller) --> trace/spans.msgpack --> otel.jsonl, Perfetto, OTLP
+MetricsWriter (controller)                               --> metrics.jsonl, tensorboard/ --> learning curve, trackers
 """

@@ -1,12 +1,12 @@
-"""A process beside the run that carries its records to collectors and trackers, so that none of them can hold it up.
+"""Forward a run's records to collectors and trackers from a process of its own, so that a slow receiver never delays the run.
 
     Forwarding --standard input--> python -m m2flow.observe.forwarding --reports, standard output--> Forwarding
     run directory ------------------------^
 
-The run writes its files, and knows nothing of who reads them: a place that is down, slow or refuses costs it nothing, and what could not
-be delivered is still on the disk. Each place has a thread here, which tries again after a wait that doubles. When its standard input
-ends, because the run is over or its process is gone, the process takes `drain_s` more for what is left, says how far each place has come,
-and ends. A place that fails twice then is given up at once.
+The run only writes its files. Each sink (`m2flow.observe.record_sinks`) has a thread in the forwarding process and retries with
+exponential backoff; what could not be delivered is still on the disk. When standard input ends, because the run is over or its process
+has died, the forwarding process takes up to `drain_s` more for what is left, reports how far each sink has come, and exits. After that
+point a sink that fails twice is given up at once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _LONGEST_WAIT_S = 30.0
 _LAST_TRIES = 2
 """At the end, with a place that takes nothing."""
 _EXTRA_S = 4.0
-"""A place may take so much longer at the end than the time for what is left: one request may be under way."""
+"""A sink may overrun `drain_s` by this much: one request may be in flight."""
 _REPORT_S = 30.0
 """After which the process is killed that should have said by then how far it has come."""
 
 
 class Destinations(msgspec.Struct, frozen=True):
-    """Where a run's records go, beside its directory."""
+    """The sinks that a run's records are sent to, besides the run directory."""
 
     run_dir: str
     flow: str
@@ -64,7 +64,7 @@ class Destinations(msgspec.Struct, frozen=True):
 
 
 def destinations(settings: RunSettings, run_dir: Path, flow: str, warn: Callable[[str], None]) -> Destinations:
-    """What the settings say, or, where they say nothing, what the environment does.
+    """Read the destinations from the run settings, or from the environment where the settings say nothing.
 
     Raises:
         MissingExtra: the settings name one whose package is not installed. SpecError: an endpoint that is none.
@@ -92,14 +92,14 @@ def has_tensorboard(settings: RunSettings) -> bool:
 
 @final
 class Forwarding:
-    """Starts the process, and ends it. Nothing here raises: the run is not about this."""
+    """Start and stop the forwarding process. Nothing here raises: a run never fails because its records could not be sent."""
 
     def __init__(self, wanted: Destinations, warn: Callable[[str], None]) -> None:
         self._wanted = wanted
         self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
         self.reports: list[Report] = []
-        """Of each place, once it is over."""
+        """One for each sink, once the process has ended."""
 
     def open(self) -> None:
         if not self._wanted:
@@ -124,14 +124,14 @@ class Forwarding:
             self._warn(f"nothing is sent to {self._names}: {error}")
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Tell the process that nothing more will be written."""
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             self._process.stdin = None
 
     def close(self) -> None:
-        """Wait until all is delivered or the time for that is over, and say what was not."""
+        """Wait until everything is delivered or `drain_s` is over, and warn of what was not."""
         self.end()
         if self._process is None:
             return
@@ -158,8 +158,8 @@ class Forwarding:
 
 
 @final
-class Carrier:
-    """One place's thread."""
+class SinkThread:
+    """Deliver to one sink, in a thread of its own."""
 
     def __init__(self, sink: Sink, ends: threading.Event, drain_s: float) -> None:
         self._sink = sink
@@ -169,7 +169,7 @@ class Carrier:
         self.error = ""
 
     def run(self) -> None:
-        """Until everything is delivered after the end, or the time for that is over."""
+        """Deliver until the records have ended and everything is sent, or `drain_s` is over."""
         deadline, failures, is_open, is_finished = float("inf"), 0, False, False
         last_tries = _LAST_TRIES
         while time.monotonic() < deadline:
@@ -204,22 +204,22 @@ class Carrier:
             self._sink.close()
 
 
-def carry(sinks: Iterable[Sink], ends: threading.Event, drain_s: float) -> list[Report]:
-    """Hand over what there is and what comes until `ends`, each place by itself; how far each has come."""
-    carriers = [(sink, Carrier(sink, ends, drain_s)) for sink in sinks]
-    threads = [threading.Thread(target=carrier.run, name=sink.name, daemon=True) for sink, carrier in carriers]
+def deliver(sinks: Iterable[Sink], ends: threading.Event, drain_s: float) -> list[Report]:
+    """Deliver what there is and what comes until `ends` to each sink independently. Returns how far each has come."""
+    deliveries = [(sink, SinkThread(sink, ends, drain_s)) for sink in sinks]
+    threads = [threading.Thread(target=delivery.run, name=sink.name, daemon=True) for sink, delivery in deliveries]
     for thread in threads:
         thread.start()
     ends.wait()
     deadline = time.monotonic() + drain_s + _EXTRA_S
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
-    silent = {sink.name for (sink, _), thread in zip(carriers, threads, strict=True) if thread.is_alive()}
-    return [sink.report(carrier.error or ("it did not answer" if sink.name in silent else "")) for sink, carrier in carriers]
+    silent = {sink.name for (sink, _), thread in zip(deliveries, threads, strict=True) if thread.is_alive()}
+    return [sink.report(delivery.error or ("it did not answer" if sink.name in silent else "")) for sink, delivery in deliveries]
 
 
 def main() -> None:
-    """The entry point: destinations on the first line of standard input, reports on standard output when that input ends."""
+    """Run the forwarding process: read destinations from the first line of standard input, write reports when that input ends."""
     with contextlib.suppress(OSError):
         os.nice(5)
     out = os.dup(1)
@@ -232,10 +232,10 @@ def main() -> None:
         ends.set()
 
     threading.Thread(target=watch, daemon=True, name="end-of-run").start()
-    reports = carry(wanted.sinks(), ends, wanted.drain_s)
+    reports = deliver(wanted.sinks(), ends, wanted.drain_s)
     with contextlib.suppress(OSError):
         os.write(out, msgspec.json.encode(reports))
-    os._exit(0)  # A thread that waits for a place that is silent must not keep the process.
+    os._exit(0)  # A thread that waits for a silent receiver must not keep the process alive.
 
 
 if __name__ == "__main__":

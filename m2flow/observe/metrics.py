@@ -1,12 +1,13 @@
-"""Metrics by step: `metrics.jsonl` for programs, TensorBoard's files and the learning curve for people.
+"""Write a run's metrics by step to `metrics.jsonl` and TensorBoard, read them back, and draw the learning curve.
 
-MetricsWriter --Board.add--> a thread --tensorboardX--> tensorboard/
+    MetricsWriter --+--> metrics.jsonl
+                    +--TensorBoardWriter.add--> a thread --tensorboardX--> tensorboard/
 
-The library brings torch with it, which takes seconds to import, and much longer on a busy machine. Would the controller wait for that,
-all of its workers would wait for the controller.
+A line is {"step": 3, "time_s": <Unix seconds>, "values": {"reward": 0.5, "kl": null}, "non_finite": {"kl": "nan"}}. JSON has no NaN, so
+a value that is not finite is null, and `non_finite` says what it was; TensorBoard does not get it, and the writer counts it.
 
-A line is {"step": 3, "time_s": <Unix seconds>, "values": {"reward": 0.5, "kl": null}, "non_finite": {"kl": "nan"}}. JSON has no
-NaN, so a value that is not finite is null, with what it was beside it; TensorBoard does not get it, and the writer counts it.
+tensorboardX imports torch, which takes seconds, and more on a busy machine. So it is imported in the writing thread: the controller, and
+with it all workers, would wait for the import otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FLUSH_S = 10.0
 
 @final
 class TensorBoardWriter:
-    """Takes numbers from the moment it is made; `close` waits until all are written."""
+    """Queue numbers for TensorBoard and write them from a thread; `close` waits until all are written."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -48,14 +49,14 @@ class TensorBoardWriter:
         self._numbers.put((name, value, step, time_s))
 
     def close(self) -> None:
-        """Raises what writing raised."""
+        """Wait until all numbers are written. Raises what writing raised."""
         self._numbers.put(None)
         self._thread.join()
         if self._error is not None:
             raise host_error(f"TensorBoard's files in {self._directory} can't be written", self._error) or self._error
 
     def _write(self) -> None:
-        # The library's own writer has a queue and a thread beside: when its disk is full the thread ends, and who fills the queue waits.
+        # The library's own writer has another queue and thread: when its disk is full the thread ends, and whoever fills the queue blocks.
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event
@@ -75,7 +76,7 @@ class TensorBoardWriter:
             self._error = error
 
     def _next(self, until_s: float) -> _Number | None:
-        """What is to be written next; nothing if the time is over."""
+        """The next number to write; `_NOTHING` once the time is over."""
         try:
             return self._numbers.get(timeout=max(until_s - time.monotonic(), 0.0))
         except queue.Empty:
@@ -83,6 +84,8 @@ class TensorBoardWriter:
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of `metrics.jsonl`."""
+
     step: int
     time_s: float
     values: dict[str, float | None]
@@ -91,23 +94,28 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @final
 class MetricsWriter:
-    """Appends a run's metrics. A context manager; one writer a run. A resumed run appends."""
+    """Append to a run's metrics. A context manager; one writer for each run. A resumed run appends."""
 
     def __init__(self, run_dir: str | Path, *, tensorboard: bool = True) -> None:
         self._run_dir = Path(run_dir)
         self._has_tensorboard = tensorboard
         self._file: TextIO | None = None
-        self._board: TensorBoardWriter | None = None
+        self._tensorboard: TensorBoardWriter | None = None
         self.non_finite: Counter[str] = Counter()
         """How often each metric was not finite."""
 
-    def open(self, goes_on_at: int | None = None) -> MetricsWriter:
-        """`goes_on_at`: the size that the file had when the run's other records were last certain; what came after will come again."""
+    def open(self, truncate_at: int | None = None) -> MetricsWriter:
+        """Open the file for appending.
+
+        Args:
+            truncate_at: cut the file to this size (bytes) first: its size at the checkpoint that a resumed run starts from. The steps
+                after it are run, and written, again.
+        """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         path = metrics_path(self._run_dir)
-        if goes_on_at is not None and path.exists() and path.stat().st_size > goes_on_at:
-            os.truncate(path, goes_on_at)
-            self._rewrite_board()
+        if truncate_at is not None and path.exists() and path.stat().st_size > truncate_at:
+            os.truncate(path, truncate_at)
+            self._rewrite_tensorboard()
         is_torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
@@ -125,39 +133,39 @@ class MetricsWriter:
         self._file.write(msgspec.json.encode(line).decode() + "\n")
         self._file.flush()
         if self._has_tensorboard:
-            board = self._open_board()
+            tensorboard = self._open_tensorboard()
             for name, value in numbers.items():
                 if name not in bad:
-                    board.add(name, value, step, line.time_s)
+                    tensorboard.add(name, value, step, line.time_s)
         return list(bad)
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """Size of `metrics.jsonl` in bytes."""
         return 0 if self._file is None else os.fstat(self._file.fileno()).st_size
 
-    def _rewrite_board(self) -> None:
-        """TensorBoard's files, which can't be cut, from what is left."""
+    def _rewrite_tensorboard(self) -> None:
+        """Rebuild TensorBoard's files, which can't be truncated, from the lines that are left."""
         if not self._has_tensorboard:
             return
         shutil.rmtree(self._run_dir / "tensorboard", ignore_errors=True)
         for line in _lines(self._run_dir):
             for name, value in line.values.items():
                 if value is not None:
-                    self._open_board().add(name, value, line.step, line.time_s)
+                    self._open_tensorboard().add(name, value, line.step, line.time_s)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-        board, self._board = self._board, None
-        if board is not None:
-            board.close()
+        tensorboard, self._tensorboard = self._tensorboard, None
+        if tensorboard is not None:
+            tensorboard.close()
 
-    def _open_board(self) -> TensorBoardWriter:
-        if self._board is None:
-            self._board = TensorBoardWriter(self._run_dir / "tensorboard")
-        return self._board
+    def _open_tensorboard(self) -> TensorBoardWriter:
+        if self._tensorboard is None:
+            self._tensorboard = TensorBoardWriter(self._run_dir / "tensorboard")
+        return self._tensorboard
 
     def __enter__(self) -> MetricsWriter:
         return self.open()
@@ -167,7 +175,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """Each metric's (step, value), in order of step; NaN or an infinity where it was that.
+    """Read each metric's (step, value) pairs, in order of step. Values that were not finite come back as NaN or an infinity.
 
     Where a step was written twice (a resumed run repeats steps), the later value counts. A torn line is passed over.
     """

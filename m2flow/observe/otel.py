@@ -1,26 +1,22 @@
-"""Spans and counters in OpenTelemetry's data model: the identities of traces, their propagation into users' code, and the records.
+"""Express spans, counters and metrics in OpenTelemetry's data model, and propagate trace context into users' functions.
 
-So every process knows them without a further byte on the way, and what is sent a second time has the same ones.
+    a function on a sample --Trace.enter--> current context of OpenTelemetry's API --traceparent--> request header
+    Span, key --OtelSpans.of--> ReadableSpan of the run, ReadableSpans of its samples
+    Count, a line of metrics.jsonl --data_of--> MetricsData
 
-Source: W3C Trace Context (2021), traceparent, version 00.
+A run is one trace: its root is the span `run`, and work on chunks is below that. Each sample is a trace of its own: its first span in a
+rollout engine is the root, and what any process does with the sample later is below that. Work on a chunk links to its samples. Trace
+and span identifiers are hashes of the run's name and the sample's identity: every process computes them without exchanging anything, and
+a span that is sent twice has the same identifier both times.
 
-a unit of a task --Trace.enter--> the current context of OpenTelemetry's API --traceparent--> a header
+A user's function that is called on one sample runs in that sample's trace; one that is called on several runs in the run's. m2flow
+starts no SDK on workers: where a function's own spans go is for its module to set up, as in any other service.
 
-A function that is called on one sample is in that sample's trace, below its first life in a rollout engine; one that is called on
-several is in the run's. m2flow's own spans are there too, so a collector shows them together. m2flow starts no SDK on workers: where a
-function's own spans go is for its module to set up, as in any other service.
-
-Span, key --OtelSpans.of--> ReadableSpan of the run, ReadableSpans of its samples
-    Count, a line of metrics.jsonl --data_points--> MetricsData
-
-A run is a trace: its root is the span `run`, the work on chunks is below that. Each sample is a trace of its own: its first life in a
-rollout engine is the root, and whatever was done with it later, by whichever process, is below that. Both go by identities that every
-parcel of every channel carries (`m2flow.observe.otel`). Work on a chunk links to its samples.
-
-Names follow OpenTelemetry's semantic conventions where they have some (`gen_ai.*`, `code.*`, `messaging.*`, `error.*`, `process.*`,
+Names follow OpenTelemetry's semantic conventions where they exist (`gen_ai.*`, `code.*`, `messaging.*`, `error.*`, `process.*`,
 `hw.gpu.*`); the rest is `m2flow.*`.
 
-Source: OpenTelemetry specification 1.50, trace API (SpanContext, links); semantic conventions for generative AI, in development.
+Sources: W3C Trace Context (2021), traceparent, version 00. OpenTelemetry specification 1.50, trace API (SpanContext, links); semantic
+conventions for generative AI, in development.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class SpanId(NamedTuple):
-    """A span, and the trace that it is in."""
+    """A span's identifier, with that of its trace."""
 
     trace: int
     """128 bits."""
@@ -50,27 +46,27 @@ class SpanId(NamedTuple):
 
 
 def run_span(run: str) -> SpanId:
-    """The root of a run's trace."""
+    """The root span of a run's trace."""
     return _of(run)
 
 
 def sample_span(run: str, sample: int) -> SpanId:
-    """The root of a sample's trace: its first life in a rollout engine."""
+    """The root span of a sample's trace: its first stay in a rollout engine."""
     return _of(f"{run}/{sample}")
 
 
 def span_id(name: str) -> int:
-    """Of a span within a trace; the name tells it from every other one of the run."""
+    """The identifier of a span within its trace; `name` is unique in the run."""
     return _of(name).span
 
 
 def is_kept(of: SpanId, share: float) -> bool:
-    """Whether a sample's trace is among the share that is sent."""
+    """Whether a sample's trace is among the sampled share that is sent."""
     return share >= 1 or (of.trace & (1 << 64) - 1) < share * (1 << 64)
 
 
 def share_of_samples(environment: Mapping[str, str]) -> float:
-    """The share of the samples' traces that is sent, by OTEL_TRACES_SAMPLER. The run's own trace always is."""
+    """Read the share of samples' traces to send from OTEL_TRACES_SAMPLER. The run's own trace is always sent."""
     sampler = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower().removeprefix("parentbased_")
     if sampler == "always_off":
         return 0.0
@@ -83,7 +79,8 @@ def share_of_samples(environment: Mapping[str, str]) -> float:
 
 
 def traceparent_of(of: SpanId, *, is_sampled: bool) -> str:
-    """
+    """Format a span's identifier as the header `traceparent` of W3C Trace Context.
+
     >>> traceparent_of(SpanId(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7), is_sampled=True)
     '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'
     """
@@ -96,7 +93,7 @@ def _of(name: str) -> SpanId:
 
 
 def traceparent() -> str:
-    """The header `traceparent` of W3C Trace Context for a request that a user's function makes.
+    """Return the header `traceparent` of W3C Trace Context for a request that a user's function makes.
 
     It names the span that is open there: the function's own, or else the sample's; empty where there is none.
 
@@ -111,14 +108,14 @@ def traceparent() -> str:
 
 @final
 class Trace:
-    """Of one run."""
+    """Set the trace context in which a run's user functions are called."""
 
     def __init__(self, run: str, environment: Mapping[str, str] = os.environ) -> None:
         self._run = run
         self._share = share_of_samples(environment)
 
     def enter(self, sample: int | None) -> None:
-        """From here on, in this context, work is done on this sample; None: on several. The context is the caller's to end."""
+        """Make this sample's root span current, or the run's for None (work on several samples). The caller ends the context."""
         from opentelemetry import context, trace
 
         of = run_span(self._run) if sample is None else sample_span(self._run, sample)
@@ -133,7 +130,7 @@ _MOST_KNOWN = 1 << 20
 """Samples of which it is remembered that their trace has a root."""
 _SITE = re.compile(r"(.+):(\d+)")
 _PLAIN_NAMES = {"num_tokens": "gen_ai.usage.output_tokens", "num_prompt_tokens": "gen_ai.usage.input_tokens", "error": "error.type"}
-"""Of a sample's life."""
+"""Attribute of a `sample` span -> name by the semantic conventions."""
 _METRICS = {
     "memory bytes": ("process.memory.usage", "By", False),
     "cpu seconds": ("process.cpu.time", "s", True),
@@ -146,10 +143,10 @@ _CHANNEL = re.compile(r"channel (?P<what>samples|bytes), (?P<peer>.+)|channel to
 
 @final
 class OtelSpans:
-    """Of one run. `Resource`s are made once a worker."""
+    """Convert one run's spans to OpenTelemetry's. A `Resource` is made once for each worker."""
 
     def __init__(self, run: str, *, has_samples: bool = True) -> None:
-        """Without samples' traces, their lives are below the run's root like everything else."""
+        """Without `has_samples`, samples get no traces of their own: their spans are below the run's root like everything else."""
         self.run = run
         self._has_samples = has_samples
         self._resources: dict[str, Resource] = {}
@@ -159,24 +156,24 @@ class OtelSpans:
 
     @property
     def root(self) -> SpanContext:
-        """Of the run."""
+        """Context of the run's root span."""
         return _context(*run_span(self.run))
 
     def context_of(self, sample: int) -> SpanContext:
-        """The root of a sample's trace."""
+        """Context of the root span of a sample's trace."""
         return _context(*sample_span(self.run, sample))
 
     def run_span(self, start_ns: int, end_ns: int, attributes: Mapping[str, Attribute]) -> ReadableSpan:
-        """What stands for the run."""
+        """The root span, which covers the whole run."""
         from opentelemetry.trace import Status, StatusCode
 
         return _readable("run", self.root, None, self._resource("controller"), attributes, start_ns, end_ns, Status(StatusCode.UNSET), [])
 
     def of(self, span: Span, key: str) -> Iterator[ReadableSpan]:
-        """The span, and what it is in the traces of its samples.
+        """Convert a span: once for the run's trace, and once for the trace of each sample that it was on.
 
         Args:
-            key: tells it from every other span of the run, and is the same when the run is sent again.
+            key: unique among the spans of the run, and the same when the run is sent again.
         """
         from opentelemetry.trace import Link, Status, StatusCode
 
@@ -208,16 +205,16 @@ class OtelSpans:
             of_sample = _context(root.trace_id, span_id(f"{own}/{root.trace_id}"))
             yield _readable(span.name, of_sample, root, resource, short, span.start_ns, span.end_ns, status, [Link(context)])
 
-    def _queued(self, life: Span, root: SpanContext, own: str, resource: Resource) -> Iterator[ReadableSpan]:
-        """From when a sample could be generated to the first token that it got there."""
+    def _queued(self, stay: Span, root: SpanContext, own: str, resource: Resource) -> Iterator[ReadableSpan]:
+        """The span from when a sample could be generated to its first token there."""
         from opentelemetry.trace import Status, StatusCode
 
-        waited, first = life.attributes.get("waited_us"), life.attributes.get("first_us")
-        start_ns = life.start_ns - (waited * 1000 if isinstance(waited, int) else 0)
-        end_ns = life.start_ns + (first * 1000 if isinstance(first, int) else 0)
+        waited, first = stay.attributes.get("waited_us"), stay.attributes.get("first_us")
+        start_ns = stay.start_ns - (waited * 1000 if isinstance(waited, int) else 0)
+        end_ns = stay.start_ns + (first * 1000 if isinstance(first, int) else 0)
         if end_ns > start_ns:
             context = _context(root.trace_id, span_id(f"{own}/queued"))
-            about: dict[str, Attribute] = {"m2flow.track": life.track}
+            about: dict[str, Attribute] = {"m2flow.track": stay.track}
             yield _readable("sample.queued", context, root, resource, about, start_ns, end_ns, Status(StatusCode.UNSET), [])
 
     def _is_kept(self, root: SpanContext) -> bool:
@@ -231,7 +228,7 @@ class OtelSpans:
 
 
 def resource_of(run: str, worker: str) -> Resource:
-    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of the service, and which of its processes it is."""
+    """The resource of one worker, from OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and the worker's name."""
     from opentelemetry.sdk.resources import Resource
 
     given = Resource.create({"service.instance.id": worker, "m2flow.run": run})
@@ -240,7 +237,7 @@ def resource_of(run: str, worker: str) -> Resource:
 
 
 def attributes_of(span: Span) -> dict[str, Attribute]:
-    """Named as the semantic conventions have it; what is None is left out.
+    """Name a span's attributes by the semantic conventions; those that are None are left out.
 
     >>> attributes_of(Span("rollout-0", "sample", 0, 1, {"num_tokens": 7, "finish": "stop", "flow_line": "flows/grpo.py:23"}))
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -248,8 +245,8 @@ def attributes_of(span: Span) -> dict[str, Attribute]:
      'gen_ai.response.finish_reasons': ['stop'], 'code.file.path': 'flows/grpo.py', 'code.line.number': 23}
     """
     found: dict[str, Attribute] = {"m2flow.track": span.track}
-    is_life, is_sent = span.name == SpanName.SAMPLE, span.name == SpanName.SEND
-    if is_life:
+    is_sample, is_sent = span.name == SpanName.SAMPLE, span.name == SpanName.SEND
+    if is_sample:
         found["gen_ai.operation.name"] = "text_completion"
     if is_sent:
         found |= {"messaging.system": "m2flow", "messaging.operation.type": "send"}
@@ -259,9 +256,9 @@ def attributes_of(span: Span) -> dict[str, Attribute]:
         site = _SITE.fullmatch(value) if name == "flow_line" and isinstance(value, str) else None
         if site:
             found |= {"code.file.path": site[1], "code.line.number": int(site[2])}
-        elif is_life and name == "finish":
+        elif is_sample and name == "finish":
             found["gen_ai.response.finish_reasons"] = [value] if not isinstance(value, list) else value
-        elif name == "error" or (is_life and name in _PLAIN_NAMES):
+        elif name == "error" or (is_sample and name in _PLAIN_NAMES):
             found[_PLAIN_NAMES[name]] = value
         elif is_sent and name in _SENT:
             found[_SENT[name]] = value
@@ -274,7 +271,7 @@ _SENT = {"num_samples": "messaging.batch.message_count", "num_bytes": "messaging
 
 
 class Point(NamedTuple):
-    """A number at a time."""
+    """A metric's value at a point in time."""
 
     worker: str
     metric: str
@@ -286,7 +283,7 @@ class Point(NamedTuple):
 
 
 def point_of(count: Count) -> Point:
-    """A counter's value as a metric's.
+    """Convert a counter's value to a metric's.
 
     >>> point_of(Count("rollout-0", "running, policy", 12.0, 5))[:5]
     ('rollout-0', 'm2flow.running', '1', False, {'m2flow.role': 'policy'})
@@ -303,13 +300,13 @@ def point_of(count: Count) -> Point:
 
 
 def points_of_step(step: int, at_ns: int, values: Mapping[str, float]) -> Iterator[Point]:
-    """A line of `metrics.jsonl`: each value, and the step that it is of, at one time."""
+    """Convert a line of `metrics.jsonl`: one point for each value, and one for the step."""
     for name, value in {**values, "step": float(step)}.items():
         yield Point("controller", f"m2flow.train.{_slug(name, keep='/')}", "1", False, {}, value, at_ns)
 
 
 def data_of(run: str, points: Iterable[Point]) -> MetricsData:
-    """Points as the SDK hands them to an exporter."""
+    """Pack points as the SDK hands them to an exporter."""
     from opentelemetry.sdk.metrics.export import (
         AggregationTemporality,
         Gauge,

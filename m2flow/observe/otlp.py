@@ -1,9 +1,10 @@
-"""A run's spans and metrics to an OpenTelemetry collector, by OTLP over HTTP, through the SDK's own exporters.
+"""Send a run's spans and metrics to an OpenTelemetry collector by OTLP over HTTP, through the SDK's own exporters.
 
     trace/spans.msgpack, metrics.jsonl --OtlpSink.pump--> POST /v1/traces, /v1/metrics
 
-The endpoint is the one that was given, or the one that the standard variables name (OTEL_EXPORTER_OTLP_ENDPOINT and its two kin), which
-also say headers, certificates, compression and time-out. A batch that is not taken is kept, and sent again with the same identities.
+The endpoint is the one given, or the one that the standard environment variables name (OTEL_EXPORTER_OTLP_ENDPOINT and its variants for
+traces and metrics), which also set headers, certificates, compression and timeout. A batch that is not accepted is kept and sent again
+with the same identifiers.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _BATCH = 512
 _TIMEOUT_S = 5.0
 """Of one request with its repetitions, if OTEL_EXPORTER_OTLP_TIMEOUT says nothing."""
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-_MOST_WORDS = 300
+_MOST_TEXT = 300
 """Characters of what an exporter says."""
 _SIGNALS = ("TRACES", "METRICS")
 
 
 def endpoint_named(environment: Mapping[str, str] = os.environ) -> str:
-    """What the standard variables name for people to read; empty if they name none, or turn the SDK off."""
+    """The endpoint that the standard variables name, to show to people; empty if they name none or turn the SDK off."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ""
     names = [_ENDPOINT, *(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT" for signal in _SIGNALS)]
@@ -54,7 +55,7 @@ def check_otlp(endpoint: str) -> None:
 
 @final
 class OtlpSink(Sink):
-    """Of one run."""
+    """Sink of one run for an OTLP collector."""
 
     name = "otlp"
 
@@ -65,11 +66,11 @@ class OtlpSink(Sink):
         self.where = endpoint or endpoint_named()
         self._otel = OtelSpans(run_dir.resolve().name)
         self._blocks, self._lines = BlockFollower(run_dir), LineFollower(run_dir)
-        self._heard = _LastWords()
+        self._log = _ExporterLog()
         self._spans: Any = None
         self._metrics: Any = None
         self._waiting_spans: list[Any] = []
-        """Made from the block that ends at `_end`, and not taken yet."""
+        """Made from the block that ends at `_end`, and not accepted yet."""
         self._waiting_points: list[Point] = []
         self._end = 0
         self._began_ns = self._ended_ns = 0
@@ -78,9 +79,9 @@ class OtlpSink(Sink):
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        self._blocks.took(self.sent.spans_end)
-        self._lines.took(self.sent.metrics_end)
-        logging.getLogger("opentelemetry").addHandler(self._heard)
+        self._blocks.acknowledge(self.sent.spans_end)
+        self._lines.acknowledge(self.sent.metrics_end)
+        logging.getLogger("opentelemetry").addHandler(self._log)
         timeout_s = None if os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT") else _TIMEOUT_S
         if self._reaches("TRACES"):
             self._spans = OTLPSpanExporter(endpoint=self._url("traces"), timeout=timeout_s)
@@ -98,7 +99,7 @@ class OtlpSink(Sink):
             did = True
         for line in self._lines.more():
             self._send_points(list(points_of_step(line.step, line.at_ns, line.values)))
-            self._lines.took(line.end)
+            self._lines.acknowledge(line.end)
             self.sent.metrics_end = line.end
             did = True
         if did:
@@ -106,7 +107,7 @@ class OtlpSink(Sink):
         return did
 
     def finish(self) -> None:
-        """The run's own span, which ends now."""
+        """Send the run's root span, which ends now."""
         if self._ended_ns and self._spans is not None:
             self._send_spans([self._otel.run_span(self._began_ns, self._ended_ns, {})])
             self._keep()
@@ -116,7 +117,7 @@ class OtlpSink(Sink):
             if exporter is not None:
                 exporter.shutdown()
         self._spans = self._metrics = None
-        logging.getLogger("opentelemetry").removeHandler(self._heard)
+        logging.getLogger("opentelemetry").removeHandler(self._log)
 
     @property
     def num_left_bytes(self) -> int:
@@ -139,25 +140,25 @@ class OtlpSink(Sink):
         while self._waiting_points:
             self._send_points(self._waiting_points[:_BATCH])
             del self._waiting_points[:_BATCH]
-        self._blocks.took(self._end)
+        self._blocks.acknowledge(self._end)
         self.sent.spans_end = self._end
 
     def _send_spans(self, spans: list[Any]) -> None:
         if self._spans is None:
             return
         if self._spans.export(spans).name != "SUCCESS":
-            raise Undelivered(self._heard.text or "spans were not taken")
+            raise Undelivered(self._log.text or "spans were not taken")
         self.sent.num_spans += len(spans)
 
     def _send_points(self, points: list[Point]) -> None:
         if self._metrics is None:
             return
         if self._metrics.export(data_of(self._otel.run, points)).name != "SUCCESS":
-            raise Undelivered(self._heard.text or "metrics were not taken")
+            raise Undelivered(self._log.text or "metrics were not taken")
         self.sent.num_points += len(points)
 
     def _reaches(self, signal: str) -> bool:
-        """Whether anybody is named for a signal: a variable may name an endpoint for one alone, or turn one off."""
+        """Whether a signal has an endpoint: a variable may name one for a single signal, or turn one off."""
         if os.environ.get(f"OTEL_{signal}_EXPORTER", "").strip().lower() == "none":
             return False
         named = (os.environ.get(name, "").strip() for name in (_ENDPOINT, f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"))
@@ -168,8 +169,8 @@ class OtlpSink(Sink):
 
 
 @final
-class _LastWords(logging.Handler):
-    """What the exporters said last; they answer only that something failed."""
+class _ExporterLog(logging.Handler):
+    """Keep the exporters' last log message: their return value says only that something failed."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -179,4 +180,4 @@ class _LastWords(logging.Handler):
         said = record.getMessage()
         if "max retries" not in said or not self.text:  # That follows on why it was tried again, which says more.
             cause, _, _ = said.removeprefix("Transient error ").partition(" encountered while")
-            self.text = cause[:_MOST_WORDS].rstrip(".")
+            self.text = cause[:_MOST_TEXT].rstrip(".")

@@ -1,38 +1,25 @@
-"""A trace for Perfetto (ui.perfetto.dev) and chrome://tracing: the tracks, as JSON and as Perfetto's own packets.
+"""Export a run's trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Trace --Drawn--> slices on threads, lives, counters, chains
+    run directory --write_trace--> FILE.pftrace              Perfetto's own packets (`write_packets`)
+                               --> FILE.json, .json.gz       the Trace Event Format (`write_json`), for both viewers
 
-Each engine has a thread; trainers of two roles in one worker are two engines. Slices of a thread must nest: spans of one engine that
-overlap without nesting (two threads recorded them) go to further threads. The way of a sample leads from its last life to each function
-call and micro-batch that names it in its `samples`, in the order of their starts, and from a micro-batch to the optimiser step that it
-went into. What began before the life was over, by more than the clocks' error, is no part of it.
+Both formats show the same (`TraceLayout`): a group of tracks for each worker, named with its devices; in it a track for each engine with
+a slice for each span; samples as asynchronous slices; counters; an instant for each version of the weights; and for each sample arrows
+from its generation to the reward, to the micro-batch that trained on it, and to the optimiser step that the micro-batch went into.
 
-Drawn --write--> {"traceEvents": [...]}
+Slices of a thread must nest: spans of one engine that overlap without nesting (two threads recorded them) go to further threads. A
+sample's arrows lead from its last `sample` span to each function call and micro-batch that names it in its `samples`, in order of their
+starts. What began before that span was over, by more than the clocks' error, is not linked. Times are relative to the first span.
 
-A process for each worker, a thread for each engine in it. Lives are asynchronous slices, which viewers pack into few rows.
+Trace Event Format, as the Catapult project describes it: a process for each worker, a thread for each engine. Arrows bind to slices of
+threads only, so one starts at the decode step that was running at the sample's end; a sample without such a step has none, and
+`otherData` counts it.
 
-Source: the Trace Event Format, as the Catapult project describes it. Arrows bind to slices of threads only, so one starts at the
-decode step that was running at the sample's end; a sample without such a step has none, and `otherData` counts it.
-
-Drawn --write--> TracePacket ... (descriptors of tracks, then their events)
-
-A track for each worker, under it one for each engine, one for each counter, and as many called `samples` as samples ran there at once:
-Perfetto lays tracks of one name under one parent out as one group. An arrow is a number that the slices on its way have in common, so it
-begins at the sample's own life. Times are nanoseconds since the first span.
-
-The few messages that are needed are encoded here, by the rules of protocol buffers: m2flow needs no package for it. The tests read what
-comes out with Perfetto's.
-
-Source: protos/perfetto/trace/track_event/ of the Perfetto project (track_descriptor.proto, track_event.proto, debug_annotation.proto),
-field numbers as of version 50, which never change.
-
-run directory --write_trace--> FILE.pftrace       Perfetto's own packets (`m2flow.observe.perfetto`)
-                               --> FILE.json, .json.gz    the Trace Event Format (`m2flow.observe.perfetto`), for both viewers
-
-Both say the same (`m2flow.observe.perfetto`): a group of tracks for each worker, named with the devices that it has, and in it a
-track for each engine with a slice for each span; the samples' lives as asynchronous slices; counters; an instant for each version of the
-weights; and for each sample arrows from its life to the reward, on to the micro-batch that trained on it, and on to the update that this
-went into.
+Perfetto's packets: a track for each worker, under it one for each engine, one for each counter, and as many called `samples` as samples
+ran there at once; Perfetto lays tracks of one name under one parent out as one group. An arrow is a number that its slices share, so it
+begins at the sample's own slice. The few messages needed are encoded here by the rules of protocol buffers, so m2flow needs no package
+for it; the tests decode the output with Perfetto's own. Source: protos/perfetto/trace/track_event/ (track_descriptor.proto,
+track_event.proto, debug_annotation.proto), field numbers as of version 50, which never change.
 """
 
 from __future__ import annotations
@@ -71,18 +58,18 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chain:
-    """The way of one sample."""
+class SampleArrows:
+    """The arrows of one sample: from its generation to what was done with it."""
 
     sample: int
-    life: Span
+    sample_span: Span
     then: list[Slice]
-    """What was done with it, in order; at least one."""
+    """The slices that worked on it, in order; at least one."""
 
 
 @final
-class Drawn:
-    """All that is drawn of one run."""
+class TraceLayout:
+    """The processes, threads, slices, counters and arrows of one run, for both formats."""
 
     def __init__(self, trace: Trace, devices: Mapping[str, str]) -> None:
         self.trace = trace
@@ -90,7 +77,7 @@ class Drawn:
         steps = _step_spans(trace.spans)
         self.pids = {**({STEPS: 1} if steps else {}), **{worker: pid for pid, worker in enumerate(self.workers, start=2)}}
         self.titles = {worker: f"{worker} ({devices[worker]})" if devices.get(worker) else worker for worker in self.pids}
-        self.lives = [span for span in trace.spans if span.name == SpanName.SAMPLE]
+        self.sample_spans = [span for span in trace.spans if span.name == SpanName.SAMPLE]
         others = (span for span in trace.spans if span.name != SpanName.SAMPLE)
         self.threads: dict[tuple[int, int], str] = {}
         """The name of each thread, by pid and tid: its engine, with the role where a worker has several engines of that kind."""
@@ -100,12 +87,12 @@ class Drawn:
         """When each version of a role's weights was there: as it was published, or as an engine of the trainer's own process took it."""
         self.origin_ns = min([*(span.start_ns for span in trace.spans), *(count.at_ns for count in trace.counts)], default=0)
         self.num_left_out = 0
-        """Samples of function calls and micro-batches whose life is not known, or was not over."""
-        self.chains = list(self._chains())
+        """Samples of function calls and micro-batches whose `sample` span is not known, or was not over."""
+        self.arrows = list(self._arrows())
 
     @property
     def num_arrows(self) -> int:
-        return sum(len(chain.then) for chain in self.chains)
+        return sum(len(chain.then) for chain in self.arrows)
 
     def _threads(self, spans: Iterable[Span]) -> Iterator[Slice]:
         """Give every span a thread of its worker, so that the spans of a thread nest; `tid` is 10,000 x engine + overflow."""
@@ -133,8 +120,8 @@ class Drawn:
                     stacks[thread].append(span.end_ns)
                     yield Slice(span, self.pids[worker], 10_000 * number + thread)
 
-    def _chains(self) -> Iterator[Chain]:
-        ends = {sample: span for span in sorted(self.lives, key=lambda span: span.end_ns) if (sample := sample_of(span)) is not None}
+    def _arrows(self) -> Iterator[SampleArrows]:
+        ends = {sample: span for span in sorted(self.sample_spans, key=lambda span: span.end_ns) if (sample := sample_of(span)) is not None}
         updates: defaultdict[tuple[int, object], list[Slice]] = defaultdict(list)
         for piece in self.slices:
             if piece.span.name == SpanName.TRAIN_APPLY:
@@ -148,8 +135,8 @@ class Drawn:
                 at = bisect.bisect_left(starts.get(key, []), piece.span.end_ns)
                 update = updates[key][at] if at < len(updates[key]) else None
             for sample in samples_of(piece.span):
-                life = ends.get(sample)
-                if life is None or piece.span.start_ns < life.end_ns - _CLOCK_ERROR_NS:
+                sample_span = ends.get(sample)
+                if sample_span is None or piece.span.start_ns < sample_span.end_ns - _CLOCK_ERROR_NS:
                     self.num_left_out += 1
                     continue
                 mine = found[sample]
@@ -157,11 +144,11 @@ class Drawn:
                 if update is not None and update not in mine:
                     mine.append(update)
         for sample, pieces in found.items():
-            yield Chain(sample, ends[sample], sorted(pieces, key=lambda piece: piece.span.start_ns))
+            yield SampleArrows(sample, ends[sample], sorted(pieces, key=lambda piece: piece.span.start_ns))
 
 
-def told(span: Span) -> dict[str, object]:
-    """What a viewer says of a span, with a sample as people write it."""
+def span_args(span: Span) -> dict[str, object]:
+    """A span's attributes as a viewer shows them, with a sample's identity as text."""
     args: dict[str, object] = dict(span.attributes)
     sample = sample_of(span)
     if sample is not None:
@@ -170,7 +157,7 @@ def told(span: Span) -> dict[str, object]:
 
 
 def _by_role(engine: str, lane: Sequence[Span]) -> dict[str, list[Span]]:
-    """Spans of one engine's kind by their role; all together where there is one role, or where the kind has none."""
+    """Split the spans of an engine by role; all together where there is one role, or where this kind of engine has none."""
     found: defaultdict[str, list[Span]] = defaultdict(list)
     for span in lane:
         label = span.attributes.get("label") if engine in _ENGINES_OF_ROLES else ""
@@ -196,7 +183,7 @@ def _versions(slices: Iterable[Slice]) -> Iterator[tuple[int, Slice]]:
 
 
 def _step_spans(spans: Iterable[Span]) -> list[Span]:
-    """A span for each step, from the first start to the last end of what names it; what is outside of the flow's loop has none."""
+    """Make a span for each step, from the first start to the last end of its spans. Work outside the flow's loop has no step."""
     found: dict[int, tuple[int, int]] = {}
     for span in spans:
         step = span.attributes.get("step")
@@ -214,42 +201,42 @@ Event = dict[str, Any]
 """One trace event; its keys are the format's."""
 
 
-def write_json(drawn: Drawn, file: IO[bytes]) -> None:
-    """Write all of it."""
-    other: dict[str, object] = {"start_unix_ns": str(drawn.origin_ns), "lost_bytes": drawn.trace.num_lost_bytes}
+def write_json(layout: TraceLayout, file: IO[bytes]) -> None:
+    """Write the layout in the Trace Event Format."""
+    other: dict[str, object] = {"start_unix_ns": str(layout.origin_ns), "lost_bytes": layout.trace.num_lost_bytes}
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     separator = b""
-    for event in _events(drawn, other):
+    for event in _events(layout, other):
         file.write(separator + msgspec.json.encode(event))
         separator = b",\n"
     file.write(b'\n],"otherData":' + msgspec.json.encode(other) + b"}\n")
 
 
-def _events(drawn: Drawn, other: dict[str, object]) -> Iterator[Event]:
-    yield from _names(drawn)
+def _events(layout: TraceLayout, other: dict[str, object]) -> Iterator[Event]:
+    yield from _names(layout)
 
     def microseconds(at_ns: int) -> float:
-        return (at_ns - drawn.origin_ns) / 1000
+        return (at_ns - layout.origin_ns) / 1000
 
-    for span, pid, tid in drawn.slices:
-        args = told(span)
+    for span, pid, tid in layout.slices:
+        args = span_args(span)
         times = {"ts": microseconds(span.start_ns), "dur": (span.end_ns - span.start_ns) / 1000}
         yield {"ph": "X", "name": span.name, "cat": span.name, "pid": pid, "tid": tid, **times, "args": args}
-    for version, (span, pid, tid) in drawn.versions:
+    for version, (span, pid, tid) in layout.versions:
         end = microseconds(span.end_ns)
         yield {"ph": "i", "name": f"weights v{version}", "cat": "version", "pid": pid, "tid": tid, "ts": end, "s": "g"}
-    for number, span in enumerate(drawn.lives, start=1):
+    for number, span in enumerate(layout.sample_spans, start=1):
         # One name for all, so that viewers pack them; an id for each, so that a sample that ran twice is two slices.
-        head = {"name": "sample", "cat": "sample", "id": hex(number), "pid": drawn.pids[span.lane[0]], "tid": 0}
-        yield {"ph": "b", **head, "ts": microseconds(span.start_ns), "args": told(span)}
+        head = {"name": "sample", "cat": "sample", "id": hex(number), "pid": layout.pids[span.lane[0]], "tid": 0}
+        yield {"ph": "b", **head, "ts": microseconds(span.start_ns), "args": span_args(span)}
         yield {"ph": "e", **head, "ts": microseconds(span.end_ns)}
-    for count in drawn.trace.counts:
+    for count in layout.trace.counts:
         if math.isfinite(count.value):
-            pid = drawn.pids[count.track.partition("/")[0]]
+            pid = layout.pids[count.track.partition("/")[0]]
             yield {"ph": "C", "name": count.name, "pid": pid, "ts": microseconds(count.at_ns), "args": {"value": count.value}}
-    steps = _DecodeSteps(drawn)
-    num_arrows, num_left_out = 0, drawn.num_left_out
-    for number, chain in enumerate(drawn.chains, start=1):
+    steps = _DecodeSteps(layout)
+    num_arrows, num_left_out = 0, layout.num_left_out
+    for number, chain in enumerate(layout.arrows, start=1):
         found = steps.last_of(chain)
         if found is None:
             num_left_out += len(chain.then)
@@ -266,11 +253,11 @@ def _events(drawn: Drawn, other: dict[str, object]) -> Iterator[Event]:
     other |= {"arrows": num_arrows, "arrows_left_out": num_left_out}
 
 
-def _names(drawn: Drawn) -> Iterator[Event]:
-    for worker, pid in drawn.pids.items():
-        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": drawn.titles[worker]}}
+def _names(layout: TraceLayout) -> Iterator[Event]:
+    for worker, pid in layout.pids.items():
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": layout.titles[worker]}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "ts": 0, "args": {"sort_index": pid}}
-    for (pid, tid), name in drawn.threads.items():
+    for (pid, tid), name in layout.threads.items():
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "ts": 0, "args": {"sort_index": tid}}
 
@@ -279,18 +266,18 @@ def _names(drawn: Drawn) -> Iterator[Event]:
 class _DecodeSteps:
     """The decode step in which a sample ended, and a moment inside it."""
 
-    def __init__(self, drawn: Drawn) -> None:
-        self._pids = drawn.pids
+    def __init__(self, layout: TraceLayout) -> None:
+        self._pids = layout.pids
         self._steps: defaultdict[int, list[Slice]] = defaultdict(list)
-        for piece in drawn.slices:
+        for piece in layout.slices:
             if piece.span.lane[1] == "rollout" and piece.span.name.startswith("rollout."):
                 self._steps[piece.pid].append(piece)
         for pieces in self._steps.values():
             pieces.sort(key=lambda piece: piece.span.start_ns)
         self._starts = {pid: [piece.span.start_ns for piece in pieces] for pid, pieces in self._steps.items()}
 
-    def last_of(self, chain: Chain) -> tuple[Slice, int] | None:
-        pid, end_ns = self._pids[chain.life.lane[0]], chain.life.end_ns
+    def last_of(self, chain: SampleArrows) -> tuple[Slice, int] | None:
+        pid, end_ns = self._pids[chain.sample_span.lane[0]], chain.sample_span.end_ns
         position = bisect.bisect_left(self._starts.get(pid, []), end_ns) - 1
         if position < 0:
             return None
@@ -305,18 +292,18 @@ _SEQUENCE = 1
 _EXPLICIT = 3
 
 
-def write_packets(drawn: Drawn, file: IO[bytes]) -> None:
-    """Write all of it."""
-    uuids = _Uuids()
-    body = b"".join(_packet_events(drawn, uuids))  # Names the tracks, which have to be described first.
-    for parent, name, uuid, more in uuids.described:
+def write_packets(layout: TraceLayout, file: IO[bytes]) -> None:
+    """Write the layout as Perfetto's packets."""
+    numbers = _Tracks()
+    body = b"".join(_packet_events(layout, numbers))  # Numbers the tracks, which have to be described first.
+    for parent, name, uuid, more in numbers.described:
         place = (_varint(5, parent) if parent else b"") + _varint(12, uuid)
         file.write(_packet(_message(60, _varint(1, uuid) + place + _text(2, name) + more)))
     file.write(body)
 
 
-class _Uuids:
-    """Tracks by what they are of, numbered as they are asked for."""
+class _Tracks:
+    """Number tracks by key, as they are asked for, and collect their descriptors."""
 
     def __init__(self) -> None:
         self.described: list[tuple[int, str, int, bytes]] = []
@@ -330,49 +317,49 @@ class _Uuids:
         return self._known[key]
 
 
-def _packet_events(drawn: Drawn, uuids: _Uuids) -> Iterator[bytes]:
+def _packet_events(layout: TraceLayout, numbers: _Tracks) -> Iterator[bytes]:
     root = _varint(11, _EXPLICIT)
-    workers = {pid: uuids.of("worker", pid, name=drawn.titles[worker], more=root) for worker, pid in drawn.pids.items()}
-    flows, life_flows = _flows(drawn)
-    tracks = {(pid, tid): uuids.of("thread", pid, tid, name=name, parent=workers[pid]) for (pid, tid), name in drawn.threads.items()}
+    workers = {pid: numbers.of("worker", pid, name=layout.titles[worker], more=root) for worker, pid in layout.pids.items()}
+    flows, sample_flows = _flows(layout)
+    tracks = {(pid, tid): numbers.of("thread", pid, tid, name=name, parent=workers[pid]) for (pid, tid), name in layout.threads.items()}
     stacks: defaultdict[int, list[int]] = defaultdict(list)
-    for piece in drawn.slices:
+    for piece in layout.slices:
         track, stack = tracks[piece.pid, piece.tid], stacks[tracks[piece.pid, piece.tid]]
         while stack and stack[-1] <= piece.span.start_ns:
-            yield _event(drawn, stack.pop(), _END, track)
-        yield _event(drawn, piece.span.start_ns, _BEGIN, track, _named(piece.span) + flows.get(_key(piece), b""))
+            yield _event(layout, stack.pop(), _END, track)
+        yield _event(layout, piece.span.start_ns, _BEGIN, track, _named(piece.span) + flows.get(_key(piece), b""))
         stack.append(piece.span.end_ns)
     for track, stack in stacks.items():
         while stack:
-            yield _event(drawn, stack.pop(), _END, track)
-    for version, piece in drawn.versions:
+            yield _event(layout, stack.pop(), _END, track)
+    for version, piece in layout.versions:
         track = tracks[piece.pid, piece.tid]
-        yield _event(drawn, piece.span.end_ns, _INSTANT, track, _text(22, "version") + _text(23, f"weights v{version}"))
+        yield _event(layout, piece.span.end_ns, _INSTANT, track, _text(22, "version") + _text(23, f"weights v{version}"))
     busy: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for span in sorted(drawn.lives, key=lambda span: span.start_ns):
-        pid = drawn.pids[span.lane[0]]
+    for span in sorted(layout.sample_spans, key=lambda span: span.start_ns):
+        pid = layout.pids[span.lane[0]]
         rows = busy[pid]  # A heap of when each row is free again.
         if rows and rows[0][0] <= span.start_ns:
             row = heapq.heapreplace(rows, (span.end_ns, rows[0][1]))[1]
         else:
             row = len(rows)
             heapq.heappush(rows, (span.end_ns, row))
-        track = uuids.of("life", pid, row, name="samples", parent=workers[pid])
-        yield _event(drawn, span.start_ns, _BEGIN, track, _named(span) + life_flows.get(id(span), b""))
-        yield _event(drawn, span.end_ns, _END, track)
-    for count in drawn.trace.counts:
+        track = numbers.of("sample_span", pid, row, name="samples", parent=workers[pid])
+        yield _event(layout, span.start_ns, _BEGIN, track, _named(span) + sample_flows.get(id(span), b""))
+        yield _event(layout, span.end_ns, _END, track)
+    for count in layout.trace.counts:
         if math.isfinite(count.value):
-            pid = drawn.pids[count.track.partition("/")[0]]
-            track = uuids.of("counter", count.track, count.name, name=count.name, parent=workers[pid], more=_message(8, b""))
-            yield _event(drawn, count.at_ns, _COUNTER, track, _double(44, count.value))
+            pid = layout.pids[count.track.partition("/")[0]]
+            track = numbers.of("counter", count.track, count.name, name=count.name, parent=workers[pid], more=_message(8, b""))
+            yield _event(layout, count.at_ns, _COUNTER, track, _double(44, count.value))
 
 
-def _flows(drawn: Drawn) -> tuple[dict[tuple[int, int, int], bytes], dict[int, bytes]]:
-    """The numbers of the arrows that pass a slice, and of the one that begins at a life; the last slice of a way ends it."""
+def _flows(layout: TraceLayout) -> tuple[dict[tuple[int, int, int], bytes], dict[int, bytes]]:
+    """Encode the numbers of the arrows that pass each slice, and of the one that begins at each `sample` span; the last slice ends it."""
     passing: defaultdict[tuple[int, int, int], bytes] = defaultdict(bytes)
     begun: dict[int, bytes] = {}
-    for number, chain in enumerate(drawn.chains, start=1):
-        begun[id(chain.life)] = _fixed64(47, number)
+    for number, chain in enumerate(layout.arrows, start=1):
+        begun[id(chain.sample_span)] = _fixed64(47, number)
         for piece in chain.then:
             passing[_key(piece)] += _fixed64(48 if piece is chain.then[-1] else 47, number)
     return passing, begun
@@ -383,12 +370,12 @@ def _key(piece: Slice) -> tuple[int, int, int]:
     return piece.pid, piece.tid, id(piece.span)
 
 
-def _event(drawn: Drawn, at_ns: int, kind: int, track: int, more: bytes = b"") -> bytes:
-    return _packet(_varint(8, at_ns - drawn.origin_ns) + _message(11, _varint(9, kind) + _varint(11, track) + more))
+def _event(layout: TraceLayout, at_ns: int, kind: int, track: int, more: bytes = b"") -> bytes:
+    return _packet(_varint(8, at_ns - layout.origin_ns) + _message(11, _varint(9, kind) + _varint(11, track) + more))
 
 
 def _named(span: Span) -> bytes:
-    return _text(22, span.name) + _text(23, span.name) + b"".join(_annotations(told(span)))
+    return _text(22, span.name) + _text(23, span.name) + b"".join(_annotations(span_args(span)))
 
 
 def _annotations(args: Mapping[str, object]) -> Iterator[bytes]:
@@ -444,17 +431,17 @@ def write_trace(run_dir: str | Path, path: str | Path, *, devices: Mapping[str, 
     """Write the run's trace to `path`, in the format that its name asks for; one that ends in `.gz` is compressed.
 
     Args:
-        devices: of workers, by name; they stand beside the workers' names.
+        devices: worker -> its devices, which are shown with the worker's name.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = Drawn(read_trace(run_dir), devices or {})
+    layout = TraceLayout(read_trace(run_dir), devices or {})
     write = write_packets if Path(path.name.removesuffix(".gz")).suffix in PACKETS else write_json
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile("", "wb", compresslevel=5, fileobj=raw, mtime=0) as file:
-                write(drawn, cast(IO[bytes], file))
+                write(layout, cast(IO[bytes], file))
         else:
-            write(drawn, raw)
+            write(layout, raw)
     partial.replace(path)

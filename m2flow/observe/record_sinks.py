@@ -1,14 +1,11 @@
-"""Where a run's records also go, and how they are read as they grow.
+"""The sink interface for a run's records, and followers that read those records as they grow.
 
-trace, metrics on the disk --Sink.pump--> a collector, a tracking server
+    trace/spans.msgpack --BlockFollower--> blocks --+--Sink.pump--> a collector, a tracking server
+    metrics.jsonl       --LineFollower --> lines  --+
 
-A sink reads what the run has written, so the run never waits for it. What could not be delivered is read again later; how far
-each has come is in `trace/sent-NAME.json`, where a run that is taken up again, or `m2flow send`, goes on.
-
-trace/spans.msgpack --BlockFollower--> blocks, each with where it ends
-    metrics.jsonl       --LineFollower --> lines, each with where it ends
-
-A follower moves on only when it is told that what it gave has arrived (`took`): until then it gives the same again.
+A sink reads what the run has already written, so the run never waits for it. A follower advances only when what it returned is
+acknowledged (`acknowledge`); until then it returns the same again. How far each sink has come is kept in `trace/sent-NAME.json`, where a
+resumed run, or `m2flow send`, continues.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from m2flow.observe.store import records_in, spans_path
 
 
 class Undelivered(Exception):
-    """What was handed over was not taken; it may be later. It stays within the process: its text goes into the report."""
+    """A receiver did not accept what it was sent; retrying may help. Never leaves the process: its text goes into the report."""
 
 
 class Sent(msgspec.Struct):
@@ -43,7 +40,7 @@ class Sent(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What became of one sink's part."""
+    """What one sink has delivered, and what it has not."""
 
     name: str
     where: str
@@ -51,13 +48,13 @@ class Report(msgspec.Struct):
     num_spans: int
     num_points: int
     num_left_bytes: int
-    """Of the run's files, that were not delivered."""
+    """Bytes of the run's files that were not delivered."""
     error: str
-    """The last one; empty if the last attempt was well."""
+    """The last error; empty if the last attempt succeeded."""
 
 
 class Sink(ABC):
-    """One place. One thread uses it: `open`, `pump` again and again, `finish`, `close`."""
+    """A receiver of records. One thread uses it: `open`, `pump` repeatedly, `finish`, `close`."""
 
     name: str
     where: str
@@ -69,33 +66,33 @@ class Sink(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Reach the place, as far as that takes no network; else the first `pump` does."""
+        """Prepare to send, without using the network; the first `pump` connects."""
 
     @abstractmethod
     def pump(self) -> bool:
-        """Hand over a bite of what is new; whether there was any. Raises Undelivered."""
+        """Send a portion of what is new. Returns whether there was any. Raises Undelivered."""
 
-    def begin_again(self) -> None:
-        """Before `open`: forget what was delivered."""
+    def reset(self) -> None:
+        """Forget what was delivered, so that everything is sent again. Call it before `open`."""
         self.sent = Sent()
 
     def finish(self) -> None:
-        """All has been handed over, and nothing more comes in this attempt at the run. Raises Undelivered."""
+        """Everything has been sent, and nothing more comes in this attempt at the run. Raises Undelivered."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the place. May be called after anything."""
+        """Release the connection. May be called in any state."""
 
     @property
     @abstractmethod
     def num_left_bytes(self) -> int:
-        """Of the run's files, not delivered."""
+        """Bytes of the run's files that are not delivered."""
 
     def report(self, error: str) -> Report:
         return Report(self.name, self.where, self.sent.num_spans, self.sent.num_points, self.num_left_bytes, error)
 
     def _keep(self) -> None:
-        """Remember how far this has come."""
+        """Save how far this sink has come."""
         part = self._path.with_suffix(".partial")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(msgspec.json.encode(self.sent))
@@ -109,12 +106,12 @@ def read_sent(path: Path) -> Sent:
         return Sent()
 
 
-_BITE = 1 << 20
+_READ_BYTES = 1 << 20
 """Bytes that are read at once; a longer record is read whole."""
 
 
 class Block(NamedTuple):
-    """A record of the trace."""
+    """A record of the trace, with its end in the file."""
 
     end: int
     """Where it ends in the file."""
@@ -122,7 +119,7 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A line of the metrics."""
+    """A line of the metrics, with its end in the file."""
 
     end: int
     step: int
@@ -133,7 +130,7 @@ class Step(NamedTuple):
 
 @final
 class BlockFollower:
-    """Of one run's trace."""
+    """Follow a run's trace file."""
 
     def __init__(self, run_dir: Path, position: int = 0) -> None:
         self.position = position
@@ -141,12 +138,13 @@ class BlockFollower:
         self._decoder = msgspec.msgpack.Decoder(SpanBlock)
 
     def more(self) -> list[Block]:
-        """What comes next; empty if nothing whole is there yet."""
+        """The next whole records; empty if there is none yet."""
         content, rest = _read(self._path, self.position)
         found = list(records_in(content)) or list(records_in(content + rest()))
         return [Block(self.position + end, self._decoder.decode(payload)) for end, payload in found]
 
-    def took(self, end: int) -> None:
+    def acknowledge(self, end: int) -> None:
+        """Advance to `end`: what came before it has been delivered."""
         self.position = end
 
     @property
@@ -156,7 +154,7 @@ class BlockFollower:
 
 @final
 class LineFollower:
-    """Of one run's metrics. A run that is taken up again cuts its file; what comes then is given again."""
+    """Follow a run's metrics file. A resumed run truncates the file, and the lines that it then writes are returned again."""
 
     def __init__(self, run_dir: Path, position: int = 0) -> None:
         self.position = position
@@ -176,7 +174,8 @@ class LineFollower:
                 found.append(Step(at, line.step, round(line.time_s * 1e9), values))
         return found
 
-    def took(self, end: int) -> None:
+    def acknowledge(self, end: int) -> None:
+        """Advance to `end`: what came before it has been delivered."""
         self.position = end
 
     @property
@@ -185,16 +184,16 @@ class LineFollower:
 
 
 def _read(path: Path, position: int) -> tuple[bytes, Callable[[], bytes]]:
-    """A bite from there on, and a function for all that comes after it."""
+    """Read a portion from `position` on. Returns it, and a function that reads the rest."""
     try:
         with path.open("rb") as file:
             file.seek(position)
-            content = file.read(_BITE)
+            content = file.read(_READ_BYTES)
     except OSError:
         return b"", lambda: b""
 
     def rest() -> bytes:
-        if len(content) < _BITE:
+        if len(content) < _READ_BYTES:
             return b""
         with path.open("rb") as file:
             file.seek(position + len(content))

@@ -1,8 +1,8 @@
-"""The span: a named stretch of time on a track, the names that m2flow gives, its recording as a tuple, and sums over spans.
+"""The span and its recorder: names, attributes, recording with little overhead, and busy and overlap times over spans.
 
-A track is `worker` or `worker/engine`. Its lane is where a viewer draws the span: the engine comes from the track, or, where one
-worker hosts several engines and records them on one track, from the name. Names outside `SpanName` are allowed (a user's role
-records its own); viewers draw them, and count them as work.
+A span is a named interval on a track, `worker` or `worker/engine`. Its lane is where a viewer draws it: the engine comes from the track,
+or, where one worker hosts several engines and records them on one track, from the span's name. Names outside `SpanName` are allowed (a
+user's role records its own); viewers draw them, and count them as work.
 
 Attributes that viewers understand:
 
@@ -10,22 +10,22 @@ Attributes that viewers understand:
     flow_line    the line that made the call, "flows/grpo.py:23"
     label        what was called there, "policy.generate"
     step, version, num_samples, num_tokens, length
-    sample       whose life it is: a packed `SampleId`, or its text "p17/3" beside `call`
+    sample       of a `sample` span: a packed `SampleId`, or its text "p17/3" together with `call`
     num_steps    decode steps that the span stands for, if it is not one
     finish       how the sample's stay ended: `stop`, `length`, `abort` (it may go on elsewhere), `given_up`
-    had          tokens with which it came, to go on from
+    had          tokens that it came with, to continue from
     waited_us, first_us
                  from its call to its admission, and from there to the first token that it got
     versions, version_tokens
                  of the weights, where there were several, and how many tokens each made
     num_prompt_tokens
                  of its prompt
-    samples      whom the work was done on: packed identities, or a `range` of them
+    samples      the samples that the work was done on: packed identities, or a `range` of them
     unit_us      microseconds of each unit that a function was called on, in the order of their ends
     num_bytes    what was moved
     gb_per_s, transport, how, share_changed
-                 of a weight sync: 10^9 bytes a second, over what, what was decided about sending changes alone and why, and the share of
-                 values that changed
+                 of a weight sync: 10^9 bytes a second, over what, what was decided about sending only changed values and why, and the
+                 share of values that changed
     error        the exception's name, if the work raised
 
 The hot path appends (name, start, end, attributes) to a list; naming, anchoring, checking and writing happen elsewhere and later
@@ -33,10 +33,10 @@ The hot path appends (name, start, end, attributes) to a list; naming, anchoring
 drained: a worker drains with every message to the controller, or at least every few seconds.
 
 Times are `time.monotonic_ns()`, anchored once to the wall clock. On Linux the processes of a host share that clock, so their spans
-can be compared to the microsecond, whatever happens to the wall clock meanwhile; those of other hosts are moved into the controller's
-time when they are stored (`m2flow.micro.controller.supervisor`).
+compare to the microsecond whatever happens to the wall clock meanwhile; spans of other hosts are shifted into the controller's time
+when they are stored (`m2flow.micro.controller.supervisor`).
 
-All are lengths of unions of intervals, so nested or doubled spans count once.
+Busy and overlap times are lengths of unions of intervals, so nested or doubled spans count once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SpanName(enum.StrEnum):
     ROLLOUT_PREFILL = "rollout.prefill"
     """Prompts (and prefixes) going through the model at admission."""
     SAMPLE = "sample"
-    """A sample's life in one engine, from its admission to its last token. A life, not work: it never makes a lane busy."""
+    """A sample's stay in one engine, from its admission to its last token. Not work: it never makes a lane busy."""
     FUNCTION_CALL = "function.call"
     """A reward or an op on one chunk."""
     TRAIN_ACCUMULATE = "train.accumulate"
@@ -78,23 +78,23 @@ class SpanName(enum.StrEnum):
     TRAIN_SAVE = "train.save"
     """A model and its optimisers' state being written to the disk."""
     TRAIN_PROBE = "train.probe"
-    """What weights that go to rollout engines make of a few sequences."""
+    """A trainer computes the log-probabilities of a few sequences, to compare rollout engines with."""
     ROLLOUT_PROBE = "rollout.probe"
-    """The same by a rollout engine that has taken them in; `mean` and `largest` are the differences."""
+    """A rollout engine that has loaded the weights computes the same; `mean` and `largest` are the differences."""
     WEIGHTS_PUBLISH = "weights.publish"
     """A trainer makes version `version` available to others."""
     WEIGHTS_LOAD = "weights.load"
-    """A rollout engine takes version `version` in."""
+    """A rollout engine loads version `version`."""
     SWITCH = "switch"
     """A context switch: one engine leaves a device, another takes it."""
     DRAIN = "switch.drain"
-    """Before one: a rollout engine runs out of samples, from the first that left with none waiting until the switch. Not work."""
+    """Before a switch, a rollout engine drains: from the first sample that left with none waiting, until the switch. Not work."""
     OFFLOAD = "switch.offload"
-    """Of one, an engine leaving, with the bytes that it gave back of the device."""
+    """Part of a switch: an engine leaves the device, with the bytes that it freed."""
     ONLOAD = "switch.onload"
-    """Of one, an engine coming, with the bytes that it took."""
+    """Part of a switch: an engine comes to the device, with the bytes that it took."""
     SEND = "send"
-    """A parcel on its way out, with the time blocked on a full peer. Not work."""
+    """Sending a parcel, including the time blocked by backpressure of the peer. Not work."""
     WAIT = "wait"
     """Nothing to do, or blocked on a peer. Not work."""
 
@@ -107,7 +107,7 @@ _ENGINES_BY_NAME = {SpanName.WEIGHTS_PUBLISH: "train", SpanName.WEIGHTS_LOAD: "r
 
 
 class SpanBlock(msgspec.Struct, frozen=True):
-    """What one recorder gathered between two drains, for the wire. Times are monotonic ns; `anchor_ns` makes them wall-clock."""
+    """What one recorder gathered between two drains, to be sent. Times are monotonic ns; `anchor_ns` makes them wall-clock."""
 
     track: str
     anchor_ns: int
@@ -156,7 +156,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 def spans_of(block: SpanBlock) -> list[Span]:
-    """The block's spans in wall-clock time. One that ends before it starts becomes a point, and says so in `clamped`."""
+    """Convert a block's spans to wall-clock time. One that ends before it starts becomes a point, and says so in `clamped`."""
     anchor = block.anchor_ns
     return [
         Span(block.track, name, start + anchor, max(start, end) + anchor, attributes if end >= start else {**attributes, "clamped": True})
@@ -192,7 +192,7 @@ def samples_of(span: Span) -> Sequence[int]:
 
 
 def plain_attributes(attributes: Mapping[str, object]) -> dict[str, Attribute]:
-    """Attributes as the wire takes them: NumPy scalars and arrays, enums, ranges and identities become plain values.
+    """Convert attributes to types that msgpack encodes: NumPy scalars and arrays, enums, ranges and identities become plain values.
 
     >>> plain_attributes({"samples": range(4096, 4100), "sample": SampleId(0, 1, 3)})
     {'samples': '4096:4100:1', 'sample': 4099}
@@ -224,7 +224,7 @@ now_ns = time.monotonic_ns
 
 @final
 class Recorder:
-    """Gathers the spans and counts of one track.
+    """Record the spans and counters of one track.
 
     >>> recorder = Recorder("trainer-0/train")
     >>> with recorder.span("train.accumulate", call=4, num_tokens=512) as span:
@@ -256,7 +256,7 @@ class Recorder:
         self._counts.append((name, value, now_ns() if at_ns is None else at_ns))
 
     def drain(self) -> SpanBlock:
-        """Hand over all that was recorded since the last drain, ready for the wire."""
+        """Return all that was recorded since the last drain, ready to be sent."""
         # Copy, then delete that many: a thread that appends in between keeps its span for the next drain.
         spans, counts = self._spans[:], self._counts[:]
         del self._spans[: len(spans)], self._counts[: len(counts)]
@@ -270,7 +270,7 @@ class Recorder:
 
 @final
 class OpenSpan:
-    """A span that is being recorded; it takes further attributes until it closes."""
+    """A span that is being recorded; it accepts further attributes until it closes."""
 
     __slots__ = ("_attributes", "_name", "_recorder", "_start_ns")
 
@@ -309,7 +309,7 @@ Interval = tuple[int, int]
 
 
 def busy_seconds(spans: Iterable[Span], during: Interval | None = None) -> dict[str, float]:
-    """Seconds in which each track worked, of that interval if one is given. Waiting, sending and samples' lives are not work; a track
+    """Seconds in which each track worked, of that interval if one is given. Waiting, sending and `sample` spans are not work; a track
     without work has 0."""
     work = _work_by(spans, lambda span: span.track)
     return {track: _length(found if during is None else _intersection(found, [during])) / 1e9 for track, found in work.items()}

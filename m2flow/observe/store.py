@@ -1,16 +1,18 @@
-"""The trace on disk, during a run and after it, and its spans as columns of numbers.
+"""Store a run's trace in a crash-safe file, read it as spans or as columns of numbers, and export it to OpenTelemetry.
 
-The first is a sequence of records [length uint32 LE][crc32 uint32 LE][msgpack of a SpanBlock], each written at once. A run that is
-killed loses at most its last record: readers stop at the first one that is cut or damaged and say how many bytes that left unread,
-and a writer that opens the file again cuts such a tail off.
+    SpanBlock --TraceStore.append--> trace/spans.msgpack --read_trace--> Trace
+                                                         --TraceColumns.refresh--> columns [S] ... --span(i)--> the whole span
+                                                         --to_otel--> trace/otel.jsonl
 
-The second is made by the OpenTelemetry SDK, one line of JSON a span. It costs tens of microseconds a span (`benchmarks/recording.py`
-measures it), so it is made once, at the end, and bounded: of more spans than that, an evenly spaced part is kept.
+The file is a sequence of records [length uint32 LE][crc32 uint32 LE][msgpack of a SpanBlock], each written at once. A run that is killed
+loses at most its last record: readers stop at the first record that is cut or damaged and say how many bytes that left unread, and a
+writer that opens the file again truncates such a tail.
 
-trace/spans.msgpack --TraceColumns.refresh--> columns [S] ... --span(i)--> all that span i says
+A span is an object with a dictionary; a million of them are a gigabyte. `TraceColumns` keeps a row of numbers for each span instead, and
+reads its other attributes from the file when someone asks for them; `refresh` reads what has been appended since the last call.
 
-A span is an object with a dictionary; a million of them are a gigabyte. Here a span is a row of numbers, and its other attributes are
-read from the file again when someone asks for them. `refresh` reads what has been appended since the last time.
+The export is made by the OpenTelemetry SDK, one line of JSON for each span. It costs tens of microseconds a span
+(`benchmarks/recording.py` measures it), so it is made once, at the end, and bounded: of more spans, an evenly spaced part is kept.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _THINNED_FIRST = (SpanName.ROLLOUT_STEP, SpanName.SAMPLE)
 
 @dataclass(frozen=True)
 class Trace:
-    """All that a run recorded, in order of start."""
+    """The spans and counter values of a run, in order of start."""
 
     spans: list[Span] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
@@ -51,7 +53,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class OtelExport:
-    """What `to_otel` wrote."""
+    """How many spans `to_otel` wrote and left out."""
 
     num_spans: int
     """Spans written, without the root span that stands for the run."""
@@ -61,7 +63,7 @@ class OtelExport:
 
 @final
 class TraceStore:
-    """Appends the blocks of all workers to the trace of a run. A context manager; one writer a run."""
+    """Append the blocks of all workers to a run's trace file. A context manager; one writer for each run."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = spans_path(run_dir)
@@ -82,7 +84,7 @@ class TraceStore:
         return self
 
     def append(self, block: SpanBlock) -> None:
-        """Write a block; an empty one is passed over. Not synced to the disk: a killed process loses nothing, a power cut may."""
+        """Write a block unless it is empty. Not synced to the disk: a killed process loses nothing, a power cut may."""
         if self._file is None:
             raise InternalError("the trace store is not open")
         if block:
@@ -102,10 +104,10 @@ class TraceStore:
 
 
 def read_trace(run_dir: str | Path, *, last_bytes: int | None = None) -> Trace:
-    """The spans and counts of a run, also of one that is still running. A run without a trace has an empty one.
+    """Read the spans and counter values of a run, which may still be running. A run without a trace has an empty one.
 
     Args:
-        last_bytes: only what was recorded last, about so much of it.
+        last_bytes: read only about so many bytes from the end of the file.
     """
     path = spans_path(run_dir)
     if not path.exists():
@@ -129,12 +131,12 @@ def read_trace(run_dir: str | Path, *, last_bytes: int | None = None) -> Trace:
 
 
 def read_spans(run_dir: str | Path, *, last_bytes: int | None = None) -> list[Span]:
-    """The spans of a run, in order of start; see `read_trace`."""
+    """Read the spans of a run, in order of start; see `read_trace`."""
     return read_trace(run_dir, last_bytes=last_bytes).spans
 
 
 def _skip(file: BinaryIO, num_bytes: int) -> None:
-    """Whole records of about so many bytes."""
+    """Seek past whole records of about so many bytes."""
     at = 0
     while at < num_bytes and len(header := file.read(_HEADER.size)) == _HEADER.size:
         at += _HEADER.size + int(_HEADER.unpack(header)[0])
@@ -145,7 +147,7 @@ def to_otel(run_dir: str | Path, *, max_spans: int = 50_000) -> OtelExport:
     """Write `trace/otel.jsonl`: OpenTelemetry spans under one root span, the run.
 
     Attributes and the resource are named as `m2flow.observe.otel` says, and all is one trace. Of more than
-    `max_spans` spans, decode steps and samples' lives are thinned first and evenly, then the rest; the root span's attributes
+    `max_spans` spans, decode steps and `sample` spans are thinned first and evenly, then the rest; the root span's attributes
     `m2flow.left_out.<name>` and the result say how many.
     """
     run_dir = Path(run_dir)
@@ -219,7 +221,7 @@ _MOST = (1 << 63) - 1
 
 @final
 class Names:
-    """Texts by number, in the order in which they came."""
+    """Number texts in the order in which they come."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -235,7 +237,7 @@ class Names:
 
 @final
 class CounterColumn(msgspec.Struct):
-    """A counter's values in the order in which they came."""
+    """A counter's values, in the order in which they were recorded."""
 
     track: str
     name: str
@@ -245,19 +247,19 @@ class CounterColumn(msgspec.Struct):
 
 @final
 class TraceColumns:
-    """Follows the trace of one run; one thread at a time."""
+    """Follow a run's trace file as columns; for one thread at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = spans_path(run_dir)
         self._decoder = msgspec.msgpack.Decoder(SpanBlock)
         self.generation = 0
-        """Changes when what was read holds no more, because the file was cut or written anew."""
+        """Increases when what was read is no longer valid, because the file was truncated or replaced."""
         self._forget()
 
     def _forget(self) -> None:
         self.num_read_bytes = 0
         self.num_bytes = 0
-        """Of the file, when it was last looked at."""
+        """Size of the file at the last `refresh`."""
         self.num_spans = 0
         self.workers, self.engines, self.names, self.labels, self.sites = Names(), Names(), Names(), Names(), Names()
         self.counters: dict[tuple[str, str], CounterColumn] = {}
@@ -287,7 +289,7 @@ class TraceColumns:
         return self.num_bytes - self.num_read_bytes
 
     def refresh(self, most_bytes: int = 1 << 62) -> bool:
-        """Read what is new: whole records, up to about so many bytes. Answers whether there was any."""
+        """Read new whole records, up to about so many bytes. Returns whether there were any."""
         try:
             self.num_bytes = self._path.stat().st_size
         except OSError:
@@ -310,7 +312,7 @@ class TraceColumns:
         return bool(found)
 
     def span(self, index: int) -> Span:
-        """All that a span says, read from the file."""
+        """Read one span with all its attributes from the file."""
         wanted = int(self["end_of_block"][index])
         before = self["end_of_block"]
         begin = int(before[before < wanted].max(initial=0))

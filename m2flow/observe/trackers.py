@@ -1,9 +1,9 @@
-"""A run's metrics to trackers that many teams have: Weights & Biases, MLflow.
+"""Send a run's metrics to experiment trackers: Weights & Biases and MLflow.
 
-    metrics.jsonl --WandbSink, MlflowSink--> a run there, of the same name
+    metrics.jsonl --WandbSink, MlflowSink--> a run in the tracker, of the same name
 
-Each takes the settings that its own library reads from the environment (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME, ...). A run that is taken up again goes on there too. The libraries are loaded in the forwarding process alone.
+Each sink takes the settings that its library reads from the environment (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME, ...). A resumed run continues in the tracker too. The libraries are imported in the forwarding process alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_tracker(name: str) -> None:
 
 
 def trackers_configured(environment: Mapping[str, str] = os.environ) -> list[Tracker]:
-    """Those that are installed, and that the environment says something of: nobody is told of a run unasked."""
+    """The trackers that are installed and configured in the environment: a run is never reported unasked."""
     found: list[Tracker] = []
     says = any(environment.get(name) for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_BASE_URL"))
     is_off = environment.get("WANDB_MODE") == "disabled" or environment.get("WANDB_DISABLED", "").lower() in ("true", "1")
@@ -51,7 +51,7 @@ def trackers_configured(environment: Mapping[str, str] = os.environ) -> list[Tra
 
 
 class _TrackerSink(Sink):
-    """What the two share: whole lines, in order."""
+    """Base of the two trackers: deliver whole lines of `metrics.jsonl`, in order."""
 
     def __init__(self, run_dir: Path, flow: str) -> None:
         super().__init__(run_dir)
@@ -60,7 +60,7 @@ class _TrackerSink(Sink):
         self._is_begun = False
 
     def open(self) -> None:
-        self._lines.took(self.sent.metrics_end)
+        self._lines.acknowledge(self.sent.metrics_end)
 
     def pump(self) -> bool:
         lines = self._lines.more()
@@ -72,7 +72,7 @@ class _TrackerSink(Sink):
                 self._is_begun = True
             for line in lines:
                 self._log(line.step, line.at_ns, line.values)
-                self._lines.took(line.end)
+                self._lines.acknowledge(line.end)
                 self.sent.metrics_end = line.end
                 self.sent.num_points += len(line.values)
         except Undelivered:
@@ -88,14 +88,14 @@ class _TrackerSink(Sink):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Begin a run there, or go on with the one that is there."""
+        """Start a run in the tracker, or continue the one that is there."""
 
     @abstractmethod
     def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
-        """Hand a line's values over."""
+        """Log the values of one line."""
 
     def _parameters(self) -> dict[str, object]:
-        """What the run was asked for: the flow's options, the seed, the cluster's name."""
+        """The run's parameters: the flow's options, the seed, the cluster's name."""
         try:
             config = json.loads((self.run_dir / "config.json").read_text())
         except (OSError, ValueError):
@@ -105,7 +105,7 @@ class _TrackerSink(Sink):
 
 @final
 class WandbSink(_TrackerSink):
-    """A run of Weights & Biases."""
+    """Sink for Weights & Biases."""
 
     name = "wandb"
     where = "Weights & Biases"
@@ -129,7 +129,7 @@ class WandbSink(_TrackerSink):
             self.where = str(self._run.url)
 
     def _log(self, step: int, at_ns: int, values: Mapping[str, float]) -> None:
-        # The step is a value of its own: theirs must never go back, and a run that is taken up again does.
+        # The step is a value of its own: theirs must never go back, and a resumed run does.
         self._run.log({**values, "step": step, "time_s": at_ns / 1e9})
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class WandbSink(_TrackerSink):
 
 @final
 class MlflowSink(_TrackerSink):
-    """A run of MLflow."""
+    """Sink for MLflow."""
 
     name = "mlflow"
     where = "MLflow"

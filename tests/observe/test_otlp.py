@@ -12,7 +12,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the 
 
 from otlp_receiver import Receiver, attributes, receiving
 
-from m2flow.observe.forwarding import Destinations, Forwarding, carry
+from m2flow.observe.forwarding import Destinations, Forwarding, deliver
 from m2flow.observe.metrics import MetricsWriter
 from m2flow.observe.otlp import OtlpSink
 from m2flow.observe.spans import Recorder, spans_of
@@ -35,7 +35,7 @@ def _ended() -> threading.Event:
 
 
 def _send(run_dir: Path, receiver: Receiver) -> None:
-    (report,) = carry([OtlpSink(run_dir, receiver.url)], _ended(), DRAIN_S)
+    (report,) = deliver([OtlpSink(run_dir, receiver.url)], _ended(), DRAIN_S)
     assert (report.error, report.num_left_bytes) == ("", 0)
 
 
@@ -115,7 +115,7 @@ def test_what_a_collector_refused_arrives_when_it_is_well_again_and_nothing_twic
     store_run(tmp_path / "run", record_run(num_steps=1))
     with receiving() as receiver:
         receiver.status = 400
-        (report,) = carry([OtlpSink(tmp_path / "run", receiver.url)], _ended(), DRAIN_S)
+        (report,) = deliver([OtlpSink(tmp_path / "run", receiver.url)], _ended(), DRAIN_S)
         assert "400" in report.error
         assert report.num_left_bytes > 0
         assert report.num_spans == 0
@@ -132,7 +132,7 @@ def test_spans_are_sent_while_the_run_goes_on(tmp_path: Path) -> None:
     with receiving() as receiver:
         ends = threading.Event()
         reports: list[object] = []
-        thread = threading.Thread(target=lambda: reports.extend(carry([OtlpSink(tmp_path / "run", receiver.url)], ends, DRAIN_S)))
+        thread = threading.Thread(target=lambda: reports.extend(deliver([OtlpSink(tmp_path / "run", receiver.url)], ends, DRAIN_S)))
         thread.start()
         assert receiver.came.wait(240)
         store_run(tmp_path / "run", record_run(num_steps=1, start_ns=10**13))
@@ -149,7 +149,7 @@ def test_headers_and_a_share_of_the_samples_are_taken_from_the_environment(tmp_p
         monkeypatch.setenv("OTEL_SERVICE_NAME", "nightly")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
-        (report,) = carry([OtlpSink(tmp_path / "run")], _ended(), DRAIN_S)
+        (report,) = deliver([OtlpSink(tmp_path / "run")], _ended(), DRAIN_S)
         assert report.where == receiver.url
         assert {headers["api-key"] for headers in receiver.headers} == {"secret"}
         assert {resource["service.name"] for resource, _ in receiver.spans} == {"nightly"}

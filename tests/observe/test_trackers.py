@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.errors import MissingExtra, SpecError
-from m2flow.observe.forwarding import carry, destinations
+from m2flow.observe.forwarding import deliver, destinations
 from m2flow.observe.metrics import MetricsWriter, read_metrics
 from m2flow.observe.record_sinks import Sink, Undelivered
 from m2flow.observe.trackers import MlflowSink, WandbSink, is_installed
@@ -47,7 +47,7 @@ def _go_on(run_dir: Path) -> None:
 def _send(sink: Sink) -> int:
     ends = threading.Event()
     ends.set()
-    (report,) = carry([sink], ends, 240.0)
+    (report,) = deliver([sink], ends, 240.0)
     assert (report.error, report.num_left_bytes) == ("", 0)
     return report.num_points
 
