@@ -520,7 +520,7 @@ class Simulation:
         self._program = program
         self._machines = machines
         self._function_cost = function_cost
-        self._scheduler = Scheduler(plan, relaxed=Ablation(drawn.response_tokens, without_groups))
+        self._scheduler = Scheduler(plan, ablation=Ablation(drawn.response_tokens, without_groups))
         every = report_every(plan.policies, plan.predictor)
         self._workers = {name: VirtualWorker(machine, self, report_every=every) for name, machine in machines.items()}
         ahead = RunAhead(program.staleness, spec.run_ahead_bytes)
@@ -608,7 +608,7 @@ class Simulation:
     def keep(self, ids: Iterable[int], stretches: Iterable[tuple[VersionSpan, ...]]) -> None:
         self._kept.update(zip(ids, stretches, strict=True))
 
-    def say(self, worker: str, message: m.Heard) -> None:
+    def say(self, worker: str, message: m.WorkerReport) -> None:
         if self._message_s:
             count = self._incarnations[worker]
             self.clock.at(self.clock.now_s + self._message_s, lambda: self._heard(worker, count, message))
@@ -769,16 +769,16 @@ class Simulation:
 
     def _fail(self, failure: Failure) -> None:
         """Workers are gone, but for what they had written down; the scheduler is told."""
-        unsaid: dict[str, list[m.Flushed]] = {}
+        unreported: dict[str, list[m.Flushed]] = {}
         for name in failure.workers:
             if not self._workers[name].is_lost:
-                unsaid[name] = self._workers[name].flushed()
+                unreported[name] = self._workers[name].flushed()
                 self.rows.written_down(name, LEDGER, self.clock.now_s)
                 self._workers[name].lose()
                 self.rows.lost(name)
                 self._usage.lost(name)
         for name in failure.workers:
-            self._handle(WorkerLost(name, returns=failure.back_s is not None, unsaid=tuple(unsaid.get(name, ()))))
+            self._handle(WorkerLost(name, returns=failure.back_s is not None, unreported=tuple(unreported.get(name, ()))))
         if failure.back_s is not None:
             self.clock.at(max(failure.back_s, self.clock.now_s), lambda: self._come_back(failure.workers))
 
@@ -797,7 +797,7 @@ class Simulation:
         if incarnation == self._incarnations[worker]:
             self._workers[worker].told(message)
 
-    def _heard(self, worker: str, incarnation: int, message: m.Heard) -> None:
+    def _heard(self, worker: str, incarnation: int, message: m.WorkerReport) -> None:
         """A message has come; what a process that is gone has said does not count."""
         if incarnation == self._incarnations[worker]:
             self._said.append(FromWorker(worker, message))

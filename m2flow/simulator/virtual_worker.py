@@ -358,7 +358,7 @@ class Surroundings(Protocol):
     def function_cost(self, call: Call) -> FunctionCost | None:
         """None: it takes no time that counts."""
 
-    def say(self, worker: str, message: m.Heard) -> None:
+    def say(self, worker: str, message: m.WorkerReport) -> None:
         """The controller hears it when the worker has done what it does now."""
 
     def started(self, worker: str, task: m.Task, seconds: float) -> None:

@@ -445,46 +445,50 @@ def recount(scheduler: Scheduler, hands: Mapping[str, Hand], at_controller: Iter
     Raises:
         AssertionError: a count is not what it should be; it says which.
     """
-    board = scheduler._board
-    tasks = board.tasks._tasks
-    _recount_tasks(board, tasks)
-    for state in board.calls.values():
-        _recount_call(board, state, tasks)
+    scheduler_state = scheduler._state
+    tasks = scheduler_state.tasks._tasks
+    _recount_tasks(scheduler_state, tasks)
+    for state in scheduler_state.calls.values():
+        _recount_call(scheduler_state, state, tasks)
     _recount_weights(scheduler, hands)
-    assert not board.waking.has_any, "somebody is awake after an event"
-    assert list(board.active) == [ordinal for ordinal, state in board.calls.items() if not state.is_over], "active calls"
-    idle = {w.name for w in board.workers.values() if w.roles["function"] and w.num_tasks["function"] < MAX_QUEUED and not w.is_lost}
-    for state in board.active.values():
+    assert not scheduler_state.ready_workers.has_any, "somebody is awake after an event"
+    assert list(scheduler_state.active) == [ordinal for ordinal, state in scheduler_state.calls.items() if not state.is_over], (
+        "active calls"
+    )
+    idle = {
+        w.name for w in scheduler_state.workers.values() if w.roles["function"] and w.num_tasks["function"] < MAX_QUEUED and not w.is_lost
+    }
+    for state in scheduler_state.active.values():
         if state.call.engine == "function" and state.has_function_work:
             assert not idle.intersection(state.stage.workers), f"{state.call.name} has work, and {idle} are free for it"
     if not any(hand.has_something or hand.said or hand.is_dead for hand in hands.values()):
-        _recount_rows(board, hands, set(at_controller))
+        _recount_rows(scheduler_state, hands, set(at_controller))
 
 
-def _recount_tasks(board: SchedulerState, tasks: Mapping[int, TaskState]) -> None:
+def _recount_tasks(scheduler_state: SchedulerState, tasks: Mapping[int, TaskState]) -> None:
     of: Counter[tuple[str, str]] = Counter((task.worker, task.engine) for task in tasks.values())
     running: Counter[str] = Counter()
     of_lease: Counter[str] = Counter()
     for task in tasks.values():
         running[task.worker] += task.rows_left
-        lease = board.workers[task.worker].lease
+        lease = scheduler_state.workers[task.worker].lease
         of_lease[lease.name if lease is not None else ""] += 1
-    for worker in board.workers.values():
+    for worker in scheduler_state.workers.values():
         for engine, count in worker.num_tasks.items():
             assert count == of[worker.name, engine], f"{worker.name} has {of[worker.name, engine]} {engine} tasks, not {count}"
         assert worker.num_running == running[worker.name], f"{running[worker.name]} samples run on {worker.name}, not {worker.num_running}"
         assert sum(worker.doing.values()) == sum(worker.num_tasks.values()), f"what {worker.name} does"
-    for lease in board.leases.values():
+    for lease in scheduler_state.leases.values():
         assert lease.num_tasks == of_lease[lease.name], f"the lease {lease.name} has {of_lease[lease.name]} tasks, not {lease.num_tasks}"
 
 
-def _recount_call(board: SchedulerState, state: CallState, tasks: Mapping[int, TaskState]) -> None:
+def _recount_call(scheduler_state: SchedulerState, state: CallState, tasks: Mapping[int, TaskState]) -> None:
     name = f"call {state.call.ordinal}, {state.call.name}"
     own = [task for task in tasks.values() if task.message.call == state.call.ordinal]
     assert state.tasks_at == Counter(task.worker for task in own), f"{name}: the workers that have tasks of it"
     users = {
         other.call.ordinal
-        for other in board.active.values()
+        for other in scheduler_state.active.values()
         if any(ref.call == state.call.ordinal for _, ref in other.call.inputs) and not other.is_over
     }
     assert state.users.keys() == users, f"{name}: its users are {sorted(users)}, not {sorted(state.users)}"
@@ -519,28 +523,30 @@ def _recount_generation(state: CallState, own: Iterable[TaskState]) -> None:
 
 
 def _recount_weights(scheduler: Scheduler, hands: Mapping[str, Hand]) -> None:
-    board, desk = scheduler._board, scheduler._rollout
-    for role, counted in desk._num_holding.items():
-        held = Counter(worker.held.get(role, 0) for worker in board.waking.hosts("rollout", role))
+    scheduler_state, dispatch = scheduler._state, scheduler._rollout
+    for role, counted in dispatch._num_holding.items():
+        held = Counter(worker.held.get(role, 0) for worker in scheduler_state.ready_workers.hosts("rollout", role))
         assert +counted == held, f"the weights of {role}: {dict(held)}, not {dict(counted)}"
-    for worker in board.workers.values():
+    for worker in scheduler_state.workers.values():
         hand = hands[worker.name]
         unheard = [said for said in hand.said if isinstance(said, m.TaskDone)]
         for role, version in hand.held.items() if not worker.is_lost and not hand.is_dead and not unheard else ():
             assert worker.held.get(role, 0) == version, f"{worker.name} holds version {version} of {role}, not {worker.held.get(role, 0)}"
 
 
-def _recount_rows(board: SchedulerState, hands: Mapping[str, Hand], at_controller: set[Row]) -> None:
+def _recount_rows(scheduler_state: SchedulerState, hands: Mapping[str, Hand], at_controller: set[Row]) -> None:
     """When nothing is on its way, rows are where the scheduler takes them to be, and nowhere else."""
     for name in (*hands, CONTROLLER):
         here = at_controller if name == CONTROLLER else set(hands[name].held_rows())
-        thought = {(call, row) for call, places in board.rows._places.items() for row in places.get(name, ())}
+        thought = {(call, row) for call, places in scheduler_state.rows._places.items() for row in places.get(name, ())}
         missing = thought - here
         assert not missing, f"{name} has not the rows {sorted(missing)[:3]}, which it is taken to have"
-        unknown = {(call, row) for call, row in here - thought if call in board.calls and not board.calls[call].is_over}
+        unknown = {(call, row) for call, row in here - thought if call in scheduler_state.calls and not scheduler_state.calls[call].is_over}
         assert not unknown, f"{name} has the rows {sorted(unknown)[:3]}, which nobody knows of"
         # What comes when its call is over is in no result, and goes when the call is forgotten: if the place is told.
-        untold = {call for call, _ in here - thought if call in board.calls and name not in board.rows._places.get(call, ())}
+        untold = {
+            call for call, _ in here - thought if call in scheduler_state.calls and name not in scheduler_state.rows._places.get(call, ())
+        }
         assert not untold, f"{name} has rows of the calls {sorted(untold)}, and will never be told to forget them"
 
 
@@ -797,7 +803,7 @@ class Model:
         if self.is_ended:
             return
         kept = (
-            (self.released & self.resolved) - self.forgotten - self.scheduler._board.lines.needed()
+            (self.released & self.resolved) - self.forgotten - self.scheduler._state.partial_rollouts.needed()
         )  # A later call might take those over.
         assert not kept or self.rejected, f"the calls {sorted(kept)} can't be asked for, and are kept"  # A failure may reach those.
         for hand in self.hands.values():
@@ -862,7 +868,7 @@ class Model:
 
     def _told(self, name: str, message: m.ToWorker) -> None:
         hand = self.hands[name]
-        assert not self.scheduler._board.workers[name].is_lost, f"{name} is lost, and is told {message}"
+        assert not self.scheduler._state.workers[name].is_lost, f"{name} is lost, and is told {message}"
         if isinstance(message, m.Task):
             if message.call >= 0:
                 assert message.call not in self.forgotten, f"a task on call {message.call}, which is forgotten"
@@ -876,7 +882,7 @@ class Model:
 
     def _check_generation(self, hand: Hand, task: m.Generate) -> None:
         assert task.ids, "a task without samples"
-        late = self.scheduler._board.calls[task.call].dropped.intersection(task.ids)
+        late = self.scheduler._state.calls[task.call].dropped.intersection(task.ids)
         assert not late, f"samples {late} are late, and handed out again"
         for other in (other for other in self.hands.values() if not other.is_dead):
             twice = other.generating().keys() & set(task.ids)
@@ -912,9 +918,9 @@ class Model:
 
     def _check_that_all_were_asked(self) -> None:
         """Only those are asked who may have something new to do; nobody else has."""
-        for worker in self.scheduler._board.workers.values():
+        for worker in self.scheduler._state.workers.values():
             assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
-        for lease in self.scheduler._board.leases.values():
+        for lease in self.scheduler._state.leases.values():
             assert not self.scheduler._next_turn(lease), f"{lease.name} was not asked for"
 
     def _check_training(self) -> None:

@@ -543,9 +543,9 @@ class World(Backend):
             self._sever(missed)
         for name, missing in self._census.done():
             mortality.away.append(name)
-            unsaid = self._written.settle(name)
-            self._note(*unsaid)
-            self._handle(WorkerLost(name, returns=True, missing=missing, unsaid=unsaid))
+            unreported = self._written.settle(name)
+            self._note(*unreported)
+            self._handle(WorkerLost(name, returns=True, missing=missing, unreported=unreported))
         if (back := mortality.returns()) is not None:
             self._come_back(back)
 
@@ -583,7 +583,7 @@ class World(Backend):
             self.answer.consumed += [(task.call, task.epoch, packed) for packed in task.ids] if task else []
             if task:
                 self._written.consumed(task)
-        if isinstance(message, m.Heard):
+        if isinstance(message, m.WorkerReport):
             self._handle(FromWorker(worker, message))
 
     def _note(self, *messages: m.ToController) -> None:

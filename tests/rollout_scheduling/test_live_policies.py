@@ -219,14 +219,14 @@ def test_every_rule_of_the_scheduler_holds_under_a_policy_with_messages_late_and
 
 def test_samples_move_while_they_run_and_are_what_they_would_have_been(monkeypatch):
     moved: list[bool] = []
-    yielded = PolicyDispatch.yielded
+    preempted = PolicyDispatch.preempted
 
     def counted(self: PolicyDispatch, row: int) -> object:
-        to = yielded(self, row)
+        to = preempted(self, row)
         moved.append(to is not None)
         return to
 
-    monkeypatch.setattr(PolicyDispatch, "yielded", counted)
+    monkeypatch.setattr(PolicyDispatch, "preempted", counted)
     spec = ClusterSpec(placement="split", cores=2, device="cpu", rollout=RolloutSpec(engine="fake", workers=3, max_running=4))
     spec = spec.model_copy(update={"train": TrainSpec(engine="fake")})
     eager = run_eager(several_epochs, {}, spec)

@@ -229,7 +229,7 @@ def a_call_does_not_wait_for_what_it_reads(patch: Patch) -> None:
         if state.call.engine != "function":
             state.waits_for.clear()
             self.versions._trained.update((state.call.role, effect.version) for effect in state.call.writes)
-            self._may_go(state)
+            self._start_if_ready(state)
         return state
 
     patch.setattr(state.SchedulerState, "add_call", at_once)

@@ -67,7 +67,7 @@ from m2flow.micro.records.journal import Journal
 from m2flow.micro.records.rundir import naming_a_full_disk
 from m2flow.micro.scheduler.deadlines import Deadlines
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.scheduler.waiting import Wait, in_words, ring_of_waits
+from m2flow.micro.scheduler.waiting import Wait, describe_waits, find_deadlock
 from m2flow.observe.spans import Recorder, now_ns
 from m2flow.samples import Batch
 from m2flow.spec import ClusterSpec, RunSettings
@@ -87,13 +87,13 @@ class Watchdog:
 
     def look(self, waits: Sequence[Wait], now_s: float) -> InternalError | None:
         """The ring of waits that has held for long enough, as an error; None if there is none."""
-        ring = ring_of_waits(waits)
+        ring = find_deadlock(waits)
         if ring != self._ring:
             self._ring, self._since_s = ring, now_s
         if not ring or now_s - self._since_s < self._patience_s:
             return None
         return InternalError(
-            f"the run has come to a halt, for {now_s - self._since_s:.0f} s now: {in_words(ring)}",
+            f"the run has come to a halt, for {now_s - self._since_s:.0f} s now: {describe_waits(ring)}",
             now="Give the channels of the spec more room (`channels: max_samples, max_bytes`), and please report this plan.",
         )
 
@@ -318,7 +318,7 @@ class Controller:
         """Workers are lost, or here again."""
         for event in events:
             if isinstance(event, WorkerLost):
-                event = msgspec.structs.replace(event, unsaid=self._custody.settle(event.worker, f"{event.worker} was lost"))
+                event = msgspec.structs.replace(event, unreported=self._custody.settle(event.worker, f"{event.worker} was lost"))
             self._handle(event)
             if isinstance(event, WorkerJoined):
                 for worker, message in self._saving.values():

@@ -80,7 +80,7 @@ class FromWorker(msgspec.Struct, frozen=True):
     """A worker said something about a task."""
 
     worker: str
-    message: m.Heard
+    message: m.WorkerReport
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """What is known of its end."""
     last_words: str = ""
     """What it printed last."""
-    unsaid: tuple[m.Finished | m.Aborted | m.Flushed, ...] = ()
+    unreported: tuple[m.Finished | m.Aborted | m.Flushed, ...] = ()
     """What it had written down, and could not say any more. It counts as if it had."""
 
 

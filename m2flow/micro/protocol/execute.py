@@ -417,6 +417,6 @@ def finish_of(batch: Batch) -> list[int]:
     return [int(f) for f in batch.dense("finish")] if "finish" in batch else [int(Finish.STOP)] * len(batch)
 
 
-def about(call: Call) -> dict[str, object]:
+def span_attributes(call: Call) -> dict[str, object]:
     """What a span of a call's work says of it."""
     return {"call": call.ordinal, "flow_line": str(call.site), "label": call.name, "step": call.step}

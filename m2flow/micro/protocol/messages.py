@@ -365,7 +365,7 @@ ToWorker = (
     | Forget
     | Stop
 )
-Heard = Finished | Aborted | Flushed | Preempted | Load | TaskDone | TaskFailed
+WorkerReport = Finished | Aborted | Flushed | Preempted | Load | TaskDone | TaskFailed
 """What the scheduler is told."""
 ToController = (
     Ready

@@ -324,8 +324,8 @@ class Plan(msgspec.Struct, frozen=True):
                         f"{worker.name}: the {slot.kind} engine of {slot.role} is said to stay, and shares its devices with nobody",
                         now="Leave `stays` out: it is about engines of workers with a lease.",
                     )
-        check_lending(self.workers)
-        check_coming(self.workers)
+        check_borrowing(self.workers)
+        check_early_onload(self.workers)
         ends = [(r.source, r.target) for r in self.routes] + [(s.source, s.target) for s in self.syncs]
         for source, target in ends:
             for end in (source, target):
@@ -340,7 +340,7 @@ class Plan(msgspec.Struct, frozen=True):
         return plan_text(self)
 
 
-def check_lending(workers: Sequence[WorkerPlan]) -> None:
+def check_borrowing(workers: Sequence[WorkerPlan]) -> None:
     """Devices are lent to rollout engines that some others of their role can stand in for.
 
     Raises:
@@ -356,7 +356,7 @@ def check_lending(workers: Sequence[WorkerPlan]) -> None:
                 )
 
 
-def check_coming(workers: Sequence[WorkerPlan]) -> None:
+def check_early_onload(workers: Sequence[WorkerPlan]) -> None:
     """Who comes ahead is a trainer that leaves devices which others generate on.
 
     Raises:

@@ -48,12 +48,12 @@ class Lease:
         self._of_worker: dict[str, tuple[str, ...]] = {}
         """Worker -> the turns of its engines."""
         self._moving_to = ""
-        self._asked: set[str] = set()
-        self._asked_next: tuple[str, ...] = ()
-        self.ahead = ""
+        self._switching: set[str] = set()
+        self._switching_next: tuple[str, ...] = ()
+        self.early_turn = ""
         """The turn whose engines come while the owner still works."""
-        self._making_room: set[str] = set()
-        self._there: set[str] = set()
+        self._shrinking: set[str] = set()
+        self._onloaded_early: set[str] = set()
         """Workers that have been told to come ahead."""
 
     def join(self, worker: str, turns: Iterable[str]) -> None:
@@ -66,11 +66,11 @@ class Lease:
         return tuple(self._of_worker)
 
     @property
-    def others(self) -> Sequence[str]:
+    def next_turns(self) -> Sequence[str]:
         """The turns that may come next, those after the owner's first: none is passed over for ever. If others came ahead, its own too."""
         turns = list(self._turns)
         at = turns.index(self.owner)
-        return turns[at + 1 :] + turns[: at + bool(self.ahead)]
+        return turns[at + 1 :] + turns[: at + bool(self.early_turn)]
 
     @property
     def is_idle(self) -> bool:
@@ -83,49 +83,49 @@ class Lease:
     @property
     def turn(self) -> str:
         """Whose engines may begin something now; empty while the devices change hands."""
-        return "" if self._moving_to or self.ahead else self.owner
+        return "" if self._moving_to or self.early_turn else self.owner
 
     def move(self, to: str) -> Sequence[str]:
         """Begin to hand the devices to another turn; the workers to tell now."""
         assert not self.is_moving
         assert self.is_idle
-        assert to != self.owner or self.ahead
+        assert to != self.owner or self.early_turn
         self._moving_to = to
         of = self._of_worker
-        there, is_ahead = self._there, self.ahead == to
-        self.ahead, self._there, self._making_room = "", set(), set()
+        there, is_ahead = self._onloaded_early, self.early_turn == to
+        self.early_turn, self._onloaded_early, self._shrinking = "", set(), set()
         if to == self.owner:
             coming, leaving = [], [worker for worker in of if worker in there]
         else:
             coming = [worker for worker in of if to in of[worker] and not (is_ahead and worker in there)]
             leaves = {worker for worker in of if self.owner in of[worker] and to not in of[worker]}
             leaving = [worker for worker in of if worker in leaves or (worker in there and not is_ahead and worker not in coming)]
-        return self._ask(tuple(leaving), tuple(coming))
+        return self._switch(tuple(leaving), tuple(coming))
 
-    def _ask(self, first: tuple[str, ...], then: tuple[str, ...]) -> Sequence[str]:
-        first, self._asked_next = (first, then) if first else (then, ())
-        self._asked = set(first)
+    def _switch(self, first: tuple[str, ...], then: tuple[str, ...]) -> Sequence[str]:
+        first, self._switching_next = (first, then) if first else (then, ())
+        self._switching = set(first)
         if not first:
             self.owner, self._moving_to = self._moving_to, ""
         return first
 
-    def come_ahead(self, to: str) -> Sequence[str]:
+    def onload_early(self, to: str) -> Sequence[str]:
         """Begin to have the engines of another turn come while the owner works; the workers to tell first, that they make room."""
         assert not self.is_moving
-        assert not self.ahead
-        self.ahead = to
-        self._making_room = {worker for worker, turns in self._of_worker.items() if self.owner in turns}
-        return tuple(worker for worker in self._of_worker if worker in self._making_room)
+        assert not self.early_turn
+        self.early_turn = to
+        self._shrinking = {worker for worker, turns in self._of_worker.items() if self.owner in turns}
+        return tuple(worker for worker in self._of_worker if worker in self._shrinking)
 
-    def made_room(self, worker: str) -> Sequence[str]:
+    def shrunk_cache(self, worker: str) -> Sequence[str]:
         """A worker of the owner has; the workers to tell to come."""
-        if worker not in self._making_room:
+        if worker not in self._shrinking:
             return ()
-        self._making_room.discard(worker)
-        if self._making_room:
+        self._shrinking.discard(worker)
+        if self._shrinking:
             return ()
-        coming = tuple(name for name, turns in self._of_worker.items() if self.ahead in turns and self.owner not in turns)
-        self._there = set(coming)
+        coming = tuple(name for name, turns in self._of_worker.items() if self.early_turn in turns and self.owner not in turns)
+        self._onloaded_early = set(coming)
         return coming
 
     @property
@@ -133,25 +133,25 @@ class Lease:
         """The turn that is about to begin; empty if none is."""
         return self._moving_to
 
-    def is_asked(self, worker: str) -> bool:
+    def is_switching(self, worker: str) -> bool:
         """Whether it has yet to answer that it has switched."""
-        return worker in self._asked
+        return worker in self._switching
 
-    def left(self, worker: str) -> Sequence[str]:
+    def worker_lost(self, worker: str) -> Sequence[str]:
         """A worker is gone; the workers to tell now. Nobody comes ahead for whom room was being made."""
-        self._making_room.clear()
-        self._there.discard(worker)
+        self._shrinking.clear()
+        self._onloaded_early.discard(worker)
         self._of_worker.pop(worker, None)
-        self._asked_next = tuple(name for name in self._asked_next if name != worker)
-        return self.answered(worker) if worker in self._asked else ()
+        self._switching_next = tuple(name for name in self._switching_next if name != worker)
+        return self.switched(worker) if worker in self._switching else ()
 
-    def answered(self, worker: str) -> Sequence[str]:
+    def switched(self, worker: str) -> Sequence[str]:
         """A worker has switched; the workers to tell now."""
-        self._asked.discard(worker)
-        if self._asked:
+        self._switching.discard(worker)
+        if self._switching:
             return ()
-        now, self._asked_next = self._asked_next, ()
-        self._asked = set(now)
+        now, self._switching_next = self._switching_next, ()
+        self._switching = set(now)
         if not now:
             self.owner, self._moving_to = self._moving_to, ""
         return now
@@ -166,13 +166,13 @@ class TaskState:
     message: m.Task
     rows_left: int = 0
     """Of a generation: samples that run or wait there."""
-    yielded: set[int] = field(default_factory=set)
+    preempted: set[int] = field(default_factory=set)
     """Samples that it has given back, to go on elsewhere."""
 
     @property
     def rows(self) -> list[int]:
         """Samples that it is about, without those that it has given back."""
-        return [row for row in getattr(self.message, "ids", ()) if row not in self.yielded]
+        return [row for row in getattr(self.message, "ids", ()) if row not in self.preempted]
 
 
 @dataclass

@@ -123,7 +123,7 @@ class Credits:
         self._lost: set[str] = set()
         self._may_be_room = False
         """Something is free, or another taker is the earliest, since that was last asked."""
-        self._let: CallState | None = None
+        self._may_overdraw_for: CallState | None = None
         """The generation that may begin with one unit whatever the room."""
 
     @property
@@ -186,8 +186,8 @@ class Credits:
 
     def reserve(self, state: CallState, rows: Iterable[int], worker: str) -> None:
         """These rows are begun with: they, and what belongs to them, count from now on."""
-        if self._let is state:
-            self._let = None
+        if self._may_overdraw_for is state:
+            self._may_overdraw_for = None
         for claim in self._claims.get(state.call.ordinal, ()):
             for unit in dict.fromkeys(map(claim.unit_of, rows)):
                 if unit not in claim.units:
@@ -273,11 +273,11 @@ class Credits:
         """A worker is here again: what is begun from now on is sent to it."""
         self._lost.discard(worker)
 
-    def let(self, state: CallState | None) -> None:
+    def allow_overdraft(self, state: CallState | None) -> None:
         """Nothing is under way: this generation may begin with one unit for which there is no room; or none may any more."""
-        self._let = state
+        self._may_overdraw_for = state
 
-    def room_came(self) -> list[CallState]:
+    def unblocked(self) -> list[CallState]:
         """The calls that were refused, and may be asked again because something is free now, or they may overdraw."""
         if not self._may_be_room:
             return []
@@ -306,7 +306,7 @@ class Credits:
 
     def _bring_forward(self, state: CallState, claims: list[_Claim]) -> bool:
         """Put the unit that may overdraw first, if its rows are ready."""
-        if self._let is state:
+        if self._may_overdraw_for is state:
             return True
         for claim in claims:
             unit = claim.next_unit
@@ -326,7 +326,7 @@ class Credits:
         channel = claim.channel
         if unit == _WHOLE and not claim.room.fits:
             return False
-        if self._let is claim.state:
+        if self._may_overdraw_for is claim.state:
             return True
         if channel.overdraft is not None:
             return False

@@ -56,7 +56,7 @@ class Prefix(NamedTuple):
         return self.by == other.by and self.num_generated <= other.num_generated
 
 
-class Together(NamedTuple):
+class SampleBatch(NamedTuple):
     """Samples that can be handed out in one task."""
 
     drawn: int
@@ -73,17 +73,17 @@ def prefixes_in(message: m.Flushed | m.Aborted) -> dict[int, Prefix]:
     return {packed: Prefix(message.call, min(stretch.version for stretch in of), count) for packed, of, count in told}
 
 
-def batches(ordinal: int, prefixes: Mapping[int, Prefix], rows: Sequence[int], *, carries: bool) -> Iterator[Together]:
+def task_batches(ordinal: int, prefixes: Mapping[int, Prefix], rows: Sequence[int], *, carries: bool) -> Iterator[SampleBatch]:
     """Samples of a call, by what a task must say of them."""
     if not prefixes and not carries:
-        yield Together(ordinal, -1, list(rows), [])
+        yield SampleBatch(ordinal, -1, list(rows), [])
         return
     found: dict[tuple[int, int], list[int]] = {}
     for row in rows:
         by = prefixes[row].by if row in prefixes else -1
         found.setdefault((SampleId.unpack(row).call, by), []).append(row)
     for (drawn, by), together in found.items():
-        yield Together(drawn, by, together, [prefixes[row].num_generated for row in together] if by >= 0 else [])
+        yield SampleBatch(drawn, by, together, [prefixes[row].num_generated for row in together] if by >= 0 else [])
 
 
 @final
@@ -348,7 +348,7 @@ class CallState:
     is_over: bool = False
     """Done or failed."""
     is_released: bool = False
-    placing: PolicyDispatch | None = None
+    policy_dispatch: PolicyDispatch | None = None
     """Of a generation that goes by a policy."""
     has_restored: bool = False
     """Some of its rows were made by an earlier process of the run."""
@@ -369,9 +369,9 @@ class CallState:
     # Of a generation alone.
     out_at: dict[str, int] = field(init=False)
     """Worker -> samples that it has."""
-    hungry: list[int] = field(init=False)
+    unsaturated: list[int] = field(init=False)
     """Places of workers that may still want rows: a heap."""
-    sated: set[int] = field(init=False)
+    saturated: set[int] = field(init=False)
     """Places of those that want none, as they are now."""
     num_passing: int = 0
     """Workers that get no more of it (`m2flow.micro.scheduler.gpu_borrowing`)."""
@@ -388,7 +388,7 @@ class CallState:
         self.is_union = self.call.options.get("gives") == "concat"
         """Its rows are those of all its inputs; else they are those of the first, and the others have these too."""
         if self.is_generation:
-            self.out_at, self.hungry, self.sated, self.num_whole = {}, [], set(), 0
+            self.out_at, self.unsaturated, self.saturated, self.num_whole = {}, [], set(), 0
             self._left_of_group: dict[int, int] = {}
             self._by_prompt: dict[int, tuple[int, ...]] = {}
             self._prompt_of: dict[int, int] = {}
@@ -501,7 +501,7 @@ class CallState:
         self.num_begun -= len(rows) - len(found)
         return found
 
-    def give_back(self, rows: Sequence[int]) -> None:
+    def requeue(self, rows: Sequence[int]) -> None:
         """Rows that a task had, and did not begin with."""
         self.ready.extendleft(reversed(rows))
         self.num_begun -= len(rows)

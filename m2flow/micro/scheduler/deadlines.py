@@ -53,9 +53,9 @@ class Deadlines:
         return [TimedOut(call, rows) for call, rows in found.items()]
 
 
-def time_out(board: SchedulerState, event: TimedOut) -> None:
+def time_out(scheduler: SchedulerState, event: TimedOut) -> None:
     """Give up the groups of the samples that are not done."""
-    state = board.calls.get(event.call)
+    state = scheduler.calls.get(event.call)
     if state is None or state.is_over:
         return
     late = {group_key(row) for row in event.ids if row not in state.done and row not in state.dropped}
@@ -63,15 +63,15 @@ def time_out(board: SchedulerState, event: TimedOut) -> None:
     if not rows:
         return
     state.gave_up(rows)
-    if state.placing is not None:
-        state.placing.gave_up(rows)
+    if state.policy_dispatch is not None:
+        state.policy_dispatch.gave_up(rows)
     gone = set(rows)
     for worker in list(state.tasks_at):
-        there = [row for _, task in board.tasks.of(worker) if task.message.call == event.call for row in task.rows if row in gone]
+        there = [row for _, task in scheduler.tasks.of(worker) if task.message.call == event.call for row in task.rows if row in gone]
         if there:
-            board.send(worker, m.Preempt(event.call, there))
-    board.handed_out(state)
+            scheduler.send(worker, m.Preempt(event.call, there))
+    scheduler.handed_out(state)
     if state.failure is None:
-        board.cut(state)
+        scheduler.cut(state)
     elif state.has_settled:
-        board.fail(state, state.failure[1])
+        scheduler.fail(state, state.failure[1])

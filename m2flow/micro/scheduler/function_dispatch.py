@@ -25,26 +25,26 @@ from m2flow.micro.scheduler.task_queues import MAX_QUEUED
 class FunctionDispatch:
     """Feeds the processes that run users' functions."""
 
-    def __init__(self, board: SchedulerState) -> None:
-        self._board = board
+    def __init__(self, scheduler: SchedulerState) -> None:
+        self._state = scheduler
         self._last: dict[str, CallState] = {}
         """Worker -> the call of its last task."""
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """The next task that this worker could have."""
-        state = self._board.functions.first(worker)
+        state = self._state.functions.first(worker)
         return None if state is None else lambda: self._start(worker, state)
 
     def hand_out(self) -> None:
         """Give the earliest calls with work to whoever may take it, the least busy first."""
         self._hand_on()
-        while (found := self._board.functions.next()) is not None:
+        while (found := self._state.functions.next()) is not None:
             self._start(*found)
             self._hand_on()
 
     def _hand_on(self) -> None:
         """Where a worker's tasks have changed: give it the next call of its chain, if no earlier one has work for it."""
-        functions = self._board.functions
+        functions = self._state.functions
         while (worker := functions.noted()) is not None:
             while (following := self._following(worker)) is not None:
                 earliest = functions.first(worker)
@@ -55,7 +55,7 @@ class FunctionDispatch:
     def _following(self, worker: WorkerState) -> CallState | None:
         """The next call of a chain of which this worker has the last one, if it may wait there."""
         last = self._last.get(worker.name)
-        if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._board.missed.has_any:
+        if last is None or worker.num_tasks["function"] >= MAX_QUEUED or self._state.lost_transfers.has_any:
             return None
         return next((user for user in last.users.values() if self._may_wait(user, worker)), None)
 
@@ -67,7 +67,7 @@ class FunctionDispatch:
             return False
         if not stage.is_barrier and len(state.ids) > stage.chunk:
             return False
-        sources = [self._board.calls[ordinal] for ordinal in state.aligned_inputs]
+        sources = [self._state.calls[ordinal] for ordinal in state.aligned_inputs]
         coming = [source for source in sources if not source.is_done]
         if not all(source.whole_at == worker.name and source.tasks_at and not source.done for source in coming):
             return False
@@ -76,19 +76,19 @@ class FunctionDispatch:
     def _start(self, worker: WorkerState, state: CallState) -> None:
         if state.stage.state and state.call.writes:
             worker.states.add(state.stage.state)
-        self._give(worker, state, self._board.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state)))
+        self._give(worker, state, self._state.hand_out(state, len(state.ready) if state.stage.is_barrier else self._num_next(state)))
 
     def _give(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
         is_whole = len(rows) == len(state.ids) and not (state.call.drops or state.refill or state.has_restored)
         state.whole_at = worker.name if is_whole else ""
         self._last[worker.name] = state
-        self._board.bring_inputs(state, rows, worker.name)
-        values, parts = self._board.values_for(state), {}
+        self._state.bring_inputs(state, rows, worker.name)
+        values, parts = self._state.values_for(state), {}
         if state.is_union:
             parts = {base: found for base in state.bases if (found := [row for row in sorted(rows) if state.part_of[row] == base])}
-        is_suspect = state.call.name in self._board.missed.blamed
+        is_suspect = state.call.name in self._state.lost_transfers.blamed
         task = m.RunFunction(
-            self._board.next_task(),
+            self._state.next_task(),
             state.call.ordinal,
             sorted(rows),
             list(state.stage.forward_to),
@@ -96,7 +96,7 @@ class FunctionDispatch:
             parts,
             is_suspect,
         )
-        self._board.start(worker, "function", task)
+        self._state.start(worker, "function", task)
 
     def _num_next(self, state: CallState) -> int:
         """Up to a chunk of ready rows, and the rest of the last one's unit."""

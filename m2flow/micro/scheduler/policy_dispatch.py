@@ -112,7 +112,7 @@ class PolicyDispatch:
 
     # What the desk asks
 
-    def has_hand(self, worker: WorkerState) -> bool:
+    def has_samples_for(self, worker: WorkerState) -> bool:
         """Whether this worker, which may have room now, is to get something; what others are to get lies ready for them."""
         self._refresh()
         j = self._instances[worker.name]
@@ -207,7 +207,7 @@ class PolicyDispatch:
             found.setdefault(self._workers[here].name, []).append(row)
         return found
 
-    def yielded(self, row: int) -> WorkerState | None:
+    def preempted(self, row: int) -> WorkerState | None:
         """A worker has given back a sample that was to move: it is in `ready`, and in the hand of this worker, if that is there."""
         self._look()
         to = self._moving.pop(row, None)
@@ -420,18 +420,18 @@ _ANSWERS_KEPT = 16
 class PolicyDispatches:
     """All of a run."""
 
-    def __init__(self, board: SchedulerState, plan: Plan) -> None:
+    def __init__(self, scheduler: SchedulerState, plan: Plan) -> None:
         """
         Raises:
             SpecError: there is no such policy or predictor.
         """
-        self._board = board
+        self._state = scheduler
         self._names = () if plan.policies in ((), (FIRST_COME,)) else plan.policies
         self._predictor = plan.predictor
         self._difficulty = plan.difficulty
         self._paces = {pace.role: pace for pace in plan.paces}
         self._free: dict[str, list[SchedulingPolicy]] = {}
-        self._placings: dict[int, PolicyDispatch] = {}
+        self._dispatches: dict[int, PolicyDispatch] = {}
         self._earlier: dict[tuple[str, str], list[int]] = {}
         """Role and prompt -> lengths of its answers."""
         if self._names:
@@ -445,35 +445,35 @@ class PolicyDispatches:
         free = self._free.setdefault(role, [])
         policy = free.pop() if free else make_policies(self._names, self._predictor)
         state.ready = Ready()
-        board, prompts = self._board, state.call.input("prompts")
+        scheduler, prompts = self._state, state.call.input("prompts")
         assert prompts is not None
         texts = self._said(state, "prompt") if self._earlier else {}
         earlier = {row: self._earlier.get((role, text), ()) for row, text in texts.items()}
-        workers = [board.workers[name] for name in state.planned.workers]
-        state.placing = PolicyDispatch(
+        workers = [scheduler.workers[name] for name in state.planned.workers]
+        state.policy_dispatch = PolicyDispatch(
             state,
             policy,
             workers,
-            board.calls[prompts.call].num_tokens,
+            scheduler.calls[prompts.call].num_tokens,
             earlier,
-            lambda: board.versions.behind(state.call),
-            lambda worker: board.is_away(worker, state),
-            lambda: board.num_changes,
-            board.relaxed.lengths,
+            lambda: scheduler.versions.behind(state.call),
+            lambda worker: scheduler.is_away(worker, state),
+            lambda: scheduler.num_changes,
+            scheduler.ablation.lengths,
             self._paces.get(role),
             self._said(state, self._difficulty) if self._difficulty else {},
         )
-        self._placings[state.call.ordinal] = state.placing
+        self._dispatches[state.call.ordinal] = state.policy_dispatch
 
     def over(self, state: CallState) -> None:
         """A generation has ended, one way or the other."""
-        placing = self._placings.pop(state.call.ordinal, None)
-        if placing is None:
+        dispatch = self._dispatches.pop(state.call.ordinal, None)
+        if dispatch is None:
             return
-        placing.over()
-        self._free[state.call.role].append(placing.policy)
+        dispatch.over()
+        self._free[state.call.role].append(dispatch.policy)
         texts = self._said(state, "prompt")
-        for row, length in placing.lengths.items():
+        for row, length in dispatch.lengths.items():
             text = texts.get(state.prompt_of(row))
             if text is not None:
                 known = self._earlier.setdefault((state.call.role, text), [])
@@ -483,50 +483,50 @@ class PolicyDispatches:
     def reported(self, worker: str, message: m.Load) -> None:
         """An engine says how full it is."""
         load = Load(message.num_running, message.num_queued, message.kv_used, message.kv_capacity)
-        for placing in self._placings.values():
-            if placing.state.call.role == message.role:
-                placing.reported(worker, load, zip(message.ids, message.num_tokens, strict=True))
-                for name, rows in placing.moves().items():
-                    self._board.send(name, m.Preempt(placing.state.call.ordinal, rows))
+        for dispatch in self._dispatches.values():
+            if dispatch.state.call.role == message.role:
+                dispatch.reported(worker, load, zip(message.ids, message.num_tokens, strict=True))
+                for name, rows in dispatch.moves().items():
+                    self._state.send(name, m.Preempt(dispatch.state.call.ordinal, rows))
 
-    def yielded(self, message: m.Preempted) -> None:
+    def preempted(self, message: m.Preempted) -> None:
         """Samples that were to move have stopped. They are handed out again, where their policy wanted them if that is still there."""
-        board = self._board
-        state = board.calls.get(message.call)
+        scheduler = self._state
+        state = scheduler.calls.get(message.call)
         for row, number in zip(message.ids, message.tasks, strict=True):
-            if not board.tasks.yielded(number, row):
+            if not scheduler.tasks.preempted(number, row):
                 continue
-            board.generated(number, 1)
+            scheduler.generated(number, 1)
             if state is None or state.is_over or row in state.done or row in state.dropped:
                 continue
-            board.lines.taken_back(state, [row])
-            to = state.placing.yielded(row) if state.placing is not None else None
+            scheduler.partial_rollouts.requeued(state, [row])
+            to = state.policy_dispatch.preempted(row) if state.policy_dispatch is not None else None
             if to is None:
-                board.give_back(state, [row])
+                scheduler.requeue(state, [row])
             else:
                 state.num_begun -= 1
-                board.give_back(state, [], has_more=True)
-                board.waking.wake(to)
+                scheduler.requeue(state, [], has_more=True)
+                scheduler.ready_workers.wake(to)
 
     def lost(self, worker: str) -> None:
-        for placing in self._placings.values():
-            placing.lost(worker)
+        for dispatch in self._dispatches.values():
+            dispatch.lost(worker)
 
     def trained(self, role: str) -> None:
         """There is a new version of the role's weights; a policy may have waited for it."""
         if self._names:
-            self._board.waking.wake_role(role)
+            self._state.ready_workers.wake_role(role)
 
     def deal(self, state: CallState) -> None:
         """Samples of a generation have ended."""
-        if state.placing is not None and state.has_rows_to_begin:
-            self._board.waking.wake_all(state.placing.deal())
+        if state.policy_dispatch is not None and state.has_rows_to_begin:
+            self._state.ready_workers.wake_all(state.policy_dispatch.deal())
 
     def force(self) -> bool:
         """Nothing is under way: overrule a policy that holds back; whether one does."""
-        held = [p for p in self._placings.values() if p.state.has_rows_to_begin and p.force()]
-        for placing in held:
-            self._board.waking.wake_role(placing.state.call.role)
+        held = [p for p in self._dispatches.values() if p.state.has_rows_to_begin and p.force()]
+        for dispatch in held:
+            self._state.ready_workers.wake_role(dispatch.state.call.role)
         return bool(held)
 
     def _said(self, state: CallState, column: str) -> dict[int, str]:
@@ -536,7 +536,7 @@ class PolicyDispatches:
         for row in state.prompt_rows:
             source = SampleId.unpack(row)
             if source.call not in batches:
-                drawn = self._board.calls.get(source.call)
+                drawn = self._state.calls.get(source.call)
                 rows = drawn.call.options.get("rows") if drawn is not None else None
                 batches[source.call] = rows if isinstance(rows, Batch) and column in rows else None
             batch = batches[source.call]

@@ -21,7 +21,7 @@ from m2flow.micro.protocol.row_store import stopped_at
 from m2flow.micro.protocol.staleness import ANY_VERSION, window
 from m2flow.micro.protocol.worker_state import WorkerState
 from m2flow.micro.scheduler.backpressure import Credits
-from m2flow.micro.scheduler.call_state import CallState, Together, batches
+from m2flow.micro.scheduler.call_state import CallState, SampleBatch, task_batches
 from m2flow.micro.scheduler.policy_dispatch import PolicyDispatch
 from m2flow.micro.scheduler.state import SchedulerState
 from m2flow.samples import group_key
@@ -33,8 +33,8 @@ Offer = Callable[[], None]
 class RolloutDispatch:
     """Hands out samples, and asks for weights."""
 
-    def __init__(self, board: SchedulerState, credits: Credits) -> None:
-        self._board = board
+    def __init__(self, scheduler: SchedulerState, credits: Credits) -> None:
+        self._state = scheduler
         self._credits = credits
         self._published: dict[str, tuple[int, Manifest]] = {}
         self._publishing: set[str] = set()
@@ -43,7 +43,7 @@ class RolloutDispatch:
         """Role -> version -> how many rollout engines hold it."""
         self._loading: dict[tuple[str, str], int] = {}
         """Worker and role whose engine is told to take weights -> the version."""
-        board.can_have_weights = self.can_have_weights
+        scheduler.can_have_weights = self.can_have_weights
 
     def offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """The next thing that this worker's rollout engines of these roles could do."""
@@ -55,14 +55,14 @@ class RolloutDispatch:
 
     def needs_loading(self, reader: CallState) -> bool:
         """Whether some rollout engine of the role still has to take weights before it can run this call."""
-        if all(worker.is_lost for worker in self._board.waking.hosts("rollout", reader.call.role)):
+        if all(worker.is_lost for worker in self._state.ready_workers.hosts("rollout", reader.call.role)):
             return True  # Who comes back has to take them first.
         return self._oldest(reader.call.role) < window(reader.call)[0]
 
     def publish_offer(self, worker: WorkerState, roles: Sequence[str]) -> Offer | None:
         """What this worker's trainers of these roles could lay into shared memory for others that wait for it."""
         for role in roles:
-            if not self._board.waking.has_others("rollout", role, worker):
+            if not self._state.ready_workers.has_others("rollout", role, worker):
                 continue
             version = self._awaited(role)
             is_current = role in self._published and self._published[role][0] == version
@@ -76,8 +76,8 @@ class RolloutDispatch:
     def published(self, role: str, version: int, manifest: Manifest) -> None:
         self._publishing.discard(role)
         self._published[role] = (version, manifest)
-        self._board.changed()
-        self._board.waking.wake_role(role)
+        self._state.changed()
+        self._state.ready_workers.wake_role(role)
 
     def loaded(self, worker: WorkerState, message: m.LoadWeights) -> None:
         held = self._held(message.role)
@@ -87,7 +87,7 @@ class RolloutDispatch:
             del held[before]
         held[message.version] += 1
         worker.held[message.role] = message.version
-        self._board.waking.wake_trainers(message.role)
+        self._state.ready_workers.wake_trainers(message.role)
         self._loading.pop((worker.name, message.role), None)
         if message.manifest is not None:
             self._num_loads[message.role] -= 1
@@ -100,7 +100,7 @@ class RolloutDispatch:
             held[ANY_VERSION] += 1
             worker.held[role] = ANY_VERSION
             self._loading.pop((worker.name, role), None)
-            self._board.waking.wake_trainers(role)
+            self._state.ready_workers.wake_trainers(role)
 
     def joined(self, worker: WorkerState) -> None:
         """A worker is here again, with the weights that it began the run with."""
@@ -112,7 +112,7 @@ class RolloutDispatch:
 
     def has_version_for(self, state: CallState) -> bool:
         """Whether some engine holds, could take, or will be able to take a version that a generation may use."""
-        hosts = self._board.waking.hosts("rollout", state.call.role)
+        hosts = self._state.ready_workers.hosts("rollout", state.call.role)
         return any(self.can_have_weights(worker, state) for worker in hosts if worker.returns or not worker.is_lost)
 
     def can_have_weights(self, worker: WorkerState, state: CallState) -> bool:
@@ -121,8 +121,8 @@ class RolloutDispatch:
         held = 0 if worker.is_lost else self._loading.get((worker.name, role), worker.held.get(role, 0))
         if held >= oldest:
             return held <= newest
-        trained = self._board.versions.trained(role)
-        next_trained = self._board.versions.newest(role) + 1 if trained is None else trained
+        trained = self._state.versions.trained(role)
+        next_trained = self._state.versions.newest(role) + 1 if trained is None else trained
         return next_trained <= newest or (role in self._published and _may_use(state, self._published[role][0]))
 
     def unloaded(self, message: m.LoadWeights) -> None:
@@ -137,20 +137,20 @@ class RolloutDispatch:
         under = self._load_under(worker, role, first)
         if under is not None or first is None:
             return under
-        lending = self._board.lending
-        if lending.is_used and lending.passes(worker, first):
+        borrowing = self._state.borrowing
+        if borrowing.is_used and borrowing.passes(worker, first):
             return None
         held = worker.held.get(role, 0)
         newest = self._loadable(worker, role, first)
         if not _may_use(first, held) or (newest > held and not worker.num_tasks["rollout"]):
             is_sure = first.is_prepared and not first.waits_for
             return self._load_offer(worker, role, newest) if newest > held and is_sure else None
-        for state in self._board.open.started("rollout", role):
-            if not state.ready or not _may_use(state, held) or (lending.is_used and lending.passes(worker, state)):
+        for state in self._state.open.started("rollout", role):
+            if not state.ready or not _may_use(state, held) or (borrowing.is_used and borrowing.passes(worker, state)):
                 continue
-            if state.placing is not None:
+            if state.policy_dispatch is not None:
                 room = min(state.stage.chunk - worker.num_running, state.num_may_begin)
-                if room > 0 and self._has_hand(worker, state.placing):
+                if room > 0 and self._has_samples_for(worker, state.policy_dispatch):
                     return lambda state=state, room=room: self._deal_out(worker, state, room)  # type: ignore[misc]
             else:
                 quota = self._quota(worker, state)
@@ -161,15 +161,15 @@ class RolloutDispatch:
     def _first(self, role: str) -> CallState | None:
         """The earliest call with samples left to hand out. One that no version is there for is passed over: what it waits for may be
         what later calls make."""
-        known, first = self._board.open.first(role)
+        known, first = self._state.open.first(role)
         if not known:
-            newest = self._board.versions.newest(role)
-            first = self._board.open.set_first(role, lambda state: window(state.call)[0] <= newest)
+            newest = self._state.versions.newest(role)
+            first = self._state.open.set_first(role, lambda state: window(state.call)[0] <= newest)
         return first
 
     def _held(self, role: str) -> Counter[int]:
         if role not in self._num_holding:
-            self._num_holding[role] = Counter(worker.held.get(role, 0) for worker in self._board.waking.hosts("rollout", role))
+            self._num_holding[role] = Counter(worker.held.get(role, 0) for worker in self._state.ready_workers.hosts("rollout", role))
         return self._num_holding[role]
 
     def _oldest(self, role: str, but: WorkerState | None = None) -> int:
@@ -186,12 +186,12 @@ class RolloutDispatch:
     def _offered_version(self, worker: WorkerState, role: str) -> int | None:
         """The version that this worker could take now."""
         if role in worker.roles["train"]:
-            return self._board.versions.trained(role)
+            return self._state.versions.trained(role)
         return self._published[role][0] if role in self._published else None
 
     def _load_under(self, worker: WorkerState, role: str, first: CallState | None) -> Offer | None:
         """New weights for an engine with running samples."""
-        may_keep = self._board.may_keep and role in worker.keeps_caches and worker.num_running
+        may_keep = self._state.may_keep and role in worker.keeps_caches and worker.num_running
         version = self._offered_version(worker, role) if may_keep else None
         if version is None or version <= worker.held.get(role, 0):
             return None
@@ -202,7 +202,7 @@ class RolloutDispatch:
 
     def _running(self, role: str, worker: str | None = None) -> list[CallState]:
         """The role's generations that some worker, or this one, has samples of."""
-        calls = [state for state in self._board.active.values() if state.call.engine == "rollout" and state.call.role == role]
+        calls = [state for state in self._state.active.values() if state.call.engine == "rollout" and state.call.role == role]
         return [state for state in calls if (state.tasks_at if worker is None else worker in state.tasks_at)]
 
     def _manifest(self, worker: WorkerState, role: str) -> Manifest | None:
@@ -217,23 +217,23 @@ class RolloutDispatch:
         if manifest is not None:
             self._num_loads[role] = self._num_loads.get(role, 0) + 1
         self._loading[worker.name, role] = version
-        self._board.changed()
-        self._board.start(worker, "rollout", m.LoadWeights(self._board.next_task(), -1, role, version, manifest, under_requests))
+        self._state.changed()
+        self._state.start(worker, "rollout", m.LoadWeights(self._state.next_task(), -1, role, version, manifest, under_requests))
 
     def _publish(self, worker: WorkerState, role: str, version: int) -> None:
         self._publishing.add(role)
         self._published.pop(role, None)  # The new weights are written over the old ones.
-        self._board.changed()
-        self._board.start(worker, "train", m.PublishWeights(self._board.next_task(), -1, role, version))
+        self._state.changed()
+        self._state.start(worker, "train", m.PublishWeights(self._state.next_task(), -1, role, version))
 
     def _awaited(self, role: str) -> int | None:
         """The trainer's version, if the earliest generate call with samples left may use it, or what runs may take it."""
-        first, trained = self._first(role), self._board.versions.trained(role)
+        first, trained = self._first(role), self._state.versions.trained(role)
         if not trained:
             return None
         if first is not None and not first.waits_for and first.is_prepared and _may_use(first, trained):
             return trained
-        may_keep = self._board.may_keep and any(role in worker.keeps_caches for worker in self._board.waking.hosts("rollout", role))
+        may_keep = self._state.may_keep and any(role in worker.keeps_caches for worker in self._state.ready_workers.hosts("rollout", role))
         return trained if may_keep and any(_takes_under(state, trained) for state in self._running(role)) else None
 
     def _quota(self, worker: WorkerState, state: CallState) -> int:
@@ -242,49 +242,49 @@ class RolloutDispatch:
         quota = min(room, state.num_may_begin, state.share - state.out_at.get(worker.name, 0))
         return self._credits.num_may_begin(state, worker.name, quota)
 
-    def _has_hand(self, worker: WorkerState, placing: PolicyDispatch) -> bool:
+    def _has_samples_for(self, worker: WorkerState, dispatch: PolicyDispatch) -> bool:
         """Whether a call's policy has something for this worker. What it has for others, they are asked to take."""
-        if placing.admits is None and self._credits.is_limited(placing.state):
-            placing.admits = functools.partial(self._credits.admit, placing.state)
-        found = placing.has_hand(worker)
-        self._board.waking.wake_all(other for other in placing.dealt_to() if other is not worker)
+        if dispatch.admits is None and self._credits.is_limited(dispatch.state):
+            dispatch.admits = functools.partial(self._credits.admit, dispatch.state)
+        found = dispatch.has_samples_for(worker)
+        self._state.ready_workers.wake_all(other for other in dispatch.dealt_to() if other is not worker)
         return found
 
     def _deal_out(self, worker: WorkerState, state: CallState, room: int) -> None:
-        assert state.placing is not None
-        rows = state.placing.take(worker, room)
+        assert state.policy_dispatch is not None
+        rows = state.policy_dispatch.take(worker, room)
         state.num_begun += len(rows)
-        self._board.handed_out(state)
+        self._state.handed_out(state)
         self._begin(worker, state, rows)
 
     def _hand_out(self, worker: WorkerState, state: CallState, quota: int) -> None:
         ready = itertools.islice(state.ready, quota - 1, None)
         group = group_key(next(ready))
         more = sum(1 for _ in itertools.takewhile(lambda row: group_key(row) == group, ready))
-        self._begin(worker, state, self._board.hand_out(state, min(quota + more, max(quota, state.stage.chunk))))
+        self._begin(worker, state, self._state.hand_out(state, min(quota + more, max(quota, state.stage.chunk))))
 
     def _begin(self, worker: WorkerState, state: CallState, rows: list[int]) -> None:
         self._credits.reserve(state, rows, worker.name)
-        self._board.lines.handed_out(state, rows, worker.held.get(state.call.role, 0))
-        for together in batches(state.call.ordinal, state.prefixes, rows, carries=state.carry is not None):
-            self._start(worker, state, together)
+        self._state.partial_rollouts.handed_out(state, rows, worker.held.get(state.call.role, 0))
+        for batch in task_batches(state.call.ordinal, state.prefixes, rows, carries=state.carry is not None):
+            self._start(worker, state, batch)
 
-    def _start(self, worker: WorkerState, state: CallState, together: Together) -> None:
-        drawn, stopped_by, rows, had = together
-        board, prompts = self._board, []
+    def _start(self, worker: WorkerState, state: CallState, batch: SampleBatch) -> None:
+        drawn, stopped_by, rows, had = batch
+        scheduler, prompts = self._state, []
         if stopped_by >= 0:
-            board.bring(stopped_at(stopped_by), rows, worker.name)
+            scheduler.bring(stopped_at(stopped_by), rows, worker.name)
         else:
-            drawing = board.calls[drawn]
+            drawing = scheduler.calls[drawn]
             prompts = drawing.prompts_of(rows)
-            board.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
+            scheduler.bring(drawing.aligned_inputs[0], dict.fromkeys(prompts), worker.name)
             self._credits.taken(drawn, prompts)
-        board.introduce(drawn, worker.name)
+        scheduler.introduce(drawn, worker.name)
         forward_to, spills = list(state.stage.forward_to), state.stage.spills
-        task = m.Generate(board.next_task(), state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
-        board.start(worker, "rollout", task, rows=len(rows))
+        task = m.Generate(scheduler.next_task(), state.call.ordinal, rows, prompts, forward_to, drawn, stopped_by, had, spills)
+        scheduler.start(worker, "rollout", task, rows=len(rows))
         if keeps_cache(state.call.options):
-            board.waking.wake_trainers(state.call.role)  # What runs now may take newer weights.
+            scheduler.ready_workers.wake_trainers(state.call.role)  # What runs now may take newer weights.
 
 
 def _takes_under(state: CallState, version: int) -> bool:

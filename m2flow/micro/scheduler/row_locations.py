@@ -2,7 +2,7 @@
 
 WorkerLost.missing --never_came--> who has what --send_again--> from another that has them, or from the ledger
 
-Besides: how often a row was with a worker when that was lost. Pure, on the board; until a worker is lost it costs nothing.
+Besides: how often a row was with a worker when that was lost. Pure, on the scheduler; until a worker is lost it costs nothing.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class RowLocations:
 
 @final
 class LostTransfers:
-    """Of one board."""
+    """Of one scheduler."""
 
-    def __init__(self, board: SchedulerState, rows: RowLocations) -> None:
-        self._board = board
+    def __init__(self, scheduler: SchedulerState, rows: RowLocations) -> None:
+        self._state = scheduler
         self._rows = rows
         self._num_losses: Counter[tuple[int, int]] = Counter()
         """(call, row) -> workers that were lost with it."""
@@ -129,11 +129,11 @@ class LostTransfers:
 
     def sent_to(self, number: int) -> Iterable[str]:
         """The workers that have what a task has sent on: of the processes that it names, those that are there still."""
-        task = self._board.tasks.message(number)
+        task = self._state.tasks.message(number)
         tags = task.forward_to if isinstance(task, m.Generate | m.RunFunction) else ()
         if not self.has_any:
             return tags
-        there = [self._board.workers[worker_of(tag)] for tag in tags]
+        there = [self._state.workers[worker_of(tag)] for tag in tags]
         return [worker.name for worker, tag in zip(there, tags, strict=True) if worker.tag == tag and not worker.is_lost]
 
     def sent_by(self, worker: str) -> dict[str, dict[int, list[int]]]:
@@ -150,20 +150,20 @@ class LostTransfers:
         if isinstance(task, m.Generate):
             if task.aborted_by >= 0:
                 return [(stopped_at(task.aborted_by), row) for row in task.ids]
-            source = self._board.calls[task.drawn_by].aligned_inputs[0]
+            source = self._state.calls[task.drawn_by].aligned_inputs[0]
             return [(source, row) for row in task.prompts]
-        state = self._board.calls.get(task.call)
+        state = self._state.calls.get(task.call)
         if state is None or not isinstance(task, m.RunFunction | m.Accumulate):
             return []
         return [(source, row) for source in state.aligned_inputs for row in task.ids]
 
     def send_again(self, place: str, missing: Mapping[int, Sequence[int]]) -> None:
         """Rows that never came to a place: those that it waits for are sent again."""
-        board = self._board
+        scheduler = self._state
         wanted = {ordinal: set(rows) for ordinal, rows in missing.items()}
         if place != CONTROLLER:
-            needed = {need for _, task in board.tasks.of(place) for need in self.needs(task.message)}
+            needed = {need for _, task in scheduler.tasks.of(place) for need in self.needs(task.message)}
             wanted = {ordinal: {row for row in rows if (ordinal, row) in needed} for ordinal, rows in wanted.items()}
         for ordinal, rows in wanted.items():
-            if rows and max(ordinal, stopped_at(ordinal)) in board.calls:  # Else it was forgotten meanwhile: nobody waits.
-                board.bring(ordinal, sorted(rows), place)
+            if rows and max(ordinal, stopped_at(ordinal)) in scheduler.calls:  # Else it was forgotten meanwhile: nobody waits.
+                scheduler.bring(ordinal, sorted(rows), place)

@@ -2,7 +2,7 @@
 
 An update that has begun has consumed samples and changed the trainer's gradient; what has not begun is found by a resume as it was, and
 samples that run are stopped and written down, so that they go on from there.
-Pure, on the board.
+Pure, on the scheduler.
 
 CallAdded, Sourced, Finished, TaskDone, ... --Scheduler.handle--> Send, Resolve, Reject
 
@@ -50,30 +50,30 @@ from m2flow.micro.scheduler.rollout_dispatch import Offer, RolloutDispatch
 from m2flow.micro.scheduler.state import NOTHING, Ablation, SchedulerState
 from m2flow.micro.scheduler.train_dispatch import TrainDispatch
 from m2flow.micro.scheduler.waiting import Wait, waits_of
-from m2flow.micro.scheduler.worker_failure import join, lose, written_down
+from m2flow.micro.scheduler.worker_failure import join, lose, record_prefixes
 
 if TYPE_CHECKING:
     from m2flow.micro.scheduler.call_state import CallState
 
 
-def wind_down(board: SchedulerState) -> None:
+def wind_down(scheduler: SchedulerState) -> None:
     """Give up what no update that has begun needs."""
     needed: set[int] = set()
-    todo = [state for state in board.active.values() if state.update is not None and state.update.has_begun]
+    todo = [state for state in scheduler.active.values() if state.update is not None and state.update.has_begun]
     while todo:
         state = todo.pop()
         if state.call.ordinal not in needed:
             needed.add(state.call.ordinal)
-            todo += _needs(board, state)
-    for state in list(board.active.values()):
+            todo += _needs(scheduler, state)
+    for state in list(scheduler.active.values()):
         if state.call.ordinal not in needed and not state.is_over:
-            board.fail(state, RunInterrupted("the run was asked to stop", where=state.call.site.describe()))
+            scheduler.fail(state, RunInterrupted("the run was asked to stop", where=state.call.site.describe()))
 
 
-def _needs(board: SchedulerState, state: CallState) -> list[CallState]:
+def _needs(scheduler: SchedulerState, state: CallState) -> list[CallState]:
     """The calls, not over, that a call waits for."""
     inputs = {ref.call for _, ref in state.call.inputs}
-    return [board.active[ordinal] for ordinal in inputs | state.waits_for | set(state.aligned_inputs) if ordinal in board.active]
+    return [scheduler.active[ordinal] for ordinal in inputs | state.waits_for | set(state.aligned_inputs) if ordinal in scheduler.active]
 
 
 class Dispatch(Protocol):
@@ -92,18 +92,22 @@ class Scheduler:
         deterministic: bool = False,
         restored: Mapping[str, int] | None = None,
         max_attempts: int = 3,
-        relaxed: Ablation = NOTHING,
+        ablation: Ablation = NOTHING,
     ) -> None:
         """`restored` are the versions that the trainers begin with, by role; 0 where none is given."""
-        self._board = SchedulerState(plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts, relaxed=relaxed)
-        self._credits = Credits(self._board.calls)
+        self._state = SchedulerState(
+            plan, deterministic=deterministic, restored=restored or {}, max_attempts=max_attempts, ablation=ablation
+        )
+        self._credits = Credits(self._state.calls)
         self._num_noted = 0
         """Commands of the event in hand that the credits know of."""
-        self._rollout = RolloutDispatch(self._board, self._credits)
-        self._train = TrainDispatch(self._board, self._rollout)
-        self._functions = FunctionDispatch(self._board)
-        self._desks: dict[str, Dispatch] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
-        self._desks_of = [[(kind, desk) for kind, desk in self._desks.items() if w.roles[kind]] for w in self._board.workers.values()]
+        self._rollout = RolloutDispatch(self._state, self._credits)
+        self._train = TrainDispatch(self._state, self._rollout)
+        self._functions = FunctionDispatch(self._state)
+        self._dispatches: dict[str, Dispatch] = {"rollout": self._rollout, "train": self._train, "function": self._functions}
+        self._dispatches_of = [
+            [(kind, dispatch) for kind, dispatch in self._dispatches.items() if w.roles[kind]] for w in self._state.workers.values()
+        ]
 
     def handle(self, *events: Event) -> list[Command]:
         """Take an event, or several that came together; answer what to do now.
@@ -112,139 +116,141 @@ class Scheduler:
             M2FlowError: a worker failed at what belongs to no call (weights, a lease, a save), so the run can't go on; or one is lost
                 that nobody can stand in for (`m2flow.micro.scheduler.worker_failure`).
         """
-        board = self._board
-        board.commands, self._num_noted = [], 0
+        scheduler = self._state
+        scheduler.commands, self._num_noted = [], 0
         for event in events:
             self._take(event)
         if not all(isinstance(event, Released) for event in events):
             self._give_work()
-        board.forget_unreachable()
-        return board.commands
+        scheduler.forget_unreachable()
+        return scheduler.commands
 
     def _take(self, event: Event) -> None:
-        board = self._board
+        scheduler = self._state
         if isinstance(event, FromWorker):
-            if not board.workers[event.worker].is_lost:
+            if not scheduler.workers[event.worker].is_lost:
                 self._from_worker(event.worker, event.message)
         elif isinstance(event, CallAdded):
             self._added(event)
         elif isinstance(event, Recalled):
-            board.lines.recall(event)
+            scheduler.partial_rollouts.recall(event)
             self._added(event)
         elif isinstance(event, Released):
-            board.release(event.call)
+            scheduler.release(event.call)
         elif isinstance(event, Sourced):
-            board.sourced(board.calls[event.call], event.ids, event.num_tokens)
+            scheduler.sourced(scheduler.calls[event.call], event.ids, event.num_tokens)
         elif isinstance(event, Wanted):
-            board.want(board.calls[event.call])
+            scheduler.want(scheduler.calls[event.call])
         elif isinstance(event, TimedOut):
-            time_out(board, event)
+            time_out(scheduler, event)
         elif isinstance(event, CheckpointDue):
             self._save(event)
         elif isinstance(event, Stopping):
-            wind_down(board)
+            wind_down(scheduler)
         elif isinstance(event, Restored):
-            board.restoring.restore(event)
+            scheduler.restoring.restore(event)
         elif isinstance(event, BorrowThresholds):
-            board.lending.set_until(event.shares)
+            scheduler.borrowing.set_until(event.shares)
         elif isinstance(event, WorkerLost):
             self._lost(event)
         else:
-            self._joined(board.workers[event.worker], event.incarnation)
+            self._joined(scheduler.workers[event.worker], event.incarnation)
 
     @property
     def has_calls(self) -> bool:
         """Whether some call is not over."""
-        return bool(self._board.active)
+        return bool(self._state.active)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self._board.active and not self._board.tasks
+        return not self._state.active and not self._state.tasks
 
     def num_rows(self, ordinal: int) -> int:
         """Rows of the result of a call that is done."""
-        return len(self._board.calls[ordinal].result or ())
+        return len(self._state.calls[ordinal].result or ())
 
     def sent_by(self, worker: str) -> dict[str, dict[int, list[int]]]:
         """The rows that a worker made which others have, as far as is known: by place and call."""
-        return self._board.missed.sent_by(worker)
+        return self._state.lost_transfers.sent_by(worker)
 
     def is_vital(self, worker: str) -> bool:
         """Whether a worker has what no other has: weights that it trains, a role's state."""
-        state = self._board.workers[worker]
+        state = self._state.workers[worker]
         return bool(state.roles["train"] or state.states)
 
     def holds(self, versions: Mapping[str, int]) -> bool:
         """Whether the trainers have just these weights, of all that were trained or copied to."""
-        trained = self._board.versions
+        trained = self._state.versions
         return all(trained.trained(role) == versions.get(role, 0) for role in {*trained.known(), *versions})
 
     def running(self) -> dict[str, str]:
         """What each worker does now, in words."""
-        return {worker.name: ", ".join(worker.doing) for worker in self._board.workers.values() if worker.doing}
+        return {worker.name: ", ".join(worker.doing) for worker in self._state.workers.values() if worker.doing}
 
     def waiting(self) -> list[str]:
         """What each unfinished call waits for, in words."""
         lines = []
-        for state in self._board.active.values():
-            names = [self._board.calls[c].call.name for c in sorted(state.waits_for) if c in self._board.calls]
+        for state in self._state.active.values():
+            names = [self._state.calls[c].call.name for c in sorted(state.waits_for) if c in self._state.calls]
             after = f", after {', '.join(names)}" if names else ""
             lines.append(f"{state.call.name} ({state.call.site}): {len(state.done)} of {len(state.ids)} rows done{after}")
         return lines
 
     def waits(self) -> list[Wait]:
         """Who waits for whom, of all that is not over."""
-        return waits_of(self._board, self._credits)
+        return waits_of(self._state, self._credits)
 
     def channels(self) -> list[Channel]:
         """The channels whose room is limited, as they are now."""
         return list(self._credits.channels.values())
 
     def _added(self, event: CallAdded | Recalled) -> None:
-        state = self._board.add_call(event.call, event.stage)
+        state = self._state.add_call(event.call, event.stage)
         self._credits.added(state, [ref.call for _, ref in event.call.inputs])
-        if self._board.lending.is_used and event.call.engine == "train":
-            self._board.lending.trains()
-        if self._board.ahead.is_used and event.call.engine == "train":
-            self._board.ahead.look(self._tell_to_condense)
+        if self._state.borrowing.is_used and event.call.engine == "train":
+            self._state.borrowing.trains()
+        if self._state.early_onload.is_used and event.call.engine == "train":
+            self._state.early_onload.look(self._shrink_kv_caches)
 
-    def _from_worker(self, name: str, message: m.Heard) -> None:
+    def _from_worker(self, name: str, message: m.WorkerReport) -> None:
         """What comes twice or late changes nothing."""
-        board = self._board
+        scheduler = self._state
         if isinstance(message, m.Load):
-            board.placings.reported(name, message)
-            board.waking.wake(board.workers[name])
+            scheduler.policy_dispatches.reported(name, message)
+            scheduler.ready_workers.wake(scheduler.workers[name])
             return
         if isinstance(message, m.Preempted):
-            board.placings.yielded(message)
+            scheduler.policy_dispatches.preempted(message)
             return
-        state = board.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
+        state = scheduler.calls.get(message.call) if not isinstance(message, m.TaskDone) else None
         if isinstance(message, m.Finished):
             if state is not None:
                 if state.carry is not None:
-                    board.lines.finished(state, message)
-                if state.placing is not None:
+                    scheduler.partial_rollouts.finished(state, message)
+                if state.policy_dispatch is not None:
                     for row, length in zip(message.ids, message.num_generated, strict=True):
-                        state.placing.ended(row, length)
-                board.generated(
+                        state.policy_dispatch.ended(row, length)
+                scheduler.generated(
                     message.task,
-                    board.rows_done(state, name, message.ids, message.num_tokens, message.dropped, board.missed.sent_to(message.task)),
+                    scheduler.rows_done(
+                        state, name, message.ids, message.num_tokens, message.dropped, scheduler.lost_transfers.sent_to(message.task)
+                    ),
                 )
                 if self._credits.is_used:
                     self._credits.settle(state, dict(zip(message.ids, message.num_tokens, strict=True)))
                     self._credits.taken(message.call, (*message.ids, *message.dropped))
-                board.placings.deal(state)
-                if board.lending.is_used:
-                    board.lending.ended(state)
-                if board.ahead.is_used:
-                    board.ahead.look(self._tell_to_condense)
+                scheduler.policy_dispatches.deal(state)
+                if scheduler.borrowing.is_used:
+                    scheduler.borrowing.ended(state)
+                if scheduler.early_onload.is_used:
+                    scheduler.early_onload.look(self._shrink_kv_caches)
             if message.ends:
                 self._end_task(message.task)
             return
         if isinstance(message, m.Aborted | m.Flushed):
             if state is not None:
-                written_down(board, state, name if isinstance(message, m.Aborted) else LEDGER, message)
+                record_prefixes(scheduler, state, name if isinstance(message, m.Aborted) else LEDGER, message)
             return
         ended = self._end_task(message.task)
         if ended is None:
@@ -256,35 +262,35 @@ class Scheduler:
                 error = error_from_record(message.error).located(state.call.site.describe())
                 if state.refill is not None and isinstance(ended.message, m.RunFunction):
                     if not state.is_over:
-                        board.refills.judge(state, ended.message.ids, error)
+                        scheduler.refills.judge(state, ended.message.ids, error)
                 elif state.refill is not None and isinstance(ended.message, m.Generate):
-                    board.refills.not_generated(state, ended.message, message.row, error)
+                    scheduler.refills.not_generated(state, ended.message, message.row, error)
                 else:
-                    board.task_failed(state, ended.message, message.row, error)
+                    scheduler.task_failed(state, ended.message, message.row, error)
             return
-        self._task_done(board.workers[name], ended.message, message)
+        self._task_done(scheduler.workers[name], ended.message, message)
 
     def _end_task(self, number: int) -> TaskState | None:
         """Take a task off its worker; None if it has ended before."""
-        ended = self._board.end_task(number)
+        ended = self._state.end_task(number)
         if ended is not None and isinstance(ended.message, m.Generate):
-            self._board.lines.task_ended(ended.message.call)
+            self._state.partial_rollouts.task_ended(ended.message.call)
         return ended
 
     def _task_done(self, worker: WorkerState, task: m.Task, done: m.TaskDone) -> None:
-        board = self._board
-        state = board.calls.get(task.call)
+        scheduler = self._state
+        state = scheduler.calls.get(task.call)
         if isinstance(task, m.Accumulate):
             self._credits.taken(task.call, task.ids)
         match task:
             case m.Accumulate() | m.Apply() if state is not None and state.failure is not None:
-                board.accumulated(state)
+                scheduler.accumulated(state)
             case m.Apply(is_last=True) | m.CopyWeights():
                 if state is not None and not state.is_over:
-                    board.complete(state, done.result)
+                    scheduler.complete(state, done.result)
             case m.RunFunction():
                 if state is not None and not state.is_over and not state.call.is_aligned:
-                    board.complete(state, done.result)
+                    scheduler.complete(state, done.result)
             case m.PublishWeights(role=role, version=version):
                 assert done.manifest is not None
                 self._rollout.published(role, version, done.manifest)
@@ -292,103 +298,103 @@ class Scheduler:
                 self._rollout.loaded(worker, task)
             case m.Switch(to=owner):
                 assert worker.lease is not None
-                if worker.lease.is_asked(worker.name):
-                    self._tell_to_switch(worker.lease.answered(worker.name), owner)
+                if worker.lease.is_switching(worker.name):
+                    self._switch_engines(worker.lease.switched(worker.name), owner)
                 if not worker.lease.is_moving:
-                    board.waking.wake_all(board.workers[name] for name in worker.lease.workers)
+                    scheduler.ready_workers.wake_all(scheduler.workers[name] for name in worker.lease.workers)
             case m.ShrinkKVCache():
                 assert worker.lease is not None
-                self._tell_to_switch(worker.lease.made_room(worker.name), worker.lease.ahead)
+                self._switch_engines(worker.lease.shrunk_cache(worker.name), worker.lease.early_turn)
             case m.Save():
                 saved = self._train.saves.done(task.number)
                 if saved is not None:
-                    board.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
+                    scheduler.commands.append(CheckpointSaved(saved[1].step, saved[0], str(done.result)))
             case _:
                 pass
 
     def _save(self, event: CheckpointDue) -> None:
-        versions = self._board.versions.known() if event.versions is None else event.versions
+        versions = self._state.versions.known() if event.versions is None else event.versions
         changed = {role: version for role, version in versions.items() if event.known.get(role) != version}
         self._train.saves.add(event.step, event.directory, changed)
-        self._board.commands.append(CheckpointBegun(event.step, versions))
-        self._board.waking.wake_trainers()
+        self._state.commands.append(CheckpointBegun(event.step, versions))
+        self._state.ready_workers.wake_trainers()
 
     def _lost(self, event: WorkerLost) -> None:
         """A worker is gone; a lease that it was about to hand over does not wait for it."""
-        lose(self._board, self._rollout, event)
-        commands = self._board.commands
-        self._board.commands = [one for one in commands if not (isinstance(one, Send) and one.worker == event.worker)]
-        worker = self._board.workers[event.worker]
+        lose(self._state, self._rollout, event)
+        commands = self._state.commands
+        self._state.commands = [one for one in commands if not (isinstance(one, Send) and one.worker == event.worker)]
+        worker = self._state.workers[event.worker]
         self._credits.lost(worker.name)
         lease = worker.lease
         if lease is not None:
             to = lease.moving_to
-            self._tell_to_switch(lease.left(worker.name), to)
+            self._switch_engines(lease.worker_lost(worker.name), to)
             if to and not lease.is_moving:
-                self._board.waking.wake_all(self._board.workers[name] for name in lease.workers)
+                self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
 
     def _joined(self, worker: WorkerState, incarnation: int) -> None:
         """A worker is here again, its devices as rollout left them at the beginning; if training has them now, it makes room."""
-        join(self._board, self._rollout, worker.name, incarnation)
+        join(self._state, self._rollout, worker.name, incarnation)
         self._credits.joined(worker.name)
         lease = worker.lease
         if lease is not None and worker.name not in lease.workers:
             lease.join(worker.name, worker.turns)
             to = lease.moving_to or lease.owner
             if to != ROLLOUT:
-                self._tell_to_switch((worker.name,), to)
+                self._switch_engines((worker.name,), to)
 
     def _free_room(self) -> None:
         """Tell the channels what has ended, and have generations asked again that were refused for want of room."""
-        board = self._board
+        scheduler = self._state
         if self._credits.is_used:
-            for command in board.commands[self._num_noted :]:
-                if isinstance(command, Resolve | Reject) and command.call in board.calls:
-                    self._credits.over(board.calls[command.call])
+            for command in scheduler.commands[self._num_noted :]:
+                if isinstance(command, Resolve | Reject) and command.call in scheduler.calls:
+                    self._credits.over(scheduler.calls[command.call])
                 elif isinstance(command, Forgotten):
                     self._credits.forget(command.call)
-            self._num_noted = len(board.commands)
-            for state in self._credits.room_came():
-                board.waking.feed_all(state)
-                board.waking.rows_came(state)
+            self._num_noted = len(scheduler.commands)
+            for state in self._credits.unblocked():
+                scheduler.ready_workers.feed_all(state)
+                scheduler.ready_workers.rows_came(state)
 
     def _give_work(self) -> None:
         """Hand out what can be done now. If nothing is under way, and a policy or a full channel holds samples back, it is overruled."""
         self._ask()
-        if not self._board.tasks and self._credits.blocked:
+        if not self._state.tasks and self._credits.blocked:
             self._overdraw()
-        if not self._board.tasks and self._board.active and self._board.placings.force():
+        if not self._state.tasks and self._state.active and self._state.policy_dispatches.force():
             self._ask()
 
     def _overdraw(self) -> None:
         """Let the earliest generation that was refused room, and can run, begin with one unit."""
-        board, credits = self._board, self._credits
+        scheduler, credits = self._state, self._credits
         for _, state in sorted(credits.blocked.items()):
             if state.has_rows_to_begin:
-                credits.let(state)
-                board.waking.feed_all(state)
-                board.waking.wake_role(state.call.role)
+                credits.allow_overdraft(state)
+                scheduler.ready_workers.feed_all(state)
+                scheduler.ready_workers.wake_role(state.call.role)
                 self._ask()
-                credits.let(None)
-            if board.tasks:
+                credits.allow_overdraft(None)
+            if scheduler.tasks:
                 return
 
     def _ask(self) -> None:
         """Ask those who may have something new to do; then the leases of which one was asked."""
-        waking = self._board.waking
+        ready_workers = self._state.ready_workers
         self._free_room()
-        while waking.has_any:  # Again if, while a lease was looked at, a policy has dealt something to others.
+        while ready_workers.has_any:  # Again if, while a lease was looked at, a policy has dealt something to others.
             leases: dict[str, Lease] = {}
-            while (worker := waking.next()) is not None:
+            while (worker := ready_workers.next()) is not None:
                 self._dispatch(worker)
                 if worker.lease is not None:
                     leases[worker.lease.name] = worker.lease
             for lease in leases.values():
                 self._hand_over(lease)
         self._functions.hand_out()
-        if self._credits.is_used and len(self._board.commands) > self._num_noted:  # Calls without rows end here.
+        if self._credits.is_used and len(self._state.commands) > self._num_noted:  # Calls without rows end here.
             self._free_room()
-            if self._board.waking.has_any:
+            if self._state.ready_workers.has_any:
                 self._give_work()
 
     def _dispatch(self, worker: WorkerState) -> None:
@@ -401,10 +407,10 @@ class Scheduler:
         if worker.is_lost:
             return None
         turn = worker.lease.turn if worker.lease is not None else None
-        for kind, desk in self._desks_of[worker.place]:
+        for kind, dispatch in self._dispatches_of[worker.place]:
             roles = worker.roles_at(turn, kind)
             if roles:
-                offer = desk.offer(worker, roles)
+                offer = dispatch.offer(worker, roles)
                 if offer is not None:
                     return offer
         return None
@@ -413,29 +419,29 @@ class Scheduler:
         """When the owner has no task in hand and none to begin, the lease goes to the next turn that has."""
         to = self._next_turn(lease)
         if to:
-            self._tell_to_switch(lease.move(to), to)
+            self._switch_engines(lease.move(to), to)
             if not lease.is_moving:  # Whoever had to leave is lost, and those who come are there.
-                self._board.waking.wake_all(self._board.workers[name] for name in lease.workers)
+                self._state.ready_workers.wake_all(self._state.workers[name] for name in lease.workers)
         elif lease.is_idle and not lease.is_moving:
             for name in lease.workers:
-                self._board.waking.passed_over(self._board.workers[name])
+                self._state.ready_workers.passed_over(self._state.workers[name])
 
     def _next_turn(self, lease: Lease) -> str:
         """Empty: it stays where it is."""
         if not lease.is_idle or lease.is_moving:
             return ""
-        workers = [self._board.workers[name] for name in lease.workers]
-        return next((turn for turn in lease.others if any(self._has_work(worker, turn) for worker in workers)), "")
+        workers = [self._state.workers[name] for name in lease.workers]
+        return next((turn for turn in lease.next_turns if any(self._has_work(worker, turn) for worker in workers)), "")
 
     def _has_work(self, worker: WorkerState, turn: str) -> bool:
         kind = kind_of(turn)
         roles = worker.roles_at(turn, kind)
-        return bool(roles) and self._desks[kind].offer(worker, roles) is not None
+        return bool(roles) and self._dispatches[kind].offer(worker, roles) is not None
 
-    def _tell_to_condense(self, workers: Iterable[str]) -> None:
+    def _shrink_kv_caches(self, workers: Iterable[str]) -> None:
         for name in workers:
-            self._board.start(self._board.workers[name], "rollout", m.ShrinkKVCache(self._board.next_task(), -1))
+            self._state.start(self._state.workers[name], "rollout", m.ShrinkKVCache(self._state.next_task(), -1))
 
-    def _tell_to_switch(self, workers: Iterable[str], to: str) -> None:
+    def _switch_engines(self, workers: Iterable[str], to: str) -> None:
         for name in workers:
-            self._board.start(self._board.workers[name], "train", m.Switch(self._board.next_task(), -1, to))
+            self._state.start(self._state.workers[name], "train", m.Switch(self._state.next_task(), -1, to))

@@ -1,6 +1,6 @@
 """The scheduler's state: the calls under way, the workers, the tasks that they have, and where each row is.
 
-Scheduler(plan, relaxed=Relaxed(lengths=..., without_groups=True))     rungs of `m2flow.simulator.ablation`
+Scheduler(plan, ablation=Relaxed(lengths=..., without_groups=True))     rungs of `m2flow.simulator.ablation`
 
 Both would need what no run has: the length of a sample before it ends, or an advantage that needs no siblings.
 
@@ -35,7 +35,7 @@ from m2flow.micro.scheduler.partial_rollouts import PartialRollouts
 from m2flow.micro.scheduler.policy_dispatch import PolicyDispatches
 from m2flow.micro.scheduler.row_locations import LostTransfers, RowLocations
 from m2flow.micro.scheduler.task_queues import ReadyWorkers, StartQueue, Tasks
-from m2flow.micro.scheduler.worker_failure import Restoring, strike
+from m2flow.micro.scheduler.worker_failure import Restoring, remove_lost_workers
 from m2flow.samples import SampleId, by_group, group_key, make_ids
 
 
@@ -54,7 +54,7 @@ NOTHING = Ablation()
 
 @final
 class OpenCalls:
-    """Kept up to date by the board; a desk sees each call of interest and no other."""
+    """Kept up to date by the scheduler; a desk sees each call of interest and no other."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[int, CallState]] = {}
@@ -119,17 +119,17 @@ def _ordinal(state: CallState) -> int:
 
 @final
 class Refills:
-    """Bookkeeping on the board."""
+    """Bookkeeping on the scheduler."""
 
-    def __init__(self, board: SchedulerState) -> None:
-        self._board = board
+    def __init__(self, scheduler: SchedulerState) -> None:
+        self._state = scheduler
         self._members: dict[Refill, list[CallState]] = {}
         self._failed: dict[int, dict[int, M2FlowError]] = {}
         """Generate call -> its samples that can't be generated."""
 
     def join(self, state: CallState, num_candidates: int) -> Refill:
         """The refill that a call is part of: that of its input, or a new one."""
-        refill = self._board.calls[state.bases[0]].refill
+        refill = self._state.calls[state.bases[0]].refill
         count = state.call.options["refill"]
         assert isinstance(count, int)
         refill = refill or Refill(num_candidates, count)
@@ -144,9 +144,9 @@ class Refills:
         for position in {SampleId.unpack(row).prompt for row in rows}:
             state.refill.judge(position, verdict)
         for member, share in zip(generations, shares, strict=True):
-            if member.share > share or member.placing is not None:
-                self._board.waking.feed_all(member)
-            self._board.waking.rows_came(member)
+            if member.share > share or member.policy_dispatch is not None:
+                self._state.ready_workers.feed_all(member)
+            self._state.ready_workers.rows_came(member)
         end = state.refill.end()
         if end is not None:
             self._end(self._members.pop(state.refill), end, state)
@@ -157,7 +157,7 @@ class Refills:
         if state.is_over:
             return
         row = row if row in task.ids else min(task.ids)
-        self._board.give_back(state, [other for other in task.ids if group_key(other) != group_key(row) or other < row])
+        self._state.requeue(state, [other for other in task.ids if group_key(other) != group_key(row) or other < row])
         self._failed.setdefault(state.call.ordinal, {})[row] = error
         self._judge_failed(state)
 
@@ -179,7 +179,7 @@ class Refills:
 
     def _end(self, members: list[CallState], end: RefillEnd, judged: CallState) -> None:
         """Give up what still runs beyond what was needed, and let the calls of the refill end with what it gives."""
-        self._board.commands.append(Discarded(members[0].call.ordinal, end.last))
+        self._state.commands.append(Discarded(members[0].call.ordinal, end.last))
         error = end.error
         if end.is_dry:
             judged, error = members[-1], ran_dry(members[-1].call, len(end.kept), end.last + 1)
@@ -188,20 +188,20 @@ class Refills:
             member.result = [row for row in member.ids if SampleId.unpack(row).prompt in end.kept]
             member.ready.clear()
             if member is judged and error is not None:
-                self._board.fail(member, error)
+                self._state.fail(member, error)
             elif not member.is_over:
-                self._board.abandon(member)
-                self._board.complete(member, None)
+                self._state.abandon(member)
+                self._state.complete(member, None)
 
 
 class SchedulerState:
     """The state, and the commands that the event in hand has led to so far."""
 
     def __init__(
-        self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int], max_attempts: int = 3, relaxed: Ablation = NOTHING
+        self, plan: Plan, *, deterministic: bool, restored: Mapping[str, int], max_attempts: int = 3, ablation: Ablation = NOTHING
     ) -> None:
         self.deterministic = deterministic
-        self.relaxed = relaxed
+        self.ablation = ablation
         self.max_attempts = max_attempts
         """Workers that may be lost with a row before that is taken for its fault."""
         self.calls: dict[int, CallState] = {}
@@ -223,11 +223,11 @@ class SchedulerState:
         self.tasks = Tasks(self.workers)
         self.may_keep = False
         """Some generation lets weights change under its samples."""
-        self.waking = ReadyWorkers(self.workers)
+        self.ready_workers = ReadyWorkers(self.workers)
         self.commands: list[Command] = []
         self.versions = Versions(restored)
         self.rows = RowLocations()
-        self.missed = LostTransfers(self, self.rows)
+        self.lost_transfers = LostTransfers(self, self.rows)
         self._errors: dict[int, tuple[int, M2FlowError]] = {}
         """Failed call -> the call that failed by itself, and its error."""
         self._wanted: set[int] = set()
@@ -239,11 +239,11 @@ class SchedulerState:
         self._perhaps_unreachable: set[int] = set()
         self._empty: deque[CallState] = deque()
         """Calls without rows that may end."""
-        self.lines = PartialRollouts(self)
+        self.partial_rollouts = PartialRollouts(self)
         self.refills = Refills(self)
-        self.placings = PolicyDispatches(self, plan)
-        self.lending = GpuBorrowing(self, plan)
-        self.ahead = EarlyOnload(self, plan)
+        self.policy_dispatches = PolicyDispatches(self, plan)
+        self.borrowing = GpuBorrowing(self, plan)
+        self.early_onload = EarlyOnload(self, plan)
         self.restoring = Restoring(self)
         self.functions = StartQueue(self.workers)
         self.num_changes = 0
@@ -267,9 +267,9 @@ class SchedulerState:
             others.add(call.carries_from)
         aligned = tuple([c for c in inputs if calls[c].call.is_aligned])
         waits_for = {c for c in needs if c not in aligned and not self._is_done(c)}
-        state = CallState(call, stage, [], waits_for, aligned, frozenset(others), is_ungrouped=self.relaxed.without_groups)
-        if self.missed.has_any:
-            strike(self, state)
+        state = CallState(call, stage, [], waits_for, aligned, frozenset(others), is_ungrouped=self.ablation.without_groups)
+        if self.lost_transfers.has_any:
+            remove_lost_workers(self, state)
         calls[call.ordinal] = state
         self.active[call.ordinal] = state
         self.open.add(state)
@@ -285,7 +285,7 @@ class SchedulerState:
         if is_generation:
             self.may_keep = self.may_keep or keeps_cache(call.options)
             if carries(call.options):
-                self.lines.added(state)
+                self.partial_rollouts.added(state)
         failed = [self._errors[c] for c in needs | others if c in self._errors] if self._errors else []
         if failed:
             root, error = min(failed, key=lambda found: found[0])
@@ -322,9 +322,9 @@ class SchedulerState:
         is_rollout = state.call.engine == "rollout"
         state.prepare(make_ids(state.call.ordinal, len(rows_of), state.num_per_prompt).tolist() if is_rollout else rows_of, rows_of)
         if is_rollout:
-            self.placings.begin(state)
+            self.policy_dispatches.begin(state)
         if state.is_update:
-            is_ungrouped = self.relaxed.without_groups
+            is_ungrouped = self.ablation.without_groups
             state.update = progress_of(state.call, state.stage, state.ids, by_identity=self.deterministic, is_ungrouped=is_ungrouped)
         for needed in state.aligned_inputs:
             source = self.calls[needed]
@@ -334,9 +334,9 @@ class SchedulerState:
                 self.functions.note(self.workers[source.whole_at])
         if not state.ids:
             self._await_inputs(state)
-        self._may_go(state)
+        self._start_if_ready(state)
         if state.carry is not None:
-            self.lines.prepared(state, len(rows_of))
+            self.partial_rollouts.prepared(state, len(rows_of))
         elif state.result is not None and not state.is_over:
             self._prepare_consumers(state)
         self.restoring.prepared(state)
@@ -359,7 +359,7 @@ class SchedulerState:
         """Tell workers to give up what they have of a call, or to keep what can go on."""
         for worker in state.tasks_at:
             self.send(worker, m.Abort(state.call.ordinal, keeps))
-            self.waking.wake(self.workers[worker])  # What else runs there may take newer weights now.
+            self.ready_workers.wake(self.workers[worker])  # What else runs there may take newer weights now.
 
     def _prepare_consumers(self, state: CallState) -> None:
         for user in list(state.users.values()):
@@ -376,7 +376,7 @@ class SchedulerState:
     ) -> int:
         """These rows of a call's result are done; they are at `worker` and at those that it sent them to. Answers how many are new."""
         if state.carry is not None and state.is_done:
-            return self.lines.finished_late(state, worker, ids, num_tokens, sent_to)
+            return self.partial_rollouts.finished_late(state, worker, ids, num_tokens, sent_to)
         if state.is_over:
             return 0
         fresh = {row: tokens for row, tokens in zip(ids, num_tokens, strict=True) if row not in state.done}
@@ -403,7 +403,7 @@ class SchedulerState:
     def cut(self, state: CallState) -> None:
         """End a generation, if it has enough whole groups; give up the samples of the others, or leave them to the next of its line."""
         if state.carry is not None:
-            state.result = self.lines.cut(state)
+            state.result = self.partial_rollouts.cut(state)
             if state.result is not None:
                 state.ready.clear()
                 self.abandon(state, keeps=True)
@@ -431,18 +431,18 @@ class SchedulerState:
             self.changed()
         if state.is_update:
             self.open.changed(state.call.role)
-            self.placings.trained(state.call.role)
+            self.policy_dispatches.trained(state.call.role)
         if state.result is None:
             state.result = sorted(state.done)
         self.commands.append(Resolve(state.call.ordinal, value, state.chosen))  # Before those of calls that this lets end.
         self._leave(state)
         for other in self._waiting_for.pop(state.call.ordinal, []):
             other.waits_for.discard(state.call.ordinal)
-            self._may_go(other)
+            self._start_if_ready(other)
             if other.carry is not None:
-                self.lines.cut_if_done(other)
+                self.partial_rollouts.cut_if_done(other)
         if state.carry is not None:
-            self.lines.ended(state)
+            self.partial_rollouts.ended(state)
         self._prepare_consumers(state)
         if state.call.ordinal in self._wanted:
             self._wanted.discard(state.call.ordinal)
@@ -491,7 +491,7 @@ class SchedulerState:
             self.abandon(state, keeps=state.is_generation and isinstance(error, RunInterrupted))
             self._waiting_for.pop(ordinal, None)
             if state.carry is not None:
-                self.lines.ended(state)
+                self.partial_rollouts.ended(state)
         for other in list(self.calls.values()):
             if ordinal in (*other.waits_for, *other.aligned_inputs, *other.fails_with):
                 self.fail(other, error, root=root)
@@ -523,7 +523,7 @@ class SchedulerState:
         if not self._perhaps_unreachable:
             return
         checked, self._perhaps_unreachable = self._perhaps_unreachable, set()
-        needed = self.lines.needed() if checked else checked
+        needed = self.partial_rollouts.needed() if checked else checked
         for ordinal in sorted(checked):
             state = self.calls.get(ordinal)
             # What failed is kept: an earlier failure may still reach what depends on it.
@@ -547,17 +547,17 @@ class SchedulerState:
     def _leave(self, state: CallState) -> None:
         del self.active[state.call.ordinal]
         self.versions.over(state)
-        if state.placing is not None:
-            self.placings.over(state)
-        if self.lending.is_used:
-            self.lending.over(state.call.ordinal)
+        if state.policy_dispatch is not None:
+            self.policy_dispatches.over(state)
+        if self.borrowing.is_used:
+            self.borrowing.over(state.call.ordinal)
         if self.open.close(state):
-            self.waking.wake_role(state.call.role)
+            self.ready_workers.wake_role(state.call.role)
         if state.call.reads:
-            self.waking.wake_trainers()
+            self.ready_workers.wake_trainers()
         for follower in self._followers.pop(state.call.ordinal, []):
             follower.follows -= {state.call.ordinal}
-            self._may_go(follower)
+            self._start_if_ready(follower)
         for _, ref in state.call.inputs:
             used = self.calls.get(ref.call)
             if used is not None and used.users.pop(state.call.ordinal, None) is not None and used.is_released and not used.users:
@@ -565,13 +565,13 @@ class SchedulerState:
         if state.is_released:
             self._perhaps_unreachable.add(state.call.ordinal)
 
-    def _may_go(self, state: CallState) -> None:
+    def _start_if_ready(self, state: CallState) -> None:
         """A call's rows are known now, or it waits for one call less."""
         if state.is_prepared and not state.waits_for and not state.is_over:
             if state.call.engine == "rollout":
                 if self.open.start(state):
-                    self.waking.feed_all(state)
-                self.waking.wake_role(state.call.role)
+                    self.ready_workers.feed_all(state)
+                self.ready_workers.wake_role(state.call.role)
             elif state.call.engine == "train":
                 self.open.start(state)
             if state.call.is_aligned and not (state.ids or state.follows or state.carry):
@@ -593,9 +593,9 @@ class SchedulerState:
         if state.call.engine == "function":
             self.functions.may_start(state)
         elif state.call.engine == "train":
-            self.waking.wake_trainers(state.call.role)
+            self.ready_workers.wake_trainers(state.call.role)
         elif state.call.engine == "rollout":
-            self.waking.rows_came(state)
+            self.ready_workers.rows_came(state)
 
     def hand_out(self, state: CallState, count: int) -> list[int]:
         """The next rows of a call, for a task."""
@@ -606,7 +606,7 @@ class SchedulerState:
     def handed_out(self, state: CallState) -> None:
         """Rows of a call are about to go to a worker: perhaps the last ones."""
         if state.call.engine == "rollout" and state.is_all_begun and self.open.close(state):
-            self.waking.wake_role(state.call.role)
+            self.ready_workers.wake_role(state.call.role)
 
     def changed(self) -> None:
         """Something changed by which a worker can run a generation, or can't."""
@@ -614,7 +614,7 @@ class SchedulerState:
 
     def is_away(self, worker: WorkerState, state: CallState) -> bool:
         """Whether a worker can get no samples of a generation."""
-        is_lent = self.lending.is_used and self.lending.passes(worker, state)
+        is_lent = self.borrowing.is_used and self.borrowing.passes(worker, state)
         return worker.is_lost or is_lent or not self.can_have_weights(worker, state)
 
     # Tasks and rows
@@ -639,7 +639,7 @@ class SchedulerState:
         """Samples of a generation do not run any more."""
         worker = self.tasks.generated(number, num_rows)
         if worker is not None:
-            self.waking.wake(worker)
+            self.ready_workers.wake(worker)
 
     def end_task(self, number: int) -> TaskState | None:
         """Take a task off its worker, with what an aborted generation had left; None if it has ended before."""
@@ -649,17 +649,17 @@ class SchedulerState:
             if task.engine == "function":
                 self.functions.note(worker)
             if task.engine != "function" or worker.lease is not None:
-                self.waking.wake(worker)
+                self.ready_workers.wake(worker)
         return task
 
     # A worker is lost (`m2flow.micro.scheduler.worker_failure`)
 
-    def give_back(self, state: CallState, rows: list[int], *, has_more: bool = False) -> None:
+    def requeue(self, state: CallState, rows: list[int], *, has_more: bool = False) -> None:
         """Rows that a task had can be handed out again."""
         if rows or has_more:
-            state.give_back(rows)
+            state.requeue(rows)
             self.open.reopen(state)
-            self._may_go(state)
+            self._start_if_ready(state)
 
     def perhaps_unreachable(self, calls: Iterable[int]) -> None:
         """Something that kept these calls from being forgotten is over."""

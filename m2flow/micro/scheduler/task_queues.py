@@ -3,11 +3,11 @@
 Whoever makes work possible (rows that came in, a call that was waited for) says `may_start`; whoever hands work out asks for the
 first that really has some. Asking costs nothing while that one has more, and does not go by the number of calls or workers.
 
-the board says what changed --Waking--> the workers to ask, in the order of the plan
+the scheduler says what changed --Waking--> the workers to ask, in the order of the plan
 
 A worker is asked when something of its own changed (a row or a task of it ended, it took weights), when a role that it hosts did
 (a generation may begin or is all handed out, there is a new version), or when rows came that it may take. Rows that come one by one
-are offered to workers that still want some, and not again to those that wanted none: such a worker is sated of that call until
+are offered to workers that still want some, and not again to those that wanted none: such a worker is saturated of that call until
 something of its own changes. So what an event costs does not go by the number of workers, calls or rows.
 """
 
@@ -176,12 +176,12 @@ class Tasks:
             return None
         return self._less(task, number, num_rows)
 
-    def yielded(self, number: int, row: int) -> bool:
+    def preempted(self, number: int, row: int) -> bool:
         """A worker has given a sample back; False if the task has ended, or it was told before."""
         task = self._tasks.get(number)
-        if task is None or row in task.yielded:
+        if task is None or row in task.preempted:
             return False
-        task.yielded.add(row)
+        task.preempted.add(row)
         return True
 
     def end(self, number: int) -> TaskState | None:
@@ -250,21 +250,21 @@ class ReadyWorkers:
         if not self._is_awake[worker.place]:
             self._is_awake[worker.place] = True
             heapq.heappush(self._awake, worker.place)
-        if worker.sated_of:
-            for state in worker.sated_of:
-                if worker.place in state.sated:
-                    state.sated.discard(worker.place)
-                    heapq.heappush(state.hungry, worker.place)
-            worker.sated_of.clear()
+        if worker.saturated_with:
+            for state in worker.saturated_with:
+                if worker.place in state.saturated:
+                    state.saturated.discard(worker.place)
+                    heapq.heappush(state.unsaturated, worker.place)
+            worker.saturated_with.clear()
 
     def passed_over(self, worker: WorkerState) -> None:
         """A worker whose turn it was not was asked, and others took what there was: it is asked again when there is more."""
-        left = [state for state in worker.sated_of if worker.place in state.sated]
-        worker.sated_of = [state for state in left if state.has_rows_to_begin]
+        left = [state for state in worker.saturated_with if worker.place in state.saturated]
+        worker.saturated_with = [state for state in left if state.has_rows_to_begin]
         for state in left:
-            if not state.has_rows_to_begin and worker.place in state.sated:
-                state.sated.discard(worker.place)
-                heapq.heappush(state.hungry, worker.place)
+            if not state.has_rows_to_begin and worker.place in state.saturated:
+                state.saturated.discard(worker.place)
+                heapq.heappush(state.unsaturated, worker.place)
 
     def wake_all(self, workers: Iterable[WorkerState]) -> None:
         for worker in workers:
@@ -285,8 +285,8 @@ class ReadyWorkers:
 
     def feed_all(self, state: CallState) -> None:
         """Everybody may want rows of this generation."""
-        state.hungry = [worker.place for worker in self.hosts("rollout", state.call.role)]
-        state.sated.clear()
+        state.unsaturated = [worker.place for worker in self.hosts("rollout", state.call.role)]
+        state.saturated.clear()
 
     @property
     def has_any(self) -> bool:
@@ -299,18 +299,18 @@ class ReadyWorkers:
             state, worker = self._offered
             self._offered = None
             if state.has_rows_to_begin:
-                state.sated.add(worker.place)
-                worker.sated_of.append(state)
+                state.saturated.add(worker.place)
+                worker.saturated_with.append(state)
             else:
-                heapq.heappush(state.hungry, worker.place)
+                heapq.heappush(state.unsaturated, worker.place)
         if self._awake:
             place = heapq.heappop(self._awake)
             self._is_awake[place] = False
             return self._workers[place]
         while self._came:
             ordinal, state = next(iter(self._came.items()))
-            if state.hungry and state.has_rows_to_begin:
-                self._offered = state, self._workers[heapq.heappop(state.hungry)]
+            if state.unsaturated and state.has_rows_to_begin:
+                self._offered = state, self._workers[heapq.heappop(state.unsaturated)]
                 return self._offered[1]
             del self._came[ordinal]
         return None

@@ -28,7 +28,7 @@ from m2flow.micro.scheduler.state import SchedulerState
 
 
 @dataclass(frozen=True)
-class Due:
+class PendingSave:
     """A role's part of a checkpoint."""
 
     step: int
@@ -42,16 +42,16 @@ class Saves:
     """By role, the oldest checkpoint first."""
 
     def __init__(self) -> None:
-        self._due: dict[str, deque[Due]] = {}
-        self._running: dict[int, tuple[str, Due]] = {}
+        self._due: dict[str, deque[PendingSave]] = {}
+        self._running: dict[int, tuple[str, PendingSave]] = {}
         """By task."""
 
     def add(self, step: int, directory: str, versions: Mapping[str, int]) -> None:
         """These roles are to save these versions."""
         for role, version in versions.items():
-            self._due.setdefault(role, deque()).append(Due(step, version, f"{directory}/{role}"))
+            self._due.setdefault(role, deque()).append(PendingSave(step, version, f"{directory}/{role}"))
 
-    def first(self, role: str) -> Due | None:
+    def first(self, role: str) -> PendingSave | None:
         """What a role has to save next."""
         due = self._due.get(role)
         return due[0] if due else None
@@ -67,7 +67,7 @@ class Saves:
         self._running[number] = role, due
         return m.Save(number, -1, role, due.path, seals=True)
 
-    def done(self, number: int) -> tuple[str, Due] | None:
+    def done(self, number: int) -> tuple[str, PendingSave] | None:
         """The role and the part that a task has saved; None if it was none of these."""
         return self._running.pop(number, None)
 
@@ -79,8 +79,8 @@ _MAX_QUEUED = 2
 class TrainDispatch:
     """Feeds the trainers."""
 
-    def __init__(self, board: SchedulerState, rollout: RolloutDispatch) -> None:
-        self._board = board
+    def __init__(self, scheduler: SchedulerState, rollout: RolloutDispatch) -> None:
+        self._state = scheduler
         self._rollout = rollout
         self.saves = Saves()
 
@@ -104,16 +104,16 @@ class TrainDispatch:
         """What this worker has to save for a checkpoint, and holds."""
         for role in roles:
             due = self.saves.first(role)
-            if due is not None and self._board.versions.trained(role) == due.version:
+            if due is not None and self._state.versions.trained(role) == due.version:
                 return lambda role=role: self._save(worker, role)  # type: ignore[misc]
         return None
 
     def _save(self, worker: WorkerState, role: str) -> None:
-        self._board.start(worker, "train", self.saves.begin(role, self._board.next_task()))
+        self._state.start(worker, "train", self.saves.begin(role, self._state.next_task()))
 
     def _started(self, roles: Sequence[str]) -> Iterable[CallState]:
         """The calls of these roles that wait for nothing, in program order."""
-        lists = [self._board.open.started("train", role) for role in roles]
+        lists = [self._state.open.started("train", role) for role in roles]
         return lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda state: state.call.ordinal)
 
     def _offer_call(self, worker: WorkerState, state: CallState) -> Offer | None:
@@ -127,7 +127,7 @@ class TrainDispatch:
         assert state.update is not None
         if not state.ids:
             # Nothing to train on: the weights of the new version are those of the old.
-            return (lambda: self._board.complete(state, UpdateTally().metrics())) if self._may_replace(state) else None
+            return (lambda: self._state.complete(state, UpdateTally().metrics())) if self._may_replace(state) else None
         step = state.update.next(is_idle=worker.num_tasks["train"] == 0)
         if step is None or (isinstance(step, MinibatchEnd) and not self._may_replace(state)):
             return None
@@ -137,29 +137,29 @@ class TrainDispatch:
         """Whether every earlier reader of the weights that the update replaces has had them, and a checkpoint that is due too."""
         if self.saves.holds(state.call):
             return False
-        for reader in self._board.versions.reads_before(state.call):
+        for reader in self._state.versions.reads_before(state.call):
             if reader.call.engine != "rollout" or self._rollout.needs_loading(reader):
                 return False
         return True
 
     def _may_be_replaced(self, state: CallState) -> bool:
         """Whether nothing needs the weights any more that a copy replaces: log-probabilities by an older reference, a checkpoint."""
-        return not self.saves.holds(state.call) and next(self._board.versions.reads_before(state.call), None) is None
+        return not self.saves.holds(state.call) and next(self._state.versions.reads_before(state.call), None) is None
 
     def _update(self, worker: WorkerState, state: CallState, step: MicroBatch | MinibatchEnd) -> None:
         assert state.update is not None
         state.update.take(step)
-        number, call = self._board.next_task(), state.call
+        number, call = self._state.next_task(), state.call
         if isinstance(step, MicroBatch):
-            self._board.bring_inputs(state, step.ids, worker.name)
-            self._board.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
+            self._state.bring_inputs(state, step.ids, worker.name)
+            self._state.start(worker, "train", m.Accumulate(number, call.ordinal, list(step.ids), step.epoch, step.minibatch))
         else:
-            self._board.versions.replace_weights(call.role)
-            self._board.changed()
-            self._board.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
+            self._state.versions.replace_weights(call.role)
+            self._state.changed()
+            self._state.start(worker, "train", m.Apply(number, call.ordinal, step.is_last, call.writes[0].version))
 
     def _copy(self, worker: WorkerState, state: CallState) -> None:
-        self._board.start(worker, "train", m.CopyWeights(self._board.next_task(), state.call.ordinal))
+        self._state.start(worker, "train", m.CopyWeights(self._state.next_task(), state.call.ordinal))
 
     def _logprobs(self, worker: WorkerState, state: CallState) -> None:
         count, filled = 0, 0
@@ -168,7 +168,7 @@ class TrainDispatch:
             if count and filled > state.stage.token_budget:
                 break
             count += 1
-        rows = self._board.hand_out(state, count)
-        self._board.bring_inputs(state, rows, worker.name)
-        task = m.RunFunction(self._board.next_task(), state.call.ordinal, rows, list(state.stage.forward_to))
-        self._board.start(worker, "train", task)
+        rows = self._state.hand_out(state, count)
+        self._state.bring_inputs(state, rows, worker.name)
+        task = m.RunFunction(self._state.next_task(), state.call.ordinal, rows, list(state.stage.forward_to))
+        self._state.start(worker, "train", task)

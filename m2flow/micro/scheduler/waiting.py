@@ -1,6 +1,6 @@
 """Who waits for whom: what keeps each unfinished call from going on, and the rings among them. Pure, and without time.
 
-    Board, Credits --waits_of--> [Wait] --ring_of_waits--> a ring that nobody in it can leave, or nothing
+    Board, Credits --waits_of--> [Wait] --find_deadlock--> a ring that nobody in it can leave, or nothing
 
 A call with a task on a worker waits for nobody here: the worker goes on, or is found to hang by its silence. A call needs all that it
 waits for; of those who could make room in a channel, or give a lease back, one is enough. So a ring counts only among those of whom
@@ -31,31 +31,31 @@ class Wait(NamedTuple):
     """Any of its waits is enough."""
 
 
-def waits_of(board: SchedulerState, credits: Credits) -> list[Wait]:
+def waits_of(scheduler: SchedulerState, credits: Credits) -> list[Wait]:
     """Of every call that is not over, and of the channels and leases that they wait for."""
     waits: list[Wait] = []
-    for state in board.active.values():
+    for state in scheduler.active.values():
         if state.tasks_at:
             continue
         who = name_of(state)
         for ordinal in sorted(state.waits_for):
-            if ordinal in board.calls:
-                waits.append(Wait(who, name_of(board.calls[ordinal]), "its result"))
+            if ordinal in scheduler.calls:
+                waits.append(Wait(who, name_of(scheduler.calls[ordinal]), "its result"))
         for ordinal in state.aligned_inputs:
-            source = board.calls[ordinal]
+            source = scheduler.calls[ordinal]
             if not source.is_over:
                 waits.append(Wait(who, name_of(source), f"rows, of which {len(source.done)} of {len(source.ids)} are done"))
         waits += _of_room(who, state, credits)
-        waits += _of_leases(who, state, board)
+        waits += _of_leases(who, state, scheduler)
     return waits
 
 
-def ring_of_waits(waits: Iterable[Wait]) -> list[Wait]:
+def find_deadlock(waits: Iterable[Wait]) -> list[Wait]:
     """The first ring of those that nobody outside it can free, from the first who is in it on; empty if there is none."""
     on: dict[str, list[Wait]] = {}
     for wait in waits:
         on.setdefault(wait.who, []).append(wait)
-    free = _that_can_go_on(on)
+    free = _not_blocked(on)
     on = {who: [wait for wait in found if wait.on not in free] for who, found in on.items() if who not in free}
     done: set[str] = set()
     for start in on:
@@ -65,7 +65,7 @@ def ring_of_waits(waits: Iterable[Wait]) -> list[Wait]:
     return []
 
 
-def in_words(ring: Iterable[Wait]) -> str:
+def describe_waits(ring: Iterable[Wait]) -> str:
     return "; ".join(f"{wait.who} waits for {wait.on} ({wait.what})" for wait in ring)
 
 
@@ -87,26 +87,26 @@ def _of_room(who: str, state: CallState, credits: Credits) -> list[Wait]:
     return waits
 
 
-def _of_leases(who: str, state: CallState, board: SchedulerState) -> list[Wait]:
+def _of_leases(who: str, state: CallState, scheduler: SchedulerState) -> list[Wait]:
     if state.call.engine not in ("rollout", "train"):
         return []
     waits = []
     for name in state.stage.workers:
-        worker = board.workers[name]
+        worker = scheduler.workers[name]
         lease = worker.lease
         if lease is not None and state.call.role not in worker.roles_at(lease.turn, state.call.engine):
             place = f"the lease {lease.name}"
             waits.append(Wait(who, place, f"which {lease.owner} has"))
             owners = [
                 other
-                for other in board.active.values()
+                for other in scheduler.active.values()
                 if other.call.engine == kind_of(lease.owner) and set(other.tasks_at) & set(lease.workers)
             ]
             waits += [Wait(place, name_of(owner), "to end its tasks there", True) for owner in owners]
     return waits
 
 
-def _that_can_go_on(on: Mapping[str, list[Wait]]) -> set[str]:
+def _not_blocked(on: Mapping[str, list[Wait]]) -> set[str]:
     """Who waits for nobody, and whoever needs only such."""
     waiting_for: dict[str, list[str]] = {}
     for who, waits in on.items():

@@ -4,7 +4,7 @@ Restored (the ledger's messages of then) -> done rows, at the ledger; prefixes -
 
 What comes before a call's rows are known waits until they are. Then it is as if a worker had said it, only that the place of the rows is
 the ledger (`m2flow.micro.protocol.events.LEDGER`), from where they are sent to whoever needs them: in the same way as rows of a
-worker that was lost. Pure, on the board.
+worker that was lost. Pure, on the scheduler.
 
 WorkerLost --lose--> its tasks' rows are ready again, samples from their prefixes; rows that it had come from elsewhere
     WorkerJoined --join--> it is asked again, and rows are sent there again
@@ -12,7 +12,7 @@ WorkerLost --lose--> its tasks' rows are ready again, samples from their prefixe
 Every row that a worker has reported is in the ledger: samples and functions' rows in segment files, rewards as numbers. So nothing that
 was reported is made again, also of a call that is over. What can't be made good so (`StateLost`): a trainer's weights, or a role's state;
 and weights that a generation still needs. What ends the run besides: a call that nobody is left to run, or comes back to; and rows that
-were with one worker after the other when it was lost. Pure, on the board.
+were with one worker after the other when it was lost. Pure, on the scheduler.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 class Restoring:
     """What has yet to be taken in."""
 
-    def __init__(self, board: SchedulerState) -> None:
-        self._board = board
+    def __init__(self, scheduler: SchedulerState) -> None:
+        self._state = scheduler
         self._waiting: dict[int, list[m.Finished | m.Flushed]] = {}
 
     def restore(self, event: Restored) -> None:
         """Take in what the ledger has, of calls that have been added."""
         messages: list[m.Finished | m.Flushed] = [*event.finished, *event.flushed]
         for message in messages:
-            state = self._board.calls.get(message.call)
+            state = self._state.calls.get(message.call)
             if state is not None and state.carry is not None and state.is_done:
                 self._left(state, message)
             elif state is not None and not state.is_over:
@@ -65,44 +65,44 @@ class Restoring:
     def _left(self, state: CallState, message: m.Finished | m.Flushed) -> None:
         """Of samples that a call left which was over before (`m2flow.micro.protocol.events.Recalled`)."""
         if isinstance(message, m.Flushed):
-            written_down(self._board, state, LEDGER, message)
+            record_prefixes(self._state, state, LEDGER, message)
             return
-        self._board.lines.finished(state, message)
-        self._board.rows_done(state, LEDGER, message.ids, message.num_tokens)
+        self._state.partial_rollouts.finished(state, message)
+        self._state.rows_done(state, LEDGER, message.ids, message.num_tokens)
 
     def _take(self, state: CallState, message: m.Finished | m.Flushed) -> None:
         if state.refill is not None and state.is_generation:
             state.refill.had_started(max((SampleId.unpack(packed).prompt for packed in message.ids), default=-1) + 1)
         if isinstance(message, m.Flushed):
-            written_down(self._board, state, LEDGER, message)
+            record_prefixes(self._state, state, LEDGER, message)
             return
         known = set(state.ids).difference(state.done, state.dropped)
         rows = [(packed, tokens) for packed, tokens in zip(message.ids, message.num_tokens, strict=True) if packed in known]
         dropped = known.intersection(message.dropped)
         state.restored([*(packed for packed, _ in rows), *dropped])
         if state.carry is not None:
-            self._board.lines.finished(state, message)
+            self._state.partial_rollouts.finished(state, message)
         if state.is_generation:
-            self._board.handed_out(state)
+            self._state.handed_out(state)
             for packed, length in zip(message.ids, message.num_generated, strict=True):
-                if state.placing is not None and packed in known:
-                    state.placing.ended(packed, length)
-        self._board.rows_done(state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
+                if state.policy_dispatch is not None and packed in known:
+                    state.policy_dispatch.ended(packed, length)
+        self._state.rows_done(state, LEDGER, [packed for packed, _ in rows], [tokens for _, tokens in rows], dropped)
 
-    def unsaid(self, message: m.Finished | m.Aborted | m.Flushed) -> None:
+    def unreported(self, message: m.Finished | m.Aborted | m.Flushed) -> None:
         """What a worker that is gone had written down, and could not say any more."""
-        state = self._board.calls.get(message.call)
+        state = self._state.calls.get(message.call)
         if state is None:
             return
         if not isinstance(message, m.Finished):
-            written_down(self._board, state, LEDGER, message)
+            record_prefixes(self._state, state, LEDGER, message)
             return
         if state.carry is not None:
-            self._board.lines.finished(state, message)
-        self._board.rows_done(state, LEDGER, message.ids, message.num_tokens)
+            self._state.partial_rollouts.finished(state, message)
+        self._state.rows_done(state, LEDGER, message.ids, message.num_tokens)
 
 
-def written_down(board: SchedulerState, state: CallState, place: str, message: m.Flushed | m.Aborted) -> None:
+def record_prefixes(scheduler: SchedulerState, state: CallState, place: str, message: m.Flushed | m.Aborted) -> None:
     """Samples of a generation are in the ledger with their tokens so far, and at this place. What is known by now, or was said before it
     and comes after it, changes nothing."""
     if state.is_over and state.carry is None:
@@ -111,74 +111,74 @@ def written_down(board: SchedulerState, state: CallState, place: str, message: m
     known = state.prefixes
     prefixes = {row: new for row, new in told.items() if row not in known or not new.is_within(known[row])}
     # Whoever had stopped them before is asked for these tokens no more.
-    board.perhaps_unreachable({state.prefixes[row].by for row in prefixes.keys() & state.prefixes.keys()})
+    scheduler.perhaps_unreachable({state.prefixes[row].by for row in prefixes.keys() & state.prefixes.keys()})
     state.prefixes.update(prefixes)
-    board.rows.replaced(stopped_at(state.call.ordinal), prefixes, place)
+    scheduler.rows.replaced(stopped_at(state.call.ordinal), prefixes, place)
 
 
 _GO_ON = "What no other has can't be made again from where the run is. `m2flow run --resume` goes on from its last checkpoint."
 
 
-def lose(board: SchedulerState, rollout: RolloutDispatch, event: WorkerLost) -> None:
+def lose(scheduler: SchedulerState, rollout: RolloutDispatch, event: WorkerLost) -> None:
     """Take a worker out.
 
     Raises:
         StateLost: it had what no other has. WorkerError: nobody else can do what it did; or it is not the first that these rows end.
     """
     name = event.worker
-    worker = board.workers[name]
+    worker = scheduler.workers[name]
     was_lost, worker.returns = worker.is_lost, event.returns
-    worker.is_lost = board.missed.has_any = True
-    _name_what_is_gone(worker, event)
-    for state in board.calls.values():
+    worker.is_lost = scheduler.lost_transfers.has_any = True
+    _check_recoverable(worker, event)
+    for state in scheduler.calls.values():
         if name in state.planned.workers or name in state.planned.forward_to:
-            strike(board, state)
+            remove_lost_workers(scheduler, state)
     if was_lost:
         return
-    board.changed()
-    board.placings.lost(name)
-    for message in event.unsaid:
-        board.restoring.unsaid(message)
+    scheduler.changed()
+    scheduler.policy_dispatches.lost(name)
+    for message in event.unreported:
+        scheduler.restoring.unreported(message)
     for place, rows in event.missing.items():
-        board.missed.never_came(rows, place)
-    board.rows.lost(name)  # Before tasks end: who takes over then must know where rows are.
-    for task in _blamed(board, name):
-        _suspect(board, task, event)
-    for number, task in board.tasks.of(name):
-        _take_back(board, rollout, number, task)
+        scheduler.lost_transfers.never_came(rows, place)
+    scheduler.rows.lost(name)  # Before tasks end: who takes over then must know where rows are.
+    for task in _suspected_tasks(scheduler, name):
+        _count_losses(scheduler, task, event)
+    for number, task in scheduler.tasks.of(name):
+        _requeue_task(scheduler, rollout, number, task)
     rollout.lost(worker)
     for place, rows in event.missing.items():
-        board.missed.send_again(place, rows)
-    for state in board.active.values():
+        scheduler.lost_transfers.send_again(place, rows)
+    for state in scheduler.active.values():
         if state.is_generation and not state.is_all_begun and not rollout.has_version_for(state):
             raise StateLost(
                 f"{worker.name} is lost, and no other has the weights that {state.call.name} began with{_how(event)}",
                 where=state.call.site.describe(),
                 now=_GO_ON,
             )
-    board.waking.wake_all(other for other in board.workers.values() if not other.is_lost)
+    scheduler.ready_workers.wake_all(other for other in scheduler.workers.values() if not other.is_lost)
 
 
-def join(board: SchedulerState, rollout: RolloutDispatch, name: str, incarnation: int) -> None:
+def join(scheduler: SchedulerState, rollout: RolloutDispatch, name: str, incarnation: int) -> None:
     """Take a worker in again."""
-    worker = board.workers[name]
+    worker = scheduler.workers[name]
     if not worker.is_lost:
         return
     worker.is_lost = worker.returns = False
     worker.incarnation = incarnation
     rollout.joined(worker)
-    board.changed()
-    for state in board.calls.values():
+    scheduler.changed()
+    for state in scheduler.calls.values():
         if name in state.planned.workers or name in state.planned.forward_to:
-            state.stage = _live(board, state.planned)
+            state.stage = _without_lost_workers(scheduler, state.planned)
             if state.is_generation and not state.is_over:
-                board.waking.feed_all(state)
-                board.waking.rows_came(state)
-    board.functions.note(worker)
-    board.waking.wake_all(other for other in board.workers.values() if not other.is_lost)
+                scheduler.ready_workers.feed_all(state)
+                scheduler.ready_workers.rows_came(state)
+    scheduler.functions.note(worker)
+    scheduler.ready_workers.wake_all(other for other in scheduler.workers.values() if not other.is_lost)
 
 
-def _name_what_is_gone(worker: WorkerState, event: WorkerLost) -> None:
+def _check_recoverable(worker: WorkerState, event: WorkerLost) -> None:
     """Raises if it had what no other has."""
     trained = ", ".join(worker.roles["train"])
     if not trained and not worker.states:
@@ -191,74 +191,75 @@ def _how(event: WorkerLost) -> str:
     return f": {event.how}" if event.how else ""
 
 
-def strike(board: SchedulerState, state: CallState) -> None:
+def remove_lost_workers(scheduler: SchedulerState, state: CallState) -> None:
     """A call has only the workers that are there, and forwards to nobody else.
 
     Raises:
         WorkerError: nobody can run it, now or when those that are started again are up.
     """
-    state.stage = _live(board, state.planned)
+    state.stage = _without_lost_workers(scheduler, state.planned)
     planned = state.planned.workers
-    if state.is_over or not planned or state.stage.workers or any(board.workers[name].returns for name in planned):
+    if state.is_over or not planned or state.stage.workers or any(scheduler.workers[name].returns for name in planned):
         return
     lost = ", ".join(planned)
     raise WorkerError(f"the worker {lost} is lost, and no other can run {state.call.name}", where=state.call.site.describe())
 
 
-def _live(board: SchedulerState, stage: Stage) -> Stage:
+def _without_lost_workers(scheduler: SchedulerState, stage: Stage) -> Stage:
     """A stage without the workers that are lost; rows are forwarded to the processes that the others are now."""
-    there = [board.workers[name] for name in stage.forward_to if not board.workers[name].is_lost]
+    there = [scheduler.workers[name] for name in stage.forward_to if not scheduler.workers[name].is_lost]
     return msgspec.structs.replace(
         stage,
-        workers=tuple(name for name in stage.workers if not board.workers[name].is_lost),
+        workers=tuple(name for name in stage.workers if not scheduler.workers[name].is_lost),
         forward_to=tuple(worker.tag for worker in there),
     )
 
 
-def _blamed(board: SchedulerState, name: str) -> list[TaskState]:
+def _suspected_tasks(scheduler: SchedulerState, name: str) -> list[TaskState]:
     """The tasks that may have ended the worker: all generations, which run at the same time, and of others the one in hand."""
-    tasks = [(number, task) for number, task in board.tasks.of(name) if isinstance(task.message, m.Generate | m.RunFunction)]
+    tasks = [(number, task) for number, task in scheduler.tasks.of(name) if isinstance(task.message, m.Generate | m.RunFunction)]
     first = next((number for number, task in tasks if isinstance(task.message, m.RunFunction)), None)
     return [task for number, task in tasks if isinstance(task.message, m.Generate) or number == first]
 
 
-def _suspect(board: SchedulerState, task: TaskState, event: WorkerLost) -> None:
+def _count_losses(scheduler: SchedulerState, task: TaskState, event: WorkerLost) -> None:
     """Count the workers that these rows were with when they were lost.
 
     Raises:
         WorkerError: there were too many.
     """
-    state = board.calls.get(task.message.call)
+    state = scheduler.calls.get(task.message.call)
     if state is None or state.is_over:
         return
     assert isinstance(task.message, m.Generate | m.RunFunction)
     rows = [row for row in task.rows if row not in state.done and row not in state.dropped]
     state.suspects.update(rows)
     if state.call.engine == "function":
-        board.missed.blamed.add(state.call.name)
-    worst = [row for row in rows if board.missed.suspected(state.call.ordinal, row) >= board.max_attempts]
+        scheduler.lost_transfers.blamed.add(state.call.name)
+    worst = [row for row in rows if scheduler.lost_transfers.suspected(state.call.ordinal, row) >= scheduler.max_attempts]
     if worst:
         named = ", ".join(str(SampleId.unpack(row)) for row in worst[:5]) + (f" and {len(worst) - 5} more" if len(worst) > 5 else "")
         raise WorkerError(
-            f"{board.max_attempts} workers in turn were lost with {named} of {state.call.name}, the last one {event.worker}{_how(event)}",
+            f"{scheduler.max_attempts} workers in turn were lost with {named} of {state.call.name}, "
+            f"the last one {event.worker}{_how(event)}",
             where=state.call.site.describe(),
             now="What they do to a process is in its last words and its log. How often to try is `max_attempts` of the run settings.",
             remote=event.last_words,
         )
 
 
-def _take_back(board: SchedulerState, rollout: RolloutDispatch, number: int, task: TaskState) -> None:
+def _requeue_task(scheduler: SchedulerState, rollout: RolloutDispatch, number: int, task: TaskState) -> None:
     """A task will not be done: its rows that are not done can be handed out again."""
-    board.end_task(number)
-    state = board.calls.get(task.message.call)
+    scheduler.end_task(number)
+    state = scheduler.calls.get(task.message.call)
     if isinstance(task.message, m.LoadWeights):
         rollout.unloaded(task.message)
     if state is not None and not state.is_over and isinstance(task.message, m.Generate | m.RunFunction):
         left = [row for row in task.rows if row not in state.done and row not in state.dropped]
         left = state.have_come(left)
-        board.lines.taken_back(state, left)
-        board.give_back(state, left)
+        scheduler.partial_rollouts.requeued(state, left)
+        scheduler.requeue(state, left)
         if not state.ids and not state.call.is_aligned:
-            board.functions.may_start(state)  # It works on nothing, once.
+            scheduler.functions.may_start(state)  # It works on nothing, once.
     if isinstance(task.message, m.Generate):
-        board.lines.task_ended(task.message.call)
+        scheduler.partial_rollouts.task_ended(task.message.call)

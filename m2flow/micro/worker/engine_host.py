@@ -466,7 +466,7 @@ class EngineHost:
         if call.engine == "train":
             samples = inputs["samples"].in_order()
             ids = samples.ids.tolist()
-            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **execute.about(call), num_samples=len(ids), samples=ids):
+            with self._recorder.span(SpanName.TRAIN_LOGPROBS, **execute.span_attributes(call), num_samples=len(ids), samples=ids):
                 engine = self._engine(self._train, call.role)
                 return {"logprobs": engine.logprobs, "values": engine.values, "score": engine.scores}[call.method](samples)
         if self._functions is None:
@@ -485,7 +485,7 @@ class EngineHost:
         rows = rows if tally.is_stepped else train_tasks.with_same_weights(call, rows)
         self._proving.notice(call.role, rows, is_sampled_here=call.role in self._rollout)
         ids = rows.ids.tolist()
-        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **execute.about(call), num_samples=len(ids), samples=ids) as span:
+        with self._recorder.span(SpanName.TRAIN_ACCUMULATE, **execute.span_attributes(call), num_samples=len(ids), samples=ids) as span:
             objective = train_tasks.objective(call)
             try:
                 engine = self._engine(self._train, call.role)
@@ -504,7 +504,7 @@ class EngineHost:
         """One optimiser step. After the last of a call: its metrics."""
         tally = self._tallies.setdefault(call.ordinal, train_tasks.UpdateTally())
         train_tasks.check_agreement(call, tally, self._stop_above)
-        with self._recorder.span(SpanName.TRAIN_APPLY, **execute.about(call), version=call.writes[0].version):
+        with self._recorder.span(SpanName.TRAIN_APPLY, **execute.span_attributes(call), version=call.writes[0].version):
             denominator = tally.denominator(train_tasks.objective(call).loss)
             tally.stepped(self._engine(self._train, call.role).apply(train_tasks.optimizer(call), denominator), denominator)
         halved = self._minibatches.stepped(call.ordinal, is_last=is_last)

@@ -253,7 +253,9 @@ class Functions:
         """As `m2flow.micro.worker.engine_host.Workbench.perform` says."""
         is_sorted = "arguments" in call.options
         rows = next(iter(inputs.values()), Batch.concat([])) if is_sorted else execute.function_input(call, inputs)
-        with self._recorder.span(SpanName.FUNCTION_CALL, **execute.about(call), num_samples=len(rows), samples=rows.ids.tolist()) as span:
+        with self._recorder.span(
+            SpanName.FUNCTION_CALL, **execute.span_attributes(call), num_samples=len(rows), samples=rows.ids.tolist()
+        ) as span:
             if execute.gives(call) == "concat":
                 return rows
             if call.options.get("style") == "columns":

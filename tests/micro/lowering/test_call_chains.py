@@ -97,10 +97,10 @@ def early(program: Callable[..., object], spec: ClusterSpec, monkeypatch: pytest
         commands = handle(self, *events)  # type: ignore[arg-type]
         for command in commands:
             if isinstance(command, Send) and isinstance(command.message, m.RunFunction):
-                state = self._board.calls[command.message.call]
-                if any(not self._board.calls[source].is_done for source in state.aligned_inputs) and state.early is not None:
+                state = self._state.calls[command.message.call]
+                if any(not self._state.calls[source].is_done for source in state.aligned_inputs) and state.early is not None:
                     found.append(state.call.name)
-        for worker in self._board.workers.values():
+        for worker in self._state.workers.values():
             assert worker.num_tasks["function"] <= MAX_QUEUED
         return commands  # type: ignore[return-value]
 

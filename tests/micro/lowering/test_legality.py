@@ -238,7 +238,7 @@ def reads_wait_for_writes(patch: Patch) -> None:
         state = add(self, call, stage)  # type: ignore[arg-type]
         if state.call.engine == "rollout":
             state.waits_for.clear()
-            self._may_go(state)
+            self._start_if_ready(state)
         return state
 
     patch.setattr(state.SchedulerState, "add_call", at_once)
@@ -256,7 +256,7 @@ def writes_wait_for_writes(patch: Patch) -> None:
         state = add(self, call, stage)  # type: ignore[arg-type]
         if state.is_update:
             state.waits_for.clear()
-            self._may_go(state)
+            self._start_if_ready(state)
         return state
 
     patch.setattr(state.SchedulerState, "add_call", at_once)

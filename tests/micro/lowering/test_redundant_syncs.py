@@ -64,13 +64,13 @@ def tail(
 def num_moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts samples that went on elsewhere."""
     moved: list[int] = []
-    yielded = PolicyDispatch.yielded
+    preempted = PolicyDispatch.preempted
 
     def watched(self: PolicyDispatch, row: int) -> object:
         moved.append(row)
-        return yielded(self, row)
+        return preempted(self, row)
 
-    monkeypatch.setattr(policy_dispatch.PolicyDispatch, "yielded", watched)
+    monkeypatch.setattr(policy_dispatch.PolicyDispatch, "preempted", watched)
     return moved
 
 

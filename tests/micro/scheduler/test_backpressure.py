@@ -16,7 +16,7 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.routing import is_too_small
 from m2flow.micro.protocol.plan import Plan
 from m2flow.micro.scheduler.scheduler import Scheduler
-from m2flow.micro.scheduler.waiting import Wait, ring_of_waits
+from m2flow.micro.scheduler.waiting import Wait, find_deadlock
 from m2flow.rollout_scheduling.policies import POLICIES
 from m2flow.runner import run
 from m2flow.spec import ChannelSpec, ClusterSpec, FunctionSpec, RolloutSpec, RunSettings, TrainSpec
@@ -246,7 +246,7 @@ def test_calls_of_one_line_that_wait_for_each_other_are_no_ring(monkeypatch):
     def watched(self, *events):
         commands = handle(self, *events)
         seen.append(len(self.waits()))
-        assert ring_of_waits(self.waits()) == []
+        assert find_deadlock(self.waits()) == []
         return commands
 
     monkeypatch.setattr(Scheduler, "handle", watched)
@@ -263,21 +263,21 @@ def test_a_ring_that_changes_is_none():
 
 
 def test_waits_that_lead_nowhere_are_no_ring():
-    assert ring_of_waits([Wait("a", "b", ""), Wait("b", "c", ""), Wait("a", "c", ""), Wait("d", "a", "")]) == []
-    ring = ring_of_waits([Wait("a", "b", ""), Wait("a", "c", ""), Wait("c", "d", ""), Wait("d", "c", "")])
+    assert find_deadlock([Wait("a", "b", ""), Wait("b", "c", ""), Wait("a", "c", ""), Wait("d", "a", "")]) == []
+    ring = find_deadlock([Wait("a", "b", ""), Wait("a", "c", ""), Wait("c", "d", ""), Wait("d", "c", "")])
     assert [wait.who for wait in ring] == ["c", "d"]
 
 
 def test_a_channel_that_one_of_its_takers_can_empty_is_in_no_ring():
     waits = [Wait("a", "channel", ""), Wait("channel", "b", "", True), Wait("channel", "c", "", True), Wait("b", "a", "")]
-    assert ring_of_waits(waits) == []
-    assert len(ring_of_waits([*waits, Wait("c", "a", "")])) == 3
+    assert find_deadlock(waits) == []
+    assert len(find_deadlock([*waits, Wait("c", "a", "")])) == 3
 
 
 def test_a_long_chain_of_waits_is_looked_through_without_recursion():
     chain = [Wait(str(i), str(i + 1), "") for i in range(5000)]
-    assert ring_of_waits(chain) == []
-    assert len(ring_of_waits([*chain, Wait("5000", "0", "")])) == 5001
+    assert find_deadlock(chain) == []
+    assert len(find_deadlock([*chain, Wait("5000", "0", "")])) == 5001
 
 
 @pytest.mark.parametrize("program", [gathers, streams])
@@ -286,7 +286,7 @@ def test_while_a_run_goes_on_no_ring_is_seen(program, monkeypatch):
 
     def watched(self, *events):
         commands = handle(self, *events)
-        assert ring_of_waits(self.waits()) == []
+        assert find_deadlock(self.waits()) == []
         return commands
 
     monkeypatch.setattr(Scheduler, "handle", watched)

@@ -22,7 +22,7 @@ from m2flow.micro.lowering.passes import lower
 from m2flow.micro.lowering.placement import seat_workers
 from m2flow.micro.protocol import messages as m
 from m2flow.micro.protocol.cost_terms import Footprint, PassCost, Switch, TrainCost
-from m2flow.micro.protocol.plan import Choice, Plan, check_coming
+from m2flow.micro.protocol.plan import Choice, Plan, check_early_onload
 from m2flow.micro.protocol.worker_state import Lease
 from m2flow.planner.cost_model import ModelledCosts
 from m2flow.planner.explaining import explain
@@ -50,8 +50,8 @@ def ahead(share: float, *names: str) -> Callable[[Plan], Plan]:
 def came(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Turns that came ahead."""
     found: list[str] = []
-    before = Lease.come_ahead
-    monkeypatch.setattr(Lease, "come_ahead", lambda self, to: (found.append(to), before(self, to))[1])
+    before = Lease.onload_early
+    monkeypatch.setattr(Lease, "onload_early", lambda self, to: (found.append(to), before(self, to))[1])
     return found
 
 
@@ -91,40 +91,40 @@ def a_lease() -> Lease:
 
 def test_room_is_made_by_all_before_anybody_comes_and_the_rest_leaves_when_the_lease_moves() -> None:
     lease = a_lease()
-    assert lease.come_ahead("train") == ("rollout-0", "rollout-1")
-    assert (lease.turn, lease.owner, lease.others) == ("", "rollout", ["train", "rollout"])
-    assert lease.made_room("rollout-1") == ()
-    assert lease.made_room("rollout-0") == ("train-0",)
+    assert lease.onload_early("train") == ("rollout-0", "rollout-1")
+    assert (lease.turn, lease.owner, lease.next_turns) == ("", "rollout", ["train", "rollout"])
+    assert lease.shrunk_cache("rollout-1") == ()
+    assert lease.shrunk_cache("rollout-0") == ("train-0",)
     assert lease.move("train") == ("rollout-0", "rollout-1")
-    assert (lease.answered("rollout-0"), lease.is_moving) == ((), True)
-    assert (lease.answered("rollout-1"), lease.owner, lease.turn) == ((), "train", "train")
+    assert (lease.switched("rollout-0"), lease.is_moving) == ((), True)
+    assert (lease.switched("rollout-1"), lease.owner, lease.turn) == ((), "train", "train")
 
 
 def test_who_came_ahead_leaves_if_the_devices_are_the_owners_again() -> None:
     lease = a_lease()
-    lease.come_ahead("train")
-    lease.made_room("rollout-0")
-    lease.made_room("rollout-1")
+    lease.onload_early("train")
+    lease.shrunk_cache("rollout-0")
+    lease.shrunk_cache("rollout-1")
     assert lease.move("rollout") == ("train-0",)
-    assert (lease.answered("train-0"), lease.turn, lease.ahead) == ((), "rollout", "")
+    assert (lease.switched("train-0"), lease.turn, lease.early_turn) == ((), "rollout", "")
 
 
 def test_nobody_comes_when_one_that_made_room_is_lost() -> None:
     lease = a_lease()
-    lease.come_ahead("train")
-    assert lease.left("rollout-1") == ()
-    assert lease.made_room("rollout-0") == ()
+    lease.onload_early("train")
+    assert lease.worker_lost("rollout-1") == ()
+    assert lease.shrunk_cache("rollout-0") == ()
     assert lease.move("train") == ("rollout-0",)
-    assert lease.answered("rollout-0") == ("train-0",)
+    assert lease.switched("rollout-0") == ("train-0",)
 
 
 def test_if_all_who_had_to_leave_are_lost_the_lease_has_moved_at_once() -> None:
     lease = a_lease()
-    lease.come_ahead("train")
-    lease.made_room("rollout-0")
-    lease.made_room("rollout-1")
+    lease.onload_early("train")
+    lease.shrunk_cache("rollout-0")
+    lease.shrunk_cache("rollout-1")
     for name in ("rollout-0", "rollout-1"):
-        lease.left(name)
+        lease.worker_lost(name)
     assert (lease.move("train"), lease.turn) == ((), "train")
 
 
@@ -208,4 +208,4 @@ def test_a_trainer_in_the_process_of_one_of_several_instances_does_not_come_besi
     pins = {"rollout": PinSpec(devices=(0, 2), layout=LayoutSpec(dp=2)), "train": PinSpec(devices=(0, 1))}
     choice = searched(pin=pins)
     assert [seat.is_swapped for seat in choice.seats if seat.engine.kind == "train"] == [True]
-    check_coming(seat_workers(choice, ClusterSpec(pools={"main": PoolSpec(device="h100", devices_per_node=2)}), "cuda:0"))
+    check_early_onload(seat_workers(choice, ClusterSpec(pools={"main": PoolSpec(device="h100", devices_per_node=2)}), "cuda:0"))

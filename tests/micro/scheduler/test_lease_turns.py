@@ -104,10 +104,10 @@ def test_no_two_trainers_are_on_the_devices_at_once(monkeypatch: pytest.MonkeyPa
 def test_a_turn_that_waits_comes_before_one_that_was_there_last() -> None:
     lease = Lease("a")
     lease.join("device-0", ("rollout", "train policy", "train critic"))
-    assert list(lease.others) == ["train policy", "train critic"]
+    assert list(lease.next_turns) == ["train policy", "train critic"]
     assert lease.move("train critic") == ("device-0",)
-    lease.answered("device-0")
-    assert list(lease.others) == ["rollout", "train policy"]
+    lease.switched("device-0")
+    assert list(lease.next_turns) == ["rollout", "train policy"]
 
 
 TRAINING = TrainCost(NOTHING, PassCost(0.0, 0.5, 0.0), 3.0)

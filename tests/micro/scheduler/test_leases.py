@@ -98,7 +98,7 @@ def test_one_lease_of_one_worker_with_both_kinds_moves_in_one_turn():
     lease.join("device-0", ("rollout", "train"))
     assert lease.move("train") == ("device-0",)
     assert (lease.owner, lease.is_moving) == ("rollout", True)
-    assert lease.answered("device-0") == ()
+    assert lease.switched("device-0") == ()
     assert (lease.owner, lease.is_moving) == ("train", False)
 
 
@@ -107,14 +107,14 @@ def test_those_that_leave_have_left_before_anything_comes():
     for name, turns in (("rollout-0", ["rollout"]), ("both", ["rollout", "train"]), ("rollout-1", ["rollout"]), ("train-0", ["train"])):
         lease.join(name, turns)
     assert lease.move("train") == ("rollout-0", "rollout-1")
-    assert lease.answered("rollout-1") == ()
-    assert lease.answered("rollout-0") == ("both", "train-0")
-    assert lease.answered("both") == ()
+    assert lease.switched("rollout-1") == ()
+    assert lease.switched("rollout-0") == ("both", "train-0")
+    assert lease.switched("both") == ()
     assert lease.is_moving
-    assert lease.answered("train-0") == ()
-    assert (lease.owner, lease.others) == ("train", ["rollout"])
+    assert lease.switched("train-0") == ()
+    assert (lease.owner, lease.next_turns) == ("train", ["rollout"])
     assert lease.move("rollout") == ("train-0",)
-    assert lease.answered("train-0") == ("rollout-0", "both", "rollout-1")
+    assert lease.switched("train-0") == ("rollout-0", "both", "rollout-1")
 
 
 @pytest.mark.parametrize("seating", list(SEATINGS))
@@ -143,13 +143,13 @@ def all_switch_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def has_moved_at_the_first_answer(patch: pytest.MonkeyPatch) -> None:
-    answered = Lease.answered
+    answered = Lease.switched
 
     def first(self: Lease, worker: str) -> object:
         self._asked.clear()
         return answered(self, worker)
 
-    patch.setattr(worker_state.Lease, "answered", first)
+    patch.setattr(worker_state.Lease, "switched", first)
 
 
 @pytest.mark.parametrize("bug", [moves_while_others_work, all_switch_at_once, has_moved_at_the_first_answer])

@@ -215,7 +215,7 @@ def test_what_is_too_old_after_all_begins_anew(monkeypatch):
     adopt = PartialRollouts._adopt
 
     def watched(self: PartialRollouts, *arguments: object) -> None:
-        expired.extend(command for command in self._board.commands if isinstance(command, Expired))
+        expired.extend(command for command in self._state.commands if isinstance(command, Expired))
         adopt(self, *arguments)
 
     monkeypatch.setattr(PartialRollouts, "_adopt", watched)
@@ -303,7 +303,7 @@ def test_what_carried_samples_need_is_forgotten_when_they_are_given(monkeypatch)
 
     def watched(self: Scheduler, event: object) -> list[Command]:
         commands = handle(self, event)
-        known.append(len(self._board.calls))
+        known.append(len(self._state.calls))
         return commands
 
     monkeypatch.setattr(Scheduler, "handle", watched)

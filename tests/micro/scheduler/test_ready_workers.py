@@ -38,10 +38,10 @@ def all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def checked(self: Scheduler, event: Event) -> list[Command]:
         commands = handle(self, event)
-        for worker in self._board.workers.values():
+        for worker in self._state.workers.values():
             if self._offer(worker) is not None:
                 raise NotAsked(f"{worker.name}, after {event!r:.200}")
-        for lease in self._board.leases.values():
+        for lease in self._state.leases.values():
             if self._next_turn(lease):
                 raise NotAsked(f"{lease.name}, after {event!r:.200}")
         return commands

@@ -227,9 +227,9 @@ class Rig:
 
     def check_that_all_were_asked(self) -> None:
         """Only those are asked who may have something new to do; nobody else has."""
-        for worker in self.scheduler._board.workers.values():
+        for worker in self.scheduler._state.workers.values():
             assert self.scheduler._offer(worker) is None, f"{worker.name} was not asked"
-        for lease in self.scheduler._board.leases.values():
+        for lease in self.scheduler._state.leases.values():
             assert not self.scheduler._next_turn(lease), f"{lease.name} was not asked for"
 
     def told(self, worker: str, message: m.ToWorker) -> None:

@@ -243,7 +243,7 @@ def late_samples_go_on_before_they_have_stopped(patch: Patch) -> None:
     take_over = PartialRollouts._take_over
 
     def hasty(self: PartialRollouts, state: CallState) -> None:
-        before = self._board.calls.get(state.carry.previous) if state.carry and state.carry.previous is not None else None
+        before = self._state.calls.get(state.carry.previous) if state.carry and state.carry.previous is not None else None
         tasks_at: dict[str, int] = {}
         if before is not None:
             tasks_at, before.tasks_at = before.tasks_at, {}

@@ -134,7 +134,7 @@ def test_a_late_sample_that_is_done_after_all_is_not_given():
     try:
         answers = ProgramLines().drop(0, count=4)
         model.submit()
-        state = model.scheduler._board.calls[answers.ref.call]
+        state = model.scheduler._state.calls[answers.ref.call]
         late = state.ids[3]
         model.tell(TimedOut(state.call.ordinal, [late]))
         model.drain()
@@ -149,7 +149,7 @@ def test_a_late_sample_that_is_stopped_is_not_handed_out_again():
     try:
         answers = ProgramLines().drop(0, count=4)
         model.submit()
-        state = model.scheduler._board.calls[answers.ref.call]
+        state = model.scheduler._state.calls[answers.ref.call]
         while not any(hand.generating() and not hand.inbox for hand in model.hands.values()):
             model.turn(0)
         late = next(row for hand in model.hands.values() if not hand.inbox for row in hand.generating())
@@ -170,7 +170,7 @@ def test_when_every_group_is_late_the_result_is_empty():
     try:
         answers = ProgramLines().drop(0, count=4)
         model.submit()
-        state = model.scheduler._board.calls[answers.ref.call]
+        state = model.scheduler._state.calls[answers.ref.call]
         model.tell(TimedOut(state.call.ordinal, state.ids))
         assert state.call.ordinal in model.resolved
         assert state.result == []
