@@ -197,7 +197,7 @@ class WorkerState:
     """Role -> version of the weights in its rollout engine here."""
     doing: dict[str, int] = field(default_factory=dict)
     """What its tasks are, in words, and how many of them."""
-    sated_of: list[CallState] = field(default_factory=list)
+    saturated_with: list[CallState] = field(default_factory=list)
     """Generations of which it wants no more rows, as it is now (`m2flow.micro.scheduler.task_queues`)."""
     is_lost: bool = False
     returns: bool = False
