@@ -1,1 +1,1 @@
-"""Which instance generates which sample, and when: lengths, lower bounds, scheduling policies."""
+"""Schedule rollouts: distributions of lengths, lower bounds on the makespan, and policies that choose which instance runs what."""

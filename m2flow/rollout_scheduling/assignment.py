@@ -1,19 +1,17 @@
-"""Who generates what when lengths are known: the plan against which every policy that does not know them is measured.
+"""Assign samples of known lengths to instances: the reference schedule that every policy without the lengths is measured against.
 
-samples, longest first --fill--> slots of whole samples (+ what fits only in pieces) --lay_out--> pieces with a start step
+    lengths, model, n instances --assign--> Assignment: what runs when on each instance, and the makespan, exact in the decode model
+        Remaining --fill--> Filling: slots of whole samples, and samples that fit only in pieces --lay_out--> pieces with a start step
 
-Whole samples go by best fit, longest first. A sample in pieces is paused and goes on later in another slot of the same instance, so
-it stays where its KV cache is; McNaughton's wrap-around needs one pause a slot at most, and only slots with large gaps get one.
+The search follows the argument of the fractional bound (`lower_bounds.fractional_s`) with whole samples: fill instances in the order of
+falling length, each with as much as it can do until T, and search for the least T. An instance of Z steps does W = min((T - t0 Z)/t1, B Z)
+tokens until T, most at Z* = T/(t0 + t1 B); one that has a longer sample must run at least that long, and has less room for others.
+Whole samples go by best fit, longest first.
 
-lengths, model, n instances --assign--> Assignment: for each instance what runs when, and the makespan, exact in the decode model
-
-The bound's own argument, made whole (`bounds.fractional_s`): fill instances in the order of falling length, each with as much as it
-can do until T, and search for the least T. An instance of Z steps does W = min((T - t0 Z)/t1, B Z) tokens until T, most at
-Z* = T/(t0 + t1 B); the one that has a longer sample must run at least that long, and has the less room for others.
-
-The bound counts on samples that fill slots without gaps. Where an instance has one or two samples a slot and all about equally long,
-whole samples leave gaps of several percent; then samples are paused (`slots.lay_out`), but only if that is needed to come within
-`TOLERANCE` of the bound, and no more than needed.
+The bound assumes slots filled without gaps. Where an instance has one or two samples a slot, all about equally long, whole samples leave
+gaps of several percent. Then samples are paused: one stops and goes on later in another slot of the same instance, where its KV cache is.
+McNaughton's wrap-around needs at most one pause a slot, and only slots with large gaps get one. Pauses are used only where they are
+needed to come within `TOLERANCE` of the bound.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from m2flow.rollout_scheduling.lower_bounds import rollout_bounds
 
 
 class Piece(NamedTuple):
-    """A stretch of a sample, in decode steps of its instance."""
+    """A contiguous part of a sample, in decode steps of its instance."""
 
     sample: int
     start: int
@@ -40,23 +38,23 @@ class Piece(NamedTuple):
 
 
 class Remaining:
-    """The samples that no instance has yet, in the order of falling length. Positions are in that order."""
+    """The unassigned samples. Positions are in the order of falling length."""
 
     def __init__(self, longest_first: Sequence[int]) -> None:
         self.lengths = longest_first
         self._negated = [-length for length in longest_first]
         self._next = list(range(len(longest_first) + 1))
-        """Where to look on from a position that is taken; a forest with path halving."""
+        """The next candidate after a taken position; a union-find forest with path halving."""
 
     def at_or_after(self, position: int) -> int:
-        """The next one that is there; the number of samples if none is."""
+        """The first unassigned position from here on; the number of samples if there is none."""
         following = self._next
         while following[position] != position:
             following[position] = position = following[following[position]]
         return position
 
     def longest_within(self, limit: int, after: int) -> int:
-        """The longest that is not longer than `limit`, from position `after` on."""
+        """The position of the longest sample of at most `limit` tokens, from position `after` on."""
         return self.at_or_after(max(bisect.bisect_left(self._negated, -limit), after))
 
     def take(self, position: int) -> None:
@@ -64,22 +62,22 @@ class Remaining:
 
 
 class Filling(NamedTuple):
-    """What one instance gets."""
+    """The samples chosen for one instance."""
 
     height: int
     work: int
     slots: list[list[int]]
     """Positions of whole samples, one list a slot."""
     cut: list[int]
-    """Positions of samples that need a pause; with the whole ones they fit into slots x height."""
+    """Positions of samples that need a pause; together with the whole ones they fit into slots x height."""
 
 
 def fill(remaining: Remaining, height: int, work: int, max_batch: int, *, may_pause: bool) -> Filling:
-    """Choose samples for an instance, the longest that fit first; takes none away.
+    """Choose samples for an instance, the longest that fit first, without taking them from `remaining`.
 
     Args:
         height: steps, at least the longest sample's length.
-        work: most tokens.
+        work: the most tokens.
     """
     gaps: list[tuple[int, int]] = []
     slots: list[list[int]] = []
@@ -120,7 +118,7 @@ def fill(remaining: Remaining, height: int, work: int, max_batch: int, *, may_pa
 
 
 def lay_out(filling: Filling, lengths: Sequence[int], max_batch: int) -> list[Piece]:
-    """When each sample runs. No sample is in two slots at once, and no slot has two.
+    """Schedule the pieces of a filling. No sample is in two slots at once, and no slot runs two samples at once.
 
     Slots with the largest gaps, as many as the cut samples need, are written one after the other on a line with them, and the line is
     cut into slots again: a sample across a border runs at the end of one slot and, before that, at the beginning of the next.
@@ -153,10 +151,10 @@ def lay_out(filling: Filling, lengths: Sequence[int], max_batch: int) -> list[Pi
 
 
 TOLERANCE = 0.009
-"""Relative to the bound: above it, whole samples are not good enough and pauses are tried."""
+"""Excess over the bound, relative, above which pauses are tried."""
 
 _HEIGHTS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08)
-"""How much higher than Z* slots are tried, where gaps cost more than height."""
+"""Relative excess over Z* of the slot heights tried, where gaps cost more than height."""
 _PRECISION = 5e-4
 _FIRST_EXCESS = 1e-3
 _ROUNDING = 1e-9
@@ -164,16 +162,16 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class InstancePlan:
-    """What one instance does."""
+    """The schedule of one instance."""
 
     pieces: tuple[Piece, ...]
-    """By their start; a sample that is paused has two or more."""
+    """Sorted by start; a paused sample has two or more."""
     num_steps: int
     num_tokens: int
 
     @property
     def queue(self) -> list[int]:
-        """The samples, in the order in which they first get a slot. Without pauses, working this queue gives the plan."""
+        """The samples in the order of their start. Without pauses, running this queue gives the plan."""
         return list(dict.fromkeys(piece.sample for piece in self.pieces))
 
     @property
@@ -181,13 +179,13 @@ class InstancePlan:
         return len(self.pieces) - len({piece.sample for piece in self.pieces})
 
     def end_s(self, model: DecodeModel) -> float:
-        """The instance's time: t0 Z + t1 W."""
+        """Seconds until the instance is done: t0 Z + t1 W."""
         return model.t0_s * self.num_steps + model.t1_s * self.num_tokens
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A rollout, planned."""
+    """The schedule of a rollout with known lengths."""
 
     instances: tuple[InstancePlan, ...]
     makespan_s: float
@@ -204,11 +202,11 @@ class Assignment:
 
 
 def assign(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int, *, may_pause: bool = True) -> Assignment:
-    """The best assignment that is found; each sample stays on its instance.
+    """Search for the assignment with the least makespan, where each sample stays on its instance.
 
     Args:
         lengths: int [N], tokens to generate, at least 1 each.
-        may_pause: whether a sample may stop for a while on its instance, its KV cache kept.
+        may_pause: whether a sample may pause on its instance with its KV cache kept.
 
     >>> plan = assign([40, 10, 10, 10], DecodeModel(1.0, 0.1, max_batch=2), 2)
     >>> [instance.queue for instance in plan.instances], round(plan.makespan_s, 6)
@@ -227,7 +225,7 @@ def assign(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int, *, ma
 
 
 class _Search:
-    """For the least T by which everything can be done. Samples are positions in the order of falling length."""
+    """The search for the least T by which all samples can end. Samples are positions in the order of falling length."""
 
     def __init__(self, longest_first: list[int], model: DecodeModel, num_instances: int, bound_s: float) -> None:
         self._lengths = longest_first
@@ -239,7 +237,7 @@ class _Search:
         return max((plan.end_s(self._model) for plan in plans), default=0.0)
 
     def best(self, *, may_pause: bool) -> list[InstancePlan]:
-        """Widen the excess over the bound until it works, then halve the last interval; with pauses, the first that works will do."""
+        """Widen the excess over the bound until a schedule fits, then bisect the last interval; with pauses, take the first that fits."""
         low = excess = TOLERANCE if may_pause else 0.0
         found = self._by(self._bound_s * (1 + excess), may_pause=may_pause)
         step = _FIRST_EXCESS
@@ -256,7 +254,7 @@ class _Search:
         return found
 
     def _by(self, limit_s: float, *, may_pause: bool) -> list[InstancePlan] | None:
-        """Everything done by this time, or nothing: instance after instance takes the longest that are left."""
+        """Schedule all samples to end by `limit_s`, instance after instance, the longest first; None if they do not fit."""
         remaining = Remaining(self._lengths)
         fillings: list[Filling] = []
         while (head := remaining.at_or_after(0)) < len(self._lengths):
@@ -271,7 +269,7 @@ class _Search:
         return [self._planned(filling) for filling in fillings]
 
     def _fullest(self, remaining: Remaining, longest: int, limit_s: float, *, may_pause: bool) -> Filling | None:
-        """The filling with the most tokens, over a few heights of the slots."""
+        """The filling with the most tokens over a few slot heights."""
         model = self._model
         flat = limit_s / (model.t0_s + model.t1_s * model.max_batch)
         best: Filling | None = None
@@ -286,7 +284,7 @@ class _Search:
         return best
 
     def _planned(self, filling: Filling) -> InstancePlan:
-        """Whole samples as a queue, in the better of two orders; cut ones as they are laid out."""
+        """Turn a filling into a plan: whole samples as a queue, in the better of two orders; paused ones as laid out."""
         pieces = sorted(lay_out(filling, self._lengths, self._model.max_batch), key=lambda piece: (piece.start, piece.sample))
         if not filling.cut:
             by_start = [piece.sample for piece in pieces]

@@ -1,10 +1,9 @@
-"""How long one rollout instance takes for its samples: a decode step that is affine in the batch, and continuous batching.
+"""Model the time of one rollout instance: decode steps that are affine in the batch size, with continuous batching.
 
     t(b) = t0 + t1 b        seconds of a step in which b samples get a token each
 
-An instance works its queue in order: whenever a slot is free, the next sample takes it. In steps that is list scheduling on
-`max_batch` machines, so n samples cost O(n log n), however long they are. Prefill, the growing context and preemption for want of KV
-memory are not in this model.
+An instance works its queue in order: a free slot takes the next sample. In steps that is list scheduling on `max_batch` machines, so n
+samples cost O(n log n), however long they are. Limits: prefill, growing context and preemption for want of KV cache are not modelled.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeModel:
-    """The time of a decode step.
+    """The time of a decode step as a function of the batch size.
 
     The defaults are a 7B model in bf16 on one H200 at about 40% of its memory bandwidth.
     Source: weights 15.2 GB / 4.8 TB/s gives t0 >= 3.2 ms; vLLM and SGLang add launches and sampling.
     """
 
     t0_s: float = 0.008
-    """Of any step: the weights are read once."""
+    """Seconds of any step: the weights are read once."""
     t1_s: float = 0.00008
-    """Added by each sample: its KV cache is read, its token computed."""
+    """Seconds for each sample in the step: its KV cache is read, its token computed."""
     max_batch: int = 128
     """Most samples that run at once."""
 
@@ -51,7 +50,7 @@ class DecodeModel:
         return self.t0_s + self.t1_s * batch
 
     def tokens_per_s(self, batch: float) -> float:
-        """Of one instance that runs this many samples: b / t(b), increasing and concave in b."""
+        """Throughput of an instance that runs this many samples: b / t(b), increasing and concave in b."""
         return batch / self.step_s(batch)
 
     @property
@@ -67,7 +66,7 @@ class DecodeModel:
 
 @dataclass(frozen=True, eq=False)
 class InstanceRun:
-    """What became of an instance's queue. Arrays are [N], in the order of the queue."""
+    """When each sample of an instance's queue runs. Arrays are [N], in the order of the queue."""
 
     start_s: FloatArray
     finish_s: FloatArray
@@ -79,7 +78,7 @@ class InstanceRun:
 
 
 def run_queue(lengths: npt.ArrayLike, model: DecodeModel) -> InstanceRun:
-    """Work a queue with continuous batching, exactly; the end is t0 Z + t1 W, Z the steps and W the tokens.
+    """Run a queue with continuous batching, exactly; the end is t0 Z + t1 W, Z the steps and W the tokens.
 
     Args:
         lengths: int [N], tokens to generate, at least 1 each, in the order of the queue.
@@ -100,13 +99,13 @@ def run_queue(lengths: npt.ArrayLike, model: DecodeModel) -> InstanceRun:
 
 
 def queue_s(lengths: npt.ArrayLike, model: DecodeModel) -> float:
-    """Only the end of `run_queue`."""
+    """Seconds until a queue is empty; the end of `run_queue`."""
     tokens = np.asarray(lengths, np.int64)
     return model.t0_s * num_steps(tokens, model.max_batch) + model.t1_s * int(tokens.sum())
 
 
 def num_steps(lengths: npt.ArrayLike, max_batch: int) -> int:
-    """Steps until a queue is empty."""
+    """Decode steps until a queue is empty."""
     tokens = np.asarray(lengths, np.int64)
     return int((start_steps(tokens, max_batch) + tokens).max(initial=0))
 

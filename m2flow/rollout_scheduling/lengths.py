@@ -1,17 +1,16 @@
-"""How long prompts and answers are: one distribution of groups, by formula or as they were measured.
+"""Describe lengths of prompts and responses in groups: parametric distributions, recorded traces, and statistics of both.
 
-Drawing more groups, or more members, changes none of the earlier ones. Counter-based: splitmix64's finaliser over the words, one after
-the other. Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", and Salmon et al. 2011 for the idea.
+    TRACE.jsonl | RUN_DIR | lognormal:... | mixture:...  --parse_lengths-->  Lengths  --draw-->  int64 [P, G]
 
-Treating a cut length as an end would bias every estimate short, and dropping it even more.
+A draw is a pure function of (seed, step, position of the group, index in the group), so drawing more groups or more members changes none
+of the others. The generator is counter-based: splitmix64's finaliser over these words, one after the other. Sources: Steele, Lea, Flood
+2014, "Fast splittable pseudorandom number generators"; Salmon et al. 2011 for the idea.
 
-TRACE.jsonl | RUN_DIR | lognormal:... | mixture:...  --parse_lengths-->  Lengths  --draw-->  int64 [P, G]
+Responses are truncated at `cap`. A truncated length is right-censored, a lower limit of what the model would have generated, and `survival`
+treats it so: counting it as an end would bias every estimate short, and dropping it even more.
 
-A draw is a pure function of (seed, step, position of the group, index in the group): asking for more groups or members changes none.
-Answers are cut at `cap`; such a length is a lower limit of what the model would have said, and `survival` treats it as one.
-
-Members of a group are alike through a Gaussian copula: log L is a rising function of z = sqrt(icc) z_group + sqrt(1 - icc) z_sample. For
-one lognormal that makes `icc` the intraclass correlation of log length before the cut; for a mixture about that.
+Members of a group are correlated through a Gaussian copula: log L is a rising function of z = sqrt(icc) z_group + sqrt(1 - icc) z_sample.
+For one lognormal `icc` is the intraclass correlation of log length before truncation; for a mixture about that.
 """
 
 from __future__ import annotations
@@ -33,17 +32,19 @@ from m2flow.micro.records.ledger import read_lengths
 
 FloatArray = npt.NDArray[np.float64]
 
+# ---- random numbers by counter
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seed: int, stream: int, step: int, num_groups: int, num_members: int) -> FloatArray:
-    """Numbers in the open interval (0, 1).
+    """Draw uniform numbers in the open interval (0, 1).
 
     Args:
-        seed: of the run.
-        stream: what they are for; two streams are independent.
+        seed: the run's seed.
+        stream: the purpose; streams are independent of each other.
     Returns:
         float64 [P, G].
     """
@@ -55,7 +56,7 @@ def uniforms(seed: int, stream: int, step: int, num_groups: int, num_members: in
 
 
 def normals(seed: int, stream: int, step: int, num_groups: int, num_members: int) -> FloatArray:
-    """Standard normal numbers, float64 [P, G]; they take the streams `stream` and `stream + 1`.
+    """Draw standard normal numbers, float64 [P, G]; uses the streams `stream` and `stream + 1`.
 
     Source: Box and Muller 1958.
     """
@@ -71,14 +72,17 @@ def _mixed(state: np.uint64 | npt.NDArray[np.uint64], word: np.uint64 | npt.NDAr
         return np.asarray(bits ^ (bits >> np.uint64(31)), np.uint64)
 
 
+# ---- survival curves and correlation
+
+
 @dataclass(frozen=True, eq=False)
 class SurvivalCurve:
-    """S(x) = P(L > x), a falling step function. Beyond the last length seen it stays where it is: nothing is known of it."""
+    """S(x) = P(L > x), a falling step function; constant beyond the last length seen, of which nothing is known."""
 
     times: FloatArray
-    """[K], ascending: the lengths at which answers ended, and the longest seen."""
+    """[K], ascending: the lengths at which responses ended, and the longest seen."""
     values: FloatArray
-    """[K], S at and after each."""
+    """[K], S at and after each time."""
 
     def survival(self, tokens: float) -> float:
         at = int(np.searchsorted(self.times, tokens, side="right")) - 1
@@ -87,7 +91,7 @@ class SurvivalCurve:
     def beyond(self, tokens: float) -> float:
         """E[min(L, longest seen) | L > tokens] = tokens + (integral of S from tokens on) / S(tokens).
 
-        What was cut counts as the longest seen, so this is the least that the data allow. `tokens` where S is 0 there.
+        Truncated lengths count as the longest seen, so this is the least that the data allow. `tokens` itself where S is 0.
         """
         left = self.survival(tokens)
         if left <= 0 or tokens >= self.times[-1]:
@@ -99,13 +103,13 @@ class SurvivalCurve:
 
 
 def kaplan_meier(lengths: npt.ArrayLike, is_cut: npt.ArrayLike) -> SurvivalCurve:
-    """The product-limit estimate.
+    """Estimate a survival curve from censored lengths (product-limit estimate).
 
         S(x) = product over t <= x of (1 - ended at t / still there at t)
 
     Args:
-        lengths: [N], at which each answer ended or was cut.
-        is_cut: bool [N].
+        lengths: [N], at which each response ended or was truncated.
+        is_cut: bool [N], whether it was truncated.
     Source:
         Kaplan and Meier 1958; a cut at t counts as after the ends at t.
 
@@ -125,9 +129,9 @@ _Z95 = 1.959964
 
 
 def log_length_icc(groups: Sequence[npt.ArrayLike]) -> Correlation:
-    """The intraclass correlation of log length in groups of lengths, as `icc` has it.
+    """Estimate the intraclass correlation of log length in groups of lengths (see `icc`).
 
-    Lengths that were cut enter as they are, which hides differences beyond the cap.
+    Truncated lengths enter as they are, which hides differences beyond the cap.
 
     >>> log_length_icc([[10, 10, 10], [100, 100, 100], [1000, 1000, 1000]]).icc
     1.0
@@ -136,7 +140,7 @@ def log_length_icc(groups: Sequence[npt.ArrayLike]) -> Correlation:
 
 
 def icc(groups: Sequence[npt.ArrayLike]) -> Correlation:
-    """The intraclass correlation, by one-way analysis of variance.
+    """Estimate the intraclass correlation by one-way analysis of variance.
 
         icc = (MSB - MSW) / (MSB + (k - 1) MSW),   k = (N - sum n_i^2 / N) / (P - 1)
 
@@ -174,19 +178,21 @@ def _icc_of(z: float, k: float) -> float:
     return (grown - 1.0) / (grown + k - 1.0)
 
 
+# ---- lengths of steps, and where they come from
+
 IntArray = npt.NDArray[np.int64]
 
 TRACES = Path(__file__).parent / "traces"
 """Lengths of two public runs. Source: PolyTrace, github.com/Zhou-jiecheng/PolyTrace at 4246156, arXiv 2509.25279."""
 
 MOST_TOKENS = 2**31 - 1
-"""Of a prompt or an answer."""
+"""The most tokens of a prompt or a response."""
 _PROMPTS_STREAM = 11
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """How alike the answers to one prompt are: the intraclass correlation of log length, with its 95% interval."""
+    """The intraclass correlation of log length of the responses to one prompt, with its 95% interval."""
 
     icc: float
     low: float
@@ -196,7 +202,7 @@ class Correlation:
 
 @dataclass(frozen=True, eq=False)
 class StepLengths:
-    """The samples of one step. Groups may differ in size."""
+    """Lengths of the samples of one step. Groups may differ in size."""
 
     prompts: IntArray
     """[P], tokens."""
@@ -205,11 +211,11 @@ class StepLengths:
     groups: IntArray
     """[N], the position of each sample's prompt, ascending."""
     step: int = 0
-    """Which step of the run it is."""
+    """The step's number in the run."""
 
     @classmethod
     def of(cls, prompts: npt.ArrayLike, responses: Sequence[npt.ArrayLike] | npt.ArrayLike, *, step: int = 0) -> StepLengths:
-        """From a row of lengths for each prompt.
+        """Make a step from a row of lengths for each prompt.
 
         >>> StepLengths.of([5, 7], [[10, 20], [30]]).groups.tolist()
         [0, 0, 1]
@@ -226,71 +232,71 @@ class Lengths(ABC):
     """A distribution of lengths in groups."""
 
     name: str
-    """What it was made of, in a line."""
+    """A description in one line."""
     cap: int | None
-    """Tokens at which an answer is cut; None: not known to be."""
+    """Tokens at which responses are truncated; None if no such limit is known."""
 
     @abstractmethod
     def draw(self, num_groups: int, n: int, seed: int, *, step: int = 0) -> IntArray:
-        """Lengths of answers, int64 [P, G], each at least 1."""
+        """Draw lengths of responses, int64 [P, G], each at least 1."""
 
     @abstractmethod
     def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> IntArray:
-        """Lengths of the prompts of the same groups, int64 [P]; n as it was for `draw`."""
+        """Draw lengths of the prompts of the same groups, int64 [P]; n as for `draw`."""
 
     @abstractmethod
     def mean(self) -> float:
-        """Tokens of an answer, cut ones as they are."""
+        """Mean length of a response, truncated ones as they are."""
 
     @abstractmethod
     def survival(self, tokens: float) -> float:
-        """The probability that an answer is longer than this; what is cut counts as longer than the cap is known."""
+        """The probability that a response is longer than this; truncated ones count as censored at the cap."""
 
     @abstractmethod
     def beyond(self, tokens: float) -> float:
-        """E[L | L > tokens], the expected length of an answer that has grown so far; `tokens` itself where nothing is longer."""
+        """E[L | L > tokens], the expected length of a response with this many tokens so far; `tokens` where none is longer."""
 
     @abstractmethod
     def quantile(self, q: float) -> float:
-        """The least length that a share q of the answers does not exceed, cut ones as they are."""
+        """The least length that a share q of the responses does not exceed, truncated ones as they are."""
 
     @abstractmethod
     def correlation(self) -> Correlation:
-        """Of log length in a group: measured if there are groups to measure, as declared otherwise."""
+        """The correlation of log length within a group: measured on recorded groups, otherwise as declared."""
 
     @abstractmethod
     def cut_at(self, tokens: int) -> Lengths:
-        """The same, of which no answer is longer than this."""
+        """The same lengths, truncated at this many tokens."""
 
     @property
     def longest(self) -> int | None:
-        """Tokens that no answer exceeds; None: it may have any number."""
+        """The longest possible response in tokens; None if unbounded."""
         return self.cap
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt that is known of."""
+        """Tokens of the longest known prompt."""
         return 0
 
     def num_steps(self) -> int | None:
-        """How many steps were recorded; None: any number can be drawn."""
+        """The number of recorded steps; None if any number can be drawn."""
         return None
 
     def step(self, index: int, *, num_groups: int, n: int, seed: int) -> StepLengths:
-        """The samples of a step: the recorded one where there is a record, otherwise a draw of `num_groups` x `n`."""
+        """The lengths of a step: the recorded step if there is a record, otherwise a draw of `num_groups` x `n`."""
         return StepLengths.of(self.draw_prompts(num_groups, seed, step=index, n=n), self.draw(num_groups, n, seed, step=index), step=index)
 
 
 def parse_lengths(text: str) -> Lengths:
-    """From what a command line says.
+    """Parse the `--lengths` option.
 
         FILE.jsonl                      a trace: {"step": 0, "prompt_tokens": 112, "response_tokens": [450, 453]} in each line
         dapo-qwen2.5-32b                a trace that comes with m2flow, by name
-        runs/grpo-20260102-030405       what an earlier run generated
+        runs/grpo-20260102-030405       the lengths of an earlier run
         lognormal:median=4000,sigma=0.8,cap=32768,icc=0.3,prompt=512      (mean= in the place of median=)
         mixture:weights=0.7/0.3,median=400/6000,sigma=0.5/0.6,cap=32768
 
-    A trace or a run with `,cap=8192` behind it is cut there.
+    `,cap=8192` behind a trace or a run truncates it there.
 
     Raises:
         SpecError: there is nothing of that name, or it is wrong; with the line.
@@ -314,7 +320,7 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def _recorded(text: str) -> Lengths | None:
-    """Of a run, a file or a trace that comes with m2flow."""
+    """Read a run, a file or a built-in trace; None if there is none of that name."""
 
     path = Path(text)
     if (path / "ledger.db").is_file():
@@ -325,19 +331,21 @@ def _recorded(text: str) -> Lengths | None:
     return read_trace(shipped[text]) if text in shipped else None
 
 
+# ---- parametric distributions
+
 KINDS = ("lognormal", "mixture")
 
 _NORMAL = NormalDist()
 _GROUP, _SAMPLE = 3, 5
 _GRID = np.linspace(-8.0, 8.0, 4001)
-"""Standard normal scores at which the mixture's inverse is tabulated."""
-_HALVINGS = 80
+"""Standard normal scores at which the mixture's quantile function is tabulated."""
+_BISECTIONS = 80
 _MOST_SIGMA = 20.0
-"""Of a logarithm: lengths that differ by a factor of 10^8 are one sigma apart."""
+"""The largest sigma: lengths one sigma apart differ by a factor of about 10^8."""
 
 
 class Mixture(Lengths):
-    """log L is normal(mu_k, sigma_k) with probability w_k; rounded up to whole tokens, cut at `cap`."""
+    """A lognormal mixture: log L is normal(mu_k, sigma_k) with probability w_k; rounded up to whole tokens, truncated at `cap`."""
 
     def __init__(
         self,
@@ -374,11 +382,11 @@ class Mixture(Lengths):
         return np.asarray(np.clip(tokens, 1, self.cap if self.cap is not None else 1 << 62), np.int64)
 
     def draw_prompts(self, num_groups: int, seed: int, *, step: int = 0, n: int = 1) -> IntArray:
-        """All the same: the distribution says nothing of prompts."""
+        """All prompts have the same length."""
         return np.full(num_groups, self._prompt_tokens, np.int64)
 
     def mean(self) -> float:
-        """Before rounding up.
+        """The mean before rounding up.
 
         E[min(L, c)] = sum_k w_k (exp(mu + sigma^2/2) F((ln c - mu)/sigma - sigma) + c (1 - F((ln c - mu)/sigma)))
         """
@@ -430,7 +438,7 @@ class Mixture(Lengths):
         high = max(mu + z * sigma for mu, sigma in zip(self._mus, self._sigmas, strict=True))
         if high - low < 1e-12:
             return low
-        for _ in range(_HALVINGS):
+        for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             low, high = (middle, high) if self._above(middle) > wanted else (low, middle)
         return (low + high) / 2
@@ -445,7 +453,7 @@ def lognormal(
     icc: float = 0.0,
     prompt_tokens: int = 256,
 ) -> Mixture:
-    """A normal(ln median, sigma^2) log length, with mean = median exp(sigma^2 / 2) before the cut.
+    """Make a lognormal distribution, whose mean before truncation is median exp(sigma^2 / 2).
 
     >>> lognormal(median=4000, sigma=0.8).quantile(0.5)
     4000.0
@@ -457,10 +465,10 @@ def lognormal(
 
 
 def parse(kind: str, options: str) -> Mixture:
-    """What follows the colon of `lognormal:...` or `mixture:...`.
+    """Parse what follows the colon of `lognormal:...` or `mixture:...`.
 
     Raises:
-        SpecError: an option that there is not, or a value that it can't take.
+        SpecError: an unknown option, or an invalid value.
     """
     known = (
         ("median", "mean", "sigma", "cap", "icc", "prompt")
@@ -523,15 +531,17 @@ def _check(
         raise SpecError(f"prompt={prompt_tokens} is no number of tokens")
 
 
+# ---- recorded lengths
+
 _WHICH_GROUP, _WHICH_MEMBER = 1, 2
 _KEYS = {"step", "prompt_tokens", "response_tokens"}
 
 
 class Measured(Lengths):
-    """Recorded groups. `step` gives a recorded step as it was; `draw` picks recorded groups, so it keeps how alike their members are.
+    """Recorded groups: `step` returns a recorded step, `draw` resamples recorded groups and so keeps the correlation of their members.
 
-    A group of more than n members gives n of them without repetition. Smaller ones are of other calls (an evaluation asks once): only
-    where there are no others are they drawn, and some of their members come again.
+    A group of more than n members gives n of them without repetition. Smaller groups belong to other calls (an evaluation samples once):
+    they are drawn only where there are no others, with some of their members repeated.
     """
 
     def __init__(
@@ -601,7 +611,7 @@ class Measured(Lengths):
         return float(np.quantile(self._all, q, method="inverted_cdf"))
 
     def correlation(self) -> Correlation:
-        """Of the steps together, each step's mean taken off, so that a policy whose answers grow does not look like groups."""
+        """The correlation over all steps, with each step's mean removed: responses that grow over training would look like groups."""
         rows = []
         for positions in self._steps.values():
             logs = [np.log(self._groups[position]) for position in positions]
@@ -614,7 +624,7 @@ class Measured(Lengths):
 
     @property
     def num_cut(self) -> int:
-        """How many answers were cut."""
+        """The number of truncated responses."""
         return self._num_cut
 
     def step(self, index: int, *, num_groups: int = 0, n: int = 0, seed: int = 0) -> StepLengths:
@@ -636,12 +646,12 @@ class Measured(Lengths):
 
 
 def read_trace(path: Path, cap: int | None = None) -> Measured:
-    """A file of JSON lines, a prompt group in each: `{"step": int, "prompt_tokens": int, "response_tokens": [int, ...]}`.
+    """Read a file of JSON lines, one prompt group in each: `{"step": int, "prompt_tokens": int, "response_tokens": [int, ...]}`.
 
     Args:
-        cap: the run's limit; lengths at it were cut. By default the longest length, if more than one answer has it.
+        cap: the run's token limit; lengths at it were truncated. By default the longest length, if more than one response has it.
     Raises:
-        SpecError: a line that is not such a group, by its number; or no line at all.
+        SpecError: a line is not such a group (with its number), or there is none.
     """
     steps, prompts, groups = [], [], []
     try:
@@ -664,10 +674,10 @@ def read_trace(path: Path, cap: int | None = None) -> Measured:
 
 
 def from_run(run_dir: Path) -> Measured:
-    """All that a run generated, filtered and over-sampled answers too; what was aborted or hit the limit counts as cut.
+    """Read the lengths that a run generated, filtered and over-sampled ones too; aborted and truncated ones are censored.
 
     Raises:
-        SpecError: it has no ledger, or no sample.
+        SpecError: it has no ledger, or no samples.
     """
     rows: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = {}
     for call, prompt, step, num_prompt, num_generated, is_cut in read_lengths(run_dir):

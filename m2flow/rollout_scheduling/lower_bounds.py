@@ -1,4 +1,4 @@
-"""How long any schedule must take for the samples of a step, whatever it knows: four lower bounds on the makespan.
+"""Compute lower bounds on the makespan of a rollout, which hold for any schedule whatever it knows.
 
 Lengths L1 >= L2 >= ... of N samples, W their sum, n instances of the decode model t(b) = t0 + t1 b with at most B samples at once:
 
@@ -7,7 +7,7 @@ Lengths L1 >= L2 >= ... of N samples, W their sum, n instances of the decode mod
     k-longest           max_k (L1 + ... + Lk) / R_k              holds with free migration
     no migration        the fractional bound of `fractional_s`   each sample stays where it begins
 
-Decode alone: prefill, switches and weight syncs come on top.
+The bounds are for decode alone: prefill, engine switches and weight syncs come on top.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from m2flow.rollout_scheduling.decode_model import DecodeModel, FloatArray
 
 _HALVINGS = 60
 _SAFETY = 1e-12
-"""Relative; what rounding may add to a bound is taken off, so that no makespan is below it."""
+"""Relative amount by which bounds are lowered against rounding, so that no makespan falls below them."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class RolloutBounds:
 
     @property
     def with_migration_s(self) -> float:
-        """Of any schedule. (The k-longest bound contains the other two.)"""
+        """The bound on schedules that may migrate samples. (The k-longest bound contains the other two.)"""
         return max(self.longest_s, self.work_s, self.k_longest_s)
 
     @property
     def no_migration_s(self) -> float:
-        """Of any schedule that leaves each sample on the instance where it began."""
+        """The bound on schedules that leave each sample on the instance where it began."""
         return max(self.fractional_s, self.longest_s)
 
 
 def rollout_bounds(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int) -> RolloutBounds:
-    """All four.
+    """Compute all four bounds.
 
     >>> found = rollout_bounds([4, 2, 2], DecodeModel(1.0, 0.5, max_batch=2), 2)
     >>> [round(bound_s, 3) for bound_s in (found.longest_s, found.work_s, found.k_longest_s, found.fractional_s)]
@@ -61,17 +61,17 @@ def rollout_bounds(lengths: npt.ArrayLike, model: DecodeModel, num_instances: in
 
 
 def longest_s(lengths: npt.ArrayLike, model: DecodeModel) -> float:
-    """(t0 + t1) max L: the longest sample, alone on an instance."""
+    """The longest sample, alone on an instance: (t0 + t1) max L."""
     return model.alone_token_s * int(np.max(np.asarray(lengths, np.int64), initial=0)) * (1 - _SAFETY)
 
 
 def work_s(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int) -> float:
-    """(t0/B + t1) sum L / n: every instance full until the end."""
+    """All instances full until the end: (t0/B + t1) sum L / n."""
     return model.best_token_s * int(np.sum(np.asarray(lengths, np.int64))) / _checked(num_instances) * (1 - _SAFETY)
 
 
 def k_longest_s(lengths: npt.ArrayLike, model: DecodeModel, num_instances: int) -> float:
-    """The k longest samples at the best rate that k samples can have, for the worst k; samples may move freely.
+    """The k longest samples at the best rate that k samples can have, for the worst k; samples may migrate freely.
 
         max_k (L1 + ... + Lk) / R_k,   R_k = r f(q + 1) + (n - r) f(q),   f(b) = b / t(b),   k = q n + r
 

@@ -1,8 +1,8 @@
-"""Ways to schedule a rollout whose lengths are not known, one a file, by name.
+"""Find scheduling policies and length predictors by name, and combine those that a cluster spec asks for.
 
     rollout: {policy: [group-completing, longest-first, "adaptive-concurrency:high=0.85"]}       in a cluster spec
 
-A user's own is a subclass of `m2flow.rollout_scheduling.policy.Policy`, named FILE.py:CLASS wherever a name is asked for.
+A user's policy is a subclass of `m2flow.rollout_scheduling.policy.SchedulingPolicy`; FILE.py:CLASS names it wherever a name is expected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from m2flow.rollout_scheduling.queue_policies import (
 from m2flow.rollout_scheduling.tail_policies import Adaptive, Gather, Repack
 
 FIRST_COME = FirstCome.name
-"""What is done without a policy."""
+"""The default policy."""
 
 POLICIES: Mapping[str, type[SchedulingPolicy]] = {
     of.name: of
@@ -53,7 +53,7 @@ POLICIES: Mapping[str, type[SchedulingPolicy]] = {
         Adaptive,
     )
 }
-"""By name."""
+"""Name -> class."""
 
 PREDICTORS: Mapping[str, Callable[[], Predictor]] = {
     "siblings": Siblings,
@@ -61,11 +61,11 @@ PREDICTORS: Mapping[str, Callable[[], Predictor]] = {
     "prompt-buckets": PromptBuckets,
     "oracle": Oracle,
 }
-"""Name -> how to make it."""
+"""Name -> factory."""
 
 
 def make_predictor(name: str) -> Predictor:
-    """By name.
+    """Make the predictor of this name.
 
     Raises:
         SpecError: there is none.
@@ -76,10 +76,10 @@ def make_predictor(name: str) -> Predictor:
 
 
 def make_policy(text: str, predictor: Predictor) -> SchedulingPolicy:
-    """By name, with numbers after a colon (`admission:target=0.5`); or the user's own class, FILE.py:CLASS.
+    """Make a policy from its name, with options after a colon (`admission:target=0.5`), or from a user's class, FILE.py:CLASS.
 
     Raises:
-        SpecError: there is none, it takes no such number, or the file can't be used.
+        SpecError: there is none, it has no such option, or the file can't be used.
     """
     name, numbers = _parsed(text)
     made = POLICIES[name] if name in POLICIES else _own(name)
@@ -92,10 +92,10 @@ def make_policy(text: str, predictor: Predictor) -> SchedulingPolicy:
 
 
 def make_policies(names: Sequence[str], predictor: str) -> SchedulingPolicy:
-    """One policy of several, which share a predictor.
+    """Make several policies, which share a predictor, and combine them into one.
 
     Raises:
-        SpecError: there is no such policy or predictor, or two of them hand out samples by themselves.
+        SpecError: there is no such policy or predictor, or two of the policies dispatch samples themselves.
     """
     learned = make_predictor(predictor)
     made = [make_policy(name, learned) for name in names]
@@ -109,16 +109,16 @@ def make_policies(names: Sequence[str], predictor: str) -> SchedulingPolicy:
 
 
 REPORT_EVERY = 32
-"""Turns of decoding: a fraction of a second with most models."""
+"""Decode turns between two load reports: a fraction of a second with most models."""
 
 
 def report_every(names: Sequence[str], predictor: str, *, turns: int = REPORT_EVERY) -> int:
-    """After how many turns of decoding engines have to say how full they are; 0: no policy asks."""
+    """Decode turns between two load reports of an engine; 0 if no policy reads them."""
     return turns if names and make_policies(names, predictor).needs_reports else 0
 
 
 def _parsed(text: str) -> tuple[str, dict[str, float]]:
-    """A name, and the numbers behind it."""
+    """Split a policy's text into its name and its options."""
     name, colon, rest = text.rpartition(":")
     if not colon or "=" not in rest:
         return text, {}
@@ -133,7 +133,7 @@ def _parsed(text: str) -> tuple[str, dict[str, float]]:
 
 
 def _own(name: str) -> type[SchedulingPolicy]:
-    """The class of a user's file."""
+    """Load a user's policy class from FILE.py:CLASS."""
     file, colon, wanted = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         hint = did_you_mean(name, POLICIES, f"There are {', '.join(POLICIES)}; a class of your own is FILE.py:CLASS.")
@@ -150,7 +150,9 @@ def _own(name: str) -> type[SchedulingPolicy]:
         ) from error
     found = getattr(module, wanted, None)
     if not (isinstance(found, type) and issubclass(found, SchedulingPolicy)):
-        raise SpecError(f"{wanted} in {file} is not a Policy", now="Give a subclass of m2flow.rollout_scheduling.policy.Policy.")
+        raise SpecError(
+            f"{wanted} in {file} is not a SchedulingPolicy", now="Give a subclass of m2flow.rollout_scheduling.policy.SchedulingPolicy."
+        )
     if not hasattr(found, "name"):
         found.name = wanted
     return found

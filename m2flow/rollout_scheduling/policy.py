@@ -1,18 +1,16 @@
-"""What a scheduling policy is asked, and what it may know; and several policies as one.
+"""Define the interface of a scheduling policy, what it may know (`Seen`), and how several policies combine into one.
 
-Seen --Policy--> what goes first, where, how much at once, what moves
+    Seen --SchedulingPolicy--> order, admission, instance and migration of the samples of one `generate` call
 
-A policy chooses order, place and time, and nothing else: whatever it says, each sample is generated once, by weights that its call may
-use, and has the tokens that it would have had. So a bad policy costs time and no more. Samples and instances are numbers from 0 on.
+A policy chooses order, place and time only. Whatever it answers, each sample is generated once, by weights that its call may use, and has
+the tokens that it would have had, so a bad policy costs time and nothing else. Samples and instances are numbers from 0 on.
 
-A subclass answers the questions that it has an opinion on, and leaves the others alone; so several go together (`composed`): ranks
-count in their order, a sample starts if all allow it, the first that hands samples out by itself does so, and any may move samples.
-Pure: no input or output, no clock, no randomness but of a seed of its own.
+A subclass overrides the methods on which it has an opinion; the defaults leave the rest open. `composed` combines policies: ranks compare
+in the order of the policies, a sample starts if all policies allow it, the first policy with `next_sample` dispatches, any may migrate.
+Policies are pure: no input or output, no clock, no randomness except from a seed of their own.
 
-ranks, compared one after the other  --heap-->  the next sample;   all must allow it;   the first who has his own queue is asked instead
-
-A sample's place in the heap is that of the rank which it had last; policies say whose rank has changed. A change of many makes the heap
-anew, so handing out n samples costs n log n and what the policies themselves take.
+Waiting samples are kept in a heap by the rank that they had last; policies report whose rank has changed (`reranked`). Many changes at
+once rebuild the heap, so dispatching n samples costs O(n log n) and the policies' own time.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from m2flow.rollout_scheduling.decode_model import DecodeModel
 
 
 class Move(NamedTuple):
-    """A running sample goes on elsewhere."""
+    """Migrate a running sample to another instance."""
 
     sample: int
     to: int
@@ -35,31 +33,31 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class MoveCost:
-    """What it takes to go on elsewhere: nothing is copied, the prefix is computed again there, and stalls whatever else runs there.
+    """The cost of migrating a sample: no KV cache is copied; the target repeats the prefill, which stalls whatever runs there.
 
     Source: 2 x 7e9 FLOP a token at 40% of an H100's 989 TFLOP/s (bf16) is 35 microseconds a token.
     """
 
     fixed_s: float = 0.05
-    """Abort here, submit there; only the sample waits."""
+    """Abort at the source and submit to the target; only this sample waits."""
     token_s: float = 35e-6
-    """For each token of the prompt and of what was generated; the instance that takes it in does nothing else."""
+    """For each token of the prompt and of the response so far; the target does nothing else meanwhile."""
 
 
 class Load(NamedTuple):
-    """How full an engine is, as it says itself now and then."""
+    """The load of an engine, as of its last report."""
 
     num_running: int
     num_queued: int
-    """Samples that it has no room for yet."""
+    """Samples that wait inside the engine for room."""
     kv_used: int
-    """Tokens in its key/value cache, or reserved there."""
+    """Tokens in its KV cache, or reserved there."""
     kv_capacity: int
-    """Tokens that the cache holds; 0: the engine does not say."""
+    """Tokens that the cache holds; 0 if the engine does not report it."""
 
     @property
     def kv_share(self) -> float:
-        """Of the cache that is in use; 0 if the engine does not say."""
+        """The share of the cache in use; 0 if the engine does not report its capacity."""
         return self.kv_used / self.kv_capacity if self.kv_capacity else 0.0
 
 
@@ -69,7 +67,7 @@ def _nothing_known(sample: int) -> int:
 
 @dataclass
 class Seen:
-    """What a policy may know of the samples that one call generates. Nothing here is to be changed by it."""
+    """The state of one call's samples, as far as a policy may know it. Policies read it and never change it."""
 
     model: DecodeModel
     num_instances: int
@@ -80,41 +78,41 @@ class Seen:
     members: Sequence[Sequence[int]]
     """[P], the samples of each prompt."""
     cap: int | None
-    """Tokens at which an answer is cut."""
+    """Tokens at which a response is truncated."""
     earlier: Sequence[Sequence[int]]
-    """[P], lengths of answers that the same prompts had in earlier epochs; empty where there were none."""
+    """[P], lengths of the responses to the same prompts in earlier epochs; empty where there were none."""
     move_cost: MoveCost
     difficulties: Sequence[str] = ()
-    """[P], how hard prompts are said to be: the same words for the same difficulty, "" where nobody says; or empty: of none."""
+    """[P], a label of each prompt's difficulty, "" where it has none; or empty if no prompt has one."""
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Samples that nobody has, in the order in which they were asked for; those that are to go on elsewhere are not among them."""
+    """Samples on no instance, in the order of arrival; migrating samples are not among them."""
     finished: dict[int, int] = field(default_factory=dict)
     """Sample -> its length."""
     loads: list[int] = field(default_factory=list)
-    """[n], samples on each instance, on their way to it included."""
+    """[n], samples on each instance, including those that migrate to it."""
     place: dict[int, int] = field(default_factory=dict)
     """Sample -> the instance where it runs."""
     oldest: Mapping[int, int] = field(default_factory=dict)
-    """Sample -> the oldest version among its tokens, of one that an earlier call has left."""
+    """Partial rollout of an earlier call -> the oldest weight version among its tokens."""
     reports: dict[int, Load] = field(default_factory=dict)
-    """Instance -> what its engine said last; empty where engines say nothing."""
+    """Instance -> its last load report; empty where engines report nothing."""
     has_reports: bool = False
-    """Whether engines will say how full they are: not in the study."""
+    """Whether engines report their load; they do not in the study."""
     behind: int = 0
-    """Versions that the trainer is behind what sequential execution would generate with; 0 without staleness."""
+    """Weight versions by which the trainer lags behind sequential execution; 0 without staleness."""
     num_wanted: int = 0
-    """Groups that the call is to give."""
+    """Groups that the call returns."""
     num_rejected: int = 0
-    """Groups that a filter has refused so far: as many more will have to begin."""
+    """Groups that a filter has rejected so far; as many more have to begin."""
     lost: set[int] = field(default_factory=set)
-    """Instances that are gone."""
+    """Instances that have failed."""
     tokens_so_far: Callable[[int], int] = _nothing_known
-    """Of a running sample; as of the last report."""
+    """Tokens of a running sample, as of the last report."""
     known: Sequence[int] | None = None
-    """[N], the lengths that samples will have; None but where a simulation asks what knowing them would be worth."""
+    """[N], the lengths that samples will have; None except in a simulation with an oracle."""
 
     def running(self, instance: int) -> list[int]:
-        """The samples of an instance."""
+        """The samples that run on an instance."""
         return [sample for sample, where in self.place.items() if where == instance]
 
     @property
@@ -123,70 +121,70 @@ class Seen:
 
 
 class SchedulingPolicy:
-    """Answers what it has an opinion on.
+    """Base class of scheduling policies: override what the policy decides.
 
-    It serves one call's samples at a time, from `begin` to `end`, and may learn from one to the next.
+    A policy serves one call's samples at a time, from `begin` to `end`, and may learn from one call for the next.
     """
 
     name: str
     needs_reports: bool = False
-    """Whether it goes by what engines say of themselves while they run: `Seen.reports` and `Seen.tokens_so_far`."""
+    """Whether it reads the engines' load reports: `Seen.reports` and `Seen.tokens_so_far`."""
     seen: Seen
 
     def begin(self, seen: Seen) -> None:
-        """Before the first sample; and again if samples join that an earlier call has left."""
+        """Called before the first sample, and again if partial rollouts of an earlier call join."""
         self.seen = seen
 
     def added(self, samples: Sequence[int]) -> None:
-        """These wait too, from now on: their prompts have come, or who had them is lost."""
+        """Called when samples start to wait: their prompts have arrived, or their instance has failed."""
 
     def rank(self, sample: int) -> float | tuple[float, ...]:
-        """What goes first: the lowest. Of equals, who was asked for first."""
+        """The priority of a waiting sample: the lowest starts first, ties in the order of arrival."""
         return 0.0
 
     def reranked(self) -> Iterable[int]:
-        """Waiting samples whose rank is another than before; asked before ranks are used."""
+        """Waiting samples whose rank has changed; called before ranks are used."""
         return ()
 
     def allows(self, sample: int, instance: int) -> bool:
-        """Whether this sample may start there now. If not, the instance gets nothing until something changes."""
+        """Whether the sample may start on the instance now. If not, the instance stays as it is until something changes."""
         return True
 
     def next_sample(self, instance: int) -> int | None:
-        """Hand out by oneself: which waiting sample this instance takes next; None: none, until something changes.
+        """Choose the waiting sample that the instance runs next; None leaves the slot free until something changes.
 
-        It may be asked again before the sample is gone from `seen.waiting`. Without this method ranks decide.
+        It may be called again before the sample has left `seen.waiting`. Policies without this method are dispatched by rank.
         """
         raise NotImplementedError
 
     def started(self, sample: int, instance: int) -> None:
-        """A sample that waited is given to this instance."""
+        """Called when a waiting sample is dispatched to the instance."""
 
     def ended(self, sample: int, length: int) -> None:
-        """A sample is done."""
+        """Called when a sample has ended."""
 
     def reported(self, instance: int) -> None:
-        """`seen.reports[instance]` is new."""
+        """Called when `seen.reports[instance]` is new."""
 
     def moves(self) -> Sequence[Move]:
-        """After samples have ended, or engines have reported: which running samples go on elsewhere."""
+        """Running samples to migrate; called after samples have ended or engines have reported."""
         return ()
 
     def end(self) -> None:
-        """After the last sample. Lengths of samples that were given up before their end are not known."""
+        """Called after the last sample. Lengths of samples aborted before their end are not known."""
 
 
-def has_own(policy: SchedulingPolicy, question: str) -> bool:
-    """Whether a policy answers a question by itself."""
-    return getattr(type(policy), question) is not getattr(SchedulingPolicy, question)
+def has_own(policy: SchedulingPolicy, method: str) -> bool:
+    """Whether a policy overrides this method."""
+    return getattr(type(policy), method) is not getattr(SchedulingPolicy, method)
 
 
 _MANY = 8
-"""If more than one in so many ranks has changed, the heap is made anew."""
+"""If more than one in this many ranks has changed, the heap is rebuilt."""
 
 
 def composed(policies: Sequence[SchedulingPolicy]) -> SchedulingPolicy:
-    """One policy that hands out as these do together: itself, if there is one and it needs no queue."""
+    """Combine policies into one; a single policy that dispatches by itself is returned as it is."""
     if len(policies) == 1 and has_own(policies[0], "next_sample") and not has_own(policies[0], "allows"):
         return policies[0]
     return Composed(policies)
@@ -194,7 +192,7 @@ def composed(policies: Sequence[SchedulingPolicy]) -> SchedulingPolicy:
 
 @final
 class Composed(SchedulingPolicy):
-    """Of any number, also of none: first come, first served."""
+    """Several policies as one; none at all is first come, first served."""
 
     def __init__(self, policies: Sequence[SchedulingPolicy]) -> None:
         self.parts = tuple(policies)
@@ -204,15 +202,15 @@ class Composed(SchedulingPolicy):
         self._changing = [part for part in policies if has_own(part, "reranked")]
         self._allowing = [part for part in policies if has_own(part, "allows")]
         self._moving = [part for part in policies if has_own(part, "moves")]
-        self._growing = [part for part in policies if has_own(part, "added")]
+        self._adding = [part for part in policies if has_own(part, "added")]
         self._starting = [part for part in policies if has_own(part, "started")]
-        self._listening = [part for part in policies if has_own(part, "ended")]
-        self._own = next((part for part in policies if has_own(part, "next_sample")), None)
+        self._ending = [part for part in policies if has_own(part, "ended")]
+        self._dispatching = next((part for part in policies if has_own(part, "next_sample")), None)
         self._heap: list[tuple[tuple[float, ...], int, int]] | None = None
-        """Rank, turn and sample; None: to be made. An entry counts if the rank is the sample's."""
+        """(rank, turn, sample); None until it is built. An entry is valid if its rank is the sample's current one."""
         self._rank_of: dict[int, tuple[float, ...]] = {}
         self._turn: dict[int, int] = {}
-        """Sample -> how many were asked for before it."""
+        """Sample -> its position in the order of arrival."""
 
     def begin(self, seen: Seen) -> None:
         self.seen = seen
@@ -221,15 +219,15 @@ class Composed(SchedulingPolicy):
         self._heap, self._rank_of, self._turn = None, {}, {}
 
     def added(self, samples: Sequence[int]) -> None:
-        for part in self._growing:
+        for part in self._adding:
             part.added(samples)
         if self._heap is not None:
             for sample in samples:
-                self._rank_of.pop(sample, None)  # It may have been here before, and its entry be gone.
-                self._enter(sample)
+                self._rank_of.pop(sample, None)  # It may have waited before, and its entry have been popped.
+                self._push(sample)
 
     def next_sample(self, instance: int) -> int | None:
-        sample = self._own.next_sample(instance) if self._own is not None else self._first()
+        sample = self._dispatching.next_sample(instance) if self._dispatching is not None else self._first()
         return sample if sample is not None and self.allows(sample, instance) else None
 
     def allows(self, sample: int, instance: int) -> bool:
@@ -240,7 +238,7 @@ class Composed(SchedulingPolicy):
             part.started(sample, instance)
 
     def ended(self, sample: int, length: int) -> None:
-        for part in self._listening:
+        for part in self._ending:
             part.ended(sample, length)
 
     def reported(self, instance: int) -> None:
@@ -266,11 +264,11 @@ class Composed(SchedulingPolicy):
         for part in self._changing:
             changed.update(part.reranked())
         if self._heap is None or len(changed) * _MANY > len(waiting):
-            self._order()
+            self._rebuild()
         else:
             for sample in changed:
                 if sample in waiting:
-                    self._enter(sample)
+                    self._push(sample)
         assert self._heap is not None
         while self._heap:
             rank, _, sample = self._heap[0]
@@ -279,15 +277,15 @@ class Composed(SchedulingPolicy):
             heapq.heappop(self._heap)
         return None
 
-    def _order(self) -> None:
-        """All that wait, anew."""
+    def _rebuild(self) -> None:
+        """Rebuild the heap from all waiting samples."""
         for sample in self.seen.waiting:
             self._turn.setdefault(sample, len(self._turn))
         self._rank_of = {sample: self._rank(sample) for sample in self.seen.waiting}
         self._heap = [(rank, self._turn[sample], sample) for sample, rank in self._rank_of.items()]
         heapq.heapify(self._heap)
 
-    def _enter(self, sample: int) -> None:
+    def _push(self, sample: int) -> None:
         assert self._heap is not None
         rank = self._rank(sample)
         if self._rank_of.get(sample) != rank:

@@ -1,15 +1,17 @@
-"""Predict lengths that are not known yet: from nothing but earlier steps, up to siblings and earlier answers.
+"""Predict the lengths of samples that have not ended, from earlier steps, earlier epochs and siblings of the same prompt.
 
-Seen, samples that ended  --Predictor-->  E[length | known so far], and scenarios: whole rollouts that may happen
+    Seen, samples that ended  --Predictor-->  E[length | known so far], and scenarios: whole rollouts that may happen
 
-A predictor is worth what a policy makes of it: it is judged by regret (`study`), not by its error. Cut lengths count as longer.
+A predictor is judged by the regret of a policy that uses it (`study`), not by its error. Truncated lengths count as censored.
 
-log L = m + d(difficulty) + g(prompt) + e(sample),   g ~ normal(0, icc s^2),   e ~ normal(0, (1 - icc) s^2)
+`Siblings` fits a hierarchical lognormal model:
 
-m and s are fitted to earlier steps with cut lengths as cut, icc is the most likely one of a grid. d is what prompts of one difficulty were
-longer by in earlier steps, drawn towards 0 where there were few; 0 where nobody says how hard a prompt is. Then g has a posterior for
-each prompt, on the nodes of a quadrature: an answer of length l counts with its density, one that runs still, or was cut, with its
-survival. So a prompt's own answers outweigh its difficulty as they come. With icc = 0 siblings say nothing, and nothing is made of them.
+    log L = m + d(difficulty) + g(prompt) + e(sample),   g ~ normal(0, icc s^2),   e ~ normal(0, (1 - icc) s^2)
+
+m and s are fitted to earlier steps with censoring, icc is the most likely value of a grid. d is by how much responses to prompts of one
+difficulty were longer in earlier steps, shrunk towards 0 where there were few, and 0 for prompts without a label. g has a posterior for
+each prompt on the nodes of a quadrature: a response of length l counts with its density, one that still runs or was truncated with its
+survival. So a prompt's own responses outweigh its difficulty as they arrive. With icc = 0 siblings carry no information and are not used.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from m2flow.rollout_scheduling.policy import Seen
 
 _LOW, _HIGH, _SPACING = -12.0, 40.0, 0.005
 _FAR = 30.0
-"""From here on the tail is the first term of its asymptotic series; erfc is still exact."""
+"""The score from which the tail is the first term of its asymptotic series; erfc is still exact there."""
 
 _SCORES = np.arange(_LOW, _HIGH + _SPACING, _SPACING)
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -38,12 +40,12 @@ _LOG_TAILS = np.array(
 
 
 def log_density(z: FloatArray) -> FloatArray:
-    """Ln phi(z)."""
+    """Log density of the standard normal distribution, ln phi(z)."""
     return np.asarray(-0.5 * z * z - _HALF_LOG_2PI, np.float64)
 
 
 def log_tail(z: FloatArray) -> FloatArray:
-    """Ln Q(z), by interpolation; the same beyond 40 as at 40.
+    """Log upper tail of the standard normal distribution, ln Q(z), by interpolation; constant beyond 40.
 
     >>> float(np.exp(log_tail(np.array(0.0))).round(6))
     0.5
@@ -52,15 +54,15 @@ def log_tail(z: FloatArray) -> FloatArray:
 
 
 def hazard(z: FloatArray) -> FloatArray:
-    """phi(z) / Q(z)."""
+    """Hazard of the standard normal distribution, phi(z) / Q(z)."""
     inside = np.minimum(z, _HIGH)
     return np.asarray(np.exp(log_density(inside) - log_tail(inside)), np.float64)
 
 
 def fit_cut_normal(seen: FloatArray, cut: FloatArray, *, num_rounds: int = 40) -> tuple[float, float]:
-    """Mean and standard deviation of a normal distribution of which some values are known only to be larger than `cut`.
+    """Fit the mean and standard deviation of a normal distribution to values of which those in `cut` are right-censored.
 
-    Expectation and maximisation: a cut value stands for E[y | y > c] = m + s h, E[y^2 | y > c] = m^2 + s^2 + s (c + m) h, h the hazard
+    Expectation-maximisation: a censored value stands for E[y | y > c] = m + s h, E[y^2 | y > c] = m^2 + s^2 + s (c + m) h, h the hazard
     at (c - m)/s.
 
     Source:
@@ -78,13 +80,13 @@ def fit_cut_normal(seen: FloatArray, cut: FloatArray, *, num_rounds: int = 40) -
 
 
 NUM_STEPS_KEPT = 4
-"""Earlier steps that are learned from: a policy's answers change in length as it trains."""
+"""Earlier steps to learn from; few, because the lengths of a policy's responses change as it trains."""
 
 _NUM_BUCKETS = 8
 
 
 class Past(NamedTuple):
-    """The samples of a step that is over, as far as they came."""
+    """The samples of a completed step, with the lengths that they reached."""
 
     lengths: FloatArray
     """[M]."""
@@ -93,15 +95,15 @@ class Past(NamedTuple):
     groups: npt.NDArray[np.int64]
     """[M]."""
     is_cut: npt.NDArray[np.bool_]
-    """[M]: longer than that, by an unknown amount."""
+    """[M], whether the length is censored: the sample was aborted while it ran."""
 
     def cut_at(self, cap: int | None) -> npt.NDArray[np.bool_]:
-        """[M], those at the cap too."""
+        """Whether each length is censored, [M], including those at the cap."""
         return np.asarray(self.is_cut | (self.lengths >= (cap if cap is not None else np.inf)), np.bool_)
 
 
 def past_of(seen: Seen) -> Past:
-    """What is known of a step's samples now."""
+    """Collect the lengths that a step's samples have reached now."""
     lengths, is_cut = np.zeros(len(seen.groups)), np.zeros(len(seen.groups), bool)
     for sample in seen.place:
         lengths[sample], is_cut[sample] = seen.tokens_so_far(sample), True
@@ -113,13 +115,13 @@ def past_of(seen: Seen) -> Past:
 
 
 class Predictor(ABC):
-    """Learns from steps that are over; within a step it sees what ends and how far the others are."""
+    """Predicts lengths from completed steps, and within a step from finished samples and the progress of running ones."""
 
     name: str
 
     def __init__(self) -> None:
         self.earlier_steps: list[Past] = []
-        """The last one last."""
+        """Oldest first."""
         self.cap: int | None = None
 
     def begin(self, seen: Seen) -> None:
@@ -128,7 +130,7 @@ class Predictor(ABC):
         self._is_over = False
 
     def end(self) -> None:
-        """A step is over. Samples that were given up count as longer than they are, if they have tokens; told twice, it is told once."""
+        """Learn from the step at its end; aborted samples with tokens count as censored. Idempotent."""
         if not self._is_over:
             self._is_over = True
             past = past_of(self.seen)
@@ -136,30 +138,30 @@ class Predictor(ABC):
                 self.learn(past)
 
     def learn(self, past: Past) -> None:
-        """From a step that is over."""
+        """Learn from a completed step."""
         self.earlier_steps = [*self.earlier_steps, past][-NUM_STEPS_KEPT:]
 
     @property
     def is_blind(self) -> bool:
-        """Whether it has seen no length yet."""
+        """Whether it has seen no lengths yet."""
         return not self.earlier_steps
 
     @property
     @abstractmethod
     def is_informed(self) -> bool:
-        """Whether it can tell samples apart."""
+        """Whether its predictions differ between samples."""
 
     @abstractmethod
     def expected(self) -> FloatArray:
-        """[N], E[length | known so far], at least what is generated."""
+        """Expected length of each sample, [N], given what is known so far; at least what it has generated."""
 
     @abstractmethod
     def scenarios(self, num: int) -> FloatArray:
-        """[num, N], lengths as they may turn out, given what was known when the step began; the same each time."""
+        """Draw lengths, [num, N], given what was known when the step began; deterministic."""
 
 
 class EarlierSteps(Predictor):
-    """All samples alike: the survival curve of earlier steps. A running one that has grown is expected to grow on."""
+    """Predicts all samples alike, by the survival curve of earlier steps given the tokens so far."""
 
     name = "earlier-steps"
 
@@ -190,14 +192,14 @@ class EarlierSteps(Predictor):
 
 
 class PromptBuckets(EarlierSteps):
-    """Prompts of about equal length are alike; what stands for difficulty where nothing else is known."""
+    """Predicts by prompt length, which stands in for difficulty where nothing else is known."""
 
     name = "prompt-buckets"
 
     def begin(self, seen: Seen) -> None:
         super().begin(seen)
         self._pools: list[FloatArray] = []
-        """Lengths of answers to prompts of each bucket, from the shortest prompts on."""
+        """Lengths of the responses to the prompts of each bucket, shortest prompts first."""
         if self.earlier_steps:
             lengths = np.concatenate([past.lengths for past in self.earlier_steps])
             prompts = np.concatenate([past.prompts for past in self.earlier_steps])
@@ -225,7 +227,7 @@ class PromptBuckets(EarlierSteps):
 
 
 class Oracle(Predictor):
-    """Knows the lengths. What a policy does with it is what better prediction could give at most."""
+    """Knows the lengths; the result of a policy with it bounds what better prediction could give."""
 
     name = "oracle"
 
@@ -239,7 +241,7 @@ class Oracle(Predictor):
         return False
 
     def know(self, lengths: npt.ArrayLike) -> None:
-        """The lengths of the samples of the next step."""
+        """Set the lengths of the samples of the next step."""
         self._lengths = np.asarray(lengths, np.float64)
 
     @property
@@ -256,30 +258,30 @@ class Oracle(Predictor):
 _ICCS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(25)
 _LOG_WEIGHTS = np.log(_WEIGHTS / _WEIGHTS.sum())
-_FEW = 20
-"""Fewer lengths than this are not fitted."""
-_STRANGERS = 8
-"""So many answers of average length are added to those of each difficulty."""
+_LEAST_FITTED = 20
+"""The least number of lengths to fit."""
+_PSEUDO_COUNT = 8
+"""Pseudo-observations of average length added to each difficulty (shrinkage)."""
 _FAR_AHEAD = 8.0
 """Standard deviations beyond which the remaining length is approximated."""
 
 
-class _Answers:
-    """Answers to P prompts, flat: log length, prompt, and whether it is only known to be longer; of each prompt, how hard it is."""
+class _Responses:
+    """Responses to P prompts, flattened: log length, prompt and whether it is censored; and the difficulty of each prompt."""
 
     def __init__(
         self, logs: FloatArray, prompts: npt.NDArray[np.int64], cut: npt.NDArray[np.bool_], difficulties: npt.NDArray[np.int64]
     ) -> None:
         self.logs, self.prompts, self.cut, self.difficulties = logs, prompts, cut, difficulties
 
-    def beside(self, shifts: FloatArray) -> FloatArray:
-        """Log lengths less what is expected of their difficulty."""
+    def without_shifts(self, shifts: FloatArray) -> FloatArray:
+        """Log lengths minus the shift of their difficulty."""
         return np.asarray(self.logs - shifts[self.difficulties[self.prompts]], np.float64)
 
     def log_likelihood(self, mean: float, deviation: float, icc: float, shifts: FloatArray) -> FloatArray:
-        """[P, K]: of each prompt's answers, for each node of its g, with the node's weight."""
+        """Log likelihood of each prompt's responses for each node of its g, weighted by the node, [P, K]."""
         own = deviation * math.sqrt(1.0 - icc)
-        z = (self.beside(shifts)[:, None] - _means(mean, deviation, icc)) / own
+        z = (self.without_shifts(shifts)[:, None] - _means(mean, deviation, icc)) / own
         terms = np.where(self.cut[:, None], log_tail(z), log_density(z) - math.log(own))
         summed = np.zeros((len(self.difficulties), len(_NODES)))
         np.add.at(summed, self.prompts, terms)
@@ -287,20 +289,20 @@ class _Answers:
 
 
 class Siblings(Predictor):
-    """The model above. Without earlier steps and earlier answers it tells nothing apart."""
+    """Predicts by the hierarchical model above; uninformed without earlier steps and earlier epochs."""
 
     name = "siblings"
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: list[_Answers] = []
+        self._steps: list[_Responses] = []
         self._mean, self._deviation = 0.0, 1.0
         self.icc = 0.0
         self._is_fitted = False
         self._codes: dict[str, int] = {"": 0}
-        """Difficulty -> its place in `_shifts`."""
+        """Difficulty -> its index in `_shifts`."""
         self._shifts = np.zeros(1)
-        """d of each difficulty."""
+        """The shift d of each difficulty."""
 
     @property
     def is_informed(self) -> bool:
@@ -355,13 +357,13 @@ class Siblings(Predictor):
     def _limit(self) -> float:
         return float(self.cap) if self.cap is not None else 1e9
 
-    def _answers(self, lengths: FloatArray, prompts: npt.NDArray[np.int64], is_running: npt.NDArray[np.bool_]) -> _Answers:
-        return _Answers(np.log(np.maximum(lengths, 1.0)), prompts, is_running | (lengths >= self._limit), self._difficulties)
+    def _answers(self, lengths: FloatArray, prompts: npt.NDArray[np.int64], is_running: npt.NDArray[np.bool_]) -> _Responses:
+        return _Responses(np.log(np.maximum(lengths, 1.0)), prompts, is_running | (lengths >= self._limit), self._difficulties)
 
-    def _fit(self, steps: list[_Answers]) -> None:
+    def _fit(self, steps: list[_Responses]) -> None:
         cut = np.concatenate([step.cut for step in steps])
         self._shifts = np.zeros(len(self._codes))
-        if (~cut).sum() < _FEW:
+        if (~cut).sum() < _LEAST_FITTED:
             return
         self._is_fitted = True
         self._fit_all(steps, cut)
@@ -374,34 +376,34 @@ class Siblings(Predictor):
         ]
         self.icc = _ICCS[int(np.argmax(likely))]
 
-    def _fit_all(self, steps: list[_Answers], cut: npt.NDArray[np.bool_]) -> None:
-        """The mean and deviation of all lengths, beside what is expected of their difficulty."""
-        logs = np.concatenate([step.beside(self._shifts) for step in steps])
+    def _fit_all(self, steps: list[_Responses], cut: npt.NDArray[np.bool_]) -> None:
+        """Fit the mean and deviation of all log lengths minus the shifts of their difficulty."""
+        logs = np.concatenate([step.without_shifts(self._shifts) for step in steps])
         self._mean, self._deviation = fit_cut_normal(logs[~cut], logs[cut])
 
-    def _fit_shifts(self, steps: list[_Answers], cut: npt.NDArray[np.bool_]) -> None:
-        """How much longer answers to prompts of each difficulty were; a cut one stands for what is expected of those beyond."""
+    def _fit_shifts(self, steps: list[_Responses], cut: npt.NDArray[np.bool_]) -> None:
+        """Fit the shift of each difficulty; a censored length counts as its conditional expectation."""
         logs = np.concatenate([step.logs for step in steps])
         difficulties = np.concatenate([step.difficulties[step.prompts] for step in steps])
         beyond = self._mean + self._deviation * hazard((logs - self._mean) / self._deviation)
         longer = np.where(cut, beyond, logs) - self._mean
         sums, counts = (np.bincount(difficulties, weights, len(self._codes)) for weights in (longer, None))
-        self._shifts = np.asarray(sums / (counts + _STRANGERS), np.float64)
-        self._shifts[0] = 0.0  # Of which nobody says how hard they are.
+        self._shifts = np.asarray(sums / (counts + _PSEUDO_COUNT), np.float64)
+        self._shifts[0] = 0.0  # Prompts without a label.
 
     def _shift_of(self, samples: npt.NDArray[np.int64] | EllipsisType) -> FloatArray:
-        """[M], d of these samples' prompts."""
+        """The shift d of these samples' prompts, [M]."""
         return np.asarray(self._shifts[self._difficulties[self._groups[samples]]], np.float64)
 
-    def _posterior(self, found: _Answers) -> FloatArray:
-        """[P, K], of each prompt's g."""
+    def _posterior(self, found: _Responses) -> FloatArray:
+        """Posterior of each prompt's g over the nodes, [P, K]."""
         logs = found.log_likelihood(self._mean, self._deviation, self.icc, self._shifts)
         logs += self._earlier.log_likelihood(self._mean, self._deviation, self.icc, self._shifts) - _LOG_WEIGHTS
         weights = np.exp(logs - logs.max(axis=1, keepdims=True))
         return np.asarray(weights / weights.sum(axis=1, keepdims=True), np.float64)
 
     def _totals(self, tokens: FloatArray, shifts: FloatArray) -> FloatArray:
-        """[M, K]: E[min(L, cap) | L > tokens] for each node."""
+        """E[min(L, cap) | L > tokens] for each node, [M, K]."""
         own = self._deviation * math.sqrt(1.0 - self.icc)
         means = _means(self._mean, self._deviation, self.icc) + shifts[:, None]
         so_far = np.maximum(tokens, 0.5)[:, None]

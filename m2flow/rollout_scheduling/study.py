@@ -1,9 +1,10 @@
-"""What a scheduling policy comes to on given lengths: rollout instances on a virtual clock, against the bounds.
+"""Measure scheduling policies on given lengths: simulate rollout instances in virtual time and compare with the lower bounds.
 
-lengths (hidden), Policy --play--> Played: makespan, when each sample ended, moves and what they cost
+    lengths (hidden), SchedulingPolicy --play--> Played: makespan, when each sample ended, migrations and what they cost
+    Given of each step --study_known, study_policy--> StepResult: makespan, bound, regret
 
-Time advances from one finish to the next; the tokens between are counted, not played. What is decided in the middle of a step of an
-instance takes effect at the step's end. Each instance runs t(b) = t0 + t1 b a step (`decode`); prompts cost nothing but on a move.
+The simulation advances from one event to the next and counts the tokens between. A decision in the middle of an instance's decode step
+takes effect at the end of that step. An instance takes t(b) = t0 + t1 b a step (`decode_model`); prefill costs time only on a migration.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True)
 class Played:
-    """A rollout as it went."""
+    """The outcome of a simulated rollout."""
 
     finish_s: FloatArray
     """[N]."""
     num_moves: int
     moved_tokens: int
-    """Computed again because of moves, prompts included."""
+    """Tokens prefilled again because of migrations, prompts included."""
 
     @property
     def makespan_s(self) -> float:
@@ -54,14 +55,14 @@ def play(
     difficulties: Sequence[str] = (),
     cost: MoveCost | None = None,
 ) -> Played:
-    """One step's samples under a policy.
+    """Simulate the rollout of one step under a policy.
 
     Args:
-        cap: tokens at which answers are cut, if it is known.
-        earlier: [P], lengths of earlier answers to the same prompts.
-        difficulties: [P], how hard they are said to be; empty: nobody says.
+        cap: tokens at which responses are truncated, if known.
+        earlier: [P], lengths of earlier responses to the same prompts.
+        difficulties: [P], their labels; empty if there are none.
     Raises:
-        InternalError: the policy starts what does not wait, or leaves samples waiting for ever.
+        InternalError: the policy starts a sample that does not wait, or never starts one.
     """
     members: list[list[int]] = [[] for _ in step.prompts]
     groups = step.groups.tolist()
@@ -73,49 +74,49 @@ def play(
 
 
 class _Instance:
-    """One engine: who runs, since when, and the next moment at which that changes."""
+    """A simulated instance: its running samples, and the next time at which its batch changes."""
 
     def __init__(self, model: DecodeModel, lengths: Sequence[int]) -> None:
         self._model = model
         self._lengths = lengths
         self.samples: dict[int, int] = {}
-        """Sample -> the step of this instance before its first token, less the tokens that it had then."""
+        """Sample -> the step of this instance before its first token there, minus the tokens it had then."""
         self._ends: list[tuple[int, int]] = []
         self._clock_s = 0.0
         self._step = 0
-        self._coming: list[tuple[float, int, int, float]] = []
-        """When it is there, the sample, the tokens it has, and for how long it stalls the instance."""
-        self._going: set[int] = set()
+        self._arriving: list[tuple[float, int, int, float]] = []
+        """Heap of (arrival time, sample, its tokens so far, seconds for which its prefill stalls the instance)."""
+        self._departing: set[int] = set()
         self.version = 0
 
     def arrive(self, ready_s: float, sample: int, tokens: int, stall_s: float) -> None:
-        heapq.heappush(self._coming, (ready_s, sample, tokens, stall_s))
+        heapq.heappush(self._arriving, (ready_s, sample, tokens, stall_s))
 
     def depart(self, sample: int) -> None:
-        self._going.add(sample)
+        self._departing.add(sample)
 
     def tokens_so_far(self, sample: int, now_s: float) -> int:
         if sample not in self.samples:
-            return next((tokens for _, other, tokens, _ in self._coming if other == sample), 0)
+            return next((tokens for _, other, tokens, _ in self._arriving if other == sample), 0)
         step = self._step + max(0, math.floor((now_s - self._clock_s) / self._step_s + _EPSILON))
         return min(step - self.samples[sample], self._lengths[sample] - 1)
 
     def next_s(self, now_s: float) -> float:
-        """When the batch changes next; infinite if nothing runs or comes."""
+        """The time at which the batch changes next; infinite if nothing runs or arrives."""
         soonest = math.inf
         while self._ends and self._is_stale(self._ends[0]):
             heapq.heappop(self._ends)
         if self._ends:
             soonest = self._clock_s + (self._ends[0][0] - self._step) * self._step_s
-            if self._going:
+            if self._departing:
                 soonest = min(soonest, self._boundary_s(now_s))
-        if self._coming:
-            ready_s = self._coming[0][0]
+        if self._arriving:
+            ready_s = self._arriving[0][0]
             soonest = min(soonest, self._boundary_s(ready_s) if self.samples else max(ready_s, self._clock_s))
         return soonest
 
     def advance(self, to_s: float) -> tuple[list[int], list[tuple[int, int]]]:
-        """To a moment at which the batch changes: samples that end, and those that leave with the tokens that they have."""
+        """Advance to a time at which the batch changes; returns samples that end, and those that leave with their tokens so far."""
         if self.samples:
             self._step += round((to_s - self._clock_s) / self._step_s)
         self._clock_s = max(self._clock_s, to_s)
@@ -125,11 +126,11 @@ class _Instance:
             if not self._is_stale(entry):
                 ended.append(entry[1])
                 del self.samples[entry[1]]
-        left = [(sample, self._step - self.samples.pop(sample)) for sample in sorted(self._going) if sample in self.samples]
-        self._going.clear()
+        left = [(sample, self._step - self.samples.pop(sample)) for sample in sorted(self._departing) if sample in self.samples]
+        self._departing.clear()
         stalled_s = 0.0
-        while self._coming and self._coming[0][0] <= self._clock_s + _EPSILON:
-            _, sample, tokens, stall_s = heapq.heappop(self._coming)
+        while self._arriving and self._arriving[0][0] <= self._clock_s + _EPSILON:
+            _, sample, tokens, stall_s = heapq.heappop(self._arriving)
             self.samples[sample] = self._step - tokens
             heapq.heappush(self._ends, (self._step - tokens + self._lengths[sample], sample))
             stalled_s += stall_s
@@ -141,7 +142,7 @@ class _Instance:
         return self._model.step_s(len(self.samples))
 
     def _boundary_s(self, at_s: float) -> float:
-        """The end of the step that runs at this time."""
+        """The end of the decode step in progress at this time."""
         return self._clock_s + max(0, math.ceil((at_s - self._clock_s) / self._step_s - _EPSILON)) * self._step_s
 
     def _is_stale(self, entry: tuple[int, int]) -> bool:
@@ -150,6 +151,8 @@ class _Instance:
 
 
 class _Play:
+    """The event loop of a simulated rollout."""
+
     def __init__(self, seen: Seen, lengths: Sequence[int], policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._model = seen.model
@@ -164,7 +167,7 @@ class _Play:
         self._finish_s = np.zeros(len(lengths))
         self._heap: list[tuple[float, int, int]] = []
         self._to: dict[int, int] = {}
-        """Where a sample goes that moves."""
+        """Migrating sample -> its target."""
         self._num_moves = self._moved_tokens = 0
 
     def run(self) -> Played:
@@ -193,7 +196,7 @@ class _Play:
         return Played(self._finish_s, self._num_moves, self._moved_tokens)
 
     def _start(self, instances: Sequence[int]) -> None:
-        """Fill free slots, an instance with the fewest samples first."""
+        """Fill free slots, the instance with the fewest samples first."""
         seen = self._seen
         asked = [(seen.loads[j], j) for j in instances]
         heapq.heapify(asked)
@@ -225,7 +228,7 @@ class _Play:
         self._policy.ended(sample, self._lengths[sample])
 
     def _move(self, move: Move) -> None:
-        """Leave at the end of the step, unless it ends there. The place at the other end is taken from now on."""
+        """Begin a migration: the sample leaves at the end of the step unless it ends there; its slot at the target is reserved now."""
         here = self._seen.place.get(move.sample)
         if here is None or here == move.to or move.sample in self._to or move.sample not in self._instances[here].samples:
             return
@@ -237,6 +240,7 @@ class _Play:
         self._schedule(here)
 
     def _forward(self, sample: int, tokens: int) -> None:
+        """Send a sample that has left its instance to its target."""
         seen, to, cost = self._seen, self._to.pop(sample), self._seen.move_cost
         seen.loads[seen.place[sample]] -= 1
         seen.place[sample] = to
@@ -254,37 +258,39 @@ class _Play:
             heapq.heappush(self._heap, (at_s, j, instance.version))
 
 
+# ---- the study: policies over the steps of a trace
+
 _NUM_ASIDE = 8
-"""Answers that the level of a prompt is taken from."""
+"""Extra responses to each prompt, from which its level of difficulty is taken."""
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """The samples of a step, and what is known of their prompts."""
+    """The samples of a step, and what policies may know of their prompts."""
 
     samples: StepLengths
     earlier: Sequence[Sequence[int]] | None = None
-    """[P], lengths of answers that the prompts had in an earlier epoch."""
+    """[P], lengths of the responses to the prompts in an earlier epoch."""
     difficulties: Sequence[str] = ()
-    """[P], how hard the prompts are said to be; empty: nobody says."""
+    """[P], labels of the prompts' difficulty; empty if there are none."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, in seconds."""
+    """The result of one step."""
 
     step: int
     makespan_s: float
     bound_s: float
     """max(fractional bound, (t0 + t1) x longest sample): no schedule without migration is faster."""
     known_s: float
-    """What the assignment with known lengths takes."""
+    """The makespan of the assignment with known lengths."""
     num_samples: int
     num_tokens: int
     num_pauses: int = 0
-    """Times that a sample stops for a while on its instance; only the assignment does that."""
+    """Pauses of samples on their instance; only the assignment makes them."""
     num_moves: int = 0
-    """Times that a running sample went on elsewhere; only policies do that."""
+    """Migrations of running samples; only policies make them."""
 
     @property
     def ratio(self) -> float:
@@ -292,12 +298,12 @@ class StepResult:
 
     @property
     def regret(self) -> float:
-        """What not knowing the lengths costs: the makespan over that of the assignment which does."""
+        """The makespan over that of the assignment with known lengths."""
         return self.makespan_s / self.known_s
 
 
 def total(results: Sequence[StepResult]) -> StepResult:
-    """The steps one after the other."""
+    """Sum the results of several steps."""
     return StepResult(
         step=len(results),
         makespan_s=sum(result.makespan_s for result in results),
@@ -311,7 +317,7 @@ def total(results: Sequence[StepResult]) -> StepResult:
 
 
 def study_known(steps: Sequence[Given], model: DecodeModel, num_instances: int, *, may_pause: bool = True) -> list[StepResult]:
-    """The assignment with known lengths."""
+    """Study the assignment with known lengths."""
     results = []
     for given in steps:
         plan = assign(given.samples.responses, model, num_instances, may_pause=may_pause)
@@ -331,11 +337,11 @@ def study_policy(
     cap: int | None,
     oracle: Oracle | None = None,
 ) -> list[StepResult]:
-    """A policy, which may learn from step to step.
+    """Study a policy, which may learn from step to step.
 
     Args:
-        known: of the same steps, from `study_known`.
-        oracle: is told the lengths of each step, if the policy has one.
+        known: the results of `study_known` for the same steps.
+        oracle: the policy's predictor if it is an oracle; it is told the lengths of each step.
     """
     results = []
     for given, best in zip(steps, known, strict=True):
@@ -356,13 +362,13 @@ def _check(makespan_s: float, bound_s: float, who: str) -> None:
 def steps_of(
     lengths: Lengths, num_steps: int | None, *, num_groups: int, n: int, seed: int, num_earlier: int = 0, num_levels: int = 0
 ) -> Iterator[Given]:
-    """The recorded steps, all or the first ones; of a distribution that many draws, by default one.
+    """Yield the recorded steps, all or the first ones; from a distribution so many draws, by default one.
 
     Args:
-        num_earlier: answers to each prompt from an earlier epoch, for a distribution.
-        num_levels: levels of difficulty into which somebody has sorted the prompts, by eight other answers to each; for a distribution.
+        num_earlier: responses to each prompt from an earlier epoch; for a distribution only.
+        num_levels: levels of difficulty, by the mean of eight other responses to each prompt; for a distribution only.
     Raises:
-        SpecError: more steps than were recorded; or earlier answers, or levels, of a record, which does not say them.
+        SpecError: more steps than were recorded; or earlier responses or levels of a record, which has none.
     """
     recorded = lengths.num_steps()
     for asked, option, what in ((num_earlier, "--earlier", "which prompts came before"), (num_levels, "--levels", "how hard prompts are")):

@@ -333,12 +333,16 @@ def test_a_policy_of_the_users_own_is_loaded_from_its_file(tmp_path: Path) -> No
     file = f"{tmp_path}/own.py"
     with open(file, "w") as out:
         out.write(
-            "from m2flow.rollout_scheduling.policy import Policy\n\n\nclass Last(Policy):\n    name = 'last'\n\n"
+            "from m2flow.rollout_scheduling.policy import SchedulingPolicy\n\n\nclass Last(SchedulingPolicy):\n    name = 'last'\n\n"
             "    def begin(self, seen):\n        self.seen = seen\n\n"
             "    def next_sample(self, instance):\n        return max(self.seen.waiting, default=None)\n"
         )
     assert play(_groups([[3, 4]]), make_policy(f"{file}:Last", EarlierSteps()), MODEL, 1).makespan_s > 0
-    for wrong, message in ((f"{file}:First", "not a Policy"), ("nowhere.py:Last", "can't read"), ("adaptve", "Did you mean 'adaptive'")):
+    for wrong, message in (
+        (f"{file}:First", "not a SchedulingPolicy"),
+        ("nowhere.py:Last", "can't read"),
+        ("adaptve", "Did you mean 'adaptive'"),
+    ):
         with pytest.raises(SpecError) as caught:
             make_policy(wrong, EarlierSteps())
         assert message in str(caught.value)
