@@ -1,4 +1,4 @@
-"""`python -m m2flow.cli` is the command `m2flow`."""
+"""Run the command `m2flow` by `python -m m2flow.cli`."""
 
 from m2flow.cli.main import main
 

@@ -1,4 +1,7 @@
-"""`m2flow analyze` and `m2flow compare`: why a run's steps took what they took, what would be faster, and what differs between two runs."""
+"""Implement `m2flow analyze` and `m2flow compare`: print why a run's steps took the time they took, and what differs between two runs.
+
+The analysis itself is in `m2flow.viewer.analysis`, `suggestions` and `comparison`; this module turns it into tables, or into JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from m2flow.viewer.analysis import Analysis, StepAnalysis, WorkerMemory
     from m2flow.viewer.comparison import Comparison, Pair
     from m2flow.viewer.suggestions import Suggestions
+
+# ---- analyze
 
 _MOST_STEPS = 20
 
@@ -62,7 +67,7 @@ def command(run: str | None, as_json: bool, suggest: bool, runs_dir: Path) -> No
 
 
 def _suggested(run_dir: Path, analysis: Analysis) -> tuple[Suggestions | None, str]:
-    """Or why there are none."""
+    """Return the suggestions, or None and the reason why there are none."""
     from m2flow.macro.flow import load_flow
     from m2flow.micro.records.rundir import read_config
     from m2flow.viewer.suggestions import suggestions_of
@@ -88,7 +93,7 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
     if analysis.predicted_step_s is not None:
         note = f" ({analysis.prediction_note})" if analysis.prediction_note else ""
         lines.append(
-            f"{_word(analysis)}: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s{note}"
+            f"{_verb(analysis)}: {analysis.predicted_step_s:,.2f} s a step; took {analysis.makespan_s / len(analysis.steps):,.2f} s{note}"
         )
     else:
         lines.append(f"what a step should take was not said: {analysis.prediction_note}")
@@ -130,14 +135,17 @@ def _text(analysis: Analysis, suggestions: Suggestions | None) -> list[str]:
     return [*lines, f"decode step: {analysis.decode}"]
 
 
-def _word(analysis: Analysis) -> str:
+def _verb(analysis: Analysis) -> str:
     return "predicted" if analysis.prediction_note else "planned"
 
 
 def _stages(analysis: Analysis, suggestions: Suggestions | None) -> list[tuple[str, ...]]:
-    """What was planned of each stage, what a simulation with the run's own costs says, and what it took, in the steps where it is."""
+    """Return a row for each stage: planned seconds, seconds simulated with the run's own costs, and measured seconds.
+
+    A measured time is the mean over the steps in which the stage is on the critical path. Columns without values are left out.
+    """
     simulated = {(stage.label, stage.line): f"{stage.seconds:,.3f}" for stage in suggestions.stages} if suggestions else {}
-    rows: list[tuple[str, ...]] = [("stage", "", _word(analysis), "simulated", "measured")]
+    rows: list[tuple[str, ...]] = [("stage", "", _verb(analysis), "simulated", "measured")]
     for stage in analysis.stages:
         planned = "" if stage.predicted_s is None else f"{stage.predicted_s:,.3f}"
         measured = f"{stage.seconds:,.3f}" if stage.seconds else ""
@@ -170,7 +178,7 @@ def _rows(analysis: Analysis, num_devices: int) -> list[tuple[str, ...]]:
 
 
 def _suggestions(suggestions: Suggestions) -> list[str]:
-    lines = ["", f"simulated with what it measured: {suggestions.simulated_step_s:,.3f} s a step as it was{_how_well(suggestions)}"]
+    lines = ["", f"simulated with what it measured: {suggestions.simulated_step_s:,.3f} s a step as it was{_calibration_note(suggestions)}"]
     if suggestions.is_doubtful:
         lines.append(
             "warning: the model does not reproduce this run well, so what it says of others below is doubtful; try before you trust it"
@@ -183,11 +191,13 @@ def _suggestions(suggestions: Suggestions) -> list[str]:
     return lines
 
 
-def _how_well(suggestions: Suggestions) -> str:
+def _calibration_note(suggestions: Suggestions) -> str:
     if suggestions.error is None:
         return "; how well that fits is not known, for none of its steps is whole"
     return f"; these steps took {suggestions.measured_step_s:,.3f} s, so the simulation is off by {suggestions.error:+.0%}"
 
+
+# ---- compare
 
 _MOST_METRICS = 16
 _MOST_SETTINGS = 24

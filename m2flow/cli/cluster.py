@@ -1,4 +1,9 @@
-"""`m2flow cluster` and `m2flow keys`: a spec for what is here, its JSON Schema, keys, and workers for a run that goes on."""
+"""Implement `m2flow cluster` (init, schema, scale, check) and `m2flow keys`: write and check cluster specs, and scale running runs.
+
+`init` writes a spec for this machine or for a Ray cluster; `check` asks every node of the cluster what a run with a spec would lack
+there; `scale` asks the autoscaler of a running run for more or fewer rollout workers. The JSON Schema takes its descriptions from the
+strings under the fields in `m2flow/spec.py`. `keys` writes the key by which the channels of a cluster authenticate.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,8 @@ from m2flow.engines.contract import EngineKind
 from m2flow.errors import M2FlowError, MissingExtra, OptionError, SpecError
 from m2flow.micro.controller.launcher import make_keys
 from m2flow.spec import ClusterSpec, RaySpec, RolloutSpec, TrainSpec
+
+# ---- init
 
 _HEAD = """\
 # {what}. Written by `m2flow cluster init`; `m2flow cluster schema` has every field.
@@ -94,14 +101,14 @@ def init_command(file: Path, address: str | None, *, force: bool) -> None:
     if file.exists() and not force:
         raise SpecError(f"{file} exists already", now="Name another file, or give --force to write over it.")
     name = re.sub(r"[^A-Za-z0-9-]+", "-", file.stem).strip("-") or "cluster"
-    what, body = _of_ray(address) if address else _of_this_machine()
+    what, body = _describe_ray_cluster(address) if address else _describe_this_machine()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(_HEAD.format(what=what, name=name, file=file) + body)
     load_cluster(file)
     click.echo(f"{file}: {what}\nNext: m2flow cluster check {file}")
 
 
-def _of_this_machine() -> tuple[str, str]:
+def _describe_this_machine() -> tuple[str, str]:
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
     cores, all_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, os.cpu_count() or 1
     memory = psutil.virtual_memory().total >> 30
@@ -120,7 +127,7 @@ def _of_this_machine() -> tuple[str, str]:
     return f"{socket.gethostname()}: {cores} cores, {found}, {memory} GiB", body
 
 
-def _of_ray(address: str) -> tuple[str, str]:
+def _describe_ray_cluster(address: str) -> tuple[str, str]:
     from m2flow.micro.controller.ray_cluster import RayCluster
 
     cluster = RayCluster(RaySpec(address=address))
@@ -143,6 +150,9 @@ def _of_ray(address: str) -> tuple[str, str]:
     return f"Ray cluster of {len(nodes)} node{'s' * (len(nodes) != 1)}: {all_cores} cores, {all_gpus} GPUs", body
 
 
+# ---- schema
+
+
 @click.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of cluster specs.
@@ -158,12 +168,12 @@ def schema_command() -> None:
 
 
 def as_text() -> str:
-    """As it is published in `clusters/schema.json`."""
+    """Return the JSON Schema as text, as it is published in `clusters/schema.json`."""
     return json.dumps(schema(), indent=1) + "\n"
 
 
 def schema() -> dict[str, object]:
-    """JSON Schema, with each field's description."""
+    """Return the JSON Schema of `ClusterSpec`, with each field's description."""
     found = spec.ClusterSpec.model_json_schema()
     documented = documentation()
     for name, model in {**found["$defs"], "ClusterSpec": found}.items():
@@ -173,7 +183,7 @@ def schema() -> dict[str, object]:
 
 
 def documentation() -> dict[tuple[str, str], str]:
-    """What stands under each field of each section. A field under which nothing stands is not there."""
+    """Map (section, field) of the spec to the string under the field in its source; fields without one are left out."""
     found = {}
     for part in ast.parse(inspect.getsource(spec)).body:
         if isinstance(part, ast.ClassDef):
@@ -184,16 +194,21 @@ def documentation() -> dict[tuple[str, str], str]:
     return found
 
 
+# ---- scale
+
+
 @click.command("scale")
 @click.argument("run")
 @click.argument("change", metavar="rollout=+N|-N")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
-@click.option("--patience", "patience_s", type=float, default=15.0, show_default=True, metavar="S", help="Seconds to wait for its answer.")
+@click.option(
+    "--patience", "patience_s", type=float, default=15.0, show_default=True, metavar="S", help="Seconds to wait for the run's answer."
+)
 def scale_command(run: str, change: str, runs_dir: Path, patience_s: float) -> None:
-    """Have N rollout workers join a RUN that goes on, or leave it. The samples are the same; only the time changes.
+    """Add N rollout workers to a RUN that goes on, or remove them. The samples are the same; only the time changes.
 
-    As many may join as its cluster spec has spare: `rollout: {workers: 2, spare: 4}`. Who leaves is killed: what it was at goes on
-    elsewhere from what was last written down. A run that is resumed begins with its spec's workers again.
+    At most the spare workers of its cluster spec can join: `rollout: {workers: 2, spare: 4}`. A worker that leaves is killed; other
+    workers resume its in-flight samples from their last recorded tokens. A run that is resumed begins with its spec's workers again.
 
     \b
     Example:
@@ -207,7 +222,7 @@ def scale_command(run: str, change: str, runs_dir: Path, patience_s: float) -> N
         raise OptionError(f"{change}: only rollout workers join and leave, by a number with its sign", now="Example: rollout=+2")
     run_dir = find_run(run, runs_dir)
     state = state_of(run_dir)
-    if state.ended_s is not None and not is_held(run_dir):  # Else somebody takes it up again at this moment.
+    if state.ended_s is not None and not is_held(run_dir):  # If the lock is held, the run is being resumed at this moment.
         if state.name == "done":
             raise SpecError(f"the run in {run_dir} is over")
         now = f"`m2flow run --resume {run_dir}` takes it up again, with its spec's workers."
@@ -219,6 +234,8 @@ def scale_command(run: str, change: str, runs_dir: Path, patience_s: float) -> N
     click.echo(ask(run_dir, int(found[1]), patience_s=patience_s))
 
 
+# ---- check
+
 _HERE = "this machine"
 _NO_ANSWER = (
     "It hangs, it is going, or it still prepares itself (ray: {patience_s: ...} waits for longer): see `ray status` and its Ray logs."
@@ -226,20 +243,20 @@ _NO_ANSWER = (
 
 
 @dataclass(frozen=True)
-class Question:
-    """What each node is asked. It goes there as it is."""
+class NodeQuery:
+    """The query that `check` sends to each node: the spec, and what the node must agree with and must see."""
 
     spec: ClusterSpec
     is_driver: bool
-    """It is asked where `m2flow run` would be."""
+    """Whether the query is answered on the machine where `m2flow run` would be started."""
     python: str
     version: str
     runs: str
-    """The directory for runs, or the storage that every node must see."""
+    """The directory for runs, or the shared storage that every node must see."""
     mark: str
-    """A file there that every node must see; empty if only one must."""
+    """A file in `runs` that every node must see; empty where there is only one node."""
     models: tuple[str, ...]
-    """Files or directories that must be there."""
+    """Paths of models that must exist on the node."""
 
 
 @click.command("check")
@@ -274,17 +291,17 @@ def check_command(file: Path, flow: str | None, runs_dir: Path, *, as_json: bool
     if missing:
         sys.exit(1)
     if not as_json:
-        verb = "plan" if _is_a_thought(spec) else "run"
+        verb = "plan" if _is_only_planned(spec) else "run"
         click.echo(f"Nothing is missing: m2flow {verb} {flow or 'flows/grpo.py'} --cluster {file}")
 
 
-def _is_a_thought(spec: ClusterSpec) -> bool:
-    """It is of devices that nobody has said where to find: `m2flow run` would refuse it."""
+def _is_only_planned(spec: ClusterSpec) -> bool:
+    """Whether the spec has pools but no launcher that reaches other hosts: it can be planned and simulated, and `m2flow run` refuses it."""
     return bool(spec.pools) and spec.launcher == "local"
 
 
 def models_of(flow: str) -> tuple[str, ...]:
-    """The paths of a flow's models."""
+    """Return the paths of the models that a flow uses, found by tracing its first step."""
     from m2flow.macro.flow import load_flow
     from m2flow.macro.tracing import trace
 
@@ -293,17 +310,17 @@ def models_of(flow: str) -> tuple[str, ...]:
 
 
 def check(spec: ClusterSpec, *, runs_dir: Path, models: tuple[str, ...] = ()) -> dict[str, list[Finding]]:
-    """Node -> what was found there."""
-    asked = Question(spec, True, platform.python_version(), __version__, str(runs_dir.expanduser().resolve()), "", models)
-    here = [*answer(asked), *_devices(spec)]
-    if _is_a_thought(spec):
+    """Examine this machine, and the nodes of the Ray cluster if the spec has one; returns node -> findings."""
+    query = NodeQuery(spec, True, platform.python_version(), __version__, str(runs_dir.expanduser().resolve()), "", models)
+    here = [*findings_of(query), *_devices(spec)]
+    if _is_only_planned(spec):
         here.append(Finding("pools", "optional", "to plan and simulate with: the local launcher runs on this machine alone"))
     if spec.launcher == "local":
         return {_HERE: here}
-    return {_HERE: here, **_on_ray(spec, asked, runs_dir)}
+    return {_HERE: here, **_check_ray_nodes(spec, query, runs_dir)}
 
 
-def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, list[Finding]]:
+def _check_ray_nodes(spec: ClusterSpec, query: NodeQuery, runs_dir: Path) -> dict[str, list[Finding]]:
     from m2flow.micro.controller.ray_cluster import RayCluster
 
     cluster = RayCluster(spec.ray)
@@ -315,45 +332,47 @@ def _on_ray(spec: ClusterSpec, asked: Question, runs_dir: Path) -> dict[str, lis
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-        question = replace(asked, is_driver=False, runs=str(mark.parent), mark=str(mark))
-        answers = cluster.on_each_node(_Asking(question), timeout_s=spec.ray.patience_s)
+        node_query = replace(query, is_driver=False, runs=str(mark.parent), mark=str(mark))
+        answers = cluster.on_each_node(_RemoteCheck(node_query), timeout_s=spec.ray.patience_s)
     finally:
         mark.unlink(missing_ok=True)
         cluster.close()
     found = {}
     for number, (node, findings) in enumerate(answers):
-        has = ", ".join(f"{amount:g} {name}" for name, amount in node.resources.items() if name in ("CPU", "GPU") or not _is_rays_own(name))
+        has = ", ".join(
+            f"{amount:g} {name}" for name, amount in node.resources.items() if name in ("CPU", "GPU") or not _is_internal_resource(name)
+        )
         name = f"node {number + 1} ({node.address}, {has or 'nothing for workers'})"
         found[name] = findings if isinstance(findings, list) else [Finding("answer", "missing", findings, _NO_ANSWER)]
     return found
 
 
-def _is_rays_own(resource: str) -> bool:
+def _is_internal_resource(resource: str) -> bool:
     return resource in ("memory", "object_store_memory") or resource.startswith("node:")
 
 
 @dataclass(frozen=True)
-class _Asking:
-    """`answer` as a function without arguments, by which it goes to a node."""
+class _RemoteCheck:
+    """`findings_of` as a function without arguments, which Ray can pickle and call on a node."""
 
-    question: Question
+    query: NodeQuery
 
     def __call__(self) -> list[Finding]:
-        return list(answer(self.question))
+        return list(findings_of(self.query))
 
 
-def answer(asked: Question) -> Iterator[Finding]:
-    """What one node has and lacks."""
-    spec = asked.spec
+def findings_of(query: NodeQuery) -> Iterator[Finding]:
+    """Yield what the node that this runs on has and lacks."""
+    spec = query.spec
     python = platform.python_version()
-    if python.rpartition(".")[0] != asked.python.rpartition(".")[0]:
+    if python.rpartition(".")[0] != query.python.rpartition(".")[0]:
         yield Finding(
-            "same python", "missing", f"{python}; {asked.python} where the run is started", "What is sent between them would not fit."
+            "same python", "missing", f"{python}; {query.python} where the run is started", "What is sent between them would not fit."
         )
-    if __version__ != asked.version:
-        yield Finding("same m2flow", "missing", f"{__version__}; {asked.version} where the run is started", "Install the same.")
+    if __version__ != query.version:
+        yield Finding("same m2flow", "missing", f"{__version__}; {query.version} where the run is started", "Install the same.")
     wanted = "extra ray" if spec.launcher == "ray" else ""
-    for finding in examine(Path(asked.runs)):
+    for finding in examine(Path(query.runs)):
         if finding.name.startswith("extra "):
             if finding.name == wanted:
                 yield finding if finding.state == "ok" else Finding(finding.name, "missing", finding.value, finding.now)
@@ -361,24 +380,27 @@ def answer(asked: Question) -> Iterator[Finding]:
             yield Finding(finding.name, "missing", f"none, and the spec says device: {spec.device}", "Say device: auto.")
         else:
             yield finding
-    yield from _engines(spec, run_here=spec.launcher == "local" or not asked.is_driver)
+    yield from _engines(spec, run_here=spec.launcher == "local" or not query.is_driver)
     yield from _keys(spec)
-    if asked.is_driver and spec.channels.port is not None:
+    if query.is_driver and spec.channels.port is not None:
         yield _port(spec.channels.host, spec.channels.port)
-    for path in asked.models:
+    for path in query.models:
         is_there = Path(path).exists()
         yield Finding(
             "model", "ok" if is_there else "missing", path, "" if is_there else "Copy it there, or name a path that all nodes see."
         )
-    if asked.mark:
-        is_seen = Path(asked.mark).exists()
-        directory = str(Path(asked.mark).parent)
+    if query.mark:
+        is_seen = Path(query.mark).exists()
+        directory = str(Path(query.mark).parent)
         now = "" if is_seen else "Workers write samples there: give --runs-dir on storage that all nodes mount."
         yield Finding("runs directory", "ok" if is_seen else "missing", directory if is_seen else f"{directory} is not seen here", now)
 
 
 def _engines(spec: ClusterSpec, *, run_here: bool) -> Iterator[Finding]:
-    """What engines need, with the interpreter that a server of theirs is to have. `run_here`: this is a machine that they would run on."""
+    """Check that the spec's engines are usable, in the interpreter that their server would run in.
+
+    `run_here`: engines would run on this machine, so that their options are checked too.
+    """
     from m2flow.engines.registry import check_engine
 
     device = "cpu" if spec.device == "auto" and not Path("/dev/nvidia0").exists() else spec.device
@@ -387,14 +409,14 @@ def _engines(spec: ClusterSpec, *, run_here: bool) -> Iterator[Finding]:
         try:
             check_engine(wanted.engine, kind, device, wanted.options if run_here else None)
         except M2FlowError as error:
-            is_needed = not (_is_a_thought(spec) and isinstance(error, MissingExtra))  # A plan is made without it.
+            is_needed = not (_is_only_planned(spec) and isinstance(error, MissingExtra))  # A plan is made without it.
             yield Finding(f"{kind} engine", "missing" if is_needed else "optional", error.what, error.now)
         else:
             yield Finding(f"{kind} engine", "ok", wanted.engine)
 
 
 def _devices(spec: ClusterSpec) -> Iterator[Finding]:
-    """Whether the device list has what the pools are of."""
+    """Check that the device list has the devices of the spec's pools."""
     if spec.pools:
         from m2flow.planner.pools import pools_of
 
@@ -427,13 +449,16 @@ def _port(host: str, port: int) -> Finding:
     return Finding("port", "ok", f"{host}:{port} is free")
 
 
+# ---- keys
+
+
 @click.command("keys")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 def keys_command(file: Path) -> None:
     """Make a key for the channels of a cluster, in a FILE that only you can read.
 
-    Every host of the cluster needs the same file. Copy it by a way that keeps it private, like `scp -p`; who has it can read and
-    send everything.
+    Every host of the cluster needs the same file. Copy it privately, for example with `scp -p`: whoever has the key can read and send
+    every message.
 
     \b
     Example:
@@ -444,18 +469,20 @@ def keys_command(file: Path) -> None:
     click.echo(f"{file}: name it in the cluster spec, channels: {{keys: {file}}}")
 
 
+# ---- the group `m2flow cluster`
+
 _COMMANDS = {
     "init": "Write a spec for this machine, or for a Ray cluster.",
     "check": "Say what is missing on which node, before a run.",
     "scale": "Have rollout workers join a run that goes on, or leave it.",
     "schema": "Print the JSON Schema of specs, for editors.",
 }
-"""Name -> what it does, in a line; the command is `<name>_command` here."""
+"""Name -> one line of help; the command is `<name>_command` in this module."""
 _PLACES = {name: f"m2flow.cli.cluster:{name}_command" for name in _COMMANDS}
 
 
 class Clusters(LazyGroup):
-    """The commands of `cluster`."""
+    """The group of the commands of `m2flow cluster`, each imported when it is called."""
 
     lines = _COMMANDS
     places = _PLACES

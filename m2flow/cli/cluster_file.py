@@ -1,4 +1,9 @@
-"""Cluster specs as users write them: YAML, and what is wrong with one, at its line and column."""
+"""Load a cluster spec from YAML, and report what is wrong with it at its line and column.
+
+Beyond the fields' types this checks what YAML itself lets pass (a key given twice, an unreadable date or number, nesting that is too
+deep) and the names in a spec: engines, predictors, rollout policies, devices and model shapes. Names of the flow (`pin`, `shapes`,
+`functions.latency_s`) can't be checked here; their places are kept in the spec for messages that come later.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from m2flow.rollout_scheduling.policies import make_policy, make_predictor
 from m2flow.spec import ClusterSpec
 
 _MOST_SHOWN = 40
-"""Characters of a value that can't be read."""
+"""Characters shown of a value that can't be read."""
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:
@@ -43,15 +48,17 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         raise SpecError(f"not YAML: {error}", where=str(path)) from None
     except RecursionError:
         raise SpecError("it is nested too deeply to be read", where=str(path), now="No field needs more than five levels.") from None
-    except ValueError as error:  # Of a date or a number that there is not.
+    except ValueError as error:  # A date or a number that does not exist.
         raise _unreadable(root, error, str(path)) from None
     if not isinstance(data, dict):
         raise SpecError("a cluster spec is a mapping, like `placement: split`", where=str(path))
-    _refuse_twins(root, str(path))
+    _refuse_duplicate_keys(root, str(path))
     try:
         spec = ClusterSpec.model_validate(data)
     except ValidationError as error:
-        paths = ([str(part) for part in one.get("ctx", {}).get("at", one["loc"])] for one in error.errors())  # From the outermost field.
+        paths = (
+            [str(part) for part in one.get("ctx", {}).get("at", one["loc"])] for one in error.errors()
+        )  # Names from the outermost field inwards.
         wrong = [(_place_of(root, names), names, one) for names, one in zip(paths, error.errors(), strict=True)]
         place, names, first = min(wrong, key=lambda found: found[0])
         is_unknown = first["type"] == "extra_forbidden"
@@ -59,18 +66,18 @@ def load_cluster(path: str | Path) -> ClusterSpec:
         raise _wrong(what, now, names, path, place) from None
     if spec.devices:
         spec = spec.model_copy(update={"devices": str(file.parent / spec.devices)})
-    for names, look_up in _named(spec):
+    for names, look_up in _lookups(spec):
         try:
             look_up()
         except M2FlowError as error:
             raise _wrong(error.what, error.now, names, path, _place_of(root, names)) from None
-    named = [("pin",), ("shapes",), ("functions", "latency_s")]  # By names of the flow, which nobody knows here.
+    named = [("pin",), ("shapes",), ("functions", "latency_s")]  # Their keys are names of the flow, which is not known here.
     given = ((*names, name) for names in named for name in _keys_of(data, names))
     return spec.placed({names: ":".join(map(str, (path, *_place_of(root, list(names))))) for names in given})
 
 
 def _keys_of(data: dict[str, object], names: tuple[str, ...]) -> list[str]:
-    """Of a mapping inside of a spec."""
+    """Return the keys of a mapping inside a spec, given by its path; empty if it is not there."""
     inner: object = data
     for name in names:
         inner = inner.get(name) if isinstance(inner, dict) else None
@@ -78,7 +85,7 @@ def _keys_of(data: dict[str, object], names: tuple[str, ...]) -> list[str]:
 
 
 def _unreadable(root: yaml.Node | None, error: ValueError, path: str) -> SpecError:
-    """Of a value that YAML takes for a date or a number and Python can't, at its place."""
+    """Find the value that YAML takes for a date or a number and Python can't read; return an error at its place."""
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -98,25 +105,25 @@ def _wrong(what: str, now: str, names: list[str], path: str | Path, place: tuple
     return SpecError(f"{'.'.join(names)}: {what}", where=f"{path}:{line}:{column}", now=now)
 
 
-def _named(spec: ClusterSpec) -> Iterator[tuple[list[str], Callable[[], object]]]:
-    """Fields whose value is a name of something beyond the spec, and how that is looked up."""
+def _lookups(spec: ClusterSpec) -> Iterator[tuple[list[str], Callable[[], object]]]:
+    """Yield the fields whose values name things outside the spec, each with the function that looks its name up."""
     yield ["rollout", "engine"], partial(engine_named, spec.rollout.engine, "rollout")
     yield ["train", "engine"], partial(engine_named, spec.train.engine, "train")
     yield ["rollout", "predictor"], partial(make_predictor, spec.rollout.predictor)
     for policy in spec.rollout.policy:
-        if ".py:" not in policy:  # A user's own is imported where it is used.
+        if ".py:" not in policy:  # A user's own policy is imported where it is used.
             yield ["rollout", "policy"], partial(make_policy, policy, make_predictor(spec.rollout.predictor))
     if spec.pools:
         devices = device_list(spec.devices)
         for name, pool in spec.pools.items():
             yield ["pools", name, "device"], partial(devices.find, pool.device)
     for role, shape in spec.shapes.items():
-        if "/" not in shape:  # A directory is looked at where it is used: it may be on another host.
+        if "/" not in shape:  # A model's directory is read where it is used: it may be on another host.
             yield ["shapes", role], partial(shape_named, shape)
 
 
-def _refuse_twins(root: yaml.Node | None, path: str) -> None:
-    """YAML takes the last of two values of one field, and nobody would know."""
+def _refuse_duplicate_keys(root: yaml.Node | None, path: str) -> None:
+    """Refuse a key that is given twice: YAML would silently take the last value."""
     waiting, met = [root], set()
     while waiting:
         node = waiting.pop()
@@ -137,7 +144,7 @@ def _refuse_twins(root: yaml.Node | None, path: str) -> None:
 
 
 def _place_of(node: yaml.Node | None, names: list[str]) -> tuple[int, int]:
-    """Line and column of a field, or of the innermost that it is in and that is there."""
+    """Return line and column of a field, or of its innermost parent that is there."""
     line, column = 1, 1
     for name in names:
         if isinstance(node, yaml.SequenceNode) and name.isdecimal() and int(name) < len(node.value):
@@ -156,7 +163,7 @@ def _place_of(node: yaml.Node | None, names: list[str]) -> tuple[int, int]:
 def _nearest(names: list[str]) -> str:
     model: type[BaseModel] = ClusterSpec
     for name in names[:-1]:
-        inner = model.model_fields[name].annotation if name in model.model_fields else None  # Else it is a key of a mapping of models.
+        inner = model.model_fields[name].annotation if name in model.model_fields else None  # Otherwise it is a key of a mapping of models.
         for part in (inner, *get_args(inner)):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 model = part
@@ -164,6 +171,6 @@ def _nearest(names: list[str]) -> str:
 
 
 def _nearest_choice(wrong: ErrorDetails) -> str:
-    """Of a field with few values; pydantic names them in quotes."""
+    """Suggest the nearest value of a field with few choices; pydantic names them in quotes."""
     choices = re.findall(r"'([^']+)'", wrong.get("ctx", {}).get("expected", "")) if wrong["type"] == "literal_error" else []
     return did_you_mean(str(wrong["input"]), choices, "") if isinstance(wrong["input"], str | int | float) else ""

@@ -1,11 +1,9 @@
-"""What a run looks like in a terminal: a few lines of its plan, its progress, and its summary.
+"""Show a run in a terminal: its plan, its progress while it goes on, and its summary.
 
-An analysis takes a hundredth of the time at most: after one that took long, the next is long in coming. Of a trace that has become too
-large for that, nothing more is said; `m2flow analyze` says it then.
+    plan, tally --Progress--> a live table on a terminal | a line every few seconds elsewhere
 
-plan, tally --Progress--> a live table on a terminal | a line now and then elsewhere
-
-The run goes on in the main thread; a second one reads its tally, which costs the run nothing.
+The run goes on in the main thread; a display thread reads its tally, which costs the run nothing. The efficiency is an analysis of the
+run's trace in a third thread: it takes at most a hundredth of the time, and is not shown for traces beyond 64 MiB (`m2flow analyze` does).
 """
 
 from __future__ import annotations
@@ -32,81 +30,22 @@ if TYPE_CHECKING:
     from m2flow.micro.records.tally import Tally
     from m2flow.runner.run import Summary
 
-_FIRST_S = 5.0
-"""Between two analyses at least."""
-_SHARE = 100
-"""An analysis that took t seconds is made again after so many times t."""
-_MOST_BYTES = 64 << 20
-"""Of a trace."""
-
-
-@final
-class LiveEfficiency:
-    """Of one run."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        """Its bound over what it took, of all steps that are over; None: not known."""
-        self._due_s = 0.0
-        self._thread: threading.Thread | None = None
-
-    def look(self, run_dir: Path, now_s: float) -> float | None:
-        """What is known by now; begins an analysis if it is time."""
-        if self._thread is None and now_s >= self._due_s and _size(run_dir) in range(1, _MOST_BYTES):
-            self._thread = threading.Thread(target=self._analyse, args=(run_dir,), name="m2flow-efficiency", daemon=True)
-            self._thread.start()
-        return self.value
-
-    def _analyse(self, run_dir: Path) -> None:
-        began_s = time.monotonic()
-        with contextlib.suppress(Exception):  # The files are being written; a display must not fail for that.
-            self.value = efficiency_of(run_dir)
-        took_s = time.monotonic() - began_s
-        self._due_s = time.monotonic() + max(_FIRST_S, _SHARE * took_s)
-        self._thread = None
-
-
-def efficiency_of(run_dir: Path) -> float | None:
-    """The bound of a run's steps over what they took, 0 to 1; None: not known."""
-    from m2flow.viewer.analysis import analysis_of
-    from m2flow.viewer.idle import idle_of
-    from m2flow.viewer.run_trace import RunTrace
-
-    trace = RunTrace(run_dir)
-    trace.refresh()
-    return analysis_of(trace, idle_of(trace)).efficiency
-
-
-def final_efficiency(run_dir: Path) -> float | None:
-    """Of a run that is over; None where its trace is too large to be asked in passing, or can't be read."""
-    if _size(run_dir) not in range(1, _MOST_BYTES):
-        return None
-    with contextlib.suppress(Exception):
-        return efficiency_of(run_dir)
-    return None
-
-
-def _size(run_dir: Path) -> int:
-    try:
-        return (run_dir / "trace" / "spans.msgpack").stat().st_size
-    except OSError:
-        return 0
-
+# ---- plan, summary and progress
 
 _WINDOW_S = 15.0
-"""Rates are over this long."""
+"""The window over which rates are averaged."""
 _LINE_S = 3.0
 _QUIET_LINE_S = 15.0
-"""Without a terminal: seconds between lines, when steps are done and when none is."""
+"""Without a terminal: seconds between lines while no step is finished (`_LINE_S`: when one is)."""
 _EXAMPLE_S = 5.0
-"""A sample's text stays this long, so that it can be read."""
+"""How long a sample's text is shown, so that it can be read."""
 _BARS = "▁▂▃▄▅▆▇█"
 _TEXT_WIDTH = 72
 _STOPPING = "stopping the workers; Ctrl-C once more ends at once"
 
 
 class Watched(Protocol):
-    """What is shown of a run: `m2flow.runner.run.Run`."""
+    """The part of `m2flow.runner.run.Run` that is shown."""
 
     run_dir: Path
 
@@ -118,7 +57,7 @@ class Watched(Protocol):
 
 
 def show_plan(console: Console, plan: Plan, *, is_eager: bool) -> None:
-    """Who runs where, and the numbers that people get wrong."""
+    """Print the plan: its workers and engines, and the arithmetic of batches and steps."""
     where = "call by call in this process" if is_eager else f"{plan.mode} on {plan.cluster}"
     lines = [f"{plan.flow}: {where}"]
     if not is_eager:
@@ -132,7 +71,7 @@ def show_plan(console: Console, plan: Plan, *, is_eager: bool) -> None:
 
 
 def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) -> None:
-    """What the run came to, where it lies, and what to type next."""
+    """Print the results of a run, its directory, and the commands to look at it."""
     last = f", the last {tally.num_steps - tally.steps_before}" if tally.steps_before else ""
     rows = [
         ("done", f"{flow}: {_count(summary.steps, 'step')}{last} in {duration(summary.wall_s)}, {_count(summary.samples, 'sample')}, "
@@ -166,7 +105,7 @@ def show_summary(console: Console, flow: str, summary: Summary, tally: Tally) ->
 
 
 class Progress:
-    """Shows a run while the `with` block lasts."""
+    """Show a run's progress while the `with` block lasts."""
 
     def __init__(self, console: Console, run: Watched) -> None:
         self._console = console
@@ -247,7 +186,7 @@ class Progress:
         return table
 
     def _left_s(self, tally: Tally) -> float | None:
-        """Until the last step is done, as fast as the last ones were; None: not known."""
+        """Estimate the seconds until the last step is done, at the pace of the last steps; None: not known."""
         step_s = tally.step_s(time.monotonic())
         left = self._num_steps - tally.num_steps
         return step_s * left if step_s is not None and left > 0 else None
@@ -291,7 +230,7 @@ class Progress:
 
 
 class Rates:
-    """Tokens and samples per second over the last moments."""
+    """Tokens and samples per second over the last `_WINDOW_S` seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
@@ -307,7 +246,7 @@ class Rates:
 
 
 def sparkline(values: Sequence[float], *, width: int = 30) -> str:
-    """Means of up to `width` even parts, as bars from the lowest to the highest.
+    """Draw the means of up to `width` even parts as bars, from the lowest to the highest.
 
     >>> sparkline([0, 1, 2, 3])
     '▁▃▆█'
@@ -323,7 +262,8 @@ def sparkline(values: Sequence[float], *, width: int = 30) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Format seconds for people.
+
     >>> duration(7.25), duration(83), duration(3725)
     ('7.2 s', '1:23', '1:02:05')
     """
@@ -338,7 +278,7 @@ def _sparkline(console: Console, values: Sequence[float]) -> str:
 
 
 def _example(prompt: str, response: str) -> str:
-    """A prompt's end and its response's beginning, so that both can be seen."""
+    """Shorten a sample to the end of its prompt and the beginning of its response."""
     half = _TEXT_WIDTH // 2
     end = prompt if len(prompt) <= half else "..." + prompt[3 - half :]
     beginning = response if len(response) <= half else response[: half - 3] + "..."
@@ -351,3 +291,66 @@ def _count(number: int, noun: str) -> str:
 
 def _print(console: Console, text: str) -> None:
     console.print(Text(text), soft_wrap=True)
+
+
+# ---- efficiency
+
+_LEAST_PAUSE_S = 5.0
+"""Least time between two analyses."""
+_PAUSE_FACTOR = 100
+"""An analysis that took t seconds is repeated after this many times t."""
+_MAX_TRACE_BYTES = 64 << 20
+"""Larger traces are not analysed in passing."""
+
+
+@final
+class LiveEfficiency:
+    """The efficiency of a running run, analysed again in the background from time to time."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        """Bound over measured time of all finished steps, 0 to 1; None: not known."""
+        self._due_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def look(self, run_dir: Path, now_s: float) -> float | None:
+        """Return the latest value, and start an analysis if one is due."""
+        if self._thread is None and now_s >= self._due_s and _size(run_dir) in range(1, _MAX_TRACE_BYTES):
+            self._thread = threading.Thread(target=self._analyse, args=(run_dir,), name="m2flow-efficiency", daemon=True)
+            self._thread.start()
+        return self.value
+
+    def _analyse(self, run_dir: Path) -> None:
+        began_s = time.monotonic()
+        with contextlib.suppress(Exception):  # The files are being written; a display must not fail for that.
+            self.value = efficiency_of(run_dir)
+        took_s = time.monotonic() - began_s
+        self._due_s = time.monotonic() + max(_LEAST_PAUSE_S, _PAUSE_FACTOR * took_s)
+        self._thread = None
+
+
+def efficiency_of(run_dir: Path) -> float | None:
+    """Return the bound of a run's steps over the time that they took, 0 to 1; None: not known."""
+    from m2flow.viewer.analysis import analysis_of
+    from m2flow.viewer.idle import idle_of
+    from m2flow.viewer.run_trace import RunTrace
+
+    trace = RunTrace(run_dir)
+    trace.refresh()
+    return analysis_of(trace, idle_of(trace)).efficiency
+
+
+def final_efficiency(run_dir: Path) -> float | None:
+    """Return the efficiency of a finished run; None where its trace is too large to analyse in passing, or can't be read."""
+    if _size(run_dir) not in range(1, _MAX_TRACE_BYTES):
+        return None
+    with contextlib.suppress(Exception):
+        return efficiency_of(run_dir)
+    return None
+
+
+def _size(run_dir: Path) -> int:
+    try:
+        return (run_dir / "trace" / "spans.msgpack").stat().st_size
+    except OSError:
+        return 0

@@ -1,4 +1,9 @@
-"""`m2flow doctor` and `m2flow engines`: what this machine has and lacks, which engines work here, and whether a run's record is sound."""
+"""Implement `m2flow doctor` and `m2flow engines`: check this machine and the record of a run, and list the engines that work here.
+
+A `Finding` is one line of a check: its name, its state, the value found and what to do. `m2flow cluster check` makes the same findings
+on every node. Nothing is imported from engines to find out whether they are installed: versions come from package metadata, and those of
+an inference server from the interpreter that the spec names.
+"""
 
 from __future__ import annotations
 
@@ -29,112 +34,7 @@ from m2flow.micro.worker.worker_process import LIBRARY, find_gpu
 from m2flow.planner.pools import BUILT_IN, PLANNED, device_list
 from m2flow.spec import ClusterSpec
 
-
-@click.command("engines")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
-@click.option("--markdown", is_flag=True, help="Print what they can do as tables: those of docs/guide/engines.md.")
-@click.option(
-    "--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="Look into the interpreters that this spec names, too."
-)
-def engines_command(as_json: bool, markdown: bool, cluster: Path | None) -> None:
-    """List the engines, what they can do, and which work here.
-
-    A cluster spec names them: `rollout: {engine: embedded}`. Others register theirs under the entry point group m2flow.engines.
-
-    \b
-    Examples:
-      m2flow engines
-      m2flow engines --cluster clusters/sglang-cpu.yaml
-    """
-    found = engines()
-    if markdown:
-        click.echo(capability_tables(found), nl=False)
-        return
-    if as_json:
-        click.echo(json.dumps([_record(info) for info in found], indent=2))
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("kind", "name", "devices", "can", "here", "what it is"):
-        table.add_column(heading, no_wrap=heading in ("kind", "name"), overflow="fold")
-    for info in found:
-        table.add_row(info.kind, info.name, ", ".join(info.capabilities.devices), ", ".join(_abilities(info)), usable(info), info.summary)
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 160
-    console.print(table)
-    here = {(info.name, info.kind): set(info.capabilities.parallel_layouts.names()) for info in found}
-    beyond = {key: [name for name in layouts.names() if name not in here.get(key, ())] for key, layouts in PLANNED.items()}
-    planned = "; ".join(f"{name} ({kind}) with {', '.join(names)}" for (name, kind), names in beyond.items() if names)
-    if planned:
-        console.print(f"\nTo plan and simulate with, but not to run here: {planned}")
-    if cluster is not None:
-        console.print(f"\nOf {cluster}: {other_interpreter(load_cluster(cluster))}", soft_wrap=True)
-    console.print(f"Devices for `pools` in a cluster spec: {', '.join(device_list().names)}")
-    console.print(f"They are in {BUILT_IN}; a list of yours in the same form (`devices: mine.yaml`) adds to it.", soft_wrap=True)
-
-
-def usable(info: EngineInfo) -> str:
-    """`yes`, or what is missing and how to get it; of an inference server, whether this interpreter has it, for others may."""
-    if not info.missing:
-        untested = f"; untested on {info.untested}" * bool(info.untested)
-        product = server_of(info)
-        if product is not None:
-            has = next((version for name in product.distributions or (product.engine,) if (version := version_of(name))), "")
-            return (
-                f"yes ({product.engine} {has})" if has else f"where an interpreter has {product.name}: --cluster looks there"
-            ) + untested
-        tools = missing_tools() if info.compiles else {}
-        lacking = f"; not on a CPU: {', '.join(tools)} missing; {'; '.join(tools.values())}" if tools else ""
-        return "yes" + f" ({info.version})" * bool(info.version) + lacking + untested
-    how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
-    return f"no: {', '.join(info.missing)} missing; {how}"
-
-
-def other_interpreter(spec: ClusterSpec) -> str:
-    """What the interpreter has that a spec names for its rollout engine, in words."""
-    given = spec.rollout.options
-    product = server_of(find_engine(spec.rollout.engine, "rollout"))
-    if product is None or given.get("url"):
-        return f"its rollout engine {spec.rollout.engine} has no interpreter of its own"
-    python = interpreter_of(given)
-    has = installed(product, python)
-    if not has.version:
-        return f"{python or sys.executable} has no {product.engine}"
-    lacking = f"; it lacks {', '.join(has.lacking)}, which {product.oldest} has" if has.lacking else ""
-    laid_over = "".join(f"; its PYTHONPATH has {one}" for one in stand_ins(given))
-    return f"{python or sys.executable} has {product.engine} {has.version}: {', '.join(has.abilities)}{lacking}{laid_over}"
-
-
-def _abilities(info: EngineInfo) -> list[str]:
-    can = info.capabilities
-    names = {
-        "streaming": can.streaming,
-        "abort": can.abort,
-        "keyed seeds": can.keyed_seeds,
-        "resume with prefix": can.resume_with_prefix,
-        "weights under requests": can.weights_under_requests,
-        "probes": can.probes,
-        "deterministic": can.deterministic,
-    }
-    if info.kind != "rollout":  # The others are about generation.
-        names = {"deterministic": can.deterministic, "adapters": can.lora}
-    return [name for name, has in names.items() if has] + can.parallel_layouts.names()
-
-
-def _record(info: EngineInfo) -> dict[str, object]:
-    return {
-        "kind": info.kind,
-        "name": info.name,
-        "summary": info.summary,
-        "devices": list(info.capabilities.devices),
-        "can": _abilities(info),
-        "missing": list(info.missing),
-        "usable": not info.missing,
-        "version": info.version,
-        "untested": info.untested,
-        "missing to compile on a CPU": list(missing_tools()) if info.compiles else [],
-    }
-
+# ---- doctor
 
 State = Literal["ok", "missing", "optional"]
 _SHARED = Path("/dev/shm")
@@ -146,11 +46,11 @@ _DEVICES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dri/renderD*", "dev/accel/accel*
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what is there, and what to do if that is not enough."""
+    """One line of a check: its name, the value found, and what to do if that is not enough."""
 
     name: str
     state: State
-    """`missing`: the default run needs it. `optional`: something else would."""
+    """`missing`: the default run needs it. `optional`: only other engines or specs need it."""
     value: str
     now: str = ""
 
@@ -203,7 +103,10 @@ def _examine_run(run_dir: Path, *, as_json: bool) -> None:
 
 
 def examine(runs: Path | None = None) -> Iterator[Finding]:
-    """Every finding, what a run needs first. `runs`: where runs go, which need not be there; by default here."""
+    """Yield all findings about this machine, the requirements of a run first.
+
+    `runs`: the directory for runs, which need not exist yet; by default the current directory.
+    """
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "missing", platform.python_version(), _python_hint())
     yield Finding("m2flow", "ok", version_of("m2flow") or "not installed, used from its folder")
     for requirement in _requirements(""):
@@ -250,7 +153,7 @@ def _extra(extra: str) -> Finding:
 
 
 def _engine_of(spec: ClusterSpec) -> Finding:
-    """What a spec's rollout engine has where it runs."""
+    """Check a spec's rollout engine in the interpreter that it runs in."""
     name = spec.rollout.engine
     try:
         check_engine(name, "rollout", spec.device, spec.rollout.options)
@@ -260,7 +163,7 @@ def _engine_of(spec: ClusterSpec) -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Weights go from a trainer to other workers through it; a container often has 64 MiB."""
+    """Check the free shared memory: weight sync goes through it, and a container often has only 64 MiB."""
     if not _SHARED.is_dir() or not os.access(_SHARED, os.W_OK):
         return Finding("shared memory", "missing", f"{_SHARED} can't be written", "Mount a tmpfs there.")
     how = "In a container: --shm-size=1g."
@@ -273,7 +176,7 @@ def _gpus() -> Finding:
 
 
 def _gpu_use() -> Finding:
-    """Whether runs record how busy an NVIDIA GPU is."""
+    """Check whether runs can record the utilisation of an NVIDIA GPU."""
     gpu = find_gpu("cuda")
     use, taken = gpu.read() if gpu is not None else (None, None)
     told = [*([f"{use:.0%} busy"] if use is not None else []), *([f"{_size(taken)} taken"] if taken is not None else [])]
@@ -290,7 +193,7 @@ def _amount(name: str, num_bytes: int, least: int, what: str, how: str) -> Findi
 
 
 def _extras() -> list[str]:
-    """The extras that bring engines or models: not `all`, which is the sum, and `dev`, which is for working on m2flow."""
+    """List the extras that bring engines or models: without `all`, their sum, and `dev`, for working on m2flow."""
     try:
         names = importlib.metadata.metadata("m2flow").get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
@@ -299,7 +202,7 @@ def _extras() -> list[str]:
 
 
 def _requirements(extra: str) -> list[str]:
-    """What m2flow requires, or what an extra adds: `torch>=2.6`."""
+    """List the requirements of m2flow, or those that an extra adds, such as `torch>=2.6`."""
     try:
         lines = importlib.metadata.requires("m2flow") or []
     except importlib.metadata.PackageNotFoundError:
@@ -333,3 +236,115 @@ def _python_hint() -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes >> 20} MiB"
+
+
+# ---- engines
+
+
+@click.command("engines")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@click.option("--markdown", is_flag=True, help="Print what they can do as tables: those of docs/guide/engines.md.")
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), metavar="SPEC.yaml", help="Look into the interpreters that this spec names, too."
+)
+def engines_command(as_json: bool, markdown: bool, cluster: Path | None) -> None:
+    """List the engines, what they can do, and which work here.
+
+    A cluster spec names them: `rollout: {engine: embedded}`. Others register theirs under the entry point group m2flow.engines.
+
+    \b
+    Examples:
+      m2flow engines
+      m2flow engines --cluster clusters/sglang-cpu.yaml
+    """
+    found = engines()
+    if markdown:
+        click.echo(capability_tables(found), nl=False)
+        return
+    if as_json:
+        click.echo(json.dumps([_record(info) for info in found], indent=2))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("kind", "name", "devices", "can", "here", "what it is"):
+        table.add_column(heading, no_wrap=heading in ("kind", "name"), overflow="fold")
+    for info in found:
+        table.add_row(info.kind, info.name, ", ".join(info.capabilities.devices), ", ".join(_abilities(info)), usable(info), info.summary)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table)
+    here = {(info.name, info.kind): set(info.capabilities.parallel_layouts.names()) for info in found}
+    beyond = {key: [name for name in layouts.names() if name not in here.get(key, ())] for key, layouts in PLANNED.items()}
+    planned = "; ".join(f"{name} ({kind}) with {', '.join(names)}" for (name, kind), names in beyond.items() if names)
+    if planned:
+        console.print(f"\nTo plan and simulate with, but not to run here: {planned}")
+    if cluster is not None:
+        console.print(f"\nOf {cluster}: {other_interpreter(load_cluster(cluster))}", soft_wrap=True)
+    console.print(f"Devices for `pools` in a cluster spec: {', '.join(device_list().names)}")
+    console.print(f"They are in {BUILT_IN}; a list of yours in the same form (`devices: mine.yaml`) adds to it.", soft_wrap=True)
+
+
+def usable(info: EngineInfo) -> str:
+    """Return `yes`, or what is missing and how to install it.
+
+    For an inference server the answer is about this interpreter only; another interpreter may have it.
+    """
+    if not info.missing:
+        untested = f"; untested on {info.untested}" * bool(info.untested)
+        product = server_of(info)
+        if product is not None:
+            has = next((version for name in product.distributions or (product.engine,) if (version := version_of(name))), "")
+            return (
+                f"yes ({product.engine} {has})" if has else f"where an interpreter has {product.name}: --cluster looks there"
+            ) + untested
+        tools = missing_tools() if info.compiles else {}
+        lacking = f"; not on a CPU: {', '.join(tools)} missing; {'; '.join(tools.values())}" if tools else ""
+        return "yes" + f" ({info.version})" * bool(info.version) + lacking + untested
+    how = f"pip install 'm2flow[{info.extra}]'" if info.extra else f"pip install {' '.join(info.missing)}"
+    return f"no: {', '.join(info.missing)} missing; {how}"
+
+
+def other_interpreter(spec: ClusterSpec) -> str:
+    """Describe the interpreter that a spec names for its rollout engine: version, abilities and what it lacks."""
+    given = spec.rollout.options
+    product = server_of(find_engine(spec.rollout.engine, "rollout"))
+    if product is None or given.get("url"):
+        return f"its rollout engine {spec.rollout.engine} has no interpreter of its own"
+    python = interpreter_of(given)
+    has = installed(product, python)
+    if not has.version:
+        return f"{python or sys.executable} has no {product.engine}"
+    lacking = f"; it lacks {', '.join(has.lacking)}, which {product.oldest} has" if has.lacking else ""
+    laid_over = "".join(f"; its PYTHONPATH has {one}" for one in stand_ins(given))
+    return f"{python or sys.executable} has {product.engine} {has.version}: {', '.join(has.abilities)}{lacking}{laid_over}"
+
+
+def _abilities(info: EngineInfo) -> list[str]:
+    can = info.capabilities
+    names = {
+        "streaming": can.streaming,
+        "abort": can.abort,
+        "keyed seeds": can.keyed_seeds,
+        "resume with prefix": can.resume_with_prefix,
+        "weights under requests": can.weights_under_requests,
+        "probes": can.probes,
+        "deterministic": can.deterministic,
+    }
+    if info.kind != "rollout":  # The other capabilities are about generation.
+        names = {"deterministic": can.deterministic, "adapters": can.lora}
+    return [name for name, has in names.items() if has] + can.parallel_layouts.names()
+
+
+def _record(info: EngineInfo) -> dict[str, object]:
+    return {
+        "kind": info.kind,
+        "name": info.name,
+        "summary": info.summary,
+        "devices": list(info.capabilities.devices),
+        "can": _abilities(info),
+        "missing": list(info.missing),
+        "usable": not info.missing,
+        "version": info.version,
+        "untested": info.untested,
+        "missing to compile on a CPU": list(missing_tools()) if info.compiles else [],
+    }

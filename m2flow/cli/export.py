@@ -1,4 +1,9 @@
-"""`m2flow export`, `trace` and `send`: a run's model, schedule and records, for other tools."""
+"""Implement `m2flow export`, `trace` and `send`: hand a run's model, schedule and records to other tools.
+
+export   the trained model, or its adapters, as a Hugging Face directory
+trace    the schedule as a file for Perfetto or chrome://tracing
+send     spans and metrics to OpenTelemetry, Weights & Biases or MLflow
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,19 @@ from m2flow.cli.main import find_run
 from m2flow.cli.run import to_option
 from m2flow.errors import OptionError, SpecError
 
+# ---- export
+
 
 @click.command("export")
 @click.argument("run", required=False)
 @click.option(
-    "--step", type=click.IntRange(min=1), metavar="N", help="Of the checkpoint after so many steps.  [default: the end's, or the newest]"
+    "--step",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Export the checkpoint after so many steps.  [default: the final one, or the newest]",
 )
-@click.option("--role", metavar="ROLE", help="Whose model, if several are trained.")
-@click.option("--adapters", is_flag=True, help="The adapters of a policy with lora= alone, as peft reads them.")
+@click.option("--role", metavar="ROLE", help="The role whose model is exported, if several are trained.")
+@click.option("--adapters", is_flag=True, help="Export only the adapters of a policy with lora=, as peft reads them.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Where it goes.  [default: RUN/export/ROLE-STEP[-adapters]]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
 def command(run: str | None, step: int | None, role: str | None, adapters: bool, out: Path | None, runs_dir: Path) -> None:
@@ -41,6 +51,9 @@ def command(run: str | None, step: int | None, role: str | None, adapters: bool,
         return
     digest = export_part(part, target)
     click.echo(f"{target}: {part.role} at {part.which}, weights {digest[:12]}, loaded by transformers and compared")
+
+
+# ---- trace
 
 
 @click.command("trace")
@@ -75,6 +88,8 @@ def trace_command(run: str | None, out: Path | None, runs_dir: Path) -> None:
     click.echo(file)
 
 
+# ---- send
+
 _A_DAY_S = 86_400.0
 
 
@@ -82,7 +97,7 @@ _A_DAY_S = 86_400.0
 @click.argument("run", required=False)
 @click.option("--otlp", default="", metavar="URL", help="An OpenTelemetry collector.  [default: what the environment names]")
 @to_option
-@click.option("--again", is_flag=True, help="All of it, also what arrived before.")
+@click.option("--again", is_flag=True, help="Send everything, including what arrived before.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where runs are looked for.")
 def send_command(run: str | None, otlp: str, metrics_to: tuple[str, ...] | None, again: bool, runs_dir: Path) -> None:
     """Send the spans and metrics of a run to an OpenTelemetry collector, Weights & Biases or MLflow.

@@ -1,9 +1,9 @@
-"""A command whose options come from two sides: its own, and the parameters of the flow that it is given.
+"""Make commands whose options are their own and the parameters of the flow that they are given.
 
     m2flow run flows/grpo.py --num-steps 80      def grpo(num_steps: int = 80, ...)
 
-The flow's file is imported when the command line is read, before its options are: they depend on it. A parameter whose name one of
-the command's own options has is reached by `--set name=value`, and the help says so.
+The flow's file is imported before the options are parsed, since they depend on it. A parameter with the name of one of the command's own
+options is given by `--set name=value`, and the help says so.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from m2flow.errors import OptionError, did_you_mean
 from m2flow.macro.flow import Flow, Parameter, load_flow
 
 if TYPE_CHECKING:
-    ParamType = click.ParamType[Any]  # generic in newer releases of click only
+    ParamType = click.ParamType[Any]  # Generic in newer releases of click only.
 else:
     ParamType = click.ParamType
 
 _PREFIX = "flow__"
-"""Of the names that click knows the flow's parameters by, so that they can't meet the command's own."""
+"""Prefix of the flow's parameters in click, so that they can't collide with the command's own."""
 _FLOW = "m2flow.flow"
 
 
 class FlowCommand(click.Command):
-    """Calls its function with `flow`, the flow's `options` that were given, `target`, and the command's own options."""
+    """A command that calls its function with `flow`, the flow's given `options`, `target`, and the command's own options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args:
@@ -52,7 +52,7 @@ class FlowCommand(click.Command):
         return rest
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["FLOW", "[OPTIONS]"]  # The file first: it decides which options there are.
+        return ["FLOW", "[OPTIONS]"]  # The flow's file first: it decides which options there are.
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         flow = ctx.meta.get(_FLOW)
@@ -65,12 +65,12 @@ class FlowCommand(click.Command):
         return [option for option in options if option is not None and not taken & set(option.opts)]
 
     def flow_of(self, ctx: click.Context) -> Flow:
-        """The flow that the command line names."""
+        """Return the flow that the command line names."""
         flow: Flow = ctx.meta[_FLOW]
         return flow
 
     def _collect(self, ctx: click.Context) -> dict[str, object]:
-        """The flow's options.
+        """Collect the flow's options.
 
         Raises:
             OptionError: one is given twice, is missing, does not exist, or can't have its value.
@@ -83,7 +83,7 @@ class FlowCommand(click.Command):
         return given
 
     def _given(self, ctx: click.Context) -> dict[str, object]:
-        """Those that were given, by `--name` or `--set`."""
+        """Return the flow's options that were given, by `--name` or `--set`."""
         flow = self.flow_of(ctx)
         given: dict[str, object] = {}
         for name in [name for name in ctx.params if name.startswith(_PREFIX)]:
@@ -139,7 +139,7 @@ class FlowCommand(click.Command):
 
 
 def flow_command(name: str, cls: type[FlowCommand] = FlowCommand) -> Callable[[Callable[..., object]], FlowCommand]:
-    """A `FlowCommand` with what all of them have: the flow's file, and `--set`."""
+    """Decorate a function as a `FlowCommand` with the argument FLOW and the option `--set`."""
 
     def decorate(function: Callable[..., object]) -> FlowCommand:
         assignments = click.option(
@@ -152,7 +152,7 @@ def flow_command(name: str, cls: type[FlowCommand] = FlowCommand) -> Callable[[C
 
 
 class FlowOption(click.Option):
-    """An option that is a parameter of the flow. Not given, the flow's own default holds."""
+    """An option that is a parameter of the flow. If it is not given, the flow's default holds."""
 
     def __init__(self, parameter: Parameter, kind: ParamType, note: str) -> None:
         dashed = parameter.name.replace("_", "-")
@@ -162,7 +162,7 @@ class FlowOption(click.Option):
 
     @classmethod
     def of(cls, parameter: Parameter, note: str = "") -> FlowOption | None:
-        """None if text on a command line can't be turned into the parameter's type."""
+        """Make the option of a parameter; None if text can't be converted to the parameter's type."""
         kind = option_type(parameter.type)
         return None if kind is None else cls(parameter, kind, note)
 
@@ -191,7 +191,7 @@ class _OneOf(ParamType):
 
 
 class _Either(ParamType):
-    """The first of several types that takes the text; `none` is no value, where that is allowed."""
+    """A union: the first of several types that accepts the text; `none` is None where that is allowed."""
 
     name = "either"
 
@@ -220,7 +220,7 @@ _PLAIN: Mapping[object, ParamType] = {
 
 
 def option_type(annotation: object) -> ParamType | None:
-    """How text on the command line becomes a value of this type; None if it can't."""
+    """Return the click type that converts text to a value of this type; None if there is none."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return option_type(arguments[0])
@@ -236,7 +236,7 @@ def option_type(annotation: object) -> ParamType | None:
 
 
 def metavar(kind: ParamType) -> str:
-    """What the help shows for a value of this type."""
+    """Return the help's placeholder for a value of this type."""
     if isinstance(kind, _OneOf):
         return f"[{'|'.join(kind.by_text)}]"
     if isinstance(kind, _Either):
@@ -245,7 +245,7 @@ def metavar(kind: ParamType) -> str:
 
 
 def find_target(args: Sequence[str], params: Sequence[click.Parameter]) -> str | None:
-    """The flow's file among the arguments: what looks like one, else the first that is neither an option nor the value of one of ours."""
+    """Find the flow's file among the arguments: a `.py` path, else the first that is neither an option nor a known option's value."""
     takes_value = {name for p in params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
     candidates = []
     is_value = False
@@ -261,7 +261,7 @@ def find_target(args: Sequence[str], params: Sequence[click.Parameter]) -> str |
 
 
 def _assigned(flow: Flow, text: str) -> tuple[str, object]:
-    """Name and value of a `--set`."""
+    """Parse one `--set NAME=VALUE`."""
     name, separator, value = text.partition("=")
     name = name.strip().replace("-", "_")
     if not separator:
@@ -281,7 +281,7 @@ def _assigned(flow: Flow, text: str) -> tuple[str, object]:
 
 
 def _unshown(parameter: Parameter) -> str:
-    """Why a parameter is not among the options."""
+    """Say why a parameter is not among the options."""
     if option_type(parameter.type) is not None:
         return f"{parameter.name} is also the name of an option of m2flow: give the flow's with --set {parameter.name}=VALUE."
     name = getattr(parameter.type, "__name__", None) or str(parameter.type)
@@ -289,7 +289,7 @@ def _unshown(parameter: Parameter) -> str:
 
 
 def _spoken(error: click.UsageError) -> str:
-    """Click's message without its heading: `--num-steps: 'x' is not a valid integer`."""
+    """Format click's message without its heading: `--num-steps: 'x' is not a valid integer`."""
     if isinstance(error, click.MissingParameter):
         return "no flow is given" if isinstance(error.param, click.Argument) else error.format_message().rstrip(".")
     if isinstance(error, click.BadParameter):
@@ -299,7 +299,7 @@ def _spoken(error: click.UsageError) -> str:
 
 
 def _written(value: object) -> str:
-    """A value as one would write it on the command line."""
+    """Format a value as it is written on the command line."""
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value.value, str) else value.name
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -309,7 +309,7 @@ _ARGUMENTS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", re.MULTILINE)
 
 
 def _described(doc: str) -> dict[str, str]:
-    """What a docstring's `Args:` says of each parameter."""
+    """Parse the descriptions of parameters in a docstring's `Args:`."""
     found = _ARGUMENTS.search(doc)
     if not found:
         return {}

@@ -1,12 +1,12 @@
-"""The command `m2flow`: finds the command that was asked for, and turns every failure into a message and an exit status.
+"""Implement the command `m2flow`: dispatch to its commands, and turn every failure into a message and an exit status.
 
-An `M2FlowError` says all that itself. Any other exception is the flow's if the flow's code is nearer to it than ours is, and ours
-otherwise; then the traceback goes into the run's logs, and its last lines to the terminal.
+    m2flow COMMAND ... --Commands--> the command in the module of m2flow.cli that `_PLACES` names
 
-m2flow COMMAND ... --Commands--> the command in the module of m2flow.cli that `_PLACES` names
+A command's module is imported when the command is called, so that `m2flow --help` and shell completion stay fast.
 
-A command's file is imported when it is called, not before, so `m2flow --help` and shell completion stay fast. Exit statuses: 0 done,
-1 the run failed, 2 the command line, the flow's file or the spec is wrong, 130 stopped by Ctrl-C.
+An `M2FlowError` carries its message. Any other exception is the flow's error if the innermost frame outside of libraries is the flow's,
+and m2flow's otherwise; then the traceback goes into the run's logs, and its last lines to the terminal. Exit statuses: 0 done, 1 the run
+failed, 2 the command line, the flow's file or the spec is wrong, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from m2flow.errors import (
     host_error,
 )
 
+# ---- finding runs
+
 _MARK = "config.json"
-"""Each run directory has this from its beginning."""
+"""The file that each run directory has from its beginning."""
 
 
 def find_run(run: str | None, runs_dir: Path) -> Path:
-    """The directory of a run: by its path, by its name in `runs_dir`, or the newest there.
+    """Find the directory of a run: by its path, by its name in `runs_dir`, or the newest there.
 
     Raises:
         SpecError: there is none.
@@ -58,11 +60,14 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
     raise SpecError(what, now=now)
 
 
+# ---- groups of commands
+
+
 class LazyGroup(click.Group):
-    """Commands by name. A subclass says which there are, and where."""
+    """A group that imports a command when it is called. A subclass lists the commands and their places."""
 
     lines: dict[str, str]
-    """Name -> what it does, in a line: said here too, so that listing the commands imports none."""
+    """Name -> one line of help, repeated here so that listing the commands imports none."""
     places: dict[str, str]
     """Name -> `module:attribute` of the command."""
 
@@ -82,15 +87,17 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(self.lines.items()))
 
 
+# ---- failures
+
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
-"""Of any environment: one may stand on another."""
+"""Folders of libraries in any environment, since one environment may extend another."""
 _LAST_LINES = 8
 
 
 class Failure(click.ClickException):
-    """An error as the command line ends with it; `notes` are lines about what is left of the run."""
+    """An error that ends the command line; `notes` are lines about what is left of the run."""
 
     def __init__(self, error: M2FlowError, notes: str = "") -> None:
         super().__init__(error.what)
@@ -109,14 +116,14 @@ class Failure(click.ClickException):
 
 
 def status_of(error: M2FlowError) -> int:
-    """130 for Ctrl-C, 2 for what must be changed in the command line, the file or the spec, 1 for a run that failed."""
+    """Return the exit status: 130 for Ctrl-C, 2 for a wrong command line, flow file or spec, 1 for a run that failed."""
     if isinstance(error, RunInterrupted):
         return 130
     return 2 if isinstance(error, FlowLoadError | OptionError | SpecError) else 1
 
 
 def failure_of(error: Exception, run_dir: Path | None = None, notes: str = "") -> Failure:
-    """The failure for any exception."""
+    """Make the failure of any exception, by whose code raised it: the flow's, the machine's or m2flow's."""
     if isinstance(error, M2FlowError):
         return Failure(error, notes)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _owner(frame.filename) != "library"]
@@ -144,8 +151,8 @@ def _owner(filename: str) -> str:
     path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
     if path.startswith(_PACKAGE):
         return "m2flow"
-    is_librarys = path.startswith((*_LIBRARIES, "<frozen")) or not _LIBRARY_FOLDERS.isdisjoint(Path(path).parts)
-    return "library" if is_librarys else "user"
+    is_library = path.startswith((*_LIBRARIES, "<frozen")) or not _LIBRARY_FOLDERS.isdisjoint(Path(path).parts)
+    return "library" if is_library else "user"
 
 
 def _shown(filename: str) -> str:
@@ -154,6 +161,8 @@ def _shown(filename: str) -> str:
     except ValueError:
         return filename
 
+
+# ---- the command m2flow
 
 _COMMANDS = {
     "run": "Run a flow: train, and leave a run directory.",
@@ -184,12 +193,12 @@ _ELSEWHERE = {
     "send": "export:send_command",
     "keys": "cluster:keys_command",
 }
-"""Name -> `module:attribute` under `m2flow.cli`, of commands that are not `command` in a module of their name."""
+"""Name -> `module:attribute` under `m2flow.cli`, for commands that are not `command` in the module of their name."""
 _PLACES = {name: f"m2flow.cli.{_ELSEWHERE.get(name, f'{name}:command')}" for name in _COMMANDS}
 
 
 class Commands(LazyGroup):
-    """The commands, each imported when it is needed."""
+    """The group of all commands; suggests the nearest name of an unknown one."""
 
     lines = _COMMANDS
     places = _PLACES
@@ -230,7 +239,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point of the shell command and of `python -m m2flow`."""
+    """Run the command line: the entry point of `m2flow` and of `python -m m2flow`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A model's text must not end a run because the terminal can't show it.

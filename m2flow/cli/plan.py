@@ -1,9 +1,12 @@
-"""`m2flow plan`, `diff` and `profile`: the macro graph of a flow, its plan, what differs between two, and the measured costs of one.
+"""Implement `m2flow plan`, `diff` and `profile`: show a flow's calls and its plan, compare two plans, and measure costs for the planner.
 
-m2flow simulate plan.json        m2flow plan --check plan.json        m2flow run --plan plan.json
+A plan file (`m2flow plan --out`) records its origin: flow, options, cluster, lengths, profile, assumptions and seed. Commands take such a
+file in place of a flow, or as the value of an option (`PlannedCommand`):
 
-What is given on the command line beside it counts instead of what the file says: other lengths, another cluster, an option; with a FLOW
-all of it is the command line's.
+    m2flow simulate plan.json        m2flow plan --check plan.json        m2flow run --plan plan.json
+
+Values given on the command line replace those of the file: other lengths, another cluster, an option. Where a FLOW is given too, its
+options come from the command line alone.
 """
 
 from __future__ import annotations
@@ -38,11 +41,13 @@ from m2flow.planner.profiles import read_profile
 from m2flow.simulator.machines import paced
 from m2flow.spec import LAPTOP, ClusterSpec, RunSettings
 
+# ---- plan files on the command line
+
 _ORIGIN = "m2flow.plan_origin"
 
 
 class PlannedCommand(FlowCommand):
-    """A command on a flow, or on a plan file that says of which flow it is: in the flow's place, or as the value of an option."""
+    """A command on a flow, or on a plan file that names its flow: in place of FLOW, or as the value of `plan_option`."""
 
     plan_option: ClassVar[str] = "--plan"
 
@@ -50,10 +55,10 @@ class PlannedCommand(FlowCommand):
         target = find_target(args, self.params)
         if target is not None and target.partition(":")[0].endswith(".py"):
             return super().parse_args(ctx, args)
-        named, alone = value_of(self.plan_option, args), self._alone(args, target)
-        if named is not None and alone is not None:
-            raise OptionError(f"{alone} is a plan, and {self.plan_option} gives another one", now="Say which of the two.")
-        plan = alone if named is None else named
+        named, positional = value_of(self.plan_option, args), self._plan_instead_of_flow(args, target)
+        if named is not None and positional is not None:
+            raise OptionError(f"{positional} is a plan, and {self.plan_option} gives another one", now="Say which of the two.")
+        plan = positional if named is None else named
         if plan is None:
             return super().parse_args(ctx, args)
         from m2flow.micro.records.plan_file import read_origin
@@ -62,13 +67,13 @@ class PlannedCommand(FlowCommand):
         usage = f"m2flow {name} FLOW {self.plan_option} {plan}"
         origin = ctx.meta[_ORIGIN] = read_origin(Path(plan), usage)
         flow = origin.flow_target(plan, usage)
-        if alone is None:
+        if positional is None:
             return super().parse_args(ctx, [flow, *args])
-        place = args.index(alone)
-        return super().parse_args(ctx, [*args[:place], flow, *args[place + 1 :], f"{self.plan_option}={alone}"])
+        place = args.index(positional)
+        return super().parse_args(ctx, [*args[:place], flow, *args[place + 1 :], f"{self.plan_option}={positional}"])
 
-    def _alone(self, args: Sequence[str], target: str | None) -> str | None:
-        """A plan file in the flow's place; what follows an option that may be the flow's is that one's value."""
+    def _plan_instead_of_flow(self, args: Sequence[str], target: str | None) -> str | None:
+        """Return the plan file given in place of FLOW, or None. An argument after an unknown option is that option's value."""
         if target is None or not target.endswith(".json"):
             return None
         place = args.index(target)
@@ -83,8 +88,8 @@ class PlannedCommand(FlowCommand):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line and the plan file say together."""
+class PlanInputs:
+    """The inputs of planning, merged from the command line and the plan file's origin."""
 
     spec: ClusterSpec
     lengths: str
@@ -93,32 +98,32 @@ class Asked:
     seed: int
 
 
-def asked(
+def plan_inputs(
     ctx: click.Context, cluster: Path | None, seed: int, *, profile: Path | None = None, lengths: str = "", assume: tuple[str, ...] = ()
-) -> Asked:
-    """The command line's values; where it gives none, the plan file's."""
+) -> PlanInputs:
+    """Merge the inputs: the command line's values, and the plan file's where the command line gives none."""
     origin: Origin | None = ctx.meta.get(_ORIGIN)
     if origin is None:
-        return Asked(load_cluster(cluster) if cluster else LAPTOP, lengths, profile, assume, seed)
+        return PlanInputs(load_cluster(cluster) if cluster else LAPTOP, lengths, profile, assume, seed)
     is_seed_given = ctx.get_parameter_source("seed") is click.core.ParameterSource.COMMANDLINE
     recorded = Path(origin.directory) / origin.profile if origin.profile else None
-    return Asked(
+    return PlanInputs(
         load_cluster(cluster) if cluster else origin.cluster,
-        lengths or _from(origin.directory, origin.lengths),
+        lengths or _resolve_lengths(origin.directory, origin.lengths),
         profile or recorded,
         assume or origin.assume,
         seed if is_seed_given else origin.seed,
     )
 
 
-def _from(directory: str, lengths: str) -> str:
-    """A file of lengths is from where the plan was made; a trace's name or a formula is from nowhere."""
+def _resolve_lengths(directory: str, lengths: str) -> str:
+    """Resolve a file of lengths against the directory where the plan was made; keep the name of a trace or a formula."""
     place = Path(directory) / lengths
     return str(place) if lengths and place.exists() else lengths
 
 
 def recorded_options(flow: Flow, written: dict[str, object], made: str = "run") -> dict[str, object]:
-    """The flow's options as values, from what a file has of them.
+    """Convert the flow's options, as a config or plan file records them, to values.
 
     Raises:
         OptionError: the flow has no such parameter any more, or one that a file can't hold.
@@ -135,7 +140,7 @@ def recorded_options(flow: Flow, written: dict[str, object], made: str = "run") 
 
 
 def value_of(option: str, args: Sequence[str]) -> str | None:
-    """What follows an option on the command line."""
+    """Return the value of an option on the command line, or None."""
     for position, arg in enumerate(args):
         if arg.startswith(f"{option}="):
             return arg.partition("=")[2]
@@ -144,8 +149,11 @@ def value_of(option: str, args: Sequence[str]) -> str | None:
     return None
 
 
+# ---- plan
+
+
 class PlanCommand(PlannedCommand):
-    """`m2flow plan`: of a flow, or the plan that `--check` gives."""
+    """`m2flow plan`: plan a flow, or check the plan file given by `--check`."""
 
     plan_option = "--check"
 
@@ -178,7 +186,7 @@ class PlanCommand(PlannedCommand):
 @click.option("--terms", "has_terms", is_flag=True, help="List the constants of the cost model, and where each is from.")
 @click.option("--dot", "is_dot", is_flag=True, help="Print the graph of the calls in Graphviz's language.")
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the graph of the calls.")
-@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="The same, as pixels.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw the same graph as a PNG.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -212,9 +220,9 @@ def command(
       m2flow plan flows/mine.py --assume reward=0.5 --from runs/mine-20260102-030405
       m2flow plan --check plan.json       what --out wrote, and somebody has edited
     """
-    wanted = asked(ctx, cluster, seed, profile=profile, lengths=lengths, assume=assume)
-    spec, lengths, profile = with_shapes(wanted.spec, shapes).with_policy(policy), wanted.lengths, wanted.profile
-    assume, seed = wanted.assume, wanted.seed
+    inputs = plan_inputs(ctx, cluster, seed, profile=profile, lengths=lengths, assume=assume)
+    spec, lengths, profile = with_shapes(inputs.spec, shapes).with_policy(policy), inputs.lengths, inputs.profile
+    assume, seed = inputs.assume, inputs.seed
     record = read_record(run_dir) if run_dir else None
     known = Known(tuple(Assumption.parse(text) for text in assume), record, str(run_dir))
     exploration = explore(flow, options, steps=steps, seed=seed, known=known)
@@ -248,14 +256,14 @@ def command(
     else:
         placed = [explain(plan.choice, has_terms=has_terms), ""] if plan.choice else _foreseen(foreseen) if foreseen else []
         is_run_here = pinned is None and not spec.pools
-        is_told_more = bool(assume or run_dir or lengths or steps > 1)  # Than a run is, which is planned from the rest alone.
-        otherwise = _run_otherwise(flow, options, seed, spec, plan, profile) if is_run_here and is_told_more else []
+        has_extra_inputs = bool(assume or run_dir or lengths or steps > 1)  # `m2flow run` plans without these.
+        notes = _differences_from_run(flow, options, seed, spec, plan, profile) if is_run_here and has_extra_inputs else []
         checked = [f"{check} is a plan of this flow on {spec.name}."] if check else []
-        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *otherwise, *checked]))
+        click.echo("\n".join([*_as_text(exploration, target, steps), "", *placed, str(plan), *notes, *checked]))
 
 
 def _foreseen(forecast: Forecast) -> list[str]:
-    """What a step of a plan that nobody searched for takes."""
+    """Print the predicted time of a step for a plan made by rule."""
     if forecast.choice is None:
         return [f"step: nothing is predicted: {forecast.note}", ""]
     return [*step_lines(forecast.choice), *([f"note: {forecast.note}"] if forecast.note else []), ""]
@@ -290,8 +298,13 @@ def _as_text(exploration: Exploration, target: str, steps: int) -> list[str]:
     return lines
 
 
-def _run_otherwise(flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan, profile: Path | None) -> list[str]:
-    """Why `m2flow run` would have other workers than this plan, if it would: nobody tells it what values will be, or lengths."""
+def _differences_from_run(
+    flow: Flow, options: dict[str, object], seed: int, spec: ClusterSpec, plan: Plan, profile: Path | None
+) -> list[str]:
+    """Explain how the workers of `m2flow run` would differ from this plan's: it plans without assumed values and lengths.
+
+    Empty if they would not differ.
+    """
     exploration = explore(flow, options, seed=seed)
     graph = anticipate(flow, options, exploration, steps=TRACED_STEPS, seed=seed)
     copies = copies_made(flow, options, num_steps=exploration.num_steps, seed=seed, exploration=exploration)
@@ -348,6 +361,9 @@ def _calls(graph: MacroGraph) -> list[dict[str, object]]:
     ]
 
 
+# ---- diff
+
+
 @click.command("diff")
 @click.argument("one", type=click.Path(path_type=Path), metavar="PLAN")
 @click.argument("other", type=click.Path(path_type=Path), metavar="PLAN")
@@ -362,6 +378,9 @@ def diff_command(one: Path, other: Path) -> None:
     plans = [read_plan(path / "plan.json" if path.is_dir() else path) for path in (one, other)]
     lines = differences(plans[0], plans[1])
     click.echo("\n".join(lines) if lines else "no difference: the plans would run alike")
+
+
+# ---- profile
 
 
 @flow_command("profile")

@@ -1,16 +1,13 @@
-"""`m2flow run`: train with a flow, or go on with a run that stopped, and show it while it goes on.
+"""Implement `m2flow run`: train with a flow, or resume a run that stopped, and show it while it goes on.
 
---setting stopped_after_s=4 --setting turn_limit_s=none --> RunSettings
+    m2flow run flows/grpo.py --setting stopped_after_s=4 --setting turn_limit_s=none
+    m2flow run --resume runs/grpo-20260101-120000       flow, its options, seed, cluster: config.json; who runs where: plan.json
 
-They change neither the mathematics nor the placement, so a run that goes on may be told anew.
+A resumed run keeps its flow, options and seed. An option given beside `--resume` that differs from the recorded one is refused by name.
+Settings that change neither the mathematics nor the placement (`--setting`, `--json`, `--quiet`, `--checkpoint-every`, recording) may be
+given anew; so may `--runs-dir` where the run is on a storage, from which it then continues in a local directory of its own.
 
-m2flow run --resume runs/grpo-20260101-120000       flow, its options, seed, cluster: config.json; who runs where: plan.json
-
-A run that goes on is the run that it was. An option given beside `--resume` that says something else is refused by name; those
-that change neither the mathematics nor the placement (`--json`, `--quiet`, `--checkpoint-every`) may be given; and `--runs-dir`, for what a
-run has on a storage, which then goes on in a directory of its own.
-
-Ctrl-C (or SIGTERM, or SIGHUP) finishes the update that is under way, stops the workers in order and says how to go on; a second one
+Ctrl-C (or SIGTERM, or SIGHUP) finishes the update that is under way, stops the workers in order and prints how to resume; a second one
 writes the ledger, kills the workers and ends the process at once.
 """
 
@@ -33,7 +30,7 @@ from rich.console import Console
 from m2flow.cli import display
 from m2flow.cli.flow_options import find_target, flow_command
 from m2flow.cli.main import Failure, failure_of, find_run
-from m2flow.cli.plan import PlannedCommand, asked, recorded_options, value_of
+from m2flow.cli.plan import PlannedCommand, plan_inputs, recorded_options, value_of
 from m2flow.errors import DivergenceError, OptionError, RunInterrupted, SpecError, did_you_mean
 from m2flow.macro.flow import Flow
 from m2flow.macro.pinning import read_structure
@@ -43,22 +40,24 @@ if TYPE_CHECKING:
     from m2flow.runner.run import Run
 
 if TYPE_CHECKING:
-    ParamType = click.ParamType[Any]  # generic in newer releases of click only
+    ParamType = click.ParamType[Any]  # Generic in newer releases of click only.
 else:
     ParamType = click.ParamType
+
+# ---- option values
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Every(NamedTuple):
-    """Steps, seconds, or both: whichever comes first. Neither: never."""
+    """How often a checkpoint is written: every so many steps or seconds, whichever comes first; never if both are None."""
 
     steps: int | None
     seconds: float | None
 
 
 class Cadence(ParamType):
-    """As click reads it."""
+    """The option type of `Every`: `20`, `90s`, `5m`, `1h`, `20,5m` or `never`."""
 
     name = "steps|time"
 
@@ -84,11 +83,11 @@ class Cadence(ParamType):
 
 
 _F = TypeVar("_F", bound=Callable[..., object])
-_PLACES = ("tensorboard", "wandb", "mlflow")
+_METRIC_SINKS = ("tensorboard", "wandb", "mlflow")
 
 
-class Places(ParamType):
-    """Names with commas between them; `none` for none."""
+class MetricSinks(ParamType):
+    """The option type of `--metrics-to`: names separated by commas, or `none`."""
 
     name = "name,..."
 
@@ -96,40 +95,47 @@ class Places(ParamType):
         if isinstance(value, tuple):
             return value
         names = tuple(name.strip() for name in str(value).split(",") if name.strip() not in ("", "none"))
-        wrong = [name for name in names if name not in _PLACES]
+        wrong = [name for name in names if name not in _METRIC_SINKS]
         if wrong:
-            self.fail(f"{wrong[0]!r} is none of {', '.join(_PLACES)}, none.", param, ctx)
+            self.fail(f"{wrong[0]!r} is none of {', '.join(_METRIC_SINKS)}, none.", param, ctx)
         return names
 
 
 to_option = click.option(
     "--metrics-to",
-    type=Places(),
+    type=MetricSinks(),
     metavar="NAME,...",
-    help="Of tensorboard, wandb, mlflow; or none.  [default: tensorboard, and those that the environment configures]",
+    help="Trackers for metrics: tensorboard, wandb, mlflow; or none.  [default: tensorboard, and those that the environment configures]",
 )
 
 
 def record_options(function: _F) -> _F:
-    """`--otlp`, `--metrics-to` and `--record-every`."""
+    """Add the options `--otlp`, `--metrics-to` and `--record-every` to a command."""
     for option in (
         click.option(
-            "--record-every", type=click.IntRange(min=1), metavar="N", help="N decode steps as one span, one group in N sample by sample."
+            "--record-every",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Record N decode steps as one span, and one group in N sample by sample.",
         ),
         to_option,
-        click.option("--otlp", metavar="URL", help="Spans and metrics also go there.  [default: OTEL_EXPORTER_OTLP_ENDPOINT]"),
+        click.option(
+            "--otlp", metavar="URL", help="An OpenTelemetry collector to send spans and metrics to.  [default: OTEL_EXPORTER_OTLP_ENDPOINT]"
+        ),
     ):
         function = option(function)
     return function
 
 
-def recording(settings: RunSettings, otlp: str | None, metrics_to: tuple[str, ...] | None, record_every: int | None) -> RunSettings:
-    """The settings with what was given; a run that is taken up again may be told anew."""
+def apply_recording_options(
+    settings: RunSettings, otlp: str | None, metrics_to: tuple[str, ...] | None, record_every: int | None
+) -> RunSettings:
+    """Replace the recording settings that the command line gives."""
     given = {"otlp": otlp, "metrics_to": metrics_to, "record_every": record_every}
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
-_OWN = {
+_DEDICATED_OPTIONS = {
     "seed": "--seed",
     "eager": "--eager",
     "deterministic": "--deterministic",
@@ -141,8 +147,8 @@ _OWN = {
     "otlp": "--otlp",
     "metrics_to": "--metrics-to",
 }
-SETTINGS = tuple(name for name in RunSettings.model_fields if name not in _OWN)
-"""What can be given."""
+SETTINGS = tuple(name for name in RunSettings.model_fields if name not in _DEDICATED_OPTIONS)
+"""The settings that `--setting` can change: those without an option of their own."""
 
 settings_option = click.option(
     "--setting",
@@ -153,8 +159,8 @@ settings_option = click.option(
 )
 
 
-def with_given(settings: RunSettings, given: tuple[str, ...]) -> RunSettings:
-    """The settings with what the command line says.
+def apply_settings(settings: RunSettings, given: tuple[str, ...]) -> RunSettings:
+    """Replace the settings that `--setting NAME=VALUE` gives.
 
     Raises:
         OptionError: there is no such setting, it has an option of its own, or it can't have this value.
@@ -162,8 +168,8 @@ def with_given(settings: RunSettings, given: tuple[str, ...]) -> RunSettings:
     found: dict[str, str | None] = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if name in _OWN:
-            raise OptionError(f"--setting {text}: {name} has an option of its own", now=f"Give {_OWN[name]}.")
+        if name in _DEDICATED_OPTIONS:
+            raise OptionError(f"--setting {text}: {name} has an option of its own", now=f"Give {_DEDICATED_OPTIONS[name]}.")
         if name not in SETTINGS or not equals:
             hint = f"Give {name}=VALUE." if name in SETTINGS else did_you_mean(name, SETTINGS)
             raise OptionError(f"--setting {text}: {'no value' if name in SETTINGS else f'there is no run setting {name!r}'}", now=hint)
@@ -176,9 +182,11 @@ def with_given(settings: RunSettings, given: tuple[str, ...]) -> RunSettings:
         raise OptionError(f"--setting {'.'.join(names)}: {wrong['msg']}", now="docs/guide/reliability.md lists the settings.") from None
 
 
+# ---- resume
+
 _OPTION = "--resume"
 _CONFIG = "m2flow.resumed"
-_ONLY_NEW = {
+_NEW_RUN_ONLY = {
     "pin_plan": "--pin-plan",
     "pin_to": "--pin-to",
     "plan_file": "--plan",
@@ -186,11 +194,11 @@ _ONLY_NEW = {
     "decisions": "--decisions",
     "runs_dir": "--runs-dir",
 }
-"""Of no use for a run that has begun."""
+"""Parameter -> option, of those that only a new run takes."""
 
 
 class RunCommand(PlannedCommand):
-    """`m2flow run`: the flow comes from the command line, with `--plan` from the plan, or with `--resume` from a run's directory."""
+    """`m2flow run`: takes the flow from the command line, from the plan given by `--plan`, or from the run given by `--resume`."""
 
     plan_option = "--plan"
 
@@ -202,7 +210,7 @@ class RunCommand(PlannedCommand):
 
         config = ctx.meta[_CONFIG] = read_config(find_run(run, Path("runs")))
         target = find_target(args, self.params)
-        if target is None or not target.partition(":")[0].endswith(".py"):  # What else stands alone is the value of a flow's option.
+        if target is None or not target.partition(":")[0].endswith(".py"):  # Any other positional argument is the value of a flow's option.
             args = [config.flow, *args]
         elif target != config.flow:
             raise OptionError(f"{target} is not the flow of {run}, which is {config.flow}", now=f"Say only: m2flow run {_OPTION} {run}")
@@ -221,21 +229,21 @@ class RunCommand(PlannedCommand):
         return recorded
 
 
-class Before(NamedTuple):
-    """A run that goes on."""
+class ResumedRun(NamedTuple):
+    """A run to resume, with the spec and the settings that it continues with."""
 
     run_dir: Path
     spec: ClusterSpec
     settings: RunSettings
     is_moved: bool
-    """The spec is not what it was begun with, so that it needs a new plan."""
+    """Whether the spec differs from the one that the run began with, so that it needs a new plan."""
 
 
-def resumed(ctx: click.Context) -> Before | None:
-    """The run that goes on, on which cluster and how; None if a new one begins.
+def resumed_run(ctx: click.Context) -> ResumedRun | None:
+    """Return the run to resume, with its cluster and settings; None if a new run begins.
 
     Raises:
-        OptionError: an option says something else than the run does.
+        OptionError: an option differs from what the run was begun with.
     """
     if _CONFIG not in ctx.meta:
         return None
@@ -243,11 +251,11 @@ def resumed(ctx: click.Context) -> Before | None:
 
     config = ctx.meta[_CONFIG]
     settings = config.settings
-    comes_home = is_on_storage(config.run_dir)
-    if comes_home and _is_given(ctx, "runs_dir"):
+    is_stored = is_on_storage(config.run_dir)
+    if is_stored and _is_given(ctx, "runs_dir"):
         settings = settings.model_copy(update={"runs_dir": str(ctx.params["runs_dir"])})
-    for name, option in _ONLY_NEW.items():
-        if name == "runs_dir" and comes_home:
+    for name, option in _NEW_RUN_ONLY.items():
+        if name == "runs_dir" and is_stored:
             continue
         if _is_given(ctx, name):
             raise OptionError(f"{option} is for a new run, and {_OPTION} goes on with one", now=f"Leave {option} out.")
@@ -262,7 +270,7 @@ def resumed(ctx: click.Context) -> Before | None:
         spec = load_cluster(ctx.params["cluster"])
     if config.repeats_decisions:
         raise SpecError("an eager run that repeats the decisions of another one can't be resumed", now="Begin it anew.")
-    return Before(config.run_dir, spec, settings, spec != config.cluster)
+    return ResumedRun(config.run_dir, spec, settings, spec != config.cluster)
 
 
 def _refused(given: str, recorded: str) -> OptionError:
@@ -272,6 +280,8 @@ def _refused(given: str, recorded: str) -> OptionError:
 def _is_given(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
+
+# ---- run
 
 _RESTARTED = "M2FLOW_RESTARTED"
 
@@ -291,12 +301,14 @@ _RESTARTED = "M2FLOW_RESTARTED"
     help="The processes and sizes of this plan; without FLOW, all else too.",
 )
 @click.option("--policy", default="", metavar="NAME+...", help="Rollout policies, instead of the cluster's: longest-first+admission.")
-@click.option("--profile", type=click.Path(path_type=Path), metavar="FILE", help="What `placement: auto` goes by, of m2flow profile.")
+@click.option(
+    "--profile", type=click.Path(path_type=Path), metavar="FILE", help="Measured costs, of m2flow profile, for `placement: auto`."
+)
 @click.option(
     "--decisions",
     type=click.Path(path_type=Path),
     metavar="RUN_DIR",
-    help="With --eager: what time decided in that run (which weights generated each sample) is decided so again.",
+    help="With --eager: repeat that run's decisions that depended on time (which weights generated each sample).",
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Where the run directory goes.")
 @click.option(
@@ -309,7 +321,9 @@ _RESTARTED = "M2FLOW_RESTARTED"
     type=Cadence(),
     help="Steps (20), time (90s, 5m, 1h), both (20,5m: whichever comes first), or `never`.  [default: 10m]",
 )
-@click.option("--keep-checkpoints", type=click.IntRange(min=1), metavar="N", help="The newest ones stay.  [default: 2]")
+@click.option(
+    "--keep-checkpoints", type=click.IntRange(min=1), metavar="N", help="How many of the newest checkpoints are kept.  [default: 2]"
+)
 @record_options
 @settings_option
 @click.option("--json", "as_json", is_flag=True, help="The last line of stdout is the summary as JSON; all else goes to stderr.")
@@ -355,10 +369,10 @@ def command(
     Ctrl-C twice: write the ledger and end now. SIGTERM and SIGHUP do the same. The exit status is 130.
       m2flow run --resume runs/grpo-20260101-120000
     """
-    before = resumed(ctx)
+    before = resumed_run(ctx)
     if before is None:
-        wanted = asked(ctx, cluster, seed, profile=profile)
-        spec, profile, seed = wanted.spec, wanted.profile, wanted.seed
+        inputs = plan_inputs(ctx, cluster, seed, profile=profile)
+        spec, profile, seed = inputs.spec, inputs.profile, inputs.seed
         settings = RunSettings(seed=seed, deterministic=deterministic, eager=eager, runs_dir=str(runs_dir))
     else:
         spec, settings = before.spec, before.settings
@@ -368,7 +382,7 @@ def command(
         settings = settings.model_copy(update={"checkpoint_steps": checkpoint_every.steps, "checkpoint_s": checkpoint_every.seconds})
     if keep_checkpoints is not None:
         settings = settings.model_copy(update={"checkpoints_kept": keep_checkpoints})
-    settings = with_given(recording(settings, otlp, metrics_to, record_every), given_settings)
+    settings = apply_settings(apply_recording_options(settings, otlp, metrics_to, record_every), given_settings)
     if eager:
         _prepare_environment(1 if deterministic else spec.num_cores, deterministic=deterministic)
     from m2flow.micro.records.ledger import read_decisions
@@ -377,7 +391,7 @@ def command(
 
     if decisions is not None and not eager:
         raise OptionError("--decisions goes with --eager", now="A planned run decides by its own time. Add --eager.")
-    # Given its stream now: what the flow prints goes through others, which its display must not.
+    # Bound to the stream now: what the flow prints may be redirected, and the display must not be.
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, markup=False, emoji=False)
     structure = read_structure(pin_to) if pin_to else None
     record = read_decisions(decisions) if decisions else None
@@ -411,10 +425,12 @@ def command(
                     summary = run.execute()
         except KeyboardInterrupt as stop:
             error = stop if isinstance(stop, RunInterrupted) else RunInterrupted(f"stopped by {str(stop) or 'Ctrl-C'}")
-            step = _reached(run.tally.num_steps, run.num_steps) if run.tally.num_samples else ""
-            raise Failure(RunInterrupted(f"{error.what}{step}", now=error.where), _left_behind(run, was_there=before is not None)) from None
+            step = _stop_position(run.tally.num_steps, run.num_steps) if run.tally.num_samples else ""
+            raise Failure(
+                RunInterrupted(f"{error.what}{step}", now=error.where), _describe_leftovers(run, was_there=before is not None)
+            ) from None
         except Exception as error:
-            left = _left_behind(run, was_there=before is not None, goes_on=not isinstance(error, DivergenceError))
+            left = _describe_leftovers(run, was_there=before is not None, goes_on=not isinstance(error, DivergenceError))
             raise failure_of(error, run.run_dir if _has_directory(run) else None, left) from error
         display.show_summary(console, flow.name, summary, run.tally)
     if as_json:
@@ -422,7 +438,7 @@ def command(
 
 
 def _prepare_environment(threads: int, *, deterministic: bool) -> None:
-    """Set what the matrix libraries read when they are loaded. If the flow has loaded torch already, start this process anew."""
+    """Set the environment that matrix libraries read when they are loaded; restart this process if torch is loaded already."""
     from m2flow.micro.controller.launcher import engine_environment
 
     wanted = engine_environment(threads, deterministic=deterministic)
@@ -436,14 +452,14 @@ def _prepare_environment(threads: int, *, deterministic: bool) -> None:
 
 @contextlib.contextmanager
 def _interrupts(run: Run, stopping: Callable[[], None]) -> Iterator[None]:
-    """The first signal becomes a KeyboardInterrupt, now or at the end of an update that this thread is at; one more ends the process."""
+    """Turn the first signal into a KeyboardInterrupt, at once or after the update that this thread runs; the second ends the process."""
     is_stopping = False
 
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal is_stopping
         if is_stopping:
             run.end_now()
-            with contextlib.suppress(OSError):  # After a SIGHUP there is no terminal.
+            with contextlib.suppress(OSError):  # After a SIGHUP the terminal is gone.
                 os.write(2, b"\nended at once; the ledger is written\n")
             os._exit(130)
         is_stopping = True
@@ -453,7 +469,9 @@ def _interrupts(run: Run, stopping: Callable[[], None]) -> Iterator[None]:
             raise KeyboardInterrupt(reason)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # Ignored: a shell's background job.
+    handled = [
+        number for number, handler in before.items() if handler is not signal.SIG_IGN
+    ]  # An ignored signal stays ignored: a shell's background job.
     for number in handled:
         signal.signal(number, handle)
     try:
@@ -463,10 +481,10 @@ def _interrupts(run: Run, stopping: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def _reached(num_done: int, num_steps: int | None) -> str:
-    """Where a run was stopped.
+def _stop_position(num_done: int, num_steps: int | None) -> str:
+    """Say where a run was stopped.
 
-    >>> _reached(0, 2), _reached(2, 2)
+    >>> _stop_position(0, 2), _stop_position(2, 2)
     (' in step 1', ' after its last step')
     """
     return " after its last step" if num_steps and num_done >= num_steps else f" in step {num_done + 1}"
@@ -476,9 +494,11 @@ def _has_directory(run: display.Watched) -> bool:
     return run.run_dir != Path()
 
 
-def _left_behind(run: display.Watched, *, was_there: bool, goes_on: bool = True) -> str:
-    """Lines about what an unfinished run has left on disk. `was_there`: it has gone on, so what it has is not what is counted here.
-    `goes_on`: it could be resumed as it is."""
+def _describe_leftovers(run: display.Watched, *, was_there: bool, goes_on: bool = True) -> str:
+    """Describe what an unfinished run has left on disk.
+
+    `was_there`: the run was resumed, so that this process has not counted all of its samples. `goes_on`: it can be resumed as it is.
+    """
     if not _has_directory(run):
         return ""
     tally = run.tally

@@ -1,4 +1,4 @@
-"""`m2flow samples`: prompts, responses, rewards and lives of a run's samples; or a file of them."""
+"""Implement `m2flow samples`: query a run's samples, with prompts, responses, rewards and events, or write them to a file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from m2flow.micro.records.sample_query import COLUMNS, Entry, SampleQuery, expor
 
 @click.command("samples")
 @click.argument("run", required=False)
-@click.option("--where", default="", metavar="CONDITION", help='Which: an SQL expression, like "reward < 0.5 and step = 3".')
+@click.option("--where", default="", metavar="CONDITION", help='Choose samples by an SQL expression, like "reward < 0.5 and step = 3".')
 @click.option("--order", default="", metavar="EXPRESSION", help='In which order, like "response_tokens desc".  [default: as drawn]')
 @click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, help="How many to show; a file gets all.")
-@click.option("--life", "has_life", is_flag=True, help="Show what happened to each.")
-@click.option("--lengths", "has_lengths", is_flag=True, help="How what was trained on compares with all that was sampled.")
+@click.option("--life", "has_life", is_flag=True, help="Show the events of each sample.")
+@click.option("--lengths", "has_lengths", is_flag=True, help="Compare the lengths of trained samples with those of all sampled.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write all of them to a .jsonl or .parquet file."
@@ -59,23 +59,23 @@ def command(
     if has_lengths:
         click.echo("\n".join(_lengths(bias_of_run(run_dir), as_json=as_json)))
         return
-    with SampleQuery(run_dir) as book:
+    with SampleQuery(run_dir) as query:
         if out is not None:
-            number = export(book.entries(where, order=order), out)
+            number = export(query.entries(where, order=order), out)
             click.echo(f"{number:,} samples in {out}")
             return
         if as_json:
-            for entry in book.entries(where, order=order, limit=limit):
+            for entry in query.entries(where, order=order, limit=limit):
                 click.echo(msgspec.json.encode(entry).decode())
             return
-        found = book.count(where)
-        for entry in book.entries(where, order=order, limit=limit):
+        found = query.count(where)
+        for entry in query.entries(where, order=order, limit=limit):
             click.echo("\n".join(_shown(entry, has_life=has_life)) + "\n")
         click.echo(f"{min(found, limit):,} of {found:,} samples" + (f" where {where}" if where else "") + f" of {run_dir}")
 
 
 def _lengths(bias: Mapping[str, Class], *, as_json: bool) -> list[str]:
-    """A line for each class of samples."""
+    """Format the mean length and reward of each class of samples."""
     if as_json:
         return [msgspec.json.encode({name: of._asdict() for name, of in bias.items()}).decode()]
     if not bias:
@@ -99,7 +99,8 @@ def _shown(entry: Entry, *, has_life: bool) -> list[str]:
 
 
 def _parts(of: Mapping[str, float]) -> str:
-    """
+    """Format the parts of a reward.
+
     >>> _parts({"right": 1.0, "brevity": -0.25})
     'right 1, brevity -0.25'
     """
@@ -107,5 +108,5 @@ def _parts(of: Mapping[str, float]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A text on a line of its own: line breaks and control characters as their escapes, so that nothing in it acts on the terminal."""
+    """Escape line breaks and control characters, so that a text stays on one line and can't act on the terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,7 +1,7 @@
-"""`m2flow simulate`: a flow's steps on a virtual clock, by the scheduler that would run them, or generation alone; no engine, any
-number of devices.
+"""Implement `m2flow simulate`: run a flow's steps (`flow`), or generation alone (`rollout`), on a virtual clock.
 
-A first word that is no command's name is the target of `flow`, if there is such a command: `m2flow simulate flows/grpo.py`.
+`flow` uses the scheduler that would run the flow. No engine is needed, and the cluster may have any number of devices.
+The name `flow` may be left out: a first argument that is no command's name is the FLOW (`m2flow simulate flows/grpo.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from m2flow.cli.flow_options import flow_command
 from m2flow.cli.main import LazyGroup
-from m2flow.cli.plan import PlannedCommand, asked
+from m2flow.cli.plan import PlannedCommand, plan_inputs
 from m2flow.macro.flow import Flow
 from m2flow.macro.tracing import Assumption, Known
 
@@ -30,61 +30,7 @@ if TYPE_CHECKING:
     from m2flow.simulator.scenario import Outcome, Scenario
 
 
-def show_comparison(scenario: Scenario, *, as_json: bool) -> None:
-    """Run and print it."""
-    from m2flow.micro.protocol.plan import Mode
-    from m2flow.simulator.ablation import AS_PLANNED, compare
-
-    rows = compare(scenario, lambda text: click.echo(f"{text} ...", err=True))
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
-        return
-    best = min(rows, key=lambda row: row.step_s)
-    lines = [("placement", "staleness", "s a step", "bound", "efficiency", "busy", "GiB", "wasted", "idle for")]
-    for row in rows:
-        name = f"{row.placement} ({row.mode})" if row.placement == AS_PLANNED else row.placement
-        lines.append(
-            (
-                name + (" *" if row.step_s == best.step_s else ""),
-                str(row.staleness),
-                f"{row.step_s:,.1f}",
-                f"{row.bound_s:,.1f}",
-                f"{row.efficiency:.0%}",
-                f"{row.busy_share:.0%}",
-                f"{row.peak_memory_gib:.1f}",
-                f"{row.wasted_tokens:,}",
-                causes(row.idle_share, 1.0),
-            )
-        )
-    click.echo(f"{scenario.program.flow} on {scenario.spec.name}, lengths: {scenario.lengths.name}; * is the fastest\n")
-    lacking = [mode for mode in typing.get_args(Mode) if all(row.placement != mode for row in rows)]
-    click.echo("\n".join([*table(lines), *(f"no plan that fits is {mode}" for mode in lacking)]))
-
-
-def show_sweep(scenario: Scenario, text: str, png: Path, *, as_json: bool) -> None:
-    """Run, print and draw it."""
-    from m2flow.simulator.ablation import draw, parse_sweep, sweep
-
-    points = []
-    for point in sweep(scenario, *parse_sweep(text)):
-        points.append(point)
-        click.echo(f"{point.gpus:,} GPUs: {f'{point.step_s:,.1f} s a step' if point.mode else point.why}", err=True)
-    draw(points, f"{scenario.program.flow}, {scenario.lengths.name}", png)
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(points)).decode())
-        return
-    lines = [("GPUs", "plan", "s a step", "bound", "efficiency", "busy", "speed-up", "idle for")]
-    first = next((point for point in points if point.mode), None)
-    for point in points:
-        if not point.mode:
-            lines.append((f"{point.gpus:,}", "none", "", "", "", "", "", point.why))
-            continue
-        gain = f"{first.step_s / point.step_s:.2f}x" if first else ""
-        numbers = (f"{point.step_s:,.1f}", f"{point.bound_s:,.1f}", f"{point.efficiency:.0%}", f"{point.busy_share:.0%}")
-        lines.append((f"{point.gpus:,}", point.mode, *numbers, gain, causes(point.idle_share, 1.0)))
-    click.echo(f"{scenario.program.flow}, lengths: {scenario.lengths.name}\n")
-    click.echo("\n".join(table(lines)))
-    click.echo(str(png))
+# ---- simulate flow
 
 
 @flow_command("flow", PlannedCommand)
@@ -128,7 +74,7 @@ def show_sweep(scenario: Scenario, text: str, png: Path, *, as_json: bool) -> No
     metavar="RUN",
     help="Write a run's directory, with the trace, for `m2flow trace`.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws, and the run's.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the run and of drawn lengths.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def simulate_flow_command(
@@ -181,12 +127,12 @@ def simulate_flow_command(
     from m2flow.simulator.ablation import NUM_STEPS
     from m2flow.simulator.scenario import prepare
 
-    wanted = asked(ctx, cluster, seed, profile=profile, lengths=source, assume=assume)
-    spec = with_shapes(wanted.spec, shapes).with_policy(policy).without_spare  # Nobody joins a simulation.
-    source, profile, seed = wanted.lengths, wanted.profile, wanted.seed
+    inputs = plan_inputs(ctx, cluster, seed, profile=profile, lengths=source, assume=assume)
+    spec = with_shapes(inputs.spec, shapes).with_policy(policy).without_spare  # No worker joins a simulation.
+    source, profile, seed = inputs.lengths, inputs.profile, inputs.seed
     if compare and ctx.get_parameter_source("steps") is not click.core.ParameterSource.COMMANDLINE:
         steps = NUM_STEPS
-    known = Known(tuple(Assumption.parse(text) for text in wanted.assume))
+    known = Known(tuple(Assumption.parse(text) for text in inputs.assume))
     for doubt in read_profile(profile).doubts(spec) if profile else ():
         click.echo(f"note: {doubt}", err=True)
     scenario = prepare(flow, options, spec, lengths=source, steps=steps, seed=seed, known=known, profile=profile)
@@ -212,7 +158,7 @@ def simulate_flow_command(
     if ladder:
         from m2flow.simulator.ablation import climb
 
-        click.echo("\n".join(_rungs(climb(scenario, plan))), err=as_json)
+        click.echo("\n".join(_ladder_table(climb(scenario, plan))), err=as_json)
 
 
 def _as_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:
@@ -255,13 +201,13 @@ def _as_text(scenario: Scenario, outcome: Outcome, plan: Plan) -> list[str]:
 
 
 def causes(idle_s: dict[str, float], whole_s: float) -> str:
-    """The shares of all device time, the largest first; what is below a thousandth is left out."""
+    """Format idle time by cause as shares of all device time, the largest first; shares below 0.1% are left out."""
     shares = sorted(((seconds / whole_s if whole_s else 0.0, cause) for cause, seconds in idle_s.items()), reverse=True)
     return ", ".join(f"{cause} {share:.1%}" for share, cause in shares if share >= 0.001)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns under their heads; numbers to the right."""
+    """Align rows in columns under the first row; columns of numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def align(text: str, column: int) -> Callable[[int], str]:
@@ -271,7 +217,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(align(text, i)(widths[i]) for i, text in enumerate(row)).rstrip() for row in rows]
 
 
-def _rungs(rungs: Sequence[tuple[str, float]]) -> list[str]:
+def _ladder_table(rungs: Sequence[tuple[str, float]]) -> list[str]:
     lines = ["", "what each mechanism costs (seconds of all steps, with all above it taken away)"]
     before = rungs[0][1]
     rows = [("", "seconds", "less")]
@@ -280,6 +226,68 @@ def _rungs(rungs: Sequence[tuple[str, float]]) -> list[str]:
         before = seconds
     return [*lines, *table(rows)]
 
+
+# ---- simulate flow: --compare and --sweep
+
+
+def show_comparison(scenario: Scenario, *, as_json: bool) -> None:
+    """Simulate the placements beside each other and print a row for each."""
+    from m2flow.micro.protocol.plan import Mode
+    from m2flow.simulator.ablation import AS_PLANNED, compare
+
+    rows = compare(scenario, lambda text: click.echo(f"{text} ...", err=True))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
+        return
+    best = min(rows, key=lambda row: row.step_s)
+    lines = [("placement", "staleness", "s a step", "bound", "efficiency", "busy", "GiB", "wasted", "idle for")]
+    for row in rows:
+        name = f"{row.placement} ({row.mode})" if row.placement == AS_PLANNED else row.placement
+        lines.append(
+            (
+                name + (" *" if row.step_s == best.step_s else ""),
+                str(row.staleness),
+                f"{row.step_s:,.1f}",
+                f"{row.bound_s:,.1f}",
+                f"{row.efficiency:.0%}",
+                f"{row.busy_share:.0%}",
+                f"{row.peak_memory_gib:.1f}",
+                f"{row.wasted_tokens:,}",
+                causes(row.idle_share, 1.0),
+            )
+        )
+    click.echo(f"{scenario.program.flow} on {scenario.spec.name}, lengths: {scenario.lengths.name}; * is the fastest\n")
+    unfit = [mode for mode in typing.get_args(Mode) if all(row.placement != mode for row in rows)]
+    click.echo("\n".join([*table(lines), *(f"no plan that fits is {mode}" for mode in unfit)]))
+
+
+def show_sweep(scenario: Scenario, text: str, png: Path, *, as_json: bool) -> None:
+    """Simulate on more and more devices; print the numbers and draw them."""
+    from m2flow.simulator.ablation import draw, parse_sweep, sweep
+
+    points = []
+    for point in sweep(scenario, *parse_sweep(text)):
+        points.append(point)
+        click.echo(f"{point.gpus:,} GPUs: {f'{point.step_s:,.1f} s a step' if point.mode else point.why}", err=True)
+    draw(points, f"{scenario.program.flow}, {scenario.lengths.name}", png)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(points)).decode())
+        return
+    lines = [("GPUs", "plan", "s a step", "bound", "efficiency", "busy", "speed-up", "idle for")]
+    first = next((point for point in points if point.mode), None)
+    for point in points:
+        if not point.mode:
+            lines.append((f"{point.gpus:,}", "none", "", "", "", "", "", point.why))
+            continue
+        gain = f"{first.step_s / point.step_s:.2f}x" if first else ""
+        numbers = (f"{point.step_s:,.1f}", f"{point.bound_s:,.1f}", f"{point.efficiency:.0%}", f"{point.busy_share:.0%}")
+        lines.append((f"{point.gpus:,}", point.mode, *numbers, gain, causes(point.idle_share, 1.0)))
+    click.echo(f"{scenario.program.flow}, lengths: {scenario.lengths.name}\n")
+    click.echo("\n".join(table(lines)))
+    click.echo(str(png))
+
+
+# ---- simulate rollout
 
 _KNOWN = "known lengths"
 
@@ -299,7 +307,7 @@ _KNOWN = "known lengths"
 @click.option("--steps", "num_steps", type=click.IntRange(min=1), help="The first steps of a trace, or draws.  [default: all; 1 draw]")
 @click.option("--groups", "num_groups", type=click.IntRange(min=1), default=64, show_default=True, help="Prompts of a step, for a formula.")
 @click.option("--samples", "n", type=click.IntRange(min=1), default=8, show_default=True, help="Samples of a prompt, for a formula.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The seed of drawn lengths.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def simulate_rollout_command(
     source: str,
@@ -405,7 +413,7 @@ def _step_rows(results: Sequence[StepResult], *, is_known: bool) -> list[list[st
 
 
 def _policy_rows(results: Mapping[str, Sequence[StepResult]]) -> list[list[str]]:
-    """The totals, and the step of the largest regret."""
+    """Return a row for each policy: its totals and its largest regret of a step."""
     from m2flow.rollout_scheduling.study import total
 
     rows = [["policy", "makespan s", "bound s", "ratio", "regret", "worst step", "moves"]]
@@ -429,18 +437,20 @@ def _print(rows: Sequence[Sequence[str]]) -> None:
     console.print(table)
 
 
+# ---- the group `m2flow simulate`
+
 _COMMANDS = {
     "flow": "The steps of a flow, by the scheduler that would run them; the word may be left out.",
     "rollout": "Generation alone: how long the samples of a step take, by assignment or policy.",
 }
-"""Name -> what it does, in a line; the command is `simulate_<name>_command` here."""
+"""Name -> one line of help; the command is `simulate_<name>_command` in this module."""
 _PLACES = {name: f"m2flow.cli.simulate:simulate_{name}_command" for name in _COMMANDS}
 
 _DEFAULT = "flow"
 
 
 class Simulations(LazyGroup):
-    """The commands of `simulate`, and one that needs no name."""
+    """The group of the commands of `m2flow simulate`; `flow` is the default."""
 
     lines = _COMMANDS
     places = _PLACES

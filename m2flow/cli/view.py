@@ -1,4 +1,4 @@
-"""`m2flow view`: a run, or a folder of runs, as a page in the browser; or a run as one file."""
+"""Implement `m2flow view`: serve runs as a page in the browser, or write one run as one HTML file."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def command(run: str | None, out: Path | None, is_opened: bool, host: str, port:
 
 
 def _place(run: str | None, runs_dir: Path) -> Path:
-    """What is shown: a run, or a directory of runs."""
+    """Resolve the argument to a run directory, or to a directory of runs."""
     if run is not None and Path(run).is_dir() and not (Path(run) / "config.json").is_file() and any(Path(run).glob("*/config.json")):
         return Path(run)
     if run is None:
-        find_run(None, runs_dir)  # There is one, or the message says how to make one.
+        find_run(None, runs_dir)  # Raises an error that says how to make one, if there is none.
         return runs_dir
     return find_run(run, runs_dir)
 

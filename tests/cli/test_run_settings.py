@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.cli.run import SETTINGS, with_given
+from m2flow.cli.run import SETTINGS, apply_settings
 from m2flow.errors import OptionError
 from m2flow.spec import RunSettings
 
@@ -20,7 +20,7 @@ SPEC = "rollout: {engine: fake}\ntrain: {engine: fake}\ndevice: cpu\n"
 
 def test_settings_are_taken_as_text_and_the_others_stay() -> None:
     before = RunSettings(seed=3, turn_limit_s=5.0, metrics_to=())
-    found = with_given(before, ("stopped_after_s=4", "turn_limit_s=none", "flush_tokens=64"))
+    found = apply_settings(before, ("stopped_after_s=4", "turn_limit_s=none", "flush_tokens=64"))
     assert found == before.model_copy(update={"stopped_after_s": 4.0, "turn_limit_s": None, "flush_tokens": 64})
 
 
@@ -37,7 +37,7 @@ def test_settings_are_taken_as_text_and_the_others_stay() -> None:
 )
 def test_what_can_not_be_is_refused_by_name(given: str, said: str) -> None:
     with pytest.raises(OptionError, match=re.escape(said)):
-        with_given(RunSettings(), (given,))
+        apply_settings(RunSettings(), (given,))
 
 
 def test_a_run_has_the_settings_that_it_was_given(tmp_path: Path) -> None:
