@@ -1,39 +1,39 @@
-"""Every error that m2flow raises on purpose, split by whose fault it is.
+"""Every error that m2flow raises on purpose, in a hierarchy by whose fault it is.
 
     M2FlowError
-    ├── FlowError                the flow's
+    ├── FlowError                the flow is at fault
     │   ├── FlowLoadError        no such file, a syntax error, no flow in it, or two
     │   ├── OptionError          an option that the flow does not have, or a value it can't take
     │   ├── TraceError           a call or a handle used in a way that can't be recorded
     │   │   └── FieldError       a column that the samples do not have
-    │   ├── RowError             a row at a position that there is none at
-    │   ├── DatasetError         no rows, rows of different shape
+    │   ├── RowError             a row position out of range
+    │   ├── DatasetError         a dataset without rows, or with rows of different shape
     │   ├── DivergenceError      a replay, or a step under --pin-plan, that makes other calls than it should
     │   ├── OpError              the user's function raised, or returned what it may not
-    │   │   └── RewardError      the same of a reward
+    │   │   └── RewardError      the user's reward raised, or returned what it may not
     │   └── PromptTooLong        a prompt (and its answer) that the model's context can't hold
-    ├── SpecError                the cluster spec's or the run settings'
-    │   └── PortInUse            an address that the spec asks for and something else holds
+    ├── SpecError                the cluster spec or the run settings are at fault
+    │   └── PortInUse            an address that the spec asks for is in use by another process
     ├── PlanError                no legal plan, or one that was edited into an illegal one
     ├── ModelError               a model path that is missing or broken
-    ├── EngineError              an engine's: it can't start, or failed at work
+    ├── EngineError              an engine can't start, or failed at work
     │   ├── MissingExtra         a package that is not installed, and how to get it
-    │   ├── HostError            the machine's under it: a full or failing disk, a file that may not be opened, too few of what it has
-    │   └── OutOfMemory          it has no room left, and what takes it
-    │       └── MicroBatchTooLarge  of several ranks, for what can be cut: the run goes on from its last checkpoint in smaller parts
+    │   ├── HostError            the machine refuses: a full or failing disk, no permission, no memory, files or threads left
+    │   └── OutOfMemory          an engine's device or host memory is used up, and by what
+    │       └── MicroBatchTooLarge  on one of several ranks: the run resumes from its last checkpoint with smaller micro-batches
     ├── ShapeError               a tensor handed to an algorithm with the wrong shape
-    ├── ChannelError             a channel's
-    │   ├── ChannelClosed        we closed it and used it
+    ├── ChannelError             a channel failed
+    │   ├── ChannelClosed        this side closed it and used it afterwards
     │   ├── BrokenChannel        the peer went away
     │   ├── EndOfStream          the peer ended it in order
     │   └── DecodeError          bytes that are not a message
     ├── WorkerError              a process that died, hangs or never came up
-    │   └── StateLost            one died with what no other has, trained weights above all: the run goes on from its last checkpoint
+    │   └── StateLost            a worker died with state that no other has (trained weights): the run resumes from its last checkpoint
     ├── RunInterrupted           the user pressed Ctrl-C
-    └── InternalError            ours: please report
+    └── InternalError            m2flow itself is at fault: please report
 
     UnusedResult                 a warning: a line of the flow whose result nothing uses
-    LostState                    a warning: a function keeps something in its copy of what it captures
+    LostState                    a warning: a function stores state in its copy of what it captures
 
 An error says what happened, where, and what to do now. It survives pickling and the wire (`to_record`, `from_record`).
 """
@@ -53,7 +53,7 @@ import msgspec
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
-    """An error on a wire: the class by name, and its four parts."""
+    """An error as it is sent between processes: the name of its class, and its four parts."""
 
     kind: str
     what: str
@@ -63,10 +63,10 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 class M2FlowError(Exception):
-    """The root. `what` happened, `where` in the flow or the files, what to do `now`, and the `remote` traceback if there is one."""
+    """Base of all errors: `what` happened, `where` in the flow or the files, what to do `now`, and the `remote` traceback, if any."""
 
     row: int = -1
-    """The first sample that it is about, packed, in the process that raised it; -1: of none in particular."""
+    """The packed identity of the first sample that the error is about, in the process that raised it; -1: none in particular."""
 
     def __init__(self, what: str, *, where: str = "", now: str = "", remote: str = "") -> None:
         super().__init__(what)
@@ -88,11 +88,11 @@ class M2FlowError(Exception):
         return (_rebuild, (type(self).__name__, self.what, self.where, self.now, self.remote))
 
     def located(self, where: str) -> M2FlowError:
-        """The same error with a place, if it has none yet."""
+        """Return the same error with a place, if it has none yet."""
         return self if self.where else _rebuild(type(self).__name__, self.what, where, self.now, self.remote).about(self.row)
 
     def about(self, row: int) -> M2FlowError:
-        """The same error, which is about this sample."""
+        """Set the sample that this error is about. Returns the error."""
         self.row = row
         return self
 
@@ -101,7 +101,7 @@ class M2FlowError(Exception):
 
 
 class FlowError(M2FlowError):
-    """What the flow says can't be done."""
+    """The flow asks for something that can't be done."""
 
 
 class FlowLoadError(FlowError, ValueError):
@@ -121,7 +121,7 @@ class FieldError(TraceError, AttributeError):
 
 
 class RowError(FlowError, IndexError):
-    """A row at a position that there is none at."""
+    """A row position is out of range."""
 
 
 class DatasetError(FlowError, ValueError):
@@ -129,7 +129,7 @@ class DatasetError(FlowError, ValueError):
 
 
 class DivergenceError(FlowError, RuntimeError):
-    """A flow makes other calls than its record, or than the plan that it is pinned to."""
+    """A flow makes other calls than its record, or than the plan that it is pinned to, has."""
 
 
 class OpError(FlowError, RuntimeError):
@@ -149,7 +149,7 @@ class SpecError(M2FlowError, ValueError):
 
 
 class PortInUse(SpecError, OSError):
-    """Something else listens where the spec wants to."""
+    """An address that the spec asks for is in use by another process."""
 
 
 class PlanError(M2FlowError, ValueError):
@@ -185,7 +185,7 @@ class ChannelClosed(ChannelError):
 
 
 class BrokenChannel(ChannelError, ConnectionError):
-    """The peer went away in the middle."""
+    """The peer closed the connection or died before the end of the stream."""
 
 
 class EndOfStream(ChannelError, EOFError):
@@ -193,7 +193,7 @@ class EndOfStream(ChannelError, EOFError):
 
 
 class DecodeError(ChannelError, ValueError):
-    """Bytes that are not a message of ours."""
+    """Received bytes are not a valid message."""
 
 
 class WorkerError(M2FlowError, RuntimeError):
@@ -201,7 +201,7 @@ class WorkerError(M2FlowError, RuntimeError):
 
 
 class StateLost(WorkerError):
-    """A worker died with what no other has; the run can only be taken up from its last checkpoint."""
+    """A worker died with state that no other has; the run can only be resumed from its last checkpoint."""
 
 
 class RunInterrupted(M2FlowError, KeyboardInterrupt):
@@ -213,7 +213,7 @@ class UnusedResult(UserWarning):
 
 
 class LostState(UserWarning):
-    """A function of the user's changes what it captures, which is gone when the call is over. A warning, not an error."""
+    """A user's function changes what it captures; the change is lost when the call is over. A warning, not an error."""
 
 
 class InternalError(M2FlowError, AssertionError):
@@ -221,15 +221,15 @@ class InternalError(M2FlowError, AssertionError):
 
 
 class OutOfMemory(EngineError):
-    """An engine has no room left."""
+    """An engine is out of memory."""
 
 
 class MicroBatchTooLarge(OutOfMemory):
-    """A rank of several has no room for its part of a micro-batch of more than one sample."""
+    """One of several ranks is out of memory for its part of a micro-batch of more than one sample."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that there was no room: Python's, torch's on a GPU, torch's on a CPU."""
+    """Whether an error means out of memory: Python's, torch's on a GPU, or torch's on a CPU."""
     return (
         isinstance(error, MemoryError | OutOfMemory)
         or type(error).__name__ == "OutOfMemoryError"
@@ -266,9 +266,9 @@ _REFUSALS: dict[int, tuple[str, str]] = {
     errno.ETXTBSY: ("it is in use", "Wait for who uses it."),
     errno.EBUSY: ("it is in use, or locked", "Wait for who uses it, or end that process."),
 }
-"""What the operating system says -> what that is, what to do now. Others, such as of sockets, are not the host's fault alone."""
+"""Error number -> what it means, what to do now. Others, such as those of sockets, need not be the host's fault."""
 _NAMELESS = {errno.EAGAIN, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}
-"""These may be a fault of ours as well: they count where a file is named, or a library says them in words."""
+"""Numbers that may also come from a fault of m2flow: they count as the host's only with a file name, or in a library's words."""
 _SQLITE = {5: errno.EBUSY, 6: errno.EBUSY, 7: errno.ENOMEM, 8: errno.EROFS, 10: errno.EIO, 13: errno.ENOSPC, 14: errno.ENOENT}
 """SQLite's result codes: BUSY, LOCKED, NOMEM, READONLY, IOERR, FULL, CANTOPEN (sqlite.org/rescode.html)."""
 _IN_WORDS = [
@@ -278,11 +278,11 @@ _IN_WORDS = [
     (r"Parent directory .* does not exist", errno.ENOENT),
     (r"can't start new thread", errno.EAGAIN),
 ]
-"""What libraries say that lose the number on the way: regular expression -> that number."""
+"""Regular expression -> error number, for messages of libraries that drop the number."""
 
 
 def host_error(doing: str, error: BaseException) -> HostError | None:
-    """What the machine refused, in whatever library's words it came; None: this is no such thing.
+    """Recognise what the machine refused, whichever library reports it; None if the error is something else.
 
     Python's own errors, SQLite's, those of libraries in Rust ("os error 28": safetensors, tokenizers) and in C++ (torch) are told apart
     from faults of a program's by number or words. The errors that one was raised from count too.
@@ -302,7 +302,7 @@ def host_error(doing: str, error: BaseException) -> HostError | None:
 
 
 def _refusal(error: BaseException) -> int | None:
-    """The number of the operating system's error, if it is one of the host's."""
+    """The operating system's error number, if the error is the host's."""
     if isinstance(error, M2FlowError):
         return None
     if isinstance(error, sqlite3.Error):
@@ -322,7 +322,7 @@ def _refusal(error: BaseException) -> int | None:
 
 @contextlib.contextmanager
 def naming_host_errors(doing: str) -> Iterator[None]:
-    """Where something is written or read: what the machine refuses becomes a `HostError` that says what could not be done.
+    """Turn what the machine refuses while reading or writing into a `HostError` that says what could not be done.
 
     Raises:
         HostError: that. Anything else as it is.
@@ -337,7 +337,7 @@ def naming_host_errors(doing: str) -> Iterator[None]:
 
 
 def unexpected(call: str, error: Exception) -> M2FlowError:
-    """What a call raised that nobody raises on purpose."""
+    """Wrap an error that no code raises on purpose."""
     if is_out_of_memory(error):
         return OutOfMemory(f"{call}: out of memory", now="Lower train.token_budget or rollout.max_running in the cluster spec.")
     refused = host_error(call, error)
@@ -347,7 +347,7 @@ def unexpected(call: str, error: Exception) -> M2FlowError:
 
 
 def lone_surrogate(text: str) -> int:
-    """Where a text has half of a surrogate pair, which neither UTF-8 nor a tokenizer takes; -1: nowhere.
+    """Find half of a surrogate pair in a text, which neither UTF-8 nor a tokenizer accepts. Returns its position, or -1.
 
     >>> lone_surrogate("a\\ud800"), lone_surrogate("é")
     (1, -1)
@@ -360,12 +360,12 @@ def lone_surrogate(text: str) -> int:
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates, which a user's error may quote from a text, and which no UTF-8 holds."""
+    """Replace lone surrogates, which a user's error may quote from a text and which UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_from_record(record: ErrorRecord) -> M2FlowError:
-    """The error that `to_record` wrote; an unknown kind becomes an `InternalError` that names it."""
+    """Rebuild the error that `to_record` wrote; an unknown kind becomes an `InternalError` that names it."""
     return _rebuild(record.kind, record.what, record.where, record.now, record.remote)
 
 

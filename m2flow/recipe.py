@@ -1,4 +1,4 @@
-"""What a flow says about sampling, optimisation and losses: values, understood by macro code and engines alike.
+"""The training recipe of a flow: models, sampling, optimiser and losses, as values that the flow language and engines share.
 
 They are part of the program (they change the mathematics), so they live in the flow and never in a cluster spec.
 """
@@ -17,21 +17,21 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Init = Literal["pretrained", "random"]
 Head = Literal["lm", "value", "score"]
 
-# Checks of what a flow's author writes. Each raises `OptionError`, which names the option; `m2flow.macro.session` adds the line.
+# ---- argument checks: each raises `OptionError`, which names the option, and `m2flow.macro.session` adds the line.
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number, 1 or more. `True` is none, nor is 2.0."""
+    """Whether a value is a whole number, 1 or more. `True` and 2.0 are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number. `True` is none."""
+    """Whether a value is a finite number. `True` is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:
-    """Refuse what is no finite number within low..high, and above `above`."""
+    """Check that a value is a finite number within low..high, and above `above`."""
     if is_number(value) and low <= value <= high and value > above:  # type: ignore[operator]
         return
     bounds = [f"above {above:g}"] * (above > -math.inf) + [f"{low:g} or more"] * (low > -math.inf and high == math.inf)
@@ -40,19 +40,19 @@ def check_number(name: str, value: object, *, low: float = -math.inf, high: floa
 
 
 def check_count(name: str, value: object, *, least: int = 1, unit: str = "") -> None:
-    """Refuse what is no whole number, `least` or more."""
+    """Check that a value is a whole number, `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"{name} is {value!r:.60}; it must be a whole number{unit and ' of '}{unit}, {least} or more")
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuse what is no whole number."""
+    """Check that a value is a whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionError(f"{name} is {value!r:.60}; it must be a whole number")
 
 
 def check_choice(name: str, value: object, known: object, otherwise: str = "", *, of: str = "") -> None:
-    """Refuse a text that is none of these (a tuple of texts, or a `Literal`), and name the nearest.
+    """Check that a text is one of these (a tuple of texts, or a `Literal`); the error names the nearest.
 
     Args:
         of: what has the option, where that is not plain from its name.
@@ -64,13 +64,13 @@ def check_choice(name: str, value: object, known: object, otherwise: str = "", *
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False."""
+    """Check that a value is True or False."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} is {value!r:.60}; it must be True or False")
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse what is no text, or an empty one."""
+    """Check that a value is a text that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise OptionError(f"{name} is {value!r:.60}; it must be a text, not an empty one")
     if lone_surrogate(value) >= 0:
@@ -78,7 +78,7 @@ def check_text(name: str, value: object) -> None:
 
 
 def model_path(model: object) -> str:
-    """Where a model is, as a text. Refuse what is no path."""
+    """Check a model's path. Returns it as a text."""
     if not isinstance(model, Path):
         check_text("model", model)
     return str(model)
@@ -89,7 +89,7 @@ def _given(name: str, value: object, of: str) -> str:
 
 
 def check_names(name: str, values: object, *, example: Sequence[str], of: str = "") -> tuple[str, ...]:
-    """The texts of a list. Refuse what is no list of texts; one text is none."""
+    """Check that a value is a list of texts; a single text is not one. Returns them."""
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else None
     if listed is None or not all(isinstance(value, str) for value in listed):
         now = f"Give a list: {name}={[values] if isinstance(values, str) else list(example)}."
@@ -98,20 +98,20 @@ def check_names(name: str, values: object, *, example: Sequence[str], of: str = 
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse what is no number of seconds above 0. None is without a limit."""
+    """Check that a value is a number of seconds above 0, or None: no limit."""
     if value is not None:
         check_number(name, value, above=0)
 
 
 def check_instance(name: str, value: object, kind: type, instead: str, *, or_none: bool = True) -> None:
-    """Refuse what is no object of this class."""
+    """Check that a value is an instance of this class."""
     if not (isinstance(value, kind) or (or_none and value is None)):
         raise OptionError(f"{name}={value!r:.60} is no {kind.__name__}", now=f"Write {instead}.")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Train adapters of low rank beside linear layers, instead of their weights: W + alpha / rank * B A.
+    """LoRA: train low-rank adapters of linear layers instead of their weights: W + alpha / rank * B A.
 
     Source:
         Hu et al. 2021, arXiv:2106.09685.
@@ -132,7 +132,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Model:
-    """Where a model comes from."""
+    """A model: where it is loaded from, in which dtype, with which head."""
 
     path: str
     """A Hugging Face model directory (config.json, tokenizer.json, *.safetensors), or a .gguf file, which is dequantised."""
@@ -163,12 +163,12 @@ class Model:
 
 
 _COLDEST, _HOTTEST = 1e-3, 1e3
-"""Temperatures by which any logit can be divided in float32."""
+"""Bounds of the temperature, so that no logit overflows float32 when divided by it."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn."""
+    """Sampling parameters of a response."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -177,7 +177,7 @@ class Sampling:
     top_k: int = 0
     """0 is off."""
     min_new_tokens: int = 0
-    """The end-of-sequence token can't be drawn before."""
+    """No end-of-sequence token is sampled before so many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Besides the tokenizer's end-of-sequence token."""
 
@@ -207,7 +207,7 @@ _LARGEST_BETA = 1 - 2**-24
 
 @dataclass(frozen=True)
 class AdamW:
-    """Adam with decoupled weight decay, a warm-up, and a schedule. Each distinct value that a flow uses has state of its own.
+    """The optimiser: Adam with decoupled weight decay, warm-up, and a schedule. Each distinct value in a flow has its own state.
 
     Source:
         Loshchilov and Hutter 2019, arXiv:1711.05101.
@@ -260,11 +260,11 @@ class AdamW:
 
     @property
     def counts_flow_steps(self) -> bool:
-        """Whether the schedule goes by the steps of the flow's loop, not by the optimiser's."""
+        """Whether the schedule counts the steps of the flow's loop, not the optimiser's."""
         return self.steps_of == "flow" or (self.steps_of is None and self.schedule != "constant" and self.total_steps == 0)
 
     def in_loop(self, num_steps: int) -> AdamW:
-        """The same for updates in a loop of so many steps: the schedule ends with it, unless `total_steps` says otherwise.
+        """Adapt the schedule to a loop of so many steps: it ends with the loop, unless `total_steps` says otherwise.
 
         Raises:
             OptionError: the warm-up is as long as that.
@@ -275,7 +275,7 @@ class AdamW:
         return replace(self, total_steps=total_steps, steps_of="flow")
 
     def rate(self, num_steps: int) -> float:
-        """The rate of the optimiser's step that follows `num_steps` earlier ones; t is that number, or the flow's step `at`.
+        """The learning rate of the optimiser step that follows `num_steps` earlier ones; t is that number, or the flow's step `at`.
 
             t < warmup_steps:  lr * (t + 1) / warmup_steps
             else, with x = (t - warmup_steps) / (total_steps - warmup_steps):
@@ -295,7 +295,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a mini-batch holds, all of it, however it was cut: what a loss's sum may be divided by."""
+    """Counts over a whole mini-batch, however it is cut: what a loss's sum may be divided by."""
 
     num_tokens: int
     """Under the loss mask."""
@@ -305,15 +305,15 @@ class Counts:
 
 
 HEAD_OUTPUTS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
-"""Head of a model that is trained -> what it gives a loss, with gradient."""
+"""Head of a trained model -> what it computes for a loss, with gradient."""
 
 COMPUTED = frozenset({"sequence_lengths", "behaviour_logprobs"}).union(*HEAD_OUTPUTS.values())
-"""What a loss may need and an engine has by itself, on samples with behaviour log-probabilities; anything else is a column."""
+"""Inputs of a loss that the engine computes itself, on samples with behaviour log-probabilities; anything else is a column."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, as declared: what it needs, and what its sum is divided by.
+    """The declaration of a loss: its function, its inputs, and what its sum is divided by.
 
     The function gets each of `needs` as a keyword: a flat tensor [T] over the tokens that the loss mask selects, samples one
     after the other in a micro-batch, and returns per-token terms [T], or those and a dict of per-token metrics [T]. Sums over

@@ -1,8 +1,8 @@
-"""The sample, and the columnar batch that everything carries.
+"""Samples, their identities, and the columnar batch that all parts of m2flow exchange.
 
 A sample is a sequence of segments (prompt, generated, text of a tool or an environment) with per-token columns. A batch holds
 N samples as columns: dense arrays of N rows, and ragged ones, which are one flat array and N + 1 offsets. Batches are cheap to
-slice by identity, to concatenate, and to put on a wire (`m2flow.channels.codec`). NumPy only: torch stays in the engines.
+slice by identity, to concatenate, and to serialise (`m2flow.channels.codec`). NumPy only: torch stays in the engines.
 
 Token columns of a generated batch (all ragged, T_i tokens in sample i, prompt included):
 
@@ -46,7 +46,7 @@ MAX_GROUP = 1 << _INDEX_BITS
 
 
 class Segment(enum.IntEnum):
-    """Where a stretch of tokens came from."""
+    """The origin of a run of tokens."""
 
     PROMPT = 0
     GENERATED = 1
@@ -63,14 +63,14 @@ class Finish(enum.IntEnum):
 
 @dataclass(frozen=True, order=True, slots=True)
 class SampleId:
-    """Who a sample is: the call that made it (in program order), its prompt's position there, its index in the group."""
+    """A sample's identity: the call that made it (in program order), its prompt's position there, its index in the group."""
 
     call: int
     prompt: int
     index: int
 
     def pack(self) -> int:
-        """The identity as one int64, ordered as the tuple is.
+        """Pack the identity into one int64, ordered as the tuple is.
 
         >>> SampleId.unpack(SampleId(3, 17, 2).pack())
         SampleId(call=3, prompt=17, index=2)
@@ -102,7 +102,7 @@ def make_ids(call: int, num_prompts: int, num_per_prompt: int = 1) -> IdArray:
 
 
 def group_keys(ids: IdArray) -> IdArray:
-    """What the samples of one group share: their identity without the index, int64 [N]."""
+    """The group of each sample: its identity without the index, int64 [N]."""
     return ids >> _INDEX_BITS
 
 
@@ -112,7 +112,7 @@ def group_key(packed: int) -> int:
 
 
 def by_group(ids: Iterable[int]) -> dict[int, list[int]]:
-    """The identities of each group, by what they share; in the order in which they come."""
+    """Split identities by group key, in the order in which they come."""
     groups: dict[int, list[int]] = {}
     for packed in ids:
         groups.setdefault(group_key(packed), []).append(packed)
@@ -120,7 +120,7 @@ def by_group(ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def keyed_bits(*words: object) -> int:
-    """64 bits that are a function of these words and of nothing else: what random numbers start from."""
+    """Hash these words to 64 bits, the seed of a random stream: a function of the words and of nothing else."""
     text = "/".join(map(str, words))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -136,7 +136,10 @@ def group_indices(ids: IdArray) -> IdArray:
 
 
 class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """N rows of different length: `values` [total, ...] and `offsets` int64 [N + 1]; row i is values[offsets[i]:offsets[i + 1]]."""
+    """A column of N rows of different length, stored as one flat array.
+
+    `values` is [total, ...] and `offsets` int64 [N + 1]; row i is values[offsets[i]:offsets[i + 1]].
+    """
 
     values: npt.NDArray[np.generic]
     offsets: IdArray
@@ -172,7 +175,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def item(self, i: int) -> object:
-        """Row i as Python sees it: an array, a `str`, or what the JSON says."""
+        """Row i as a Python value: an array, a `str`, or the decoded JSON."""
         if self.kind == "numbers":
             return self.row(i)
         text = self.row(i).tobytes().decode("utf-8", "surrogatepass")
@@ -191,7 +194,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False, gc=False):
         return Ragged(self.values[index], offsets, self.kind)
 
     def stretch(self, start: int, end: int) -> Ragged:
-        """Rows from `start` up to `end`, which is not one of them."""
+        """Rows from `start` up to `end`, exclusive."""
         if start == 0 and end == len(self):
             return self
         offsets = self.offsets[start : end + 1]
@@ -202,7 +205,7 @@ Column = npt.NDArray[np.generic] | Ragged
 
 
 def taken(columns: Mapping[str, Column], index: IdArray) -> dict[str, Column]:
-    """These rows of each column, by position, in this order."""
+    """Take rows of each column by position, in this order."""
     if len(index) == 1 or (len(index) and index[-1] - index[0] == len(index) - 1 and bool((index[1:] > index[:-1]).all())):
         start, end = int(index[0]), int(index[-1]) + 1  # Of a stretch ragged columns share the memory.
         return {
@@ -212,7 +215,7 @@ def taken(columns: Mapping[str, Column], index: IdArray) -> dict[str, Column]:
 
 
 def column_of(rows: Sequence[object], name: str = "") -> Column:
-    """The column that holds these Python values: numbers dense, texts as text, the rest as JSON."""
+    """Make a column of Python values: numbers dense, texts as text, the rest as JSON."""
     if all(isinstance(row, str) for row in rows):
         return Ragged.texts([str(row) for row in rows])
     if all(isinstance(row, bool | np.bool_) for row in rows):
@@ -228,7 +231,7 @@ def column_of(rows: Sequence[object], name: str = "") -> Column:
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False):
-    """N samples as columns, with who they are. Immutable by convention: every method returns a new one, sharing memory if it can."""
+    """N samples as columns, with their identities. Immutable by convention: methods return new batches, which share memory if they can."""
 
     ids: IdArray
     columns: Mapping[str, Column] = {}
@@ -265,12 +268,12 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return sum(array.nbytes for array in self._arrays())
 
     def take(self, rows: npt.ArrayLike) -> Batch:
-        """These rows, by position, in this order."""
+        """Take rows by position, in this order."""
         index = np.asarray(rows, np.int64)
         return Batch(self.ids[index], taken(self.columns, index))
 
     def select(self, ids: IdArray) -> Batch:
-        """The samples of these identities, in this order. A missing one is an error of ours."""
+        """Take samples by identity, in this order. A missing one is an `InternalError`."""
         if np.array_equal(self.ids, ids):
             return self
         order = np.argsort(self.ids, kind="stable")
@@ -281,11 +284,11 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return self.take(rows)
 
     def in_order(self) -> Batch:
-        """The same samples, in the order of their identity."""
+        """The same samples, sorted by identity."""
         return self if len(self.ids) < 2 or bool(np.all(np.diff(self.ids) > 0)) else self.take(np.argsort(self.ids, kind="stable"))
 
     def frozen(self) -> Batch:
-        """The same rows, as whoever gets them may read but not write them: views, without a copy."""
+        """The same rows as read-only views, without a copy."""
         if not any(array.flags.writeable for array in self._arrays()):
             return self
         columns = {
@@ -314,12 +317,12 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return Batch(self.ids, {**self.columns, **columns})
 
     def join(self, other: Batch) -> Batch:
-        """This batch with the other's columns for the same samples; the other's win where both have one."""
+        """Add the other batch's columns for the same samples; they replace columns of the same name."""
         return Batch(self.ids, {**self.columns, **other.select(self.ids).columns})
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """One batch after the other. All must have the same columns."""
+        """Concatenate batches, which must all have the same columns."""
         if len(batches) == 1:
             return batches[0]
         if not batches:
@@ -337,7 +340,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
     def rows(self) -> Iterator[Sample]:
-        """The samples one by one, as a user's function sees them."""
+        """Iterate over the samples as a user's function sees them."""
         return (Sample(self, row) for row in range(len(self)))
 
 
@@ -384,7 +387,7 @@ class Sample:
 
 
 def rows_of(samples: Sequence[Sample]) -> Batch:
-    """The rows of samples of one batch, in this order."""
+    """Collect samples of one batch into a batch, in this order."""
     return samples[0]._batch.take([sample._row for sample in samples]) if samples else Batch(np.zeros(0, np.int64))
 
 

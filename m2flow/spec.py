@@ -1,4 +1,4 @@
-"""The cluster spec and the run settings: what is there, and how a run is to be made. Never what it means (that is the flow's).
+"""The cluster spec and the run settings: the machines and how a run uses them, never what the run computes (that is the flow's).
 
 clusters/laptop.yaml --(m2flow.cli.cluster_file)--> ClusterSpec --(m2flow.micro.lowering.passes)--> Plan
 """
@@ -14,13 +14,13 @@ from pydantic_core import PydanticCustomError
 from m2flow.errors import did_you_mean
 
 _MOST_PROCESSES = 4096
-"""Of a kind, each planned for by itself; and threads or cores of one host."""
+"""Processes of one kind, each planned for individually; and threads or cores of one host."""
 _MOST_ROUTES = 2**16
-"""Between processes that generate and those for functions."""
+"""Pairs of a rollout process and a function process."""
 _MOST_DEVICES = 131_072
-"""Of a pool. The largest clusters have some hundred thousand."""
+"""Devices of a pool. The largest clusters have some hundred thousand."""
 _MOST_SAMPLES = 2**31 - 1
-"""Or tokens, steps, times: what counts of them are kept in."""
+"""Samples, tokens, steps or times: counts of them are kept in 32 bits."""
 _MOST_BYTES = 2**50
 _MOST_GIB = 2.0**20
 _MOST_GB_S = 1e6
@@ -33,7 +33,7 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, given: object, info: ValidationInfo) -> object:
-        """YAML reads yes, no, on and off as truth values, which Python counts as 1 and 0."""
+        """Refuse booleans for numbers: YAML reads yes, no, on and off as booleans, which Python accepts as 1 and 0."""
         wanted = cls.model_fields[info.field_name or ""].annotation
         kinds = {wanted, *get_args(wanted)}
         if isinstance(given, bool) and kinds & {int, float} and bool not in kinds:
@@ -58,24 +58,24 @@ class RolloutSpec(_Strict):
     threads: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
     """CPU threads of an instance; by default its share of the machine."""
     max_running: int = Field(256, ge=1, le=_MOST_SAMPLES)
-    """Most samples that decode together in an instance."""
+    """Most samples that an instance decodes in one batch."""
     chunk: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task; by default as many as fit `max_running`."""
     policy: tuple[str, ...] = ()
-    """What goes first, where, and how much at once: names of docs/guide/rollout-scheduling.md, or FILE.py:CLASS of your own. Several go
-    together. By default first come, first served, whole groups side by side."""
+    """Scheduling policies: which sample goes first, to which engine, and how many at once. Names of docs/guide/rollout-scheduling.md, or
+    FILE.py:CLASS of your own. Several go together. By default first come, first served, whole groups side by side."""
     predictor: str = "siblings"
-    """What policies take lengths to be: `siblings`, `earlier-steps` or `prompt-buckets`."""
+    """How policies predict response lengths: `siblings`, `earlier-steps` or `prompt-buckets`."""
     difficulty: str = ""
-    """A column of the dataset that says how hard its prompts are: until a prompt's own answers are known, `siblings` goes by the answers to
-    others of the same value."""
+    """A column of the dataset that says how hard its prompts are: until a prompt's own answers are known, `siblings` predicts from the
+    answers to others of the same value."""
     options: dict[str, str | int | float | bool] = {}
-    """The engine's own."""
+    """Options of the engine itself."""
 
     @field_validator("policy", mode="before", json_schema_input_type=str | tuple[str, ...])
     @classmethod
     def _as_several(cls, given: object) -> object:
-        """One name may stand without a list."""
+        """Accept a single name in place of a list."""
         return (given,) if isinstance(given, str) else given
 
 
@@ -85,16 +85,16 @@ class TrainSpec(_Strict):
     engine: str = "embedded"
     """A train engine's name; `m2flow engines` lists them."""
     ranks: int = Field(1, ge=1, le=_MOST_PROCESSES)
-    """Processes that hold a model together, each on a GPU or with threads of its own; more than 1 for engines that offer it."""
+    """Processes (ranks) that a model is sharded over, each on a GPU or with threads of its own; more than 1 for engines that offer it."""
     threads: int | None = Field(None, ge=1, le=_MOST_PROCESSES)
     """CPU threads of a rank; by default its share of the machine."""
     token_budget: int = Field(8192, ge=1, le=_MOST_SAMPLES)
-    """Tokens that a micro-batch is filled up to."""
+    """Tokens up to which a micro-batch is filled."""
     parts: int = Field(1, ge=1, le=_MOST_SAMPLES)
     """Passes that a micro-batch goes through a model of several ranks in, at most one for each of its samples. A run whose ranks are out of
     memory goes on with twice as many."""
     options: dict[str, str | int | float | bool] = {}
-    """The engine's own."""
+    """Options of the engine itself."""
 
 
 class FunctionSpec(_Strict):
@@ -105,9 +105,9 @@ class FunctionSpec(_Strict):
     chunk: int = Field(64, ge=1, le=_MOST_SAMPLES)
     """Most samples in one task."""
     concurrency: int = Field(1, ge=1, le=_MOST_PROCESSES)
-    """Samples that a process judges at the same time; for functions that wait (for a service, say) rather than compute."""
+    """Samples that a process works on concurrently; for functions that wait (for a service, say) rather than compute."""
     patience_s: float = Field(1.0, gt=0, le=_MOST_SECONDS)
-    """Seconds after which a sample that is still being judged does not keep others from being judged beside it."""
+    """Seconds after which a sample that is still being judged (a straggler) no longer keeps others from being judged concurrently."""
     latency_s: dict[str, float | tuple[float, ...]] = {}
     """What a plan without a profile takes a call to last, by its name (`reward.score`), for one unit: a number, or several at evenly
     spaced probabilities from 0 to 1, the shortest first and the longest last."""
@@ -126,8 +126,8 @@ class ChannelSpec(_Strict):
     keys: str = ""
     """With `tcp`: the file of the cluster's key (`m2flow keys FILE`). All that passes is then encrypted, and only its holders are heard."""
     max_samples: int | None = Field(None, ge=1, le=_MOST_SAMPLES)
-    """Most samples of one call's name under way to one worker, begun but not taken there; by default as many as the steps that may run at
-    once have. A group counts whole, and one may be over."""
+    """Backpressure: most samples of one call's name in flight to one worker, begun but not taken there; by default as many as the steps
+    that may run at once have. A group counts whole, and one may be over."""
     max_bytes: int = Field(2**36, ge=1, le=_MOST_BYTES)
     """The same in bytes, each sample at its longest. What must be there at once and does not fit goes to segment files (see the plan)."""
     shared_bytes: int = Field(2**30, ge=0, le=_MOST_BYTES)
@@ -157,7 +157,7 @@ class WeightsSpec(_Strict):
     """From a worker into the server that it samples with (SGLang): `files` in memory, which the server reads; `tensors` in shared memory or
     on the GPU, which it maps; a `group` of processes, by Gloo or NCCL. `auto`: files on this host, a group elsewhere."""
     probe: Literal["first", "always", "never"] = "first"
-    """Which weights a rollout engine proves, by the log-probabilities of a few sequences beside the trainer's."""
+    """Which weights a rollout engine verifies, by comparing the log-probabilities of a few sequences with the trainer's."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Mean absolute difference of a token allowed in a probe, in nats; by default 0.001 in float32, 0.03 in float16, 0.15 in bfloat16."""
     warn_above: float | None = Field(0.1, gt=0)
@@ -224,7 +224,7 @@ class PoolSpec(_Strict):
 
 
 class LayoutSpec(_Strict):
-    """What of a parallel layout is fixed; what is left out is the planner's choice."""
+    """The parts of a parallel layout that are fixed; the planner chooses the rest."""
 
     tp: int | None = Field(None, ge=1, le=_MOST_DEVICES)
     """Tensor parallel: devices that share each layer."""
@@ -241,7 +241,7 @@ class LayoutSpec(_Strict):
 
 
 class PinSpec(_Strict):
-    """What is fixed for one engine of the flow; what is left out is the planner's choice."""
+    """The parts of one engine's placement that are fixed; the planner chooses the rest."""
 
     pool: str | None = None
     """One of `pools`."""
@@ -252,7 +252,7 @@ class PinSpec(_Strict):
     layout: LayoutSpec = LayoutSpec()
     """Its parallel layout."""
     offload: bool | None = None
-    """Whether its optimiser lives in the host's memory."""
+    """Whether its optimiser state is offloaded to the host's memory."""
 
     @field_validator("devices")
     @classmethod
@@ -264,7 +264,7 @@ class PinSpec(_Strict):
 
 
 class Places(dict[tuple[str, ...], str]):
-    """Fields -> where a file has them, FILE:LINE:COLUMN. No part of what a spec says, so all of them are equal."""
+    """Field -> its position in a file, FILE:LINE:COLUMN. Not part of a spec's meaning, so all instances compare equal."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Places)
@@ -297,9 +297,9 @@ class ClusterSpec(_Strict):
     """What is fixed for an engine, by role and kind: `policy.rollout`, `policy.train`, or for both: `policy`; or for all engines of a kind:
     `rollout`, `train`. The narrower one counts, field by field."""
     may_offload: bool = True
-    """Whether engines that take turns may put what they keep into the host's memory; otherwise all of it must fit beside the others."""
+    """Whether time-shared engines may offload their state to the host's memory; otherwise all of it must fit on the device at once."""
     lend: Literal["auto", "never"] = "auto"
-    """Of a searched placement: whether a trainer's devices are lent to rollout until training is due; `auto`: where that saves 2%."""
+    """In a searched placement: whether rollout borrows a trainer's devices until training is due; `auto`: where that saves 2%."""
     rollout: RolloutSpec = RolloutSpec()
     """How responses are generated."""
     train: TrainSpec = TrainSpec()
@@ -313,12 +313,12 @@ class ClusterSpec(_Strict):
     storage: StorageSpec = StorageSpec()
     """Where a run's record outlives the controller's host."""
     run_ahead_bytes: int = Field(2**30, ge=1, le=_MOST_BYTES)
-    """Samples of the steps under way may take this much, each counted at its longest. Only a flow with staleness has several such steps."""
+    """Memory for samples of the steps in flight, each counted at its longest. Only a flow with staleness has several such steps."""
     _places: Places = PrivateAttr(default_factory=Places)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ClusterSpec:
-        """No field contradicts another one that was given."""
+        """Check that no field contradicts another one that was given."""
         if self.launcher == "ray":
             if self.channels.transport not in (None, "tcp"):
                 what = f"'{self.channels.transport}' is for one host, and the launcher is 'ray'; leave it out"
@@ -363,17 +363,17 @@ class ClusterSpec(_Strict):
         return self
 
     def placed(self, places: dict[tuple[str, ...], str]) -> ClusterSpec:
-        """The same, that knows where a file has some of its fields."""
+        """Return the same spec with the file positions of its fields."""
         found = self.model_copy()
         found._places = Places(places)
         return found
 
     def where(self, *field: str) -> str:
-        """Where the file that this was read from has a field; empty if nobody knows."""
+        """The file position of a field; empty if it is not known."""
         return self._places.get(field, "")
 
     def pin_of(self, role: str, kind: str) -> PinSpec:
-        """What is fixed for an engine: `policy.rollout` before `policy` before `rollout`, field by field."""
+        """The pin of an engine: `policy.rollout` before `policy` before `rollout`, field by field."""
         layout, fixed = dict[str, object](), dict[str, object]()
         for pin in (self.pin[name] for name in (kind, role, f"{role}.{kind}") if name in self.pin):
             layout |= pin.layout.model_dump(exclude_none=True)
@@ -382,22 +382,22 @@ class ClusterSpec(_Strict):
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all workers are on one. Else it is not known before a run which of them share one."""
+        """Whether all workers are on one host. Otherwise it is not known before a run which workers share a host."""
         return self.launcher == "local" and sum(pool.nodes for pool in self.pools.values()) <= 1
 
     @property
     def transport(self) -> Literal["ipc", "tcp", "distributed"]:
-        """How workers talk: on several hosts by TCP, whatever `channels` say of one host."""
+        """The transport of channels: TCP on several hosts, whatever `channels` says for one host."""
         return self.channels.transport or "ipc" if self.is_one_host else "tcp"
 
     def with_policy(self, names: str) -> ClusterSpec:
-        """The same with these rollout policies, with plus signs between them; with its own if none are named."""
+        """Return the spec with these rollout policies (names joined by plus signs), or unchanged if none are named."""
         policies = tuple(name.strip() for name in names.split("+") if name.strip())
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"policy": policies})}) if policies else self
 
     @property
     def without_spare(self) -> ClusterSpec:
-        """The same, and nobody may join."""
+        """Return the spec without spare workers."""
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"spare": 0})}) if self.rollout.spare else self
 
     @property
@@ -441,20 +441,20 @@ class RunSettings(_Strict):
     checkpoints_kept: int = Field(2, ge=1, le=_MOST_SAMPLES)
     """The newest ones stay."""
     attempts: int = Field(3, ge=1, le=_MOST_SAMPLES)
-    """Times that a run whose trainer died is taken up again without getting any further, before it ends."""
+    """Times that a run whose trainer died is resumed without making progress, before it ends."""
     retry_wait_s: float = Field(1.0, ge=0, le=_MOST_SECONDS)
     """Seconds before the first of these; twice as many before each further one."""
     heartbeat_s: float = Field(0.5, gt=0, le=_MOST_SECONDS)
-    """Seconds between a worker's signs of life."""
+    """Seconds between a worker's heartbeats."""
     flush_tokens: int = Field(512, ge=1, le=_MOST_SAMPLES)
     """Tokens that a running sample gets at most before it is written down again: a worker's death loses no more of it."""
     flush_s: float = Field(10.0, gt=0, le=_MOST_SECONDS)
     """Seconds after which it is written down, if it has not got so many."""
     hung_after_s: float = Field(60.0, gt=0, le=_MOST_SECONDS)
-    """Seconds without one, or without a turn of its main loop and without using the processor, after which a worker counts as hung. It is
-    killed, and started again. A user's function may take as long as it takes: its own time limit counts."""
+    """Seconds without a heartbeat, or without a turn of its main loop and without using the processor, after which a worker counts as hung.
+    It is killed, and started again. A user's function may take as long as it takes: its own time limit counts."""
     stopped_after_s: float = Field(10.0, gt=0, le=_MOST_SECONDS)
-    """The same without a sign of life, where a worker's host says that a signal (SIGSTOP) has stopped it: no load makes it look so."""
+    """The same for a worker without heartbeats whose host reports that a signal (SIGSTOP) has stopped it: no load makes it look so."""
     turn_limit_s: float | None = Field(None, gt=0, le=_MOST_SECONDS)
     """Seconds that an engine may be at one thing (a micro-batch, a decode step), even if it uses the processor. By default any time."""
     restarts: int = Field(5, ge=0, le=_MOST_SAMPLES)
@@ -470,14 +470,14 @@ class RunSettings(_Strict):
     otlp: str = ""
     """URL of an OpenTelemetry collector, `http://HOST:4318`, for spans and metrics. Empty: OTEL_EXPORTER_OTLP_ENDPOINT's, if set."""
     metrics_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
-    """Where metrics go beside the run's directory. By default to TensorBoard's files, and to Weights & Biases and MLflow if they are
+    """Where metrics go besides the run's directory. By default to TensorBoard's files, and to Weights & Biases and MLflow if they are
     installed and the environment configures them (WANDB_PROJECT, WANDB_API_KEY or WANDB_MODE; MLFLOW_TRACKING_URI)."""
     drain_s: float = Field(5.0, ge=0, le=_MOST_SECONDS)
     """Seconds at the end of a run for what collectors and trackers have not taken yet."""
 
     @model_validator(mode="after")
     def _waits_for_beats(self) -> RunSettings:
-        """No worker counts as hung between two of its beats."""
+        """Check that no worker counts as hung between two of its heartbeats."""
         for name in ("hung_after_s", "stopped_after_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 _contradiction((name,), f"{getattr(self, name):g} is less than two beats of heartbeat_s, {self.heartbeat_s:g}")
