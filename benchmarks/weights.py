@@ -32,9 +32,9 @@ import torch
 
 from m2flow.channels.process_groups import Group, open_store
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.manifest import differing
-from m2flow.channels.weights.tensors import Tied, checksum, copy_with_checksum, once
-from m2flow.channels.weights.torch_tensors import given, seen_tensors, travelling
+from m2flow.channels.weights.manifest import compare_checksums
+from m2flow.channels.weights.tensors import Tied, checksum, copy_with_checksum, mark_tied
+from m2flow.channels.weights.torch_tensors import from_wire, tensor_checksums, to_wire
 
 TARGET = 0.7
 _WAYS = ("shared memory", "broadcast", "file", "changes by file", "changes by broadcast")
@@ -83,13 +83,13 @@ def take(subscriber: Subscriber, way: str, manifest: Manifest, mine: dict[str, t
         manifest,
         way.removeprefix("changes by "),
         held_version=versions.get(way, -1),
-        held=lambda: ((name, weight) for name, weight in travelling(mine.items()) if not isinstance(weight, Tied)),
+        held=lambda: ((name, weight) for name, weight in to_wire(mine.items()) if not isinstance(weight, Tied)),
         verify=(),
     )
-    for name, tensor in given(arriving, mine["embed.weight"]):
+    for name, tensor in from_wire(arriving, mine["embed.weight"]):
         mine[name].copy_(tensor)
     loaded = time.perf_counter()
-    wrong, missing = differing(manifest.tensors, seen_tensors(mine.items()))
+    wrong, missing = compare_checksums(manifest.tensors, tensor_checksums(mine.items()))
     assert not wrong, wrong
     assert not missing, missing
     versions[way] = manifest.version
@@ -137,7 +137,7 @@ def measure(wanted_bytes: int, num_rounds: int) -> dict[str, Any]:
                     at = torch.randint(0, len(flat_values), (max(len(flat_values) // 100, 1),))
                     flat_values[at] ^= 1
             start = time.perf_counter()
-            manifest = publishers[way].publish(travelling(once(tensors)), version)
+            manifest = publishers[way].publish(to_wire(mark_tied(tensors)), version)
             published = time.perf_counter()
             ours.send((way, manifest))
             parts = ours.recv()

@@ -1,1 +1,1 @@
-"""Bytes between processes: codec, ZeroMQ, shared memory, process groups."""
+"""Move samples and weights between processes: codec, ZeroMQ, shared memory, torch.distributed groups, weight publication."""

@@ -1,18 +1,18 @@
-"""What a channel is: bounded, addressed, and without pickle; and its plain form, an inbox and an outbox in memory.
+"""The channel contract (bounded, addressed, without pickle), and its in-memory implementation.
 
-The data plane of a worker is one `Inbox`, which many senders reach by its address, and an `Outbox`, which reaches the
-inboxes of others. What travels is a `Parcel`: some samples' columns, and the call that they are the result of. The control
-link carries opaque messages between the controller and its workers; its meaning is `m2flow.micro.protocol.messages`.
+The data plane of a worker is one `Inbox`, which any number of senders reach by its address, and one `Outbox`, which reaches the inboxes of
+others. What travels is a `Parcel`: some samples' columns, and the call that they are the result of. The control link carries opaque
+messages between the controller and its workers; their meaning is in `m2flow.micro.protocol.messages`.
 
 A channel ends in one of three ways, each an error of its own (the distinction is trio's):
 
-    ChannelClosed   we closed our end, and used it
-    EndOfStream     the other end said that this was all, and we have had all of it
-    BrokenChannel   the other end went away without a word, or takes nothing; something may be lost
+    ChannelClosed   this end was closed, and used afterwards
+    EndOfStream     the other end said that this was all, and everything has been received
+    BrokenChannel   the other end went away without ending the channel, or takes nothing; parcels may be lost
 
-Parcels are handed over by reference, as read-only views, so both sides see what ZeroMQ would have shown them. Addresses are
-`memory://NAME`, known to this process only. Threads may share these objects. Nobody can die alone in a process, so a channel breaks
-only where an inbox is closed while others still send to it.
+`MemoryInbox` and `MemoryOutbox` connect threads of one process (`memory://NAME`). Parcels are handed over by reference, as read-only
+views, so both sides see what ZeroMQ would have shown them. A peer can't die alone inside a process, so such a channel breaks only where an
+inbox is closed while others still send to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ControlLink(Protocol):
 
 
 class Parcel(msgspec.Struct, frozen=True, eq=False):
-    """Some samples of one call's result, on their way."""
+    """Some samples of one call's result, in transit."""
 
     call: int
     batch: Batch
@@ -67,14 +67,14 @@ class Statistics:
     """Time that an outbox was blocked on this peer."""
 
     def add(self, num_samples: int, num_bytes: int) -> None:
-        """One parcel more."""
+        """Count one parcel."""
         self.num_parcels += 1
         self.num_samples += num_samples
         self.num_bytes += num_bytes
 
     @staticmethod
     def sum(parts: Iterable[Statistics]) -> Statistics:
-        """All channels of one end together."""
+        """Add up the counts of all channels of one end."""
         whole = Statistics()
         for part in parts:
             for field in fields(Statistics):
@@ -84,7 +84,7 @@ class Statistics:
 
 @dataclass
 class Dropped:
-    """Messages that came in on a socket, and were none of the run's: they are counted, and `news` names the last."""
+    """Count received messages that do not belong to the run, and keep what was wrong with the last one."""
 
     num: int = 0
     last: str = ""
@@ -96,7 +96,7 @@ class Dropped:
         self.last = what
 
     def news(self) -> str:
-        """What to say of them; empty while there are fewer than twice as many as when that was said last, so that nobody fills a log."""
+        """Text for the log; empty until the count has doubled since the last text, so that a stranger can't fill a log."""
         if not self.num or self.num < 2 * self._num_told:
             return ""
         self._num_told = self.num
@@ -105,11 +105,11 @@ class Dropped:
 
 
 _MOST_DROPPED_AT_ONCE = 1000
-"""So that `take` returns even if who sends what is none never pauses."""
+"""Bounds `take`, which must return even if a stranger sends without a pause."""
 
 
 class Inbox(ABC):
-    """Receives parcels. Opened by `open`, which gives the address that senders need."""
+    """Receive parcels. `open` starts to listen and returns the address that senders need."""
 
     def __init__(self) -> None:
         self.dropped = Dropped()
@@ -140,7 +140,7 @@ class Inbox(ABC):
         """
 
     def take(self) -> list[Parcel]:
-        """What is here now, for one who learns in another way whether its senders live. What is no parcel is dropped (`dropped`)."""
+        """Return what is here now, for a caller that learns of lost senders elsewhere. Messages that are no parcels go to `dropped`."""
         for _ in range(_MOST_DROPPED_AT_ONCE):
             try:
                 return self.receive(0.0)
@@ -162,7 +162,7 @@ class Inbox(ABC):
 
 
 class Outbox(ABC):
-    """Sends parcels to inboxes by address."""
+    """Send parcels to inboxes by address."""
 
     def __init__(self) -> None:
         self._statistics: dict[str, Statistics] = {}
@@ -173,23 +173,23 @@ class Outbox(ABC):
 
     @abstractmethod
     def send(self, address: str, parcel: Parcel) -> None:
-        """Hand a parcel over. Blocks while the peer's bound is reached; raises `BrokenChannel` if that lasts too long, or the
+        """Send a parcel. Blocks while the peer's bound is reached; raises `BrokenChannel` if that lasts too long, or the
         peer is known to be gone; `ChannelClosed` after `close`."""
 
     @abstractmethod
     def end(self, address: str) -> None:
-        """Say to a peer that this was all. It has `EndOfStream` when it has received everything, and nothing more can be sent to it."""
+        """End the channel to a peer: it gets `EndOfStream` after everything that was sent, and nothing more can be sent to it."""
 
     def prefer(self, address: str, transport: str) -> None:
-        """The plan's choice of a way to this peer (`m2flow.micro.protocol.plan.Route.transport`). An outbox with one way has no choice."""
+        """Use the plan's transport to this peer (`m2flow.micro.protocol.plan.Route.transport`), where the outbox has more than one."""
 
     def forget(self, address: str) -> None:
-        """A peer is gone for good: free what is kept for it. What was not received is lost."""
+        """Free what is kept for a peer that is gone for good. What it has not received is lost."""
 
     @abstractmethod
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Close, waiting up to `drain_s` for what was sent to leave. What has left by then ends in order; a peer that something was
-        not delivered to finds the channel broken. May be called twice."""
+        """Close, waiting up to `drain_s` for what was sent to leave. Channels that have drained by then end in order; a peer that was not
+        sent everything finds its channel broken. May be called twice."""
 
     def _counted(self, address: str) -> Statistics:
         found = self._statistics.get(address)
@@ -198,12 +198,14 @@ class Outbox(ABC):
         return found
 
 
+# ---- in memory
+
 _open_inboxes: dict[str, MemoryInbox] = {}
 _numbers = itertools.count()
 
 
 class MemoryInbox(Inbox):
-    """An inbox of this process, which holds up to `max_parcels`. Without a name it gets one."""
+    """An inbox inside this process that holds up to `max_parcels`. Without a name it gets a number."""
 
     def __init__(self, name: str = "", *, max_parcels: int = 1000) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class MemoryInbox(Inbox):
         return parcels
 
     def drop(self, sender: str, num_left: int) -> None:
-        """A sender died: of what it sent and nobody has taken, only the first parcels arrive."""
+        """Simulate a sender's death: of its parcels that nobody has received, keep only the first `num_left`."""
         with self._changed:
             of_it = [parcel for parcel in self._parcels if parcel.sender == sender]
             gone = {id(parcel) for parcel in of_it[num_left:]}
@@ -249,7 +251,7 @@ class MemoryInbox(Inbox):
             self._parcels.extend(kept)
 
     def num_from(self, sender: str) -> int:
-        """Parcels of a sender that nobody has taken."""
+        """Count a sender's parcels that nobody has received."""
         with self._changed:
             return sum(parcel.sender == sender for parcel in self._parcels)
 
@@ -281,7 +283,7 @@ class MemoryInbox(Inbox):
 
 
 class MemoryOutbox(Outbox):
-    """Sends to inboxes of this process."""
+    """Send to inboxes of this process."""
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         super().__init__()

@@ -1,17 +1,17 @@
-"""Parcels and batches as bytes, without pickle.
+"""Encode parcels and batches as bytes, without pickle, and decode them with every size checked.
 
     Parcel --encode--> [head frame, large column, ...] --decode--> Parcel
 
     head frame   magic "m2f", format version u8, header length u32 (little-endian), header (msgpack), small columns
     large column one array of more than `INLINE_BYTES`, as it lies in memory, cut into frames of `FRAME_BYTES`
 
-Every array starts on a multiple of 8 bytes. Where each one lies is not written: it follows from the shapes in the header, in
-their order (identities first; of a ragged column the offsets, then the values), so there are no positions to forge.
-Small columns share one frame, because many small frames cost more than one copy. Large ones are not copied on the way out, nor on the
-way in if they came in one frame; a frame has a bound, so that a peer can't make us take memory by announcing one.
+Every array starts on a multiple of 8 bytes. Offsets are not transmitted: they follow from the shapes in the header, in their order
+(identities first; of a ragged column the offsets, then the values), so there are no positions to forge. Small columns share one frame,
+because many small frames cost more than one copy. Large ones are not copied by the sender, nor by the receiver if they came in one frame;
+a frame has a bound, so that a peer can't make us allocate memory by announcing one.
 
-Checked: every size before anything is viewed or allocated, ragged offsets, booleans. Not checked: what the numbers and
-texts say. Little-endian machines only.
+Checked: every size before anything is viewed or allocated, ragged offsets, booleans. Not checked: what the numbers and texts mean.
+Little-endian machines only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from m2flow.errors import ChannelError, DecodeError
 from m2flow.samples import Batch, Column, Ragged
 
 FORMAT = 1
-"""Counted up with every change of the layout; a peer of another format is refused by name."""
+"""Increased with every change of the layout; a peer of another format is refused with both numbers."""
 
 INLINE_BYTES = 128 * 1024
 """Columns up to this size are copied into the head frame. A frame costs two processes some 30 microseconds, whatever its size; a copy of
@@ -52,7 +52,7 @@ Dtype = Literal["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "u
 DTYPES: dict[str, np.dtype[np.generic]] = {name: np.dtype(name) for name in get_args(Dtype)}
 """The closed list of what may travel."""
 _NAMES: dict[np.dtype[np.generic], Dtype] = {dtype: cast("Dtype", name) for name, dtype in DTYPES.items()}
-"""By the type itself: its `name` is put together anew each time that it is asked for. Of another byte order there is none."""
+"""Keyed by the dtype, since `dtype.name` builds a new string at each access. Big-endian types are not in it."""
 
 _PREFIX = struct.Struct("<3sBI")
 _PAIR = struct.Struct("<2q")
@@ -62,9 +62,9 @@ _PADDING = [bytes(-left % _ALIGNMENT) for left in range(_ALIGNMENT)]
 _ONE_FRAME = (1 << 63) - 1
 _INT64, _BOOL = DTYPES["int64"], DTYPES["bool"]
 _FEW_BYTES = 16 * 1024
-"""Up to so many, bytes are looked through faster as a text than as an array."""
+"""Up to this size, `bytes.translate` is faster than a numpy reduction."""
 _FEW_ROWS = 8
-"""Up to so many, numbers are compared faster one by one than by arrays."""
+"""Up to this many, Python comparisons are faster than numpy's."""
 
 assert sys.byteorder == "little", "the wire format is little-endian, and arrays are viewed in place"
 
@@ -90,7 +90,7 @@ _header_decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(parcel: Parcel) -> list[bytes | memoryview]:
-    """The frames of a parcel. Large columns are views of the batch: it must not change until they have left.
+    """Encode a parcel as frames. Large columns are views of the batch, which must not change until they have been sent.
 
     Raises:
         ChannelError: a column of a type that does not travel, or more columns than fit; they are named.
@@ -104,7 +104,7 @@ def encode(parcel: Parcel) -> list[bytes | memoryview]:
 
 
 def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """The same frames, those of large columns in pieces of `FRAME_BYTES`: as they go on a wire."""
+    """Cut the frames of large columns into pieces of `FRAME_BYTES`, as they go on the wire."""
     pieces = list(frames[:1])
     for frame in frames[1:]:
         pieces += [frame] if len(frame) <= FRAME_BYTES else [frame[i : i + FRAME_BYTES] for i in range(0, len(frame), FRAME_BYTES)]
@@ -116,7 +116,7 @@ def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
 
 
 def decode(frames: Sequence[Buffer]) -> Parcel:
-    """The parcel of these frames, its arrays read-only views of them. (A frame that starts off an 8-byte boundary is copied once.)
+    """Decode the frames of a parcel; its arrays are read-only views of them. (A frame that starts off an 8-byte boundary is copied once.)
 
     Raises:
         DecodeError: these are not the frames of a parcel.
@@ -162,12 +162,12 @@ def decode(frames: Sequence[Buffer]) -> Parcel:
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """A batch as one contiguous piece, for segment files and control messages. Raises `ChannelError` as `encode` does."""
+    """Encode a batch as one contiguous piece, for segment files and control messages. Raises `ChannelError` as `encode` does."""
     return bytes(_encode(Parcel(0, batch, ""), _ONE_FRAME)[0])
 
 
 def decode_batch(data: Buffer) -> Batch:
-    """The batch that `encode_batch` wrote, its arrays read-only views of `data`. Raises `DecodeError`."""
+    """Decode what `encode_batch` wrote; the arrays are read-only views of `data`. Raises `DecodeError`."""
     return decode([data]).batch
 
 
@@ -233,7 +233,7 @@ def _read_header(frame: memoryview) -> tuple[_Header, int]:
 
 
 class _ArrayReader:
-    """Cuts the arrays of a message out of its frames, in their order."""
+    """Cut the arrays of a message out of its frames, in the header's order."""
 
     __slots__ = ("_head", "_inline_bytes", "_large", "_next", "_next_large", "_num_values", "_offsets", "_size")
     _offsets: npt.NDArray[np.int64]
@@ -264,7 +264,7 @@ class _ArrayReader:
         return np.ndarray(shape, dtype, self._next_frame(num_bytes, name))
 
     def only_row(self, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.generic]] | None:
-        """Offsets and values of a ragged column with one row, if both are in the head and sound. If not, None: `take` says why.
+        """Offsets and values of a ragged column with one row, if both are in the head and valid; else None, and `take` raises the error.
         Columns of as many values share their offsets."""
         (num_values,) = shape
         start, num_bytes = self._next, num_values * dtype.itemsize
@@ -277,7 +277,7 @@ class _ArrayReader:
         return self._offsets, np.ndarray(shape, dtype, self._head, start + 16)
 
     def _next_frame(self, num_bytes: int, name: str) -> memoryview:
-        """The next large column, put together from its pieces if it came in several. They are here, so its size is no mere claim."""
+        """The next large column, joined from its pieces. They have arrived already, so a forged size allocates nothing."""
         pieces, found = [], 0
         while found < num_bytes and self._next_large < len(self._large):
             pieces.append(memoryview(self._large[self._next_large]))
@@ -305,7 +305,7 @@ class _ArrayReader:
 
 
 def _do_rise(offsets: npt.NDArray[np.int64], end: int) -> bool:
-    """Whether offsets go from 0 to the end, and never back."""
+    """Whether offsets rise from 0 to `end` without ever falling."""
     if len(offsets) <= _FEW_ROWS:
         known = offsets.tolist()
         return bool(known[0] == 0 and known[-1] == end and known == sorted(known))
@@ -313,7 +313,7 @@ def _do_rise(offsets: npt.NDArray[np.int64], end: int) -> bool:
 
 
 def _check_booleans(values: npt.NDArray[np.generic], name: str) -> None:
-    """A byte above 1 makes numpy's logic disagree with itself (`a & b`, `a == True`, indexing)."""
+    """Refuse bytes above 1, with which numpy's boolean operations disagree with each other (`a & b`, `a == True`, indexing)."""
     if values.size and (values.tobytes().translate(None, b"\0\1") if values.size <= _FEW_BYTES else int(values.view(np.uint8).max()) > 1):
         raise DecodeError(f"column {name!r}: bytes that are not booleans")
 
@@ -331,5 +331,5 @@ def _aligned(frame: Buffer) -> memoryview:
 
 
 def num_frame_bytes(frames: Iterable[Buffer]) -> int:
-    """Bytes that these frames put on a wire."""
+    """Count the bytes that these frames put on the wire."""
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)

@@ -1,15 +1,15 @@
 """Where a socket may listen, and the key of those who may talk to it.
 
-m2flow keys FILE --write_keys--> FILE --read_keys--> Keys --> m2flow.channels.zeromq
+A place is written `ipc:DIRECTORY` (one that only its owner can enter), `ipc:` (a new one), `tcp` (a free port of loopback), `tcp:PORT`,
+`tcp:ADDRESS` or `tcp:ADDRESS:PORT`, where the address is an IPv4 address of this host.
 
-One pair for all hosts and processes of a cluster: each proves by it that it belongs, as listener and as caller. The file is for its
-owner alone; it goes to other hosts by a way that keeps it so (`scp -p`).
+    m2flow keys FILE --write_keys--> FILE --read_keys--> Keys --> m2flow.channels.zeromq
+
+All hosts and processes of a cluster share one key pair: each proves by it that it belongs, as listener and as caller. The file is readable
+by its owner alone, and must be copied to other hosts in a way that keeps it so (`scp -p`).
 
 Source:
     CurveZMQ, rfc.zeromq.org/spec/26: elliptic-curve keys, perfect forward secrecy. Keys are written in Z85 (spec 32).
-
-A place is written `ipc:DIRECTORY` (one that only we can enter), `ipc:` (a new one), `tcp` (a port of loopback that is free), `tcp:PORT`,
-`tcp:ADDRESS` or `tcp:ADDRESS:PORT`, the address an IPv4 one of this host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALPHABET = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTU
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """A pair of CURVE keys, 40 characters of Z85 each; or a secret alone, that lets its holders in and encrypts nothing."""
+    """A CURVE key pair, 40 characters of Z85 each; or, with `encrypts=False`, a shared secret that authenticates and encrypts nothing."""
 
     public: str
     secret: str
@@ -42,7 +42,7 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Write a new file that only its owner can read.
+    """Write a key pair to a new file that only its owner can read.
 
     Raises:
         SpecError: there is one already, or it can't be written.
@@ -59,7 +59,8 @@ def write_keys(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """
+    """Read a key file that `write_keys` wrote.
+
     Raises:
         SpecError: it can't be read, others than its owner can read it, or it is no key.
     """
@@ -81,13 +82,15 @@ def read_keys(path: Path) -> Keys:
     return Keys(parts[0], parts[1])
 
 
+# ---- places to listen at
+
 _LOOPBACK = "127.0.0.1"
 MAX_IPC_PATH_BYTES = 106
 """`sun_path` holds 108 bytes on Linux with its final zero; libzmq and other systems leave a little less."""
 
 
 def address_of(place: str) -> str:
-    """The ZeroMQ address to bind; an `ipc` one is new each time. Raises `SpecError`.
+    """Return the ZeroMQ address to bind for a place; an `ipc` address is new each time. Raises `SpecError`.
 
     >>> address_of("tcp"), address_of("tcp:5555"), address_of("tcp:10.0.0.7")
     ('tcp://127.0.0.1:*', 'tcp://127.0.0.1:5555', 'tcp://10.0.0.7:*')
@@ -119,7 +122,7 @@ def is_private(address: str) -> bool:
 
 
 def _is_address(host: str) -> bool:
-    """One that others can connect to: not a name, which may mean several, and not the wildcard."""
+    """Whether it is an address to connect to: not a host name, which may mean several, and not the wildcard."""
     try:
         return not ipaddress.IPv4Address(host).is_unspecified
     except ValueError:
@@ -127,7 +130,7 @@ def _is_address(host: str) -> bool:
 
 
 def private_directory() -> str:
-    """A new directory that only this user can enter, its path short enough for sockets. The caller removes it."""
+    """Create a directory that only this user can enter, its path short enough for sockets. The caller removes it."""
     parent = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="m2flow-", dir=parent if len(os.fsencode(parent)) <= MAX_IPC_PATH_BYTES - 32 else "/tmp")
 

@@ -1,28 +1,24 @@
-"""Parcels between processes: over ZeroMQ alone, or with their large columns beside it, in shared memory or over torch.distributed.
+"""Send parcels between processes over ZeroMQ, with large columns in shared memory or over torch.distributed where the plan says so.
 
-heard(descriptor, sender) ... ended(descriptors) ... next_gone() -> the sender
-
-ZeroMQ names a connection by its file descriptor, both with a message and when it ends. A descriptor is used again: whoever is turned away
-leaves one behind that the next friend may get, and word of its end may come after the friend's first message. So each is remembered
-with its inode, which no other has as long as it is open, and a connection has ended when its socket is not there any more. One that is
-there still is looked at again: ZeroMQ's thread may not have come to close it.
-
-A message goes whole or not at all, and waits for nobody longer than it may. ZeroMQ connects anew to an address that somebody listens at
-again; what has been there and is gone counts as gone here, since it can't be the same inbox.
-
-ZmqOutbox --PUSH--> PULL ZmqInbox
+    ZmqOutbox --PUSH--> PULL ZmqInbox
 
     a parcel    the frames of `m2flow.channels.codec`
     a loan      one frame that says where the large columns lie (`m2flow.channels.shared_memory`), then the parcel's head frame
-    a passage   one frame that says over which pair of processes they follow (`m2flow.channels.process_groups`), then the head frame
+    a transfer  one frame that says which pair of processes sends them (`m2flow.channels.process_groups`), then the head frame
     an end      one frame with the sender's name
 
-An inbox takes all four from whoever sends them; which way a parcel goes is the sender's choice (`Outbox.prefer`), per peer. It learns
-from ZeroMQ when a connection has ended, and raises `BrokenChannel` for a sender that had not said so before. Two workers that send to
-each other from the thread that also receives must keep less in flight than their queues hold, or they wait for each other: that is what
-credits are for (`m2flow.micro.scheduler.backpressure`).
+An inbox takes all four from any sender; which transport a parcel uses is the sender's choice, per peer (`Outbox.prefer`). A message is
+sent whole or not at all, and no send waits longer than its time-out. ZeroMQ reconnects to an address that somebody listens at again; here
+a peer that was there and is gone counts as gone, since whoever listens there now can't be the same inbox.
 
-A peer that dies takes with it what lay in its queues: finding that out and sending again is the scheduler's part.
+Two workers that send to each other from the thread that also receives must keep less in flight than their queues hold, or they deadlock:
+backpressure prevents that (`m2flow.micro.scheduler.backpressure`). What lay in the queues of a peer that dies is lost; finding it and
+sending it again is the scheduler's part.
+
+An inbox finds senders that died through ZeroMQ's monitor, which names a connection by its file descriptor. Descriptors are reused: one that
+a refused peer leaves behind may be given to the next connection, and the event of its end may come after that connection's first message.
+So `Connections` remembers each with its inode, which is unique as long as it is open, and counts a connection as ended when its socket is
+no longer there. One that is still there is checked again later, since ZeroMQ's thread may not have closed it yet.
 """
 
 from __future__ import annotations
@@ -41,30 +37,30 @@ import zmq
 from m2flow.channels.channel import Inbox, Outbox, Parcel, Statistics
 from m2flow.channels.codec import FRAME_BYTES, MAX_FRAMES, MAX_HEAD_BYTES, cut, decode, encode, num_frame_bytes
 from m2flow.channels.endpoints import Keys
-from m2flow.channels.process_groups import PAIRS, Backend, PairReceiver, PairSender, Passage
+from m2flow.channels.process_groups import PAIRS, Backend, PairReceiver, PairSender, PairTransfer
 from m2flow.channels.shared_memory import Arena, Borrower, Loan
 from m2flow.channels.zeromq import MAX_MESSAGES_AT_ONCE, NOBLOCK, Endpoint, Socket, connect, has_come, milliseconds, wait
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, DecodeError, EndOfStream
 
-_CLOSES_S = 0.05
-"""ZeroMQ tells of an end, and closes the socket a moment later."""
-_LOOK_S = 0.001
+_CLOSE_GRACE_S = 0.05
+"""ZeroMQ reports an end, and closes the socket a moment later."""
+_POLL_S = 0.001
 
 
 @final
 class Connections:
-    """Of one inbox. One thread."""
+    """Track which sender is on which connection of one inbox, and which connections have ended. One thread."""
 
     def __init__(self) -> None:
         self._heard: dict[int, tuple[str, int]] = {}
         """File descriptor -> who was heard on it last, and the inode of its socket."""
         self._ended: deque[int] = deque()
-        """Descriptors of connections that are said to have ended, and of which nothing was made yet."""
-        self._doubted: set[int] = set()
-        """Those whose socket was there all the same: ZeroMQ is slow to close it, or it is another's by now."""
+        """Descriptors of connections whose end was reported and not handled yet."""
+        self._suspect: set[int] = set()
+        """Those whose socket is still open: ZeroMQ has not closed it yet, or the descriptor is another connection's by now."""
 
     def sender_on(self, connection: int) -> str | None:
-        """Who was heard there last."""
+        """The sender of the last parcel on a connection."""
         found = self._heard.get(connection)
         return found[0] if found is not None else None
 
@@ -72,33 +68,33 @@ class Connections:
         self._heard[connection] = (sender, inode_of(connection))
 
     @property
-    def are_doubted(self) -> bool:
-        """Whether one may end of which nothing more will be said."""
-        return bool(self._doubted)
+    def are_suspect(self) -> bool:
+        """Whether a connection may end without another event from ZeroMQ."""
+        return bool(self._suspect)
 
     def ended(self, descriptors: Iterable[int]) -> None:
-        """ZeroMQ says so; and those that it has closed since it said so."""
+        """Record ends that ZeroMQ reports, and those of suspect connections that have been closed since."""
         self._ended.extend(descriptors)
-        closed = [connection for connection in self._doubted if inode_of(connection) != self._heard[connection][1]]
-        self._doubted.difference_update(closed)
+        closed = [connection for connection in self._suspect if inode_of(connection) != self._heard[connection][1]]
+        self._suspect.difference_update(closed)
         self._ended.extend(closed)
 
     def next_gone(self) -> str | None:
-        """A sender whose connection has ended; each once. When there is nothing more to read: what came before an end counts."""
+        """A sender whose connection has ended; each once. Call it when nothing is left to read: what came before an end counts."""
         while self._ended:
             connection = self._ended.popleft()
             found = self._heard.get(connection)
-            if found is not None and _is_open(connection, found[1], _CLOSES_S):
-                self._doubted.add(connection)
+            if found is not None and _is_open(connection, found[1], _CLOSE_GRACE_S):
+                self._suspect.add(connection)
             elif found is not None:
-                self._doubted.discard(connection)
+                self._suspect.discard(connection)
                 del self._heard[connection]
                 return found[0]
         return None
 
 
 def inode_of(descriptor: int) -> int:
-    """Of the socket that is open under it; -1: none."""
+    """Inode of the socket that is open under a descriptor; -1: none."""
     try:
         return os.fstat(descriptor).st_ino
     except OSError:
@@ -110,9 +106,11 @@ def _is_open(descriptor: int, inode: int, patience_s: float) -> bool:
     while inode >= 0 and inode_of(descriptor) == inode:
         if time.monotonic() > deadline:
             return True
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return False
 
+
+# ---- one peer of an outbox
 
 COPY_BELOW_BYTES = 64 * 1024
 """Below this, handing a frame to ZeroMQ without a copy costs more than the copy."""
@@ -123,7 +121,7 @@ END = b"m2e"
 
 
 class Peer(Endpoint):
-    """The way to one inbox."""
+    """An outbox's connection to one inbox."""
 
     _what = "the way to an inbox"
 
@@ -138,7 +136,7 @@ class Peer(Endpoint):
         connect(socket, address)
 
     def send(self, frames: Sequence[bytes | memoryview], timeout_s: float, statistics: Statistics) -> None:
-        """Hand one message over, all of its frames or none."""
+        """Send one message, all of its frames or none."""
         socket = self._opened()
         if self._has_ended:
             raise ChannelClosed(f"the channel to {self.address} was ended")
@@ -156,7 +154,7 @@ class Peer(Endpoint):
             statistics.wait_s += time.monotonic() - start
 
     def require_alive(self) -> None:
-        """Raises BrokenChannel: the peer is gone. ZeroMQ would connect anew, to what can't be the same inbox any more."""
+        """Raise BrokenChannel if the peer is gone. ZeroMQ would reconnect, to what can't be the same inbox any more."""
         has_ended = bool(self._ended_connections())  # Before anything was taken it may have been turned away, or not be there yet.
         self._is_gone = self._is_gone or (has_ended and self._has_taken)
         if self._is_gone:
@@ -171,14 +169,14 @@ class Peer(Endpoint):
         )
 
     def end(self, timeout_s: float, statistics: Statistics) -> None:
-        """Say that this was all."""
+        """End the channel, waiting up to `timeout_s` for room in the queue."""
         if not self._has_ended:
             for sender in sorted(self.senders):
                 self.send([END + sender.encode()], timeout_s, statistics)
             self._has_ended = True
 
     def end_now(self) -> None:
-        """The same, if the peer takes it without waiting."""
+        """End the channel if the peer takes that without waiting."""
         if not self._has_ended and not self._is_gone:
             self._has_ended = all(_send_now(self._opened(), [END + sender.encode()]) for sender in sorted(self.senders))
 
@@ -186,7 +184,7 @@ class Peer(Endpoint):
         self._release(drain_s)
 
     def _wait_until_writable(self, timeout_s: float) -> None:
-        """Or until the peer is gone."""
+        """Wait until the socket takes a message, or the peer is gone."""
         poller = zmq.Poller()
         poller.register(self._opened(), zmq.POLLOUT)
         if self._monitor is not None:
@@ -195,7 +193,7 @@ class Peer(Endpoint):
 
 
 def _send_now(socket: Socket, frames: Sequence[bytes | memoryview]) -> bool:
-    """Whether the message could go without waiting."""
+    """Send a message if that is possible without waiting; whether it was."""
     try:
         for frame in frames[:-1]:
             socket.send(frame, _MORE, copy=len(frame) < COPY_BELOW_BYTES)
@@ -205,31 +203,33 @@ def _send_now(socket: Socket, frames: Sequence[bytes | memoryview]) -> bool:
     return True
 
 
+# ---- inbox and outbox
+
 SHARED_MEMORY = "shared memory"
 
-_LOAN, _PASSAGE = b"m2l", b"m2p"
+_LOAN, _PAIR_TRANSFER = b"m2l", b"m2p"
 _SRCFD = int(zmq.SRCFD)
 """As a number: a member of an enumeration takes a microsecond each time."""
 _UNKNOWN = -1
-"""In the place of a connection: ZeroMQ does not say of a message of an unversioned peer (ZMTP 1.0) where it came from."""
-_INBOX_LOOK_S = 0.002
-"""Between two looks at what others have taken, which nobody rings a bell for."""
-_LOOKS_AGAIN_S = 0.05
-"""At connections that were said to have ended, and were there."""
-_DIES_S = 5.0
+"""Connection of a message whose peer speaks ZMTP 1.0: ZeroMQ does not say where it came from."""
+_INBOX_POLL_S = 0.002
+"""Period of polling for what peers have taken, for which there is no event."""
+_RECHECK_S = 0.05
+"""Period of checking suspect connections again."""
+_DEATH_GRACE_S = 5.0
 """A process that dies loses its sockets all at once, but not in one moment."""
 _MAX_NAME_BYTES = 1024
 _MAX_BYTES_AT_ONCE = 16 << 20
-"""That are given in one go: more would be taken out of the processor's cache, and out of memory that the system has to clear first."""
-Note = TypeVar("Note", Loan, Passage)
+"""Returned by one `receive`: more would leave the processor's cache, and need memory that the system has to clear first."""
+Note = TypeVar("Note", Loan, PairTransfer)
 _encoder = msgspec.msgpack.Encoder()
 _loan_decoder = msgspec.msgpack.Decoder(Loan)
-_passage_decoder = msgspec.msgpack.Decoder(Passage)
+_pair_transfer_decoder = msgspec.msgpack.Decoder(PairTransfer)
 
 
 class ZmqInbox(Endpoint, Inbox):
-    """An inbox at a place of this host. `max_parcels` of each sender wait in it, 0: as many as come; the senders' queues come on top.
-    Without `pairs` nothing is taken over torch.distributed, and torch not loaded."""
+    """An inbox that listens at a place of this host. It holds `max_parcels` of each sender (0: no bound), beside the senders' own queues.
+    Without `pairs` it takes nothing over torch.distributed and does not load torch."""
 
     _what = "the inbox"
 
@@ -244,7 +244,7 @@ class ZmqInbox(Endpoint, Inbox):
         self._pending: DecodeError | None = None
         self._borrower = Borrower()
         self._arenas: dict[str, set[str]] = {}
-        """Sender -> the arenas that it lent from."""
+        """Sender -> the shared-memory arenas that it lent from."""
         self._groups: dict[str, set[str]] = {}
         """Sender -> its pairs with us."""
         self._connections = Connections()
@@ -273,11 +273,11 @@ class ZmqInbox(Endpoint, Inbox):
             start = time.monotonic()
             if start >= deadline:
                 return parcels
-            wait([self], min(deadline - start, _LOOKS_AGAIN_S) if self._connections.are_doubted else deadline - start)
+            wait([self], min(deadline - start, _RECHECK_S) if self._connections.are_suspect else deadline - start)
             self.waited_s += time.monotonic() - start
 
     def _take(self, socket: Socket, parcels: list[Parcel]) -> None:
-        """Add what is here. That may be nothing though the socket is readable: a peer that is turned away makes it so."""
+        """Append parcels that are here. There may be none though the socket is readable: a refused peer makes it so, too."""
         num_bytes = 0
         while len(parcels) < MAX_MESSAGES_AT_ONCE and num_bytes < _MAX_BYTES_AT_ONCE:
             frames, connection = _receive_frames(socket)
@@ -295,7 +295,7 @@ class ZmqInbox(Endpoint, Inbox):
                 num_bytes += size
 
     def _read(self, frames: list[bytes | memoryview], connection: int) -> tuple[Parcel | None, int]:
-        """The parcel of a message, None for one that has none; and its bytes."""
+        """Decode a message: its parcel (None if it carries none) and its size in bytes."""
         if len(frames) > MAX_FRAMES:
             raise DecodeError(f"a message of more than {MAX_FRAMES:,} frames")
         if connection == _UNKNOWN:
@@ -313,41 +313,41 @@ class ZmqInbox(Endpoint, Inbox):
                 return None, 0  # It died with this on its way; the end of its connection will tell.
             parcel = decode([*frames[1:], *shared])
             self._arenas.setdefault(parcel.sender, set()).add(loan.arena)
-            aside = num_shared = sum(loan.sizes)
-        elif kind == _PASSAGE:
-            found = self._over_a_pair(frames, connection)
+            num_aside = num_shared = sum(loan.sizes)
+        elif kind == _PAIR_TRANSFER:
+            found = self._receive_over_pair(frames, connection)
             if found is None:
                 return None, 0
-            parcel, aside, num_shared = *found, 0
+            parcel, num_aside, num_shared = *found, 0
         else:
-            parcel, aside, num_shared = decode(frames), 0, 0
+            parcel, num_aside, num_shared = decode(frames), 0, 0
         statistics = self._counted(parcel.sender)
-        statistics.add(len(parcel.batch), num_bytes + aside)
+        statistics.add(len(parcel.batch), num_bytes + num_aside)
         statistics.num_shared_bytes += num_shared
-        statistics.num_pair_bytes += aside - num_shared
+        statistics.num_pair_bytes += num_aside - num_shared
         if self._connections.sender_on(connection) != parcel.sender or parcel.sender not in self._open_senders:
             self._connections.heard(connection, parcel.sender)
             self._open_senders.add(parcel.sender)
             self._ended_senders.discard(parcel.sender)
             self._gone_senders.discard(parcel.sender)
-        return parcel, num_bytes + aside
+        return parcel, num_bytes + num_aside
 
-    def _over_a_pair(self, frames: Sequence[bytes | memoryview], connection: int) -> tuple[Parcel, int] | None:
-        """The parcel, and how many of its bytes came so. None: its sender has died meanwhile, which the end of its connection will tell."""
-        passage, inode = _passage_of(frames[0]), inode_of(connection)
+    def _receive_over_pair(self, frames: Sequence[bytes | memoryview], connection: int) -> tuple[Parcel, int] | None:
+        """Receive a parcel and the number of its bytes that came over the pair. None: its sender died, its connection's end is reported."""
+        transfer, inode = _pair_transfer_of(frames[0]), inode_of(connection)
         if self._pairs is None:
             raise DecodeError("columns over torch.distributed, which this inbox does not take")
         try:
-            parcel = decode([*frames[1:], *self._pairs.receive(passage)])
+            parcel = decode([*frames[1:], *self._pairs.receive(transfer)])
         except BrokenChannel as error:
-            deadline = time.monotonic() + _DIES_S
+            deadline = time.monotonic() + _DEATH_GRACE_S
             while inode >= 0 and inode_of(connection) == inode:
                 if time.monotonic() > deadline:
                     raise ChannelError(f"columns of a parcel did not come, and their sender lives: {error.what}") from None
-                time.sleep(_INBOX_LOOK_S)
+                time.sleep(_INBOX_POLL_S)
             return None
-        self._groups.setdefault(parcel.sender, set()).add(passage.group)
-        return parcel, sum(passage.sizes)
+        self._groups.setdefault(parcel.sender, set()).add(transfer.group)
+        return parcel, sum(transfer.sizes)
 
     def _ended(self, frames: Sequence[bytes | memoryview]) -> None:
         try:
@@ -359,22 +359,22 @@ class ZmqInbox(Endpoint, Inbox):
         if sender in self._open_senders:
             self._open_senders.discard(sender)
             self._ended_senders.add(sender)
-            self._let_go(sender)
+            self._forget_sender(sender)
 
     def _raise_ends(self) -> None:
-        """Nothing is left to give. Connections may have ended: of senders that had not, one is told at a time."""
+        """When nothing is left to return: raise for one sender that went away without ending its channel, or if all have ended."""
         while (sender := self._connections.next_gone()) is not None:
             if sender in self._open_senders:
                 self._open_senders.discard(sender)
                 self._gone_senders.add(sender)
-                self._let_go(sender)
+                self._forget_sender(sender)
                 raise BrokenChannel(
                     f"{sender} is gone, and had not ended its channel", now="Its worker has died, or was cut off; see its log."
                 )
         if self._ended_senders and not self._open_senders and not self._gone_senders:
             raise EndOfStream("all that sent to this inbox have ended")
 
-    def _let_go(self, sender: str) -> None:
+    def _forget_sender(self, sender: str) -> None:
         for arena in self._arenas.pop(sender, ()):
             self._borrower.forget(arena)
         for group in self._groups.pop(sender, ()):
@@ -392,7 +392,7 @@ class ZmqInbox(Endpoint, Inbox):
 
 
 class ZmqOutbox(Outbox):
-    """Sends to inboxes by address.
+    """Send to inboxes by address.
 
     Each peer has a queue of `max_parcels` here, beside the inbox's own; when both are full, `send` waits up to `timeout_s`. With
     an arena, large columns go to the peers for which the plan says so (`prefer`) in shared memory; where the arena is full, they
@@ -418,7 +418,7 @@ class ZmqOutbox(Outbox):
         self._pairs = pairs
         self._peers: dict[str, Peer] = {}
         self._ways: dict[str, str] = {}
-        """Address -> the way that large columns take there beside the socket."""
+        """Address -> the transport of large columns to it beside the socket."""
         self._is_closed = False
         self._is_registered = False
 
@@ -437,8 +437,8 @@ class ZmqOutbox(Outbox):
         statistics = self._counted(address)
         way = self._ways.get(address) if len(frames) > 1 else None
         if way in PAIRS:
-            self._send_over_a_pair(frames, peer, PAIRS[way], statistics)
-        elif way is None or not self._lent(frames, peer, statistics):
+            self._send_over_pair(frames, peer, PAIRS[way], statistics)
+        elif way is None or not self._send_loan(frames, peer, statistics):
             peer.send(frames if len(frames) == 1 else cut(frames), self._timeout_s, statistics)
         peer.senders.add(parcel.sender)
         statistics.add(len(parcel.batch), num_frame_bytes(frames))
@@ -475,8 +475,8 @@ class ZmqOutbox(Outbox):
             self._wait_for_loans(deadline)
             self._arena.close()
 
-    def _lent(self, frames: list[bytes | memoryview], peer: Peer, statistics: Statistics) -> bool:
-        """Whether the large columns could be lent, and the rest was sent; the pool may be full."""
+    def _send_loan(self, frames: list[bytes | memoryview], peer: Peer, statistics: Statistics) -> bool:
+        """Send a parcel with its large columns in shared memory. False: the arena is full, and nothing was sent."""
         arena = self._arena
         assert arena is not None
         self._wait_for_room(arena, peer, statistics)
@@ -492,34 +492,34 @@ class ZmqOutbox(Outbox):
         statistics.num_shared_bytes += sum(loan.sizes)
         return True
 
-    def _send_over_a_pair(self, frames: list[bytes | memoryview], peer: Peer, backend: Backend, statistics: Statistics) -> None:
+    def _send_over_pair(self, frames: list[bytes | memoryview], peer: Peer, backend: Backend, statistics: Statistics) -> None:
         pairs = self._pairs
         assert pairs is not None
         self._wait_for_room(pairs, peer, statistics)
         if pairs.is_broken(peer.address):
             raise peer.is_gone()
         large = [memoryview(frame) for frame in cut(frames)[1:]]
-        passage = pairs.announce(large, peer.address, backend)
-        peer.send([_PASSAGE + _encoder.encode(passage), frames[0]], self._timeout_s, statistics)
+        transfer = pairs.announce(large, peer.address, backend)
+        peer.send([_PAIR_TRANSFER + _encoder.encode(transfer), frames[0]], self._timeout_s, statistics)
         pairs.send(large, peer.address)  # Not before: a head that could not leave is sent again, and what follows it must follow once.
-        statistics.num_pair_bytes += sum(passage.sizes)
+        statistics.num_pair_bytes += sum(transfer.sizes)
 
-    def _wait_for_room(self, aside: Arena | PairSender, peer: Peer, statistics: Statistics) -> None:
-        """Columns on their way beside the socket have the bound that a queue has: their heads are too small to fill one."""
+    def _wait_for_room(self, carrier: Arena | PairSender, peer: Peer, statistics: Statistics) -> None:
+        """Apply the queue's bound to columns in transit beside the socket, whose head frames are too small to fill a queue."""
         deadline = time.monotonic() + self._timeout_s
-        while self._max_parcels and aside.num_on_their_way(peer.address) >= self._max_parcels:
+        while self._max_parcels and carrier.num_on_their_way(peer.address) >= self._max_parcels:
             start = time.monotonic()
             peer.require_alive()
             if start >= deadline:
                 raise peer.took_nothing(self._timeout_s)
-            time.sleep(_INBOX_LOOK_S)
+            time.sleep(_INBOX_POLL_S)
             statistics.wait_s += time.monotonic() - start
 
     def _wait_for_loans(self, deadline: float) -> None:
-        """A buffer whose loan is still on its way must be there when it comes."""
+        """Wait until peers have received all loans: a buffer must exist when its loan arrives."""
         assert self._arena is not None
         while self._arena.num_on_their_way() and time.monotonic() < deadline:
-            time.sleep(_INBOX_LOOK_S)
+            time.sleep(_INBOX_POLL_S)
 
     def _new_peer(self, address: str) -> Peer:
         if not self._is_registered:
@@ -534,8 +534,8 @@ class ZmqOutbox(Outbox):
 
 
 def _receive_frames(socket: Socket) -> tuple[list[bytes | memoryview], int]:
-    """The frames of the next message, or none, and the connection that they came on. Small ones are copied: in ZeroMQ's own buffer they
-    lie at any address. Of too many the first beyond the bound is the last that is kept."""
+    """The frames of the next message, or none, and its connection. Small frames are copied, since in ZeroMQ's own buffer they
+    may lie at any address. Of a message with too many, one frame beyond the bound is kept."""
     if not has_come(socket):
         return [], _UNKNOWN
     try:
@@ -563,8 +563,8 @@ def _loan_of(frame: bytes | memoryview) -> Loan:
     return _note_of(frame, _loan_decoder)
 
 
-def _passage_of(frame: bytes | memoryview) -> Passage:
-    return _note_of(frame, _passage_decoder)
+def _pair_transfer_of(frame: bytes | memoryview) -> PairTransfer:
+    return _note_of(frame, _pair_transfer_decoder)
 
 
 def _note_of(frame: bytes | memoryview, decoder: msgspec.msgpack.Decoder[Note]) -> Note:

@@ -1,17 +1,16 @@
-"""Groups of processes in torch.distributed: bytes from the first to all others, or point to point for large columns.
+"""Move bytes through torch.distributed: broadcast within a group, and point to point for large columns of parcels.
 
-Gloo on a CPU. NCCL where a GPU is named: bytes then go through a buffer on that GPU, which each member must have for itself (not run on
-GPUs so far). Neither encrypts or authenticates. An operation that runs out of time ends the group for all of its members.
+Gloo on CPUs; NCCL where a GPU is named: bytes then pass through a staging buffer on that GPU, which each member must have for itself (not
+run on GPUs so far). An operation that times out ends the group for all of its members.
 
-sender   PairSender.announce -> Passage --(over a socket, with the head of the parcel)--> PairReceiver.receive    receiver
-             PairSender.send ==== a thread for each way, frames of at most 4 MiB, over Gloo or NCCL ====^
+    sender   PairSender.announce -> PairTransfer --(over a socket, with the head of the parcel)--> PairReceiver.receive    receiver
+             PairSender.send ==== a thread for each receiver, frames of at most 4 MiB, over Gloo or NCCL ====^
 
-Gloo between processes on CPUs; NCCL between two that have a GPU each, which the plan's route says: the same code, with the frames passing
-through a buffer on each GPU. A receiver asks for frames only once the head has told it of them, so that no GPU spins for what may never
-come. Frames wait in the sender's process until they are asked for.
+A receiver asks for frames only once the head has announced them, so that no GPU spins for what may never come. Frames wait in the sender's
+process until they are asked for.
 
-Limits: torch's store and Gloo neither encrypt nor authenticate, so this is for loopback. A receiver waits for a sender whose head has come
-and which is stopped. A thread that waits for a receiver ends with it, or with this process.
+Limits: torch's store and Gloo neither encrypt nor authenticate, so pairs are for loopback. A receiver waits for a sender whose head has
+come and which is stopped. A sending thread ends with its receiver, or with this process.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @final
 class Group:
-    """One member. Of a broadcast rank 0 has the bytes. One thread.
+    """One member of a torch.distributed group, in which rank 0 broadcasts. One thread.
 
     Args:
         store: a torch.distributed store that all members reach.
@@ -72,7 +71,7 @@ class Group:
             raise BrokenChannel(f"no group of processes came about: {_first_line(error)}") from None
 
     def broadcast(self, block: Bytes) -> None:
-        """Send this from rank 0, or take it in, elsewhere."""
+        """Send a block on rank 0; receive into it on the others."""
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
@@ -80,11 +79,11 @@ class Group:
         self._move([block], lambda tensors: self._group.broadcast(tensors, options), "a broadcast of weights", is_taken=True)
 
     def send(self, blocks: Sequence[Bytes], to: int) -> None:
-        """Send these to one member, which takes as many together. Returns when it has taken them, or the system has."""
+        """Send blocks to one member, which receives the same number at once. Returns when it, or the operating system, has taken them."""
         self._move(blocks, lambda tensors: self._group.send(tensors, to, 0), "what was sent", is_taken=False)
 
     def receive(self, blocks: Sequence[Bytes], source: int) -> None:
-        """Fill these with what one member sends together."""
+        """Fill blocks with what one member sends in one `send`."""
         self._move(blocks, lambda tensors: self._group.recv(tensors, source, 0), "what was to come", is_taken=True)
 
     def _move(self, blocks: Sequence[Bytes], begin: Callable[[list[Any]], Any], what: str, *, is_taken: bool) -> None:
@@ -111,7 +110,7 @@ class Group:
 
 
 def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> Any:
-    """The store that members meet at; port 0: one that is free. Raises `BrokenChannel`: nobody is there."""
+    """Open the rendezvous store, or connect to it; port 0: a free one. Raises `BrokenChannel`: nobody is there."""
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -129,7 +128,7 @@ def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> An
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port. Raises `SpecError`."""
+    """Split an address into host and port. Raises `SpecError`."""
     host, _, port = address.rpartition(":")
     try:
         ipaddress.IPv4Address(host)
@@ -149,22 +148,24 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
+# ---- point to point
+
 Backend = Literal["gloo", "nccl"]
 PAIRS: dict[str, Backend] = {"torch gloo": "gloo", "torch nccl": "nccl"}
 """By the plan's name of a transport (`m2flow.micro.protocol.plan.Route`)."""
 HOST = "127.0.0.1"
-_MEETS_S = 10.0
-"""For two processes of a host to find each other. Where one dies just then, torch takes twice this to notice."""
-_WAITS_S = 7 * 86_400.0
-"""For what was announced. Whoever dies ends a wait at once, whoever hangs is killed; and a time-out would end the pair for both."""
+_RENDEZVOUS_TIMEOUT_S = 10.0
+"""For two processes of a host to find each other. If one dies during it, torch takes twice this to notice."""
+_OPERATION_TIMEOUT_S = 7 * 86_400.0
+"""For announced frames. A peer's death ends the wait at once, a hung peer is killed, and a time-out would end the pair for both."""
 _MAX_GROUP_NAME = 64
-_NUM_TOGETHER = 16
+_MAX_CONCURRENT = 16
 T = TypeVar("T")
 _SENDER, _RECEIVER = 0, 1
 
 
-class Passage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What follows a head over a pair."""
+class PairTransfer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Announces the frames that follow a head frame over a pair."""
 
     store: str
     """Where its two processes find each other."""
@@ -176,7 +177,7 @@ class Passage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 @final
 class PairSender:
-    """The sender's side of all its ways.
+    """Send frames to any number of peers, each from a thread of its own.
 
     Args:
         device: the GPU that NCCL sends from, if this process has one.
@@ -186,49 +187,49 @@ class PairSender:
         self._device = device
         self._store: Any = None
         self._address = ""
-        self._ways: dict[str, _Way] = {}
+        self._queues: dict[str, _PairQueue] = {}
 
-    def announce(self, frames: Sequence[memoryview], to: str, backend: Backend) -> Passage:
-        """What a head says of frames that follow it."""
-        way = self._ways.get(to)
-        if way is None:
+    def announce(self, frames: Sequence[memoryview], to: str, backend: Backend) -> PairTransfer:
+        """Describe frames that are about to be sent, for the head frame. Starts the peer's thread the first time."""
+        queued = self._queues.get(to)
+        if queued is None:
             if self._store is None:
-                self._store = open_store(HOST, 0, is_server=True, timeout_s=_MEETS_S)
+                self._store = open_store(HOST, 0, is_server=True, timeout_s=_RENDEZVOUS_TIMEOUT_S)
                 self._address = f"{HOST}:{self._store.port}"
             device = self._device if backend == "nccl" else "cpu"
-            way = self._ways[to] = _Way(self._address, f"pair-{secrets.token_hex(8)}", device)
-            way.open()
-        return Passage(self._address, way.group, backend, tuple(frame.nbytes for frame in frames))
+            queued = self._queues[to] = _PairQueue(self._address, f"pair-{secrets.token_hex(8)}", device)
+            queued.open()
+        return PairTransfer(self._address, queued.group, backend, tuple(frame.nbytes for frame in frames))
 
     def send(self, frames: Sequence[memoryview], to: str) -> None:
-        """The head has left: so may these. They must not change until they are there."""
-        self._ways[to].put(frames)
+        """Queue frames whose head has been sent. They must not change until they have been received."""
+        self._queues[to].put(frames)
 
     def num_on_their_way(self, to: str | None = None) -> int:
-        """Parcels that this peer, or any, has not taken yet."""
-        return sum(way.num_waiting for peer, way in self._ways.items() if to in (peer, None))
+        """Count parcels that this peer, or any, has not received yet."""
+        return sum(queued.num_waiting for peer, queued in self._queues.items() if to in (peer, None))
 
     def is_broken(self, to: str) -> bool:
-        """Whether frames could not leave: the peer is gone."""
-        return to in self._ways and self._ways[to].is_broken
+        """Whether sending to a peer has failed: it is gone."""
+        return to in self._queues and self._queues[to].is_broken
 
     def forget(self, peer: str) -> None:
-        """A peer is gone."""
-        way = self._ways.pop(peer, None)
-        if way is not None:
-            way.close(0.0)
+        """Drop a peer that is gone."""
+        queued = self._queues.pop(peer, None)
+        if queued is not None:
+            queued.close(0.0)
 
     def close(self, deadline: float = 0.0) -> None:
-        """End the ways, as soon as all that was sent has left, or at this time of `time.monotonic`. May be called twice."""
-        for way in self._ways.values():
-            way.close(max(deadline - time.monotonic(), 0.0))
-        self._ways.clear()
+        """End the threads once everything is sent, or at this time of `time.monotonic`. May be called twice."""
+        for queued in self._queues.values():
+            queued.close(max(deadline - time.monotonic(), 0.0))
+        self._queues.clear()
         self._store = None
 
 
 @dataclass(eq=False)
-class _Way:
-    """To one inbox."""
+class _PairQueue:
+    """Frames queued for one receiver, and the thread that sends them."""
 
     store: str
     group: str
@@ -259,7 +260,7 @@ class _Way:
             try:
                 if not self.is_broken:
                     pair = pair or _pair(self.store, self.group, _SENDER, self.device)
-                    for some in _together(frames):
+                    for some in _concurrent(frames):
                         pair.send([_writable(frame) for frame in some], _RECEIVER)
             except BrokenChannel:
                 self.is_broken = True
@@ -269,7 +270,7 @@ class _Way:
 
 @final
 class PairReceiver:
-    """The other side; keeps its pairs from one parcel to the next. One thread.
+    """Receive frames; keeps its pairs from one parcel to the next. One thread.
 
     Args:
         device: the GPU that NCCL receives on, if this process has one.
@@ -279,39 +280,39 @@ class PairReceiver:
         self._device = device
         self._pairs: dict[str, Group] = {}
 
-    def receive(self, passage: Passage) -> list[memoryview]:
-        """The frames that follow a head, each in memory of its own.
+    def receive(self, transfer: PairTransfer) -> list[memoryview]:
+        """Receive the frames that a head announced, each in memory of its own.
 
         Raises:
-            BrokenChannel: the sender is gone. DecodeError: no passage that there could be.
+            BrokenChannel: the sender is gone. DecodeError: the announcement is not valid.
         """
         try:
-            host, _ = split_address(passage.store)
+            host, _ = split_address(transfer.store)
         except SpecError as error:
-            raise DecodeError(f"columns by way of {passage.store!r}: {error.what}") from None
-        if host != HOST or not 0 < len(passage.group) <= _MAX_GROUP_NAME:
-            raise DecodeError(f"columns by way of {passage.store[:100]!r} and the pair {passage.group[:100]!r}")
-        if len(passage.sizes) > MAX_FRAMES or not all(0 < size <= FRAME_BYTES for size in passage.sizes):
-            raise DecodeError(f"columns in {len(passage.sizes):,} frames of up to {max(passage.sizes, default=0):,} bytes")
-        if passage.backend == "nccl" and self._device == "cpu":
+            raise DecodeError(f"columns by way of {transfer.store!r}: {error.what}") from None
+        if host != HOST or not 0 < len(transfer.group) <= _MAX_GROUP_NAME:
+            raise DecodeError(f"columns by way of {transfer.store[:100]!r} and the pair {transfer.group[:100]!r}")
+        if len(transfer.sizes) > MAX_FRAMES or not all(0 < size <= FRAME_BYTES for size in transfer.sizes):
+            raise DecodeError(f"columns in {len(transfer.sizes):,} frames of up to {max(transfer.sizes, default=0):,} bytes")
+        if transfer.backend == "nccl" and self._device == "cpu":
             raise DecodeError("columns by way of NCCL to a process that has no GPU")
-        pair = self._pairs.get(passage.group)
+        pair = self._pairs.get(transfer.group)
         if pair is None:
-            device = self._device if passage.backend == "nccl" else "cpu"
-            pair = self._pairs[passage.group] = _pair(passage.store, passage.group, _RECEIVER, device)
+            device = self._device if transfer.backend == "nccl" else "cpu"
+            pair = self._pairs[transfer.group] = _pair(transfer.store, transfer.group, _RECEIVER, device)
         frames = []
-        for sizes in _together(passage.sizes):  # Some at a time: no more memory is taken for what does not come.
+        for sizes in _concurrent(transfer.sizes):  # Some at a time: no more memory is taken for what does not come.
             some = [np.empty(size, np.uint8) for size in sizes]
             try:
                 pair.receive(some, _SENDER)
             except BrokenChannel:
-                self._pairs.pop(passage.group, None)
+                self._pairs.pop(transfer.group, None)
                 raise
             frames += [frame.data for frame in some]
         return frames
 
     def forget(self, group: str) -> None:
-        """Its sender has ended, or is gone."""
+        """Drop the pair of a sender that has ended or is gone."""
         self._pairs.pop(group, None)
 
     def close(self) -> None:
@@ -322,19 +323,19 @@ class PairReceiver:
 def _pair(store: str, name: str, rank: int, device: str) -> Group:
     host, port = split_address(store)
     try:
-        socket.create_connection((host, port), _MEETS_S).close()  # Torch would try again and again for who is gone.
+        socket.create_connection((host, port), _RENDEZVOUS_TIMEOUT_S).close()  # Torch would try again and again for who is gone.
     except OSError as error:
         raise BrokenChannel(f"nobody to meet at {store}: {error.strerror or error}") from None
-    met = open_store(host, port, is_server=False, timeout_s=_MEETS_S)
-    return Group(met, name, rank, 2, host=host, device=device, timeout_s=_WAITS_S)
+    met = open_store(host, port, is_server=False, timeout_s=_RENDEZVOUS_TIMEOUT_S)
+    return Group(met, name, rank, 2, host=host, device=device, timeout_s=_OPERATION_TIMEOUT_S)
 
 
-def _together(frames: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Frames that are under way at the same time."""
-    return (frames[i : i + _NUM_TOGETHER] for i in range(0, len(frames), _NUM_TOGETHER))
+def _concurrent(frames: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Split frames into runs that are in flight at the same time."""
+    return (frames[i : i + _MAX_CONCURRENT] for i in range(0, len(frames), _MAX_CONCURRENT))
 
 
 def _writable(frame: memoryview) -> Bytes:
-    """The same memory as an array that torch takes, which has no tensors that can't be written. It is only read."""
+    """The same memory as a writable array, since torch has no read-only tensors. It is only read."""
     address = np.frombuffer(frame, np.uint8).ctypes.data
     return np.ctypeslib.as_array((ctypes.c_uint8 * frame.nbytes).from_address(address))

@@ -1,25 +1,23 @@
-"""A pool of buffers in shared memory that processes lend to each other.
+"""A pool of shared-memory buffers that processes lend to each other.
 
-sender   Arena.lend -> Loan --(over a socket)--> Borrower.borrow -> read-only views    receiver
-                  ^                                       |
-                  +-------- a number in shared memory ----+   when the last view is gone
+    sender   Arena.lend -> Loan --(over a socket)--> Borrower.borrow -> read-only views    receiver
+                 ^                                       |
+                 +-------- a number in shared memory ----+   when the last view is gone
 
-Buffers are kept and used again, since fresh pages cost several times what a copy costs. Each is a file of its own in /dev/shm (elsewhere,
-where there is none, in the temporary directory) that the owner alone resizes or removes; a table beside them says of each buffer
-whether it is free, on its way, or which process holds it. A buffer comes back when its holder has let go of it, when its holder has
-died, and when its owner learns that the peer which it was on its way to is gone (`Arena.forget`).
+Buffers are kept and reused, since fresh pages cost several times what a copy costs. Each is a file of its own in /dev/shm (elsewhere, where
+there is none, in the temporary directory) that the owner alone resizes or removes; a table beside them says of each buffer whether it is
+free, in transit, or which process holds it. A buffer returns when its holder has dropped the last view, when its holder has died, or when
+its owner learns that the peer it was sent to is gone (`Arena.forget`).
 
-Both sides are processes of one user, who trust each other: a borrower maps the buffers read-only, but could map them otherwise. A
-process id that is given anew to another process keeps a buffer away until the arena closes.
+Both sides are processes of one user, who trust each other: a borrower maps buffers read-only, but could map them otherwise. If the process
+id of a dead holder is given to another process, its buffer stays away until the arena closes.
 
-Who owns an arena removes its files in `close`. An owner that is killed can't: its launcher calls `remove_arenas` with the prefix that it
-gave.
+The owner of an arena removes its files in `close`. An owner that is killed can't: its launcher calls `remove_arenas` with the prefix that
+it gave.
 
-glibc gives freed memory back to the system from 128 KiB on, as long as nothing larger was ever freed; the next parcel then waits while
-the system clears pages, which takes longer than copying it. Measured with parcels of 16 samples (371 KB) in one process: 340 us of
-processor time with 43 page faults each, and 220 us with none.
-
-Limit: glibc only. What is kept is memory that this process had in use at one time.
+`keep_freed_memory` stops glibc from returning freed memory to the system, which it does from 128 KiB on as long as nothing larger was ever
+freed; the next parcel then waits while the system clears pages, which takes longer than the copy. Measured with parcels of 16 samples
+(371 KB) in one process: 340 us of processor time with 43 page faults each, and 220 us with none.
 """
 
 from __future__ import annotations
@@ -49,13 +47,13 @@ _TABLE, _BUFFER = ".loans", ".rows"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,180}")
 
 _FREE, _ON_ITS_WAY = 0, -1
-"""In the table; else the process id of the holder."""
+"""States of a buffer in the table; any other is the process id of its holder."""
 
 States = npt.NDArray[np.int32]
 
 
 class Loan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where some arrays lie, one after the other, each from a multiple of `ALIGNMENT` bytes on."""
+    """Where some arrays lie in a buffer: one after the other, each at a multiple of `ALIGNMENT` bytes."""
 
     arena: str
     buffer: int
@@ -64,7 +62,7 @@ class Loan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class _Buffer:
-    """One file, mapped."""
+    """One mapped file."""
 
     def __init__(self, path: str, size: int) -> None:
         self.path = path
@@ -82,7 +80,7 @@ class _Buffer:
 
 
 class Arena:
-    """The owner's side. One thread."""
+    """Owns a pool of buffers and lends them. One thread."""
 
     def __init__(self, name: str, *, max_bytes: int = 1 << 30) -> None:
         if not _NAME.fullmatch(name):
@@ -95,7 +93,7 @@ class Arena:
         self._states: States = np.zeros(0, np.int32)
         self._buffers: dict[int, _Buffer] = {}
         self._free: dict[int, list[int]] = {}
-        """By size, the buffer that came back last at the end: its pages are the warmest."""
+        """Size -> free buffers, the one that returned last at the end: its pages are the warmest."""
         self._lent: dict[int, str] = {}
         """Buffer -> the peer that it is lent to."""
         self._unused: list[int] = []
@@ -103,7 +101,7 @@ class Arena:
         """Of all buffers, lent or free."""
 
     def lend(self, arrays: Sequence[memoryview], to: str) -> Loan | None:
-        """Copy these bytes into a buffer, for a peer to borrow. None: the pool is full, or shared memory is."""
+        """Copy arrays into a buffer for a peer to borrow. None: the pool, or shared memory, is full."""
         sizes = tuple(array.nbytes for array in arrays)
         buffer = self._take(sum(size + -size % ALIGNMENT for size in sizes))
         if buffer is None:
@@ -119,27 +117,27 @@ class Arena:
         return Loan(self._name, buffer, sizes)
 
     def take_back(self, loan: Loan) -> None:
-        """What was lent did not leave."""
-        self._came_back(loan.buffer)
+        """Free a loan that could not be sent."""
+        self._reclaim(loan.buffer)
 
     def forget(self, peer: str) -> int:
-        """A peer is gone: what was on its way to it is free, and what it held if it is dead. Returns how many buffers that were.
+        """Free the buffers in transit to a peer that is gone, and those that it held if it is dead. Returns how many.
 
-        One that lives, though it is cut off, may still be reading.
+        A peer that is cut off but alive may still be reading.
         """
         gone = [buffer for buffer, to in self._lent.items() if to == peer]
         gone = [buffer for buffer in gone if self._states[buffer] <= 0 or not _is_alive(int(self._states[buffer]))]
         for buffer in gone:
-            self._came_back(buffer)
+            self._reclaim(buffer)
         return len(gone)
 
     def num_lent(self) -> int:
-        """Buffers that are not back."""
-        self._collect()
+        """Count buffers that have not returned."""
+        self._collect_returned()
         return len(self._lent)
 
     def num_on_their_way(self, to: str | None = None) -> int:
-        """Buffers that this peer, or any, has not taken yet."""
+        """Count buffers that this peer, or any, has not received yet."""
         return sum(1 for buffer, peer in self._lent.items() if self._states[buffer] == _ON_ITS_WAY and to in (peer, None))
 
     def close(self) -> None:
@@ -154,11 +152,11 @@ class Arena:
     def _take(self, num_bytes: int) -> int | None:
         size = _size_for(num_bytes)
         if not self._fitting(size):
-            self._collect()
+            self._collect_returned()
         fitting = self._fitting(size)
         if fitting:
             return fitting.pop()
-        if not self._make_room(size):
+        if not self._evict_for(size):
             return None
         try:
             return self._new(size)
@@ -166,13 +164,13 @@ class Arena:
             return None
 
     def _fitting(self, size: int) -> list[int] | None:
-        """The free buffers of the smallest size that will do, up to twice as large."""
+        """The free buffers of the smallest sufficient size, up to twice as large as asked for."""
         sizes = sorted(known for known, free in self._free.items() if free)
         place = bisect.bisect_left(sizes, size)
         return self._free[sizes[place]] if place < len(sizes) and sizes[place] <= 2 * size else None
 
-    def _make_room(self, size: int) -> bool:
-        """Drop free buffers of other sizes, if that makes room for one more."""
+    def _evict_for(self, size: int) -> bool:
+        """Evict free buffers, smallest first, until one of this size fits. False: it still does not."""
         free = sorted((known, buffer) for known, buffers in self._free.items() for buffer in buffers)
         while self.num_bytes + size > self._max_bytes and free:
             known, buffer = free.pop(0)
@@ -191,35 +189,35 @@ class Arena:
         self.num_bytes += size
         return buffer
 
-    def _collect(self) -> None:
-        """Find what has come back, or was held by a process that has died."""
+    def _collect_returned(self) -> None:
+        """Reclaim buffers that have been returned, or whose holder has died."""
         if not self._lent:
             return
         lent = np.fromiter(self._lent, np.int64, len(self._lent))
         states = self._states[lent]
         dead = [pid for pid in np.unique(states[states > 0]).tolist() if not _is_alive(pid)]
         for buffer in lent[(states == _FREE) | np.isin(states, dead)].tolist():
-            self._came_back(buffer)
+            self._reclaim(buffer)
 
-    def _came_back(self, buffer: int) -> None:
+    def _reclaim(self, buffer: int) -> None:
         if self._lent.pop(buffer, None) is not None:
             self._states[buffer] = _FREE
             self._free.setdefault(self._buffers[buffer].size, []).append(buffer)
 
 
 class Borrower:
-    """The other side; keeps its mappings from one loan to the next. One thread, but views may be let go of in any."""
+    """Maps buffers that were lent, and keeps mappings from one loan to the next. One thread; views may be dropped in any."""
 
     def __init__(self) -> None:
         self._tables: dict[str, States] = {}
         self._maps: dict[tuple[str, int], tuple[int, mmap.mmap]] = {}
 
     def borrow(self, loan: Loan) -> list[memoryview]:
-        """The arrays of a loan, read-only. The buffer goes back when nothing refers to any of them any more.
+        """Return the arrays of a loan, read-only. The buffer returns to its owner when the last reference to any of them is gone.
 
         Raises:
             BrokenChannel: the owner is gone, and its files with it.
-            DecodeError: a loan that does not fit its buffer.
+            DecodeError: the loan does not fit its buffer.
         """
         if not _NAME.fullmatch(loan.arena) or not 0 <= loan.buffer < MAX_BUFFERS or min(loan.sizes, default=0) < 0:
             raise DecodeError(f"a loan of buffer {loan.buffer} of {loan.arena[:200]!r}")
@@ -229,7 +227,7 @@ class Borrower:
             raise DecodeError(f"a loan of {sum(loan.sizes):,} bytes in a buffer of {len(mapped):,}")
         states[loan.buffer] = os.getpid()
         whole = np.frombuffer(mapped, np.uint8)
-        weakref.finalize(whole, _give_back, states, loan.buffer).atexit = False
+        weakref.finalize(whole, _release_buffer, states, loan.buffer).atexit = False
         views, start = [], 0
         for size in loan.sizes:
             views.append(memoryview(whole.data)[start : start + size])
@@ -237,13 +235,13 @@ class Borrower:
         return views
 
     def forget(self, arena: str) -> None:
-        """Its owner is gone, or has ended: let go of the mappings that nobody holds a view of."""
+        """Drop the mappings of an arena whose owner is gone or has ended, but for those with views."""
         self._tables.pop(arena, None)
         for key in [key for key in self._maps if key[0] == arena]:
             del self._maps[key]
 
     def close(self) -> None:
-        """Let go of the mappings. Views given out keep theirs alive, and give their buffers back as before."""
+        """Drop all mappings. Views that were given out keep theirs, and return their buffers as before."""
         self._tables.clear()
         self._maps.clear()
 
@@ -267,7 +265,7 @@ class Borrower:
 
 
 def remove_arenas(prefix: str) -> int:
-    """Remove the files of every arena whose name starts so, for owners that were killed. Returns how many there were."""
+    """Remove the files of every arena whose name starts with a prefix, for owners that were killed. Returns how many."""
     directory = _directory()
     found = [name for name in os.listdir(directory) if name.startswith(prefix) and name.endswith((_TABLE, _BUFFER))]
     for name in found:
@@ -275,13 +273,13 @@ def remove_arenas(prefix: str) -> int:
     return len(found)
 
 
-def _give_back(states: States, buffer: int) -> None:
-    if states[buffer] == os.getpid():  # Not what its owner has taken back, and lent anew.
+def _release_buffer(states: States, buffer: int) -> None:
+    if states[buffer] == os.getpid():  # Its owner may have reclaimed it, and lent it to another process.
         states[buffer] = _FREE
 
 
 def _mapped(path: str, protection: int, at_least: int) -> tuple[int, mmap.mmap]:
-    """The file's inode, and the file."""
+    """Map a file; returns its inode and the mapping."""
     try:
         file = os.open(path, (os.O_RDWR if protection & mmap.PROT_WRITE else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -307,7 +305,7 @@ def _gone(what: str) -> BrokenChannel:
 
 
 def _size_for(num_bytes: int) -> int:
-    """Sizes go by quarters of powers of two, so that at most a fifth of a buffer is not used.
+    """Round a size up to a quarter of a power of two, so that at most a fifth of a buffer is unused.
 
     >>> _size_for(1), _size_for(100_000), _size_for(160_000)
     (65536, 114688, 163840)
@@ -353,15 +351,17 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
+# ---- the C library's heap
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's `malloc.h`."""
 KEPT_BYTES = 256 << 20
 _LARGEST_BYTES = 32 << 20
-"""Of one piece of memory; glibc takes no more."""
+"""Of one allocation; glibc accepts no larger threshold."""
 
 
 def keep_freed_memory() -> bool:
-    """From now on; whether this system's allocator can."""
+    """Keep up to `KEPT_BYTES` of freed memory in this process. False where the allocator is not glibc's."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

@@ -1,15 +1,15 @@
-"""ZeroMQ's sockets, the control link on them, and the heartbeats of a worker on a link of its own.
+"""ZeroMQ sockets with access control, the control link on them, and a worker's heartbeats.
 
-LinkDialer --DEALER-->      ROUTER  LinkListener
+    LinkDialer (worker) --DEALER-->  ROUTER LinkListener (controller)
 
-Parcels go over the same kind of sockets (`m2flow.channels.parcels`); no other file imports ZeroMQ.
+Parcels go over the same kind of sockets (`m2flow.channels.parcels`).
 
-Sockets bind to the loopback interface or in a private directory (`m2flow.channels.endpoints`); to another interface only with a key,
-and then all that passes is encrypted, and a peer that has not the same key is told nothing and heard by nobody (CURVE). On loopback a run
-without a key has a secret of its own (PLAIN): ZeroMQ reads the whole of a message, however many frames it has, before anybody can look at
-it, so who may send at all is settled before. Without either, on TCP every user of the host can reach an inbox.
+Sockets bind to the loopback interface or in a private directory (`m2flow.channels.endpoints`). They bind to another interface only with a
+key: all traffic is then encrypted, and a peer without the key is neither answered nor heard (CURVE). On loopback a run without a key has a
+secret of its own (PLAIN): ZeroMQ reads a whole message, however many frames it has, before anybody can look at it, so who may send at all
+has to be settled before. Without either, every user of the host can reach an inbox that listens on TCP.
 
-One thread uses one object; each has a context of its own, so closing one waits for nothing of another's.
+An object belongs to one thread, and has a ZeroMQ context of its own, so closing it waits for no other.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from m2flow.channels.endpoints import Keys, address_of, is_private, private_dire
 from m2flow.errors import BrokenChannel, ChannelClosed, ChannelError, PortInUse, SpecError
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""Of the control link. A peer that announces a longer one is cut off before memory is taken for it."""
+"""Of the control link. A peer that announces a longer message is disconnected before memory is allocated for it."""
 MAX_MESSAGES_AT_ONCE = 1024
-"""So that `receive` returns even if senders never pause."""
+"""Bounds `receive`, which must return even if senders never pause."""
 _HELLO = b"m2flow-hello-1"
 _HOLDER = "m2flow"
-"""Who has a secret that does not encrypt says this name with it."""
+"""The user name of ZeroMQ's PLAIN mechanism, which goes with a secret that does not encrypt."""
 _HELLO_FRAMES = 4
-"""With the route."""
+"""Frames of a hello, the route included."""
 _EVENTS, _POLLIN, _RCVMORE, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE), int(zmq.NOBLOCK)
 """As numbers: a member of an enumeration takes a microsecond each time."""
 
@@ -50,7 +50,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
 class Endpoint:
-    """A socket with its context and the files it needs: opened once, closed once."""
+    """A socket with its context and its directory: opened once, closed once."""
 
     _what: str
 
@@ -72,10 +72,10 @@ class Endpoint:
             raise ChannelClosed(f"{self._what} is opened once")
         self._context = zmq.Context()
         if self._keys is not None and listens:
-            self._guard = ThreadAuthenticator(self._context, log=_silent())
+            self._guard = ThreadAuthenticator(self._context, log=_silenced_logger())
             self._guard.start()
             if self._keys.encrypts:
-                self._guard.configure_curve_callback(credentials_provider=_Holders(self._keys))
+                self._guard.configure_curve_callback(credentials_provider=_KeyHolders(self._keys))
             else:
                 self._guard.configure_plain(passwords={_HOLDER: self._keys.secret})
         self._socket = self._context.socket(kind)
@@ -106,7 +106,7 @@ class Endpoint:
         return False
 
     def _watch(self) -> None:
-        """Have ZeroMQ tell which connections have ended (`_ended_connections`)."""
+        """Start the monitor that reports which connections have ended (`_ended_connections`)."""
         self._monitor = self._opened().get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def _ended_connections(self) -> list[int]:
@@ -165,10 +165,13 @@ class Endpoint:
             self._remove_directory()
 
 
+# ---- control link
+
+
 class LinkListener(Endpoint):
     """The controller's side of the control link.
 
-    A peer is taken in once it has said hello with the token; its name is then its own until `forget`. Whatever else comes is
+    A peer is admitted once it has said hello with the token; its name is then its own until `forget`. Anything else that comes is
     dropped and counted in `dropped`. The address of a peer on the socket is a random number that the peer chose, so another
     one can't take its place.
     """
@@ -199,7 +202,7 @@ class LinkListener(Endpoint):
         return address
 
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
-        """What has come, as (peer, message), or, if there is nothing, what comes first in `timeout_s`. In each peer's order."""
+        """Return (peer, message) pairs that have come, in each peer's order; waits up to `timeout_s` for the first."""
         socket = self._opened()
         deadline = time.monotonic() + timeout_s
         messages: list[tuple[str, bytes]] = []
@@ -213,7 +216,7 @@ class LinkListener(Endpoint):
                     break
                 if route in self._names and len(frames) == 1:
                     messages.append((self._names[route], frames[0]))
-                elif not self._takes_in(route, frames):
+                elif not self._admit(route, frames):
                     who = f"{self._names[route]}, which has said hello" if route in self._names else "a peer that has not said hello"
                     self.dropped.add(f"{len(frames)} frames on the control link from {who}")
             left_s = deadline - time.monotonic()
@@ -221,7 +224,7 @@ class LinkListener(Endpoint):
                 return messages
 
     def send(self, peer: str, *messages: bytes) -> None:
-        """Messages that go together. Raises `BrokenChannel`: no such peer, it is gone, or it took nothing for `timeout_s`."""
+        """Send messages together. Raises `BrokenChannel`: there is no such peer, it is gone, or it took nothing for `timeout_s`."""
         socket = self._opened()
         if peer not in self._routes:
             raise BrokenChannel(f"no peer {peer!r} is on the control link; there are {', '.join(sorted(self._routes)) or 'none'}")
@@ -233,14 +236,14 @@ class LinkListener(Endpoint):
             raise BrokenChannel(f"{peer} is gone from the control link ({error})") from None
 
     def forget(self, peer: str) -> None:
-        """Give a peer's name free, for the process that replaces it."""
+        """Free a peer's name for the process that replaces it."""
         self._names.pop(self._routes.pop(peer, b""), None)
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Close, waiting up to `drain_s` for what was sent to leave. May be called twice."""
         self._release(drain_s)
 
-    def _takes_in(self, route: bytes, frames: list[bytes]) -> bool:
+    def _admit(self, route: bytes, frames: list[bytes]) -> bool:
         if len(frames) != 3 or frames[0] != _HELLO or not hmac.compare_digest(frames[2], self._token):
             return False
         name = frames[1].decode("utf-8", "replace")
@@ -262,7 +265,7 @@ class LinkDialer(Endpoint):
         self._timeout_s = timeout_s
 
     def open(self, address: str, name: str, token: str) -> None:
-        """Say hello to the listener. Does not wait for it: a wrong token shows as silence, so nobody can probe for the right one."""
+        """Connect and say hello. Does not wait for an answer: a wrong token meets silence, so nobody can probe for the right one."""
         socket = self._create(zmq.DEALER, self._max_messages)
         self._address = address
         socket.routing_id = b"\1" + secrets.token_bytes(15)
@@ -271,7 +274,7 @@ class LinkDialer(Endpoint):
         socket.send_multipart([_HELLO, name.encode(), token.encode()])
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """The messages that have come, in order, or, if there are none, what comes first in `timeout_s`."""
+        """Return the messages that have come, in order; waits up to `timeout_s` for the first."""
         socket = self._opened()
         messages: list[bytes] = []
         deadline = time.monotonic() + timeout_s
@@ -286,7 +289,7 @@ class LinkDialer(Endpoint):
                 return messages
 
     def send(self, message: bytes) -> None:
-        """Raises `BrokenChannel`: the controller took nothing for `timeout_s`."""
+        """Send a message. Raises `BrokenChannel`: the controller took nothing for `timeout_s`."""
         try:
             self._opened().send(message)
         except zmq.Again:
@@ -298,7 +301,7 @@ class LinkDialer(Endpoint):
 
 
 def wait(readables: Sequence[Endpoint], timeout_s: float) -> None:
-    """Until one of these has something to receive, or the time is over."""
+    """Wait until one of these has something to receive, or the time is over."""
     poller = zmq.Poller()
     for readable in readables:
         poller.register(readable._opened(), zmq.POLLIN)
@@ -308,18 +311,18 @@ def wait(readables: Sequence[Endpoint], timeout_s: float) -> None:
 
 
 def new_keys() -> Keys:
-    """A key that nobody has yet."""
+    """Generate a key pair for encrypted sockets."""
     public, secret = zmq.curve_keypair()
     return Keys(public.decode(), secret.decode())
 
 
 def new_secret() -> Keys:
-    """For sockets on loopback: keeps the host's other users out, who can't listen there either; costs nothing once a peer is in."""
+    """Generate a secret for sockets on loopback: it keeps the host's other users out, and costs nothing once a peer is connected."""
     return Keys("", secrets.token_hex(20), encrypts=False)
 
 
-class _Holders:
-    """Takes in those who hold the cluster's key."""
+class _KeyHolders:
+    """Accept peers that hold the cluster's key; ZeroMQ's authenticator calls it."""
 
     def __init__(self, keys: Keys) -> None:
         self._public = keys.public.encode()
@@ -328,15 +331,15 @@ class _Holders:
         return hmac.compare_digest(key, self._public)
 
 
-def _silent() -> logging.Logger:
-    """Who is turned away is nobody's error: strangers must not be able to fill a log."""
+def _silenced_logger() -> logging.Logger:
+    """A logger that drops the authenticator's messages: refused strangers must not be able to fill a log."""
     log = logging.getLogger("m2flow.channels.guard")
     log.setLevel(logging.CRITICAL)
     return log
 
 
 def connect(socket: Socket, address: str) -> None:
-    """Raises BrokenChannel: that is no address."""
+    """Connect a socket. Raises BrokenChannel: that is no address."""
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -344,7 +347,7 @@ def connect(socket: Socket, address: str) -> None:
 
 
 def _first_frames(socket: Socket) -> list[bytes]:
-    """Of the next message, as many as a hello has with its route, and one more; the rest goes. Raises `zmq.Again`: there is none."""
+    """Receive the next message, at most one frame more than a hello has; further frames are dropped. Raises `zmq.Again`: there is none."""
     frames = [socket.recv(NOBLOCK)]
     while socket.getsockopt(_RCVMORE):
         frame = socket.recv(NOBLOCK)  # A message is here as a whole, or not at all.
@@ -354,7 +357,7 @@ def _first_frames(socket: Socket) -> list[bytes]:
 
 
 def has_come(socket: Socket) -> bool:
-    """Whether there is something to receive. Costs a third of the exception that says that there is not."""
+    """Whether there is something to receive. Costs a third of receiving nothing, which raises."""
     return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
@@ -363,19 +366,21 @@ def _is_readable(socket: Socket, timeout_s: float) -> bool:
 
 
 def milliseconds(duration_s: float) -> int:
-    """Rounded up: a wait of half a millisecond must not become a spin."""
+    """A duration in milliseconds, rounded up: a wait of half a millisecond must not become a spin."""
     return max(int(duration_s * 1000 + 0.999), 0)
 
 
-_ANSWER_S = 0.1
-"""What comes later is taken with the next beat; so long may `close` take."""
+# ---- heartbeats
+
+_ANSWER_TIMEOUT_S = 0.1
+"""An answer that comes later is read with the next heartbeat; `close` may take as long."""
 
 
 class HeartbeatSender:
-    """Beats from a thread of its own.
+    """Send heartbeats from a thread of its own.
 
-    Every `period_s` it sends `payload()` as the peer `<name>.beat`, and hands what is answered to `hear`. It beats as long as other threads
-    get the interpreter: a C extension that holds its lock for seconds silences it. A beat that can't leave is skipped.
+    Every `period_s` it sends `payload()` as the peer `<name>.beat`, and passes answers to `hear`. It goes on as long as other threads
+    release the interpreter's lock: a C extension that holds it for seconds silences it. A heartbeat that can't be sent is skipped.
     """
 
     def __init__(
@@ -400,12 +405,12 @@ class HeartbeatSender:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Start to beat; the first beat leaves at once."""
+        """Start the thread; the first heartbeat is sent at once."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop. May be called twice."""
+        """Stop the thread. May be called twice."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -418,7 +423,7 @@ class HeartbeatSender:
                 # The controller is slow or gone; the next beat, or its absence, says the same.
                 with contextlib.suppress(BrokenChannel):
                     dialer.send(self._payload())
-                for answer in dialer.receive(min(self._period_s, _ANSWER_S)):
+                for answer in dialer.receive(min(self._period_s, _ANSWER_TIMEOUT_S)):
                     self._hear(answer)
                 if self._stopping.wait(self._period_s):
                     return

@@ -15,7 +15,7 @@ import torch
 
 from m2flow.channels.weights import Manifest, device
 from m2flow.channels.weights.device import CudaMemory, DeviceMemory, DeviceWeights, DeviceWeightsReader
-from m2flow.channels.weights.tensors import Tied, checksum, once
+from m2flow.channels.weights.tensors import Tied, checksum, mark_tied
 from m2flow.errors import ChannelClosed, ChannelError, DecodeError, PlanError
 from m2flow.micro.lowering.passes import plan_syncs
 from m2flow.micro.protocol.plan import EngineSlot, WorkerPlan
@@ -84,7 +84,7 @@ def test_tensors_come_as_they_were_version_after_version_in_the_same_buffers(tmp
 def test_tied_tensors_are_lent_once_and_named_twice(tmp_path):
     embed = torch.randn(5, 6)
     weights, reader = DeviceWeights(FileMemory(tmp_path), "cpu"), DeviceWeightsReader(FileMemory(tmp_path))
-    manifest = weights.write(once([("embed", embed), ("head", embed)]))
+    manifest = weights.write(mark_tied([("embed", embed), ("head", embed)]))
     assert [entry.name for entry in manifest.tensors] == ["embed"]
     assert {name: torch.equal(tensor, embed) for name, tensor in reader.read(manifest)} == {"embed": True, "head": True}
     with pytest.raises(ChannelError, match="comes twice"):

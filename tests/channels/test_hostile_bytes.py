@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2flow.channels import codec
-from m2flow.channels.parcels import ZmqInbox, ZmqOutbox, _loan_of, _passage_of, _receive_frames
-from m2flow.channels.process_groups import PairReceiver, Passage
+from m2flow.channels.parcels import ZmqInbox, ZmqOutbox, _loan_of, _pair_transfer_of, _receive_frames
+from m2flow.channels.process_groups import PairReceiver, PairTransfer
 from m2flow.channels.shared_memory import Borrower, Loan
 from m2flow.channels.zeromq import MAX_MESSAGE_BYTES, LinkDialer, LinkListener, new_keys, new_secret, wait
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
@@ -48,16 +48,16 @@ def _parcel(data: bytes) -> object:
 
 
 def _passage(data: bytes) -> object:
-    return PairReceiver().receive(_passage_of(data))
+    return PairReceiver().receive(_pair_transfer_of(data))
 
 
-_PASSAGE = b"m2p" + msgspec.msgpack.encode(Passage("127.0.0.2:5000", "pair-0123456789abcdef", "gloo", (70_000, 12)))
+_PAIR_TRANSFER = b"m2p" + msgspec.msgpack.encode(PairTransfer("127.0.0.2:5000", "pair-0123456789abcdef", "gloo", (70_000, 12)))
 _LOAN = b"m2l" + msgspec.msgpack.encode(Loan("m2flow-hostile", 3, (70_000, 12)))
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[bytes]]] = {
     "parcel": (_parcel, [b"".join(codec.encode(parcel_of(i, num_samples=i % 4))) for i in range(8)]),
     "batch of a segment": (codec.decode_batch, [codec.encode_batch(parcel_of(i, num_bytes=3 * i).batch) for i in range(4)]),
     "loan": (_borrow, [_LOAN]),
-    "passage": (_passage, [_PASSAGE]),
+    "transfer": (_passage, [_PAIR_TRANSFER]),
     "message to a worker": (
         m.decode_to_worker,
         [
@@ -71,7 +71,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[bytes]]] = {
     ),
 }
 EXPECTED = (DecodeError, BrokenChannel)
-"""The latter of a loan whose lender is gone, or of a passage to nobody."""
+"""The latter of a loan whose lender is gone, or of a transfer to nobody."""
 
 _NASTY = [
     b"\xdd\xff\xff\xff\xff",
@@ -174,7 +174,7 @@ import numpy
 from m2flow.channels import codec
 from m2flow.channels.parcels import _loan_of
 from m2flow.errors import DecodeError
-from m2flow.micro import messages as m
+from m2flow.micro.protocol import messages as m
 with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), used + (64 << 20)))

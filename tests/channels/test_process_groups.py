@@ -18,7 +18,7 @@ import zmq
 from m2flow.channels import endpoints
 from m2flow.channels.codec import FRAME_BYTES, encode
 from m2flow.channels.parcels import ZmqInbox, ZmqOutbox
-from m2flow.channels.process_groups import PairReceiver, PairSender, Passage, open_store
+from m2flow.channels.process_groups import PairReceiver, PairSender, PairTransfer, open_store
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 from m2flow.testing.channel_suite import assert_same_parcel, parcel_of, receive_all
 
@@ -96,21 +96,21 @@ def test_an_inbox_that_takes_no_columns_so_says_so_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("passage", "match"),
+    ("transfer", "match"),
     [
-        (Passage("192.0.2.7:5000", "pair-1", "gloo", (9,)), "by way of"),
-        (Passage("nowhere", "pair-1", "gloo", (9,)), "by way of"),
-        (Passage("127.0.0.1:5000", "", "gloo", (9,)), "by way of"),
-        (Passage("127.0.0.1:5000", "pair-1", "gloo", (FRAME_BYTES + 1,)), "frames of up to"),
-        (Passage("127.0.0.1:5000", "pair-1", "gloo", (-1,)), "frames of up to"),
-        (Passage("127.0.0.1:5000", "pair-1", "nccl", (9,)), "has no GPU"),
+        (PairTransfer("192.0.2.7:5000", "pair-1", "gloo", (9,)), "by way of"),
+        (PairTransfer("nowhere", "pair-1", "gloo", (9,)), "by way of"),
+        (PairTransfer("127.0.0.1:5000", "", "gloo", (9,)), "by way of"),
+        (PairTransfer("127.0.0.1:5000", "pair-1", "gloo", (FRAME_BYTES + 1,)), "frames of up to"),
+        (PairTransfer("127.0.0.1:5000", "pair-1", "gloo", (-1,)), "frames of up to"),
+        (PairTransfer("127.0.0.1:5000", "pair-1", "nccl", (9,)), "has no GPU"),
     ],
 )
-def test_a_forged_passage_is_refused_before_anybody_is_asked(passage: Passage, match: str) -> None:
+def test_a_forged_passage_is_refused_before_anybody_is_asked(transfer: PairTransfer, match: str) -> None:
     inbox = ZmqInbox("ipc:", pairs=PairReceiver())
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
         stranger.connect(inbox.open())
-        stranger.send_multipart([b"m2p" + msgspec.msgpack.encode(passage), encode(parcel_of(0))[0]])
+        stranger.send_multipart([b"m2p" + msgspec.msgpack.encode(transfer), encode(parcel_of(0))[0]])
         with pytest.raises(DecodeError, match=match):
             inbox.receive(PATIENCE_S)
     inbox.close()
@@ -123,8 +123,8 @@ def test_a_sender_that_lives_and_can_t_be_met_is_an_error_not_a_parcel_less(monk
     with socket.socket() as silent, zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
         silent.bind(("127.0.0.1", 0))  # Nobody else can listen there meanwhile.
         stranger.connect(inbox.open())
-        passage = Passage(f"127.0.0.1:{silent.getsockname()[1]}", "pair-1", "gloo", (9,))
-        stranger.send_multipart([b"m2p" + msgspec.msgpack.encode(passage), encode(parcel_of(0))[0]])
+        transfer = PairTransfer(f"127.0.0.1:{silent.getsockname()[1]}", "pair-1", "gloo", (9,))
+        stranger.send_multipart([b"m2p" + msgspec.msgpack.encode(transfer), encode(parcel_of(0))[0]])
         with pytest.raises(ChannelError, match="their sender lives"):
             inbox.receive(PATIENCE_S)
     inbox.close()

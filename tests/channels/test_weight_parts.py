@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from m2flow.channels.weights import tensors as sums
-from m2flow.channels.weights.buckets import arriving, pump, unpacked
+from m2flow.channels.weights.buckets import receive_buckets, send_buckets, unpack_buckets
 from m2flow.channels.weights.delta import Changes, applied
 from m2flow.channels.weights.manifest import Change, Content, TensorEntry, laid_out, padded
 from m2flow.channels.weights.tensors import checksum, copy_with_checksum
@@ -77,14 +77,16 @@ def test_a_stream_of_buckets_gives_the_tensors_again(sizes: list[tuple[int, ...]
     sent: list[bytes] = []
     cut = sorted(data.draw(st.lists(st.integers(0, num_bytes), max_size=4)))
     blocks = [body[a:b] for a, b in zip([0, *cut], [*cut, num_bytes], strict=True)]
-    pump(blocks, lambda bucket: sent.append(bucket.tobytes()), bucket_bytes)
+    send_buckets(blocks, lambda bucket: sent.append(bucket.tobytes()), bucket_bytes)
     assert all(len(bucket) == bucket_bytes for bucket in sent[:-1])
     stream = iter(b"".join(sent))
 
     def receive(into: np.ndarray) -> None:
         into[:] = np.frombuffer(bytes(next(stream) for _ in range(len(into))), np.uint8)
 
-    got = {entry.name: raw.tobytes() for entry, raw in unpacked(arriving(receive, num_bytes, bucket_bytes), entries, num_bytes)}
+    got = {
+        entry.name: raw.tobytes() for entry, raw in unpack_buckets(receive_buckets(receive, num_bytes, bucket_bytes), entries, num_bytes)
+    }
     assert got == {entry.name: body[entry.offset :][: entry.num_bytes].tobytes() for entry in entries}
 
 
@@ -98,7 +100,7 @@ def test_a_bucket_is_not_filled_again_while_it_is_looked_at() -> None:
         if number == 3:
             third.set()
 
-    for number, bucket in enumerate(arriving(receive, 500, 100), 1):
+    for number, bucket in enumerate(receive_buckets(receive, 500, 100), 1):
         assert number > 1 or not third.wait(0.2)
         assert (bucket == number).all()
 
@@ -108,10 +110,10 @@ def test_errors_on_either_side_of_a_stream_are_raised_and_leave_no_thread() -> N
         raise BrokenChannel("gone")
 
     with pytest.raises(BrokenChannel, match="gone"):
-        pump([np.zeros(10_000, np.uint8)], refuse, 100)
+        send_buckets([np.zeros(10_000, np.uint8)], refuse, 100)
     with pytest.raises(BrokenChannel, match="gone"):
-        list(arriving(refuse, 1000, 100))
-    left = arriving(lambda into: None, 1000, 100)
+        list(receive_buckets(refuse, 1000, 100))
+    left = receive_buckets(lambda into: None, 1000, 100)
     next(left)
     left.close()
     for thread in threading.enumerate():

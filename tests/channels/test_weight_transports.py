@@ -32,9 +32,8 @@ from m2flow.channels.weights import shared_segment as shared_memory
 from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer, Offer
 from m2flow.channels.weights.manifest import Content, laid_out, padded
 from m2flow.channels.weights.streams import StreamReceiver, StreamServer
-from m2flow.channels.weights.tensors import bytes_of, checksum, once
-from m2flow.channels.weights.torch_tensors import given as as_engines_take
-from m2flow.channels.weights.torch_tensors import travelling
+from m2flow.channels.weights.tensors import bytes_of, checksum, mark_tied
+from m2flow.channels.weights.torch_tensors import from_wire, to_wire
 from m2flow.channels.weights.weight_files import open_file, remove_files
 from m2flow.channels.zeromq import new_keys
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError, SpecError
@@ -380,10 +379,10 @@ def test_tied_weights_are_sent_once_and_named_twice(pairs: Callable[..., Pair]) 
     embedding, other = torch.randn(50, 8), torch.randn(50, 8)
     transposed = embedding.t()
     model = [("embed", embedding), ("head", embedding), ("other", other), ("transposed", transposed), ("view", embedding.view(50, 8))]
-    found = list(once(model))
+    found = list(mark_tied(model))
     assert [name for name, weight in found if isinstance(weight, Tied)] == ["head", "view"]
     pair = pairs("file")
-    manifest = pair.publisher.publish(travelling(once(model), "bfloat16"), 1)
+    manifest = pair.publisher.publish(to_wire(mark_tied(model), "bfloat16"), 1)
     assert manifest.num_bytes == 3 * padded(50 * 8 * 2)
     got = pair.received(manifest)
     assert got["head"] == got["embed"] == ("bfloat16", (50, 8), embedding.bfloat16().view(torch.uint16).numpy().tobytes())
@@ -395,7 +394,7 @@ def test_memory_that_is_freed_and_taken_again_ties_nothing() -> None:
         for i in range(50):
             yield f"w{i}", torch.full((1000,), float(i))
 
-    assert not [name for name, weight in once(temporaries()) if isinstance(weight, Tied)]
+    assert not [name for name, weight in mark_tied(temporaries()) if isinstance(weight, Tied)]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16", "float32"])
@@ -408,7 +407,7 @@ def test_types_are_converted_on_the_way_as_torch_rounds(dtype: str | None) -> No
         ("scalar", torch.tensor(0.1)),
     ]
     like = tensors[0][1]
-    for (name, tensor), (_, sent) in zip(tensors, as_engines_take(travelling(tensors, dtype), like), strict=True):  # type: ignore[arg-type]
+    for (name, tensor), (_, sent) in zip(tensors, from_wire(to_wire(tensors, dtype), like), strict=True):  # type: ignore[arg-type]
         expected = torch.as_tensor(tensor)
         expected = expected.to(getattr(torch, dtype)) if dtype and expected.is_floating_point() else expected
         assert sent.dtype == expected.dtype, name

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tiny_models import save_config
 
 from m2flow.channels.weights import Publisher, Subscriber, WeightOptions
-from m2flow.channels.weights.tensors import once
-from m2flow.channels.weights.torch_tensors import given, travelling
+from m2flow.channels.weights.tensors import mark_tied
+from m2flow.channels.weights.torch_tensors import from_wire, to_wire
 from m2flow.engines.contract import EngineSettings
 from m2flow.engines.embedded.rollout_engine import EmbeddedRollout
 from m2flow.engines.models.hf_model import EXPERTS, load_model
@@ -71,8 +71,8 @@ def test_names_and_values_are_those_that_transformers_saves_and_a_sync_gives_equ
         held = dict(named_weights(sampled))
         publisher = Publisher(f"m2flow-test-{secrets.token_hex(4)}", WeightOptions())
         with contextlib.closing(publisher), contextlib.closing(Subscriber("rollout-0")) as subscriber:
-            manifest = publisher.publish(travelling(once(named_weights(trained))), 1)
-            for name, tensor in given(subscriber.tensors(manifest, "shared memory"), wanted):
+            manifest = publisher.publish(to_wire(mark_tied(named_weights(trained))), 1)
+            for name, tensor in from_wire(subscriber.tensors(manifest, "shared memory"), wanted):
                 held[name].copy_(tensor)
         assert not torch.equal(before, wanted)
         assert torch.equal(sampled(tokens).logits, wanted)

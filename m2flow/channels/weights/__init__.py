@@ -1,11 +1,11 @@
-"""Model weights from a trainer to the engines that sample from them: verified, in buckets, over the transport that fits.
+"""Publish model weights from a trainer to the engines that sample from them: verified, in buckets, over the transport that fits.
 
     trainer.weights() --Publisher.publish--> Manifest --control link--> Subscriber.tensors --> rollout.load_weights
-                        staged once, checksums                 shared memory | broadcast | file
+                        staged once, checksums                 shared memory | broadcast | tcp | file
 
-Files, from the inside out: `tensors` (what travels), `checksum`, `manifest`, `shared` (the segment that every publication is staged in),
-`delta` (what changed since the last version), `buckets` (double buffering), `broadcast` and `files` (to other hosts), `torch_tensors`
-(the one that knows torch), `publishing` and `receiving` (both ends).
+Modules, from the inside out: `tensors` (names, types, checksums), `manifest`, `shared_segment` (where every publication is staged), `delta`
+(what changed since the last version), `buckets` (double buffering), `broadcast`, `streams` and `weight_files` (to other hosts), `device`
+(CUDA IPC), `torch_tensors` (the one that knows torch tensors), `publication` (both ends).
 """
 
 from m2flow.channels.weights.manifest import Manifest, TensorEntry

@@ -1,12 +1,12 @@
-"""Weights from one process to many over torch.distributed, when they ask for them.
+"""Broadcast weights from one process to many over torch.distributed, when they ask for them.
 
-    receiver --ask: who I am, which version I want, which I hold--> store of the server
-    server   --answer: the group, your rank in it, what comes-----> receiver
-    server   ==buckets, broadcast to all who asked together======> receivers
+    receiver --ask: its name, the version wanted, the version held--> store of the server
+    server   --answer: the group, its rank in it, what will be sent-> receiver
+    server   ==buckets, broadcast to all who asked together========> receivers
 
-The server sends from what its trainer has staged, in a thread of its own, so training goes on. Those who ask within a moment of each other
-share a broadcast, and so a group. Its members are named by who they are and by a number drawn when they started: a group is used again as
-long as the same ask, and made anew after one has come, gone or been restarted. Who loses a broadcast in the middle asks again.
+The server sends from what its trainer has staged, in a thread of its own, so training goes on. Receivers that ask within `gather_s` of each
+other share a broadcast, and so a group. Members are named by their worker and by a number drawn when they started: a group is reused as
+long as the same members ask, and made anew after one has joined, left or been restarted. A receiver whose broadcast breaks off asks again.
 
 Limits: torch's store and Gloo neither encrypt nor authenticate, so this is for a trusted network; only the checksums tell what came.
 """
@@ -27,16 +27,16 @@ import numpy as np
 import numpy.typing as npt
 
 from m2flow.channels.process_groups import Group, open_store, own_address, split_address
-from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving, pump
+from m2flow.channels.weights.buckets import BUCKET_BYTES, receive_buckets, send_buckets
 from m2flow.channels.weights.manifest import Content
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 
 Bytes = npt.NDArray[np.uint8]
 _ATTEMPTS = 3
 _POLL_S = 0.005
-"""A look at the store takes some 30 microseconds."""
+"""Period of polling the store; one poll takes some 30 microseconds."""
 _MOST_DRAWN = 4096
-"""Numbers that are waited for at once: more than there are receivers."""
+"""Bounds the request numbers that are waited for at once: more than there are receivers."""
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -55,20 +55,20 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Offer:
-    """A version as it can be sent."""
+    """A version that can be sent, whole or as a delta."""
 
     whole: tuple[Content, Bytes]
     changes: tuple[Content, Bytes] | None
-    """What changed since another version, for those who hold that."""
+    """What changed since another version, for receivers that hold that one."""
 
 
 @final
 class BroadcastServer:
-    """The owner's side. `offer` and `close` from one thread.
+    """Serve the staged weights to receivers. `offer` and `close` are called from one thread.
 
     Args:
         host: the IPv4 address to listen at.
-        num_expected: receivers that may ask together; until so many have asked, others get `gather_s` to do so.
+        num_expected: receivers that may ask together; until as many have asked, the server waits `gather_s` for more.
     """
 
     def __init__(
@@ -90,36 +90,36 @@ class BroadcastServer:
         self._store: Any = None
         self._offer: Offer | None = None
         self._lock = threading.Lock()
-        """Held while bytes are sent, and while others take their place."""
+        """Held while bytes are sent, and while they are overwritten."""
         self._groups: dict[tuple[str, ...], tuple[str, Group]] = {}
         self._num_drawn = 0
         self._drawn: dict[int, float] = {}
-        """Numbers of questions that have not come yet, and when it was seen that they were drawn."""
+        """Request numbers that were drawn and whose request has not come yet -> when that was first seen."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
         self.num_rounds = 0
-        """Broadcasts begun: counted before a byte is sent, so that who has received one finds it counted."""
+        """Broadcasts begun: counted before a byte is sent, so that a receiver of one finds it counted."""
         self.bytes_per_s = 0.0
         """Of the last broadcast of a whole model."""
 
     def open(self) -> str:
-        """Listen; the address for manifests."""
+        """Listen, and return the address for manifests."""
         self._store = open_store(self._host, 0, is_server=True, timeout_s=self._timeout_s)
         self._thread.start()
         return f"{self._host}:{self._store.port}"
 
     def withdraw(self) -> None:
-        """What was offered is about to be written over. Waits for a broadcast under way."""
+        """Stop offering, since the staged bytes are about to be overwritten. Waits for a broadcast in progress."""
         with self._lock:
             self._offer = None
 
     def offer(self, offer: Offer) -> None:
-        """Send this from now on to those who ask."""
+        """Send this version to receivers that ask from now on."""
         with self._lock:
             self._offer = offer
 
     def close(self) -> None:
-        """Answer nobody any more. May be called twice."""
+        """Stop the server. May be called twice."""
         self._is_closing.set()
         if self._thread.is_alive():
             self._thread.join(self._timeout_s)
@@ -128,16 +128,16 @@ class BroadcastServer:
 
     def _serve(self) -> None:
         while not self._is_closing.is_set():
-            if asks := self._asked():
+            if asks := self._collect_requests():
                 with self._lock:
                     self._answer(asks)
 
-    def _asked(self) -> dict[int, _Ask]:
-        """Those who ask now, by the number of their question."""
+    def _collect_requests(self) -> dict[int, _Ask]:
+        """Collect requests that belong together, by their number."""
         found: dict[int, _Ask] = {}
         silent_s = 0.0
         while not self._is_closing.is_set() and len(found) < self._num_expected and not (found and silent_s > self._gather_s):
-            if heard := self._heard():
+            if heard := self._new_requests():
                 found |= heard
                 silent_s = 0.0
                 continue
@@ -146,9 +146,9 @@ class BroadcastServer:
             silent_s += _POLL_S
         return found
 
-    def _heard(self) -> dict[int, _Ask]:
-        """Questions that have come since. Who has drawn a number asks a moment later, on a busy machine a long one, or never if he died:
-        nobody waits for him, and he is heard when he does."""
+    def _new_requests(self) -> dict[int, _Ask]:
+        """Requests that have come since. A receiver draws a number and writes its request a moment later, on a busy machine a long moment,
+        and never if it died: nobody waits for it, and it is answered when it comes."""
         now_s = time.monotonic()
         num_drawn = int(self._store.add("num_asks", 0))
         self._drawn |= dict.fromkeys(range(max(self._num_drawn, num_drawn - _MOST_DRAWN), num_drawn), now_s)
@@ -177,9 +177,9 @@ class BroadcastServer:
         for takes_changes, together in rounds.items():
             assert offer is not None
             content, body = offer.changes if takes_changes and offer.changes is not None else offer.whole
-            self._round(together, content, body)
+            self._broadcast(together, content, body)
 
-    def _round(self, asks: dict[int, _Ask], content: Content, body: Bytes) -> None:
+    def _broadcast(self, asks: dict[int, _Ask], content: Content, body: Bytes) -> None:
         members = tuple(sorted(ask.member for ask in asks.values()))
         known = self._groups.get(members)
         name = known[0] if known else secrets.token_hex(8)
@@ -189,7 +189,7 @@ class BroadcastServer:
             if known is None:
                 store = open_store(self._host, self._store.port, is_server=False, timeout_s=self._timeout_s)
                 group = Group(store, name, 0, len(members) + 1, host=self._host, device=self._device, timeout_s=self._timeout_s)
-                # Groups with a member of these are over: it asks in this one now.
+                # Groups that share a member with this one are over: the member asks in this one now.
                 self._groups = {key: held for key, held in self._groups.items() if not set(key) & set(members)}
                 self._groups[members] = (name, group)
             else:
@@ -200,11 +200,11 @@ class BroadcastServer:
             if content.base < 0 and len(body):
                 self.bytes_per_s = len(body) / max(time.monotonic() - start, 1e-9)
         except BrokenChannel:
-            self._groups.pop(members, None)  # Those who are still there ask again.
+            self._groups.pop(members, None)  # Members that are alive ask again.
 
     def _send(self, body: Bytes, group: Group) -> None:
         if self._device != "cpu":
-            pump([body], group.broadcast, self._bucket_bytes)
+            send_buckets([body], group.broadcast, self._bucket_bytes)
             return
         for start in range(0, len(body), self._bucket_bytes):
             group.broadcast(body[start : start + self._bucket_bytes])
@@ -215,7 +215,7 @@ class BroadcastServer:
 
 @final
 class BroadcastReceiver:
-    """The other side; keeps its groups from one version to the next. One thread.
+    """Receive weights from a `BroadcastServer`; keeps its groups from one version to the next. One thread.
 
     Args:
         name: of the worker.
@@ -230,7 +230,7 @@ class BroadcastReceiver:
         self._groups: dict[str, Group] = {}
 
     def receive(self, address: str, version: int, base: int) -> tuple[Content, Iterator[Bytes]]:
-        """Ask for a version, holding another: what comes, and its buckets, each valid until the next is asked for.
+        """Ask for a version while holding another (`base`). Returns what will come, and its buckets, each valid until the next is taken.
 
         Raises:
             ChannelError: the version is not offered any more. BrokenChannel: the server is gone, now or while the buckets come.
@@ -285,7 +285,7 @@ class BroadcastReceiver:
     def _buckets(self, name: str, group: Group, num_bytes: int) -> Iterator[Bytes]:
         is_whole = False
         try:
-            yield from arriving(group.broadcast, num_bytes, self._bucket_bytes)
+            yield from receive_buckets(group.broadcast, num_bytes, self._bucket_bytes)
             is_whole = True
         finally:
             if not is_whole:

@@ -1,10 +1,10 @@
-"""Streams of bytes in buckets of one size, with two buffers, so that one is filled while the other is on its way.
+"""Send and receive a stream of bytes in buckets of one size, double-buffered: one bucket is filled while the other is in flight.
 
     sender     blocks --copied in the caller's thread--> two buffers --send, in a thread of its own-->
-    receiver   --receive, in a thread of its own--> two buffers --arriving--> unpacked --> (entry, bytes) in the caller's thread
+    receiver   --receive, in a thread of its own--> two buffers --unpack_buckets--> (entry, bytes) in the caller's thread
 
-Gathering, converting and loading stay in the caller's thread, because engines do them with collectives or on a device that goes by
-threads. Neither side ever holds more than two buckets, and of a tensor that lies across several, that tensor.
+Gathering, converting and loading stay in the caller's thread, because engines do them with collectives or on a device whose context belongs
+to a thread. Neither side holds more than two buckets, and one tensor where it spans several.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from m2flow.errors import DecodeError
 Bytes = npt.NDArray[np.uint8]
 
 BUCKET_BYTES = 16 << 20
-"""Large enough that a message's fixed cost does not count, small enough for two to stay in a server's cache."""
+"""Large enough to make a message's fixed cost negligible, small enough for two to stay in a server CPU's cache."""
 
 
-def pump(blocks: Iterable[Bytes], send: Callable[[Bytes], None], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Send blocks of any size as buckets of one; the last may be shorter. Raises what `send` or the blocks raise."""
+def send_buckets(blocks: Iterable[Bytes], send: Callable[[Bytes], None], bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Send blocks of any size as buckets of one size; the last may be shorter. Raises what `send` or the blocks raise."""
     free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
     full: queue.SimpleQueue[tuple[Bytes, int] | None] = queue.SimpleQueue()
     failed: list[BaseException] = []
@@ -67,8 +67,8 @@ def pump(blocks: Iterable[Bytes], send: Callable[[Bytes], None], bucket_bytes: i
         raise failed[0]
 
 
-def arriving(receive: Callable[[Bytes], None], num_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bytes]:
-    """The buckets of a stream; each is valid until the next is asked for. `receive` fills what it is given. Raises what it raises."""
+def receive_buckets(receive: Callable[[Bytes], None], num_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bytes]:
+    """Yield the buckets of a stream, each valid until the next is taken. `receive` fills the buffer it is given; its errors pass on."""
     free: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
     full: queue.SimpleQueue[tuple[Bytes, int] | BaseException] = queue.SimpleQueue()
     for _ in range(2):
@@ -95,11 +95,11 @@ def arriving(receive: Callable[[Bytes], None], num_bytes: int, bucket_bytes: int
             yield item[0][: item[1]]
             free.put(item[0])
     finally:
-        free.put(None)  # One that is left in the middle ends its thread at the next bucket.
+        free.put(None)  # If the caller stops in the middle, the thread ends at the next bucket.
 
 
-def unpacked(buckets: Iterable[Bytes], entries: Sequence[TensorEntry], num_bytes: int) -> Iterator[tuple[TensorEntry, Bytes]]:
-    """The tensors of a body that comes in buckets, in the order of their places; each is valid until the next is asked for.
+def unpack_buckets(buckets: Iterable[Bytes], entries: Sequence[TensorEntry], num_bytes: int) -> Iterator[tuple[TensorEntry, Bytes]]:
+    """Yield the tensors of a body that comes in buckets, in the order of their offsets; each is valid until the next is taken.
 
     Raises:
         DecodeError: tensors overlap or lie outside, or the stream is short.
@@ -126,12 +126,12 @@ def unpacked(buckets: Iterable[Bytes], entries: Sequence[TensorEntry], num_bytes
             whole[done : done + len(taken)] = taken
             done += len(taken)
         yield entry, whole
-    for _ in source:  # What is left is padding; who sends must not be left with it.
+    for _ in source:  # The rest is padding, which the sender has to get rid of.
         pass
 
 
-def collected(buckets: Iterable[Bytes], num_bytes: int) -> Bytes:
-    """A whole body that comes in buckets; for small ones."""
+def join_buckets(buckets: Iterable[Bytes], num_bytes: int) -> Bytes:
+    """Join the buckets of a small body."""
     body, done = np.empty(num_bytes, np.uint8), 0
     for bucket in buckets:
         body[done : done + len(bucket)] = bucket
@@ -140,7 +140,7 @@ def collected(buckets: Iterable[Bytes], num_bytes: int) -> Bytes:
 
 
 def blocks_of(body: Bytes, entries: Sequence[TensorEntry]) -> Iterator[Bytes]:
-    """A body as one block, checked to hold the entries."""
+    """Yield a body as one block, after checking that it holds the entries."""
     for entry in entries:
         part_of(body, entry)
     yield body

@@ -1,13 +1,14 @@
-"""What is new in a model since another version of it: positions and values, for when few values change.
+"""Encode what changed in a model since another version as positions and values, for when few values change; and apply it.
 
-    Changes.add(name, dtype, old, new), ...  ->  (Change, ...) and a body        applied(entry, change, part, held) -> the new tensor
+    Changes.add(name, dtype, old, new), ...  ->  (Change, ...) and a body        applied(entry, change, body, held) -> the new tensor
 
-Values are compared as bits. Each changed tensor takes the smallest of three forms: `offsets`, for blocks of 65,536 values how many of each
-changed (uint32) and where in it (uint16), then the values; `mask`, one bit a value, then the values; `whole`.
-A tensor of bfloat16 takes them at up to 1/16 changed, up to 15/16, and above. What comes out is checked against the whole's checksum.
+Values are compared as bits. Each changed tensor takes the smallest of three forms: `offsets`: for blocks of 65,536 values how many of each
+changed (uint32) and where in it (uint16), then the values; `mask`: one bit a value, then the values; `whole`. A bfloat16 tensor takes the
+first with up to 1/16 of its values changed, the second with up to 15/16, and else the third. The result is checked against the checksum of
+the whole tensor.
 
 Source: most bfloat16 weights do not move in a step of RL, since at its learning rates a change is below half a unit in the last place:
-SparseRL-Sync, arXiv:2605.07330, which sends positions and values. Theirs is indices of 32 bits; blocks and masks are ours.
+SparseRL-Sync, arXiv:2605.07330, which sends positions and values. Theirs are 32-bit indices; blocks and masks are ours.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _SAMPLED_BYTES = 4096
 
 @final
 class Changes:
-    """Gathers what is new while a version is written over another.
+    """Collect the differences while a version is written over another.
 
     Args:
-        most_bytes: more than this is not worth having: it gives up.
-        hopeless: a share of changed values, among those looked at first (one page in 64), that it gives up at.
+        most_bytes: gives up where the differences take more than this.
+        hopeless: gives up where more than this share of values changed, in a sample of one page in 64.
     """
 
     def __init__(self, most_bytes: float, *, hopeless: float = 0.5) -> None:
@@ -71,12 +72,12 @@ class Changes:
             self.give_up()
 
     def give_up(self) -> None:
-        """There is nothing to compare with, or too much is new."""
+        """Stop collecting: there is nothing to compare with, or too much changed."""
         self.is_given_up = True
         self._changes, self._parts = [], []
 
     def result(self) -> tuple[tuple[Change, ...], Bytes] | None:
-        """What is new, and the body with it; None where it was given up."""
+        """The changes and the body that they refer to; None after `give_up`."""
         if self.is_given_up:
             return None
         body, offset = np.zeros(self.num_bytes, np.uint8), 0
@@ -95,7 +96,7 @@ class Changes:
 
 
 def applied(entry: TensorEntry, change: Change, body: Bytes, held: Bytes) -> Bytes:
-    """The tensor's new bytes, from those of the version that the change is against. Raises `DecodeError` for what is no such change."""
+    """Apply a change to a tensor's bytes in the base version; returns the new bytes. Raises `DecodeError`: the change does not fit."""
     words = np.dtype(f"u{storage(entry.dtype).itemsize}")
     num_values = entry.num_bytes // words.itemsize
     if len(held) != entry.num_bytes or not 0 < change.num <= num_values or not 0 <= change.offset <= len(body):
@@ -126,7 +127,7 @@ def applied(entry: TensorEntry, change: Change, body: Bytes, held: Bytes) -> Byt
 
 
 def _encoded(now: npt.NDArray[np.generic], differs: npt.NDArray[np.bool_], num: int) -> tuple[str, Sequence[Bytes]]:
-    """The smallest form: its kind and its parts."""
+    """Encode the changed values in the smallest form; returns its kind and its parts."""
     size, num_blocks = now.itemsize, -(-len(now) // _BLOCK)
     costs = {"offsets": 4 * num_blocks + num * (2 + size), "mask": (len(now) + 7) // 8 + num * size, "whole": len(now) * size}
     kind = min(costs, key=lambda name: costs[name])
@@ -140,7 +141,7 @@ def _encoded(now: npt.NDArray[np.generic], differs: npt.NDArray[np.bool_], num: 
 
 
 class _Parts:
-    """Takes the parts of a change out of a body, one after the other."""
+    """Read the parts of a change from a body, one after the other."""
 
     def __init__(self, name: str, body: Bytes, offset: int) -> None:
         self._name = name

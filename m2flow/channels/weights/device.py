@@ -1,13 +1,13 @@
-"""Weights on a GPU, lent to other processes of the host where they lie: no byte goes through the host's memory.
+"""Lend weights on a GPU to other processes of the host by CUDA IPC, so that no byte goes through the host's memory.
 
     trainer.weights() --DeviceWeights.write--> buffers on the trainer's GPU --Manifest: handles, places--> DeviceWeightsReader.read
 
-The buffers stay from one version to the next, and so do a reader's mappings of them. Conversion of type and checksums are computed on the
-GPU. Whoever reads must have read before the next `write`, as with shared memory.
+The buffers stay from one version to the next, and so do a reader's mappings of them. Type conversion and checksums are computed on the GPU.
+A reader must have finished before the next `write`, as with shared memory.
 
-Buffers come from the driver and not from torch, whose own way of lending keeps a count for one borrower of each loan. `memory` is
-`CudaMemory` but in tests, where files take its place. Limit: CUDA IPC was not run on a GPU so far, and takes processes that see the same
-GPUs under the same names.
+Buffers are allocated by the driver and not by torch, whose own IPC keeps a count for one borrower of each loan. `memory` is `CudaMemory`
+except in tests, where files take its place. Limit: CUDA IPC was not run on a GPU so far, and needs processes that see the same GPUs under
+the same names.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ BUFFER_BYTES = 256 << 20
 
 
 class DeviceMemory(ABC):
-    """What gives memory that another process can map. Tensors are flat, of uint8."""
+    """Allocates memory that another process can map. Tensors are flat, of uint8."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> tuple[Any, bytes]:
-        """A tensor, and the handle that others map it by."""
+        """Allocate a tensor; returns it and the handle by which others map it."""
 
     @abstractmethod
     def map(self, handle: bytes, num_bytes: int) -> Any:
-        """Another process' memory. Raises `ChannelError`: it is gone."""
+        """Map another process's memory. Raises `ChannelError`: it is gone."""
 
     @abstractmethod
     def free(self, tensor: Any) -> None:
-        """What `allocate` gave."""
+        """Free a tensor of `allocate`."""
 
     @abstractmethod
     def unmap(self, tensor: Any) -> None:
-        """What `map` gave."""
+        """Unmap a tensor of `map`."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until everything that was asked of the device is done."""
+        """Wait until the device has finished everything that was submitted."""
 
 
 @final
 class DeviceWeights:
-    """The owner's side. One thread."""
+    """Stages versions on a device and lends them. One thread."""
 
     def __init__(self, memory: DeviceMemory, device: str) -> None:
         self._memory = memory
@@ -61,7 +61,7 @@ class DeviceWeights:
         self._is_closed = False
 
     def write(self, tensors: Iterable[tuple[str, Any]], *, version: int = -1) -> Manifest:
-        """Copy these torch tensors in, over the last ones, one by one. A `Tied` is named only.
+        """Copy torch tensors in, over the last version, one by one. Of a `Tied` only the name is kept.
 
         Raises:
             ChannelError: a name that comes twice.
@@ -107,14 +107,14 @@ class DeviceWeights:
 
 @final
 class DeviceWeightsReader:
-    """The reading side; keeps its mappings from one `read` to the next. One thread."""
+    """Maps and reads lent weights; keeps its mappings from one `read` to the next. One thread."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
         self._mapped: dict[bytes, Any] = {}
 
     def read(self, manifest: Manifest, *, verify: bool = True) -> Iterator[tuple[str, Any]]:
-        """The tensors by all of their names, as views of the owner's buffers: not to be written, valid until its next `write`.
+        """Yield the tensors under all of their names, as views of the owner's buffers: read-only, valid until its next `write`.
 
         Args:
             verify: all are verified before the first is given.
@@ -137,7 +137,7 @@ class DeviceWeightsReader:
         return _named(manifest, parts)
 
     def close(self) -> None:
-        """Let go of the mappings: views given out are void. May be called twice."""
+        """Unmap the buffers, which invalidates views that were given out. May be called twice."""
         for tensor in self._mapped.values():
             self._memory.unmap(tensor)
         self._mapped.clear()
@@ -171,7 +171,7 @@ class _Handle(ctypes.Structure):
 
 
 class _OnDevice:
-    """What torch takes for an array on the GPU without a copy."""
+    """Device memory in the form that torch adopts without a copy (`__cuda_array_interface__`)."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}

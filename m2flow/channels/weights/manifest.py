@@ -1,6 +1,6 @@
-"""What a publication of weights consists of: every tensor's name, type, shape, place and checksum, and where it can be had.
+"""Describe a publication of weights: every tensor's name, type, shape, offset and checksum, and where it can be fetched.
 
-A manifest travels on the control link; the bytes never do. `differing` is the check that ends every sync.
+A manifest travels on the control link; the bytes never do. `compare_checksums` is the check that ends every sync.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 64
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where one tensor lies."""
+    """One tensor of a publication."""
 
     name: str
     dtype: str
@@ -32,12 +32,12 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def num_bytes(self) -> int:
-        """Checked against what can exist. Raises `DecodeError`."""
+        """Size by type and shape. Raises `DecodeError` for a shape that can't exist."""
         return num_bytes_of(self.name, self.dtype, self.shape)
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is new of one tensor; tensors without one are as they were."""
+    """What changed in one tensor; tensors without a `Change` are as in the base version."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A body of bytes that is a whole model, or what is new since another version."""
+    """A body of bytes that is a whole model, or what changed since another version."""
 
     version: int
     base: int
@@ -64,14 +64,14 @@ class Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class DeviceBuffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Memory that others can map."""
+    """Device memory that other processes can map."""
 
     handle: bytes
     num_bytes: int
 
 
 class DeviceLoan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the tensors of a manifest lie."""
+    """Where the tensors of a manifest lie on a device."""
 
     device: str
     buffers: tuple[DeviceBuffer, ...]
@@ -80,7 +80,7 @@ class DeviceLoan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A few sequences, and what the trainer makes of them."""
+    """A few sequences with the trainer's log-probabilities, to prove a weight sync by."""
 
     version: int
     tokens: list[list[int]]
@@ -91,7 +91,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A publication."""
+    """A published version of a role's weights."""
 
     segment: str
     """The shared memory that it is staged in."""
@@ -100,24 +100,24 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     version: int = -1
     tied: tuple[tuple[str, str], ...] = ()
     files: tuple[str, ...] = ()
-    """A whole model and what changed since, oldest first; only the last ones are of interest to who holds an earlier version."""
+    """A whole model and the changes since, oldest first; a receiver with an earlier version needs only the last ones."""
     address: str = ""
-    """Where a broadcast can be asked for."""
+    """Address of the `BroadcastServer`."""
     lent: DeviceLoan | None = None
     """Where they lie on a device of this host (`m2flow.channels.weights.device`)."""
     probe: Probe | None = None
-    """What they must compute."""
+    """What an engine with these weights must compute."""
     stream: str = ""
-    """Where a stream of them can be asked for, and the token to say."""
+    """Address of the `StreamServer`, and its token."""
     base: tuple[TensorEntry, ...] = ()
-    """Of adapters alone: the weights that they are added to, which the receiver has; their offsets mean nothing."""
+    """Where only adapters are published: the weights that they are added to, which the receiver has; offsets are unused."""
 
     def whole(self) -> Content:
         return Content(self.version, -1, self.num_bytes, self.tensors, self.tied)
 
 
 def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:
-    """Entries, checksums still 0, one after the other, for names, types and shapes."""
+    """Lay tensors out one after the other, by name, type and shape; checksums are 0."""
     entries, offset = [], 0
     for name, dtype, shape in tensors:
         entries.append(TensorEntry(name, dtype, shape, offset, 0))
@@ -126,7 +126,7 @@ def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[Tenso
 
 
 def padded(num_bytes: int) -> int:
-    """The room that so many bytes take.
+    """Round a size up to the alignment.
 
     >>> padded(0), padded(1), padded(64)
     (0, 64, 64)
@@ -135,14 +135,14 @@ def padded(num_bytes: int) -> int:
 
 
 def part_of(body: npt.NDArray[np.uint8], entry: TensorEntry) -> npt.NDArray[np.uint8]:
-    """A tensor's bytes in a body. Raises `DecodeError`: it lies outside, or crooked."""
+    """A tensor's bytes in a body. Raises `DecodeError`: it lies outside, or is not aligned."""
     if entry.offset < 0 or entry.offset % ALIGNMENT or entry.offset + entry.num_bytes > len(body):
         raise DecodeError(f"tensor {entry.name!r} of shape {entry.shape} at {entry.offset:,} does not fit {len(body):,} bytes")
     return body[entry.offset : entry.offset + entry.num_bytes]
 
 
 def named(content: Content, parts: Iterable[tuple[TensorEntry, npt.NDArray[np.uint8]]]) -> Iterator[tuple[str, Weight]]:
-    """The tensors of a content by all of their names, from their bytes."""
+    """Yield the tensors of a content under all of their names, from their bytes."""
     others: dict[str, list[str]] = {}
     for name, to in content.tied:
         others.setdefault(to, []).append(name)
@@ -152,8 +152,8 @@ def named(content: Content, parts: Iterable[tuple[TensorEntry, npt.NDArray[np.ui
             yield name, weight
 
 
-class Seen(NamedTuple):
-    """A tensor as one side has it."""
+class TensorChecksum(NamedTuple):
+    """Name, type, shape and checksum of a tensor that one side holds."""
 
     name: str
     dtype: str
@@ -161,15 +161,15 @@ class Seen(NamedTuple):
     checksum: int
 
 
-def seen(tensors: Iterable[tuple[str, Weight]]) -> Iterator[Seen]:
-    """What tensors in this host's memory are. Those on a GPU: `m2flow.channels.weights.torch_tensors.seen`."""
+def array_checksums(tensors: Iterable[tuple[str, Weight]]) -> Iterator[TensorChecksum]:
+    """Compute the checksums of tensors in this host's memory. For those on a GPU: `torch_tensors.tensor_checksums`."""
     for name, weight in tensors:
         dtype, shape, raw = bytes_of(name, weight)
-        yield Seen(name, dtype, shape, checksum(raw))
+        yield TensorChecksum(name, dtype, shape, checksum(raw))
 
 
-def differing(entries: Sequence[TensorEntry], held: Iterable[Seen]) -> tuple[list[str], set[str]]:
-    """The names of tensors that are not what the entries say; and of those that could not be compared: not held, or held otherwise."""
+def compare_checksums(entries: Sequence[TensorEntry], held: Iterable[TensorChecksum]) -> tuple[list[str], set[str]]:
+    """Compare held tensors with a manifest. Returns the names of those that differ, and of those that are not held in the same form."""
     wanted = {entry.name: entry for entry in entries}
     wrong, missing = [], set(wanted)
     for name, dtype, shape, total in held:
@@ -182,5 +182,5 @@ def differing(entries: Sequence[TensorEntry], held: Iterable[Seen]) -> tuple[lis
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few."""
+    """Join the first few names for a message."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,16 +1,17 @@
-"""The two ends of a weight sync: the owner stages a publication once and offers it, receivers take it whole or as what changed.
+"""Publish and subscribe: the two ends of a weight sync.
 
-trainer.weights() --type conversion--> shared memory --> Manifest
-                                            |  compared with the version before, where that can pay
-                                            +--> file: the whole, or what changed
-                                            +--> broadcast, tcp: whichever of them a receiver can use
+    trainer.weights() --type conversion--> shared memory --> Manifest
+                                                |  compared with the version before, where that can pay
+                                                +--> file: the whole model, or what changed
+                                                +--> broadcast, tcp: whichever of them a receiver asks for
 
-The staged copy has the receivers' type, stays from one version to the next, and is what the next version is compared with. So training
-goes on as soon as it is written, and a receiver that comes late or comes back takes the current version from it.
+    Manifest --Subscriber.tensors--> (name, Weight), ... --> rollout.load_weights
 
-Manifest --Subscriber.tensors--> (name, Weight), ... --> rollout.load_weights
+The staged copy has the receivers' type, stays from one version to the next, and is what the next version is compared with. So training goes
+on as soon as it is written, and a receiver that is late or restarted takes the current version from it. Each transport then carries the
+whole model or a delta to the version before, whichever takes less time (`is_delta_worth_it`).
 
-Tensors are views that are valid until the next one is asked for (shared memory: until the next publication).
+A subscriber's tensors are views that are valid until the next one is taken (shared memory: until the next publication).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights.broadcast import BroadcastReceiver, BroadcastServer, Offer
-from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving, collected, unpacked
+from m2flow.channels.weights.buckets import BUCKET_BYTES, join_buckets, receive_buckets, unpack_buckets
 from m2flow.channels.weights.delta import Changes, applied
 from m2flow.channels.weights.manifest import ALIGNMENT, Change, Content, Manifest, TensorEntry, listed, named
 from m2flow.channels.weights.shared_segment import SharedWeights, SharedWeightsReader
@@ -42,39 +43,39 @@ _MOST_SKIPPED = 16
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """How weights are handed over. Time only."""
+    """How weights are transferred. Affects time only."""
 
     transports: tuple[str, ...] = ("shared memory",)
-    """Those that some receiver uses."""
+    """Transports that some receiver uses."""
     directory: str = ""
-    """Of `file`."""
+    """For `file`: a directory that both sides reach."""
     host: str = "127.0.0.1"
-    """Of `broadcast` and `tcp`: the address to listen at."""
+    """For `broadcast` and `tcp`: the address to listen at."""
     keys: Keys | None = None
-    """Of `tcp`: the cluster's. Without, it listens at loopback alone."""
+    """For `tcp`: the cluster's key. Without one it listens at loopback alone."""
     device: str = "cpu"
-    """Of `broadcast`: a GPU's name for NCCL."""
+    """For `broadcast`: a GPU's name for NCCL."""
     num_receivers: int = 1
     changes: Literal["auto", "never", "always"] = "auto"
-    """Send what changed since the version before, where that takes less time; or never; or wherever it can be had."""
+    """Send deltas where that takes less time; never; or wherever there is a version to compare with."""
     bucket_bytes: int = BUCKET_BYTES
 
 
 @dataclass
 class Published:
-    """What the last publication came to."""
+    """Sizes of the last publication, and why it was sent whole or as a delta."""
 
     num_bytes: int = 0
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes by transport, as far as they are known here."""
     share_changed: float = -1.0
-    """Of all values; -1: not looked at, or not to the end."""
+    """Share of values that changed; -1: not compared, or not to the end."""
     why: str = ""
 
 
 @final
 class Publisher:
-    """Hands out one role's weights. The name starts with the prefix that `remove_segments` and `remove_files` are given. One thread."""
+    """Publishes one role's weights. The name starts with the prefix that `remove_segments` and `remove_files` are given. One thread."""
 
     def __init__(self, name: str, options: WeightOptions) -> None:
         self._options = options
@@ -93,10 +94,10 @@ class Publisher:
         self.last = Published()
 
     def publish(self, tensors: Iterable[tuple[str, Weight | Tied]], version: int) -> Manifest:
-        """Take a version in, and offer it.
+        """Stage a version and offer it.
 
         Raises:
-            ChannelError: a tensor does not travel, or there is no room for it.
+            ChannelError: a tensor's type can't be sent, or there is no room for it.
         """
         if self._server is not None:
             self._server.withdraw()
@@ -126,20 +127,20 @@ class Publisher:
             manifest = msgspec.structs.replace(manifest, files=self._files.chain)
         if "broadcast" in self._options.transports:
             speed = self._server.bytes_per_s if self._server is not None else 0.0
-            pays = found is not None and self._pays(len(found[1]), manifest.num_bytes, speed, took_s)
-            self._serving().offer(Offer((manifest.whole(), body), found if pays else None))
+            pays = found is not None and self._is_delta_worth_it(len(found[1]), manifest.num_bytes, speed, took_s)
+            self._broadcast_server().offer(Offer((manifest.whole(), body), found if pays else None))
             manifest = msgspec.structs.replace(manifest, address=self._address)
             self.last.sent["broadcast"] = len(found[1]) if pays and found is not None else manifest.num_bytes
         if "tcp" in self._options.transports:
-            streams = self._streaming()
-            pays = found is not None and self._pays(len(found[1]), manifest.num_bytes, streams.bytes_per_s, took_s)
+            streams = self._stream_server()
+            pays = found is not None and self._is_delta_worth_it(len(found[1]), manifest.num_bytes, streams.bytes_per_s, took_s)
             streams.offer(Offer((manifest.whole(), body), found if pays else None))
             manifest = msgspec.structs.replace(manifest, stream=self._stream)
             self.last.sent["tcp"] = len(found[1]) if pays and found is not None else manifest.num_bytes
         return manifest
 
     def close(self) -> None:
-        """Take everything back. May be called twice."""
+        """Stop the servers and remove files and the staged copy. May be called twice."""
         if self._server is not None:
             self._server.close()
         if self._streams is not None:
@@ -149,7 +150,7 @@ class Publisher:
         self._shared.close()
 
     def _changes(self) -> Changes | None:
-        """What to compare with the version before, if that can be of use."""
+        """A collector of what changed since the version before; None where a delta can't be of use."""
         can = set(self._options.transports) & {"file", "broadcast", "tcp"} and self._version >= 0
         if not can or self._options.changes == "never":
             return None
@@ -165,7 +166,7 @@ class Publisher:
         if found is not None:
             content, new = found
             size = content.num_bytes
-            pays = self._pays(size, whole.num_bytes, self._file_bytes_per_s, took_s)
+            pays = self._is_delta_worth_it(size, whole.num_bytes, self._file_bytes_per_s, took_s)
             if pays and self._files.takes(size, whole.num_bytes):
                 self._files.write(content, new)  # type: ignore[arg-type]
                 self.last.sent["file"] = size
@@ -175,14 +176,14 @@ class Publisher:
         self._file_bytes_per_s = whole.num_bytes / max(time.monotonic() - start, 1e-9)
         self.last.sent["file"] = whole.num_bytes
 
-    def _pays(self, num_bytes: int, whole_bytes: int, bytes_per_s: float, took_s: float) -> bool:
+    def _is_delta_worth_it(self, num_bytes: int, whole_bytes: int, bytes_per_s: float, took_s: float) -> bool:
         if self._options.changes == "always":
             self.last.why = "changes: asked for"
             return True
-        is_worth_it, self.last.why = pays(num_bytes, whole_bytes, bytes_per_s, took_s)
+        is_worth_it, self.last.why = is_delta_worth_it(num_bytes, whole_bytes, bytes_per_s, took_s)
         return is_worth_it
 
-    def _serving(self) -> BroadcastServer:
+    def _broadcast_server(self) -> BroadcastServer:
         if self._server is None:
             self._server = BroadcastServer(
                 host=self._options.host,
@@ -193,36 +194,38 @@ class Publisher:
             self._address = self._server.open()
         return self._server
 
-    def _streaming(self) -> StreamServer:
+    def _stream_server(self) -> StreamServer:
         if self._streams is None:
             self._streams = StreamServer(host=self._options.host, keys=self._options.keys)
             self._stream = self._streams.open()
         return self._streams
 
 
-def pays(num_bytes: int, whole_bytes: int, bytes_per_s: float, apply_s: float) -> tuple[bool, str]:
-    """Whether to send what changed in place of the whole, and why.
+def is_delta_worth_it(num_bytes: int, whole_bytes: int, bytes_per_s: float, apply_s: float) -> tuple[bool, str]:
+    """Whether to send a delta instead of the whole model, and why.
 
     Args:
-        bytes_per_s: what the transport had last; 0: not known yet.
-        apply_s: what applying it takes a receiver: about what comparing took here.
+        bytes_per_s: the transport's last speed; 0: not known yet.
+        apply_s: time to apply the delta at a receiver: about what comparing took here.
 
-    >>> pays(10_000_000, 1_000_000_000, 1e8, 0.2)[0], pays(10_000_000, 1_000_000_000, 1e10, 0.2)[0]
+    >>> is_delta_worth_it(10_000_000, 1_000_000_000, 1e8, 0.2)[0], is_delta_worth_it(10_000_000, 1_000_000_000, 1e10, 0.2)[0]
     (True, False)
     """
     if not bytes_per_s:
         is_worth_it = num_bytes < whole_bytes / 2
-        return is_worth_it, f"{_kind(is_worth_it)}: {num_bytes:,} of {whole_bytes:,} bytes changed, speed not known yet"
+        return is_worth_it, f"{_kind_of(is_worth_it)}: {num_bytes:,} of {whole_bytes:,} bytes changed, speed not known yet"
     small_s, whole_s = num_bytes / bytes_per_s + apply_s, whole_bytes / bytes_per_s
     return small_s < whole_s, (
-        f"{_kind(small_s < whole_s)}: {small_s:.3f} s with {num_bytes:,} bytes and applying them, "
+        f"{_kind_of(small_s < whole_s)}: {small_s:.3f} s with {num_bytes:,} bytes and applying them, "
         f"{whole_s:.3f} s with {whole_bytes:,} bytes, at {bytes_per_s / 1e9:.2f} GB/s"
     )
 
 
-def _kind(is_worth_it: bool) -> str:
+def _kind_of(is_worth_it: bool) -> str:
     return "changes" if is_worth_it else "whole"
 
+
+# ---- the receiving end
 
 Bytes = npt.NDArray[np.uint8]
 Held = Callable[[], Iterable[tuple[str, Weight]]]
@@ -231,7 +234,7 @@ _ATTEMPTS = 3
 
 @final
 class Subscriber:
-    """Takes one role's weights in. One thread.
+    """Receives one role's weights. One thread.
 
     Args:
         name: of the worker.
@@ -247,7 +250,7 @@ class Subscriber:
         self._broadcast = BroadcastReceiver(name, device=device, bucket_bytes=bucket_bytes)
         self._streams = StreamReceiver(name, keys=keys, bucket_bytes=bucket_bytes)
         self.num_bytes = 0
-        """What the last publication took to get here."""
+        """Bytes that the last publication took to get here."""
 
     def tensors(
         self,
@@ -258,11 +261,11 @@ class Subscriber:
         held: Held | None = None,
         verify: Collection[str] | None = None,
     ) -> Iterator[tuple[str, Weight]]:
-        """The tensors of a publication.
+        """Yield the tensors of a publication.
 
         Args:
-            held: the tensors of version `held_version`, as they were published; what changed since may then be enough.
-            verify: names of tensors whose checksums are compared on arrival, None for all; the caller sees to the others.
+            held: gives the tensors of version `held_version`, as they were published; a delta to them may then be enough.
+            verify: names of tensors whose checksums are compared on arrival, None for all; the caller checks the others.
         Raises:
             ChannelError: tensors are not what was published; they are named. BrokenChannel: the other side is gone.
         """
@@ -274,15 +277,15 @@ class Subscriber:
         if transport == "file":
             parts = self._from_files(manifest, base, held)
         elif transport == "broadcast":
-            parts = self._asked_for(lambda base: self._broadcast.receive(manifest.address, manifest.version, base), manifest, base, held)
+            parts = self._from_server(lambda base: self._broadcast.receive(manifest.address, manifest.version, base), manifest, base, held)
         elif transport == "tcp":
-            parts = self._asked_for(lambda base: self._streams.receive(manifest.stream, manifest.version, base), manifest, base, held)
+            parts = self._from_server(lambda base: self._streams.receive(manifest.stream, manifest.version, base), manifest, base, held)
         else:
             raise InternalError(f"weights do not come by {transport!r}")
         return named(manifest.whole(), _verified(parts, manifest, verify))
 
     def close(self) -> None:
-        """Let go of mappings and groups. May be called twice."""
+        """Drop mappings, groups and connections. May be called twice."""
         self._shared.close()
         self._broadcast.close()
         self._streams.close()
@@ -290,7 +293,7 @@ class Subscriber:
     def _from_files(self, manifest: Manifest, base: int, held: Held | None) -> Iterator[tuple[TensorEntry, Bytes]]:
         with ExitStack() as stack:
             opened: list[WeightFile] = []
-            for name in reversed(manifest.files):  # From the last back to a version that is held, or to a whole model.
+            for name in reversed(manifest.files):  # From the last back to the held version, or to a whole model.
                 file = open_file(self._directory, name)
                 stack.callback(file.close)
                 opened.append(file)
@@ -304,13 +307,13 @@ class Subscriber:
             if is_whole:
                 first = opened[0]
                 self.num_bytes += first.content.num_bytes
-                buckets = arriving(first.read, first.content.num_bytes, self._bucket_bytes)
-                parts = unpacked(buckets, first.content.tensors, first.content.num_bytes)
+                buckets = receive_buckets(first.read, first.content.num_bytes, self._bucket_bytes)
+                parts = unpack_buckets(buckets, first.content.tensors, first.content.num_bytes)
             else:
                 parts = _held_parts(manifest, held)
             yield from _updated(parts, updates)
 
-    def _asked_for(
+    def _from_server(
         self, receive: Callable[[int], tuple[Content, Iterator[Bytes]]], manifest: Manifest, base: int, held: Held | None
     ) -> Iterator[tuple[TensorEntry, Bytes]]:
         done: set[str] = set()
@@ -318,15 +321,15 @@ class Subscriber:
             content, buckets = receive(base)
             if content.base not in (-1, base):
                 raise ChannelError(f"changes to version {content.base} came to who holds {base}")
-            if not 0 <= content.num_bytes <= (manifest.num_bytes if content.base < 0 else _most_bytes(manifest)):
+            if not 0 <= content.num_bytes <= (manifest.num_bytes if content.base < 0 else _max_delta_bytes(manifest)):
                 raise DecodeError(f"{content.num_bytes:,} bytes of weights are announced, of a model of {manifest.num_bytes:,}")
             try:
                 if content.base < 0:
                     self.num_bytes += content.num_bytes
-                    parts = unpacked(buckets, manifest.tensors, manifest.num_bytes)
+                    parts = unpack_buckets(buckets, manifest.tensors, manifest.num_bytes)
                 else:
                     self.num_bytes += content.num_bytes
-                    body = collected(buckets, content.num_bytes)
+                    body = join_buckets(buckets, content.num_bytes)
                     parts = _updated(_held_parts(manifest, held), [(_by_name(content), body)])
                 for entry, raw in parts:
                     if entry.name not in done:
@@ -334,19 +337,19 @@ class Subscriber:
                         done.add(entry.name)
                 return
             except BrokenChannel:
-                # Another receiver may have died, which ends the group for all: the rest comes with the next.
+                # Another receiver may have died, which ends the group for all: ask for the rest in the next one.
                 base = -1
                 if attempt + 1 == _ATTEMPTS:
                     raise
 
     def _update(self, content: Content, read: Callable[[Bytes], None]) -> tuple[dict[str, Change], Bytes]:
-        body = collected(arriving(read, content.num_bytes, self._bucket_bytes), content.num_bytes)
+        body = join_buckets(receive_buckets(read, content.num_bytes, self._bucket_bytes), content.num_bytes)
         self.num_bytes += content.num_bytes
         return _by_name(content), body
 
 
-def _most_bytes(manifest: Manifest) -> int:
-    """No change of a tensor is larger than the tensor, but for the padding of its parts."""
+def _max_delta_bytes(manifest: Manifest) -> int:
+    """Bound on a delta: no tensor's change is larger than the tensor, except for the padding of its parts."""
     return manifest.num_bytes + 3 * ALIGNMENT * len(manifest.tensors)
 
 
@@ -355,7 +358,7 @@ def _by_name(content: Content) -> dict[str, Change]:
 
 
 def _held_parts(manifest: Manifest, held: Held | None) -> Iterator[tuple[TensorEntry, Bytes]]:
-    """The tensors that are here already, in the manifest's types and shapes."""
+    """Yield the tensors of the base version, which the receiver holds, in the manifest's types and shapes."""
     assert held is not None
     wanted = {entry.name: entry for entry in manifest.tensors}
     for name, weight in held():
@@ -384,7 +387,7 @@ def _updated(
 def _verified(
     parts: Iterable[tuple[TensorEntry, Bytes]], manifest: Manifest, verify: Collection[str] | None
 ) -> Iterator[tuple[TensorEntry, Bytes]]:
-    """The same, with the manifest's entries; raises at the end if tensors were not what they should be."""
+    """Pass tensors on with the manifest's entries; raise at the end if some differ from what was published."""
     wanted = {entry.name: entry for entry in manifest.tensors}
     wrong = []
     for entry, raw in parts:

@@ -1,13 +1,13 @@
-"""A segment of shared memory that holds a model's weights, written over by each new version.
+"""A segment of shared memory that holds a model's weights and is overwritten by each new version.
 
     SharedWeights.write(tensors) -> Manifest --control link--> SharedWeightsReader.read(manifest)
 
-The segment is a file in /dev/shm (elsewhere, where there is none, in the temporary directory) and stays from one `write` to the next:
-fresh pages cost several times what the copy costs. So a writer must not write while a reader still reads; the controller sees
-to that, and a checksum of every tensor would show it. It is a plain file, mapped, and not `multiprocessing.shared_memory`,
-whose resource tracker (before Python 3.13) takes every process that attaches for an owner and unlinks under the others.
+The segment is a file in /dev/shm (elsewhere, where there is none, in the temporary directory) and stays from one `write` to the next: fresh
+pages cost several times what the copy costs. So a writer must not write while a reader still reads; the controller ensures that, and the
+checksum of every tensor would show it. It is a plain mapped file and not `multiprocessing.shared_memory`, whose resource tracker (before
+Python 3.13) takes every process that attaches for an owner and unlinks the segment while others use it.
 
-Who owns a file removes it in `close`. An owner that is killed can't: its launcher calls `remove_segments` with the prefix that it gave.
+The owner removes the file in `close`. An owner that is killed can't: its launcher calls `remove_segments` with the prefix that it gave.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,180}")
 
 
 class SharedWeights:
-    """The owner's side of one segment. The name starts with the prefix that `remove_segments` is given. One thread."""
+    """Owns and writes one segment. The name starts with the prefix that `remove_segments` is given. One thread."""
 
     def __init__(self, name: str) -> None:
         _check_name(name)
@@ -43,13 +43,13 @@ class SharedWeights:
         self._map: mmap.mmap | None = None
         self._is_closed = False
         self._held: dict[str, TensorEntry] = {}
-        """What the segment holds: the whole of the last write, or nothing after one that failed."""
+        """Tensors in the segment: all of the last write, or none after a write that failed."""
 
     def write(self, tensors: Iterable[tuple[str, Weight | Tied]], *, version: int = -1, changes: Changes | None = None) -> Manifest:
-        """Copy these tensors in, over the last ones. Takes them one by one, so they need not all be in memory at once.
+        """Copy tensors in, over the last version. They are taken one by one, so need not all be in memory at once.
 
         Args:
-            changes: is told what is new of each tensor, as long as all lie where they lay.
+            changes: collects what changed in each tensor, as long as all keep their offsets.
         Raises:
             ChannelError: a type that does not travel, a name that comes twice, or no room in shared memory.
         """
@@ -81,11 +81,11 @@ class SharedWeights:
         return Manifest(self._name, offset, tuple(entries.values()), version, tuple(tied.items()))
 
     def body(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """The first bytes of the segment, as they are now; not to be written."""
+        """A view of the segment's first bytes, which must not be written."""
         if not num_bytes:
             return np.zeros(0, np.uint8)
         assert self._map is not None
-        return np.frombuffer(self._map, np.uint8, num_bytes)  # Not marked so: torch has no tensors that can't be written.
+        return np.frombuffer(self._map, np.uint8, num_bytes)  # Not marked read-only: torch has no such tensors.
 
     def close(self) -> None:
         """Remove the segment. Readers keep what they have mapped. May be called twice."""
@@ -129,17 +129,17 @@ class SharedWeights:
 
 
 class SharedWeightsReader:
-    """The reading side; keeps its mappings from one `read` to the next. Never removes a segment. One thread."""
+    """Maps and reads segments; keeps its mappings from one `read` to the next, and never removes a segment. One thread."""
 
     def __init__(self) -> None:
         self._maps: dict[str, tuple[int, mmap.mmap]] = {}
 
     def read(self, manifest: Manifest, *, verify: bool = True) -> Iterator[tuple[str, Weight]]:
-        """The tensors, as read-only views that show the segment: valid until the owner's next `write`.
+        """Yield the tensors as read-only views of the segment, valid until the owner's next `write`.
 
         Args:
-            verify: all are verified before the first is given, so that nobody loads half of something broken. Without it the caller
-                compares what it has in the end with the manifest.
+            verify: all are verified before the first is yielded, so that nobody loads half of a damaged model. Without it the caller
+                compares what it has loaded with the manifest.
         Raises:
             ChannelError: the segment is gone, or tensors differ from what was written; they are named.
             DecodeError: a manifest that does not fit its segment.
@@ -158,7 +158,7 @@ class SharedWeightsReader:
         return named(manifest.whole(), parts)
 
     def close(self) -> None:
-        """Let go of the mappings. Views given out keep theirs alive. May be called twice."""
+        """Drop the mappings. Views that were given out keep theirs. May be called twice."""
         self._maps.clear()
 
     def _attach(self, manifest: Manifest) -> mmap.mmap | bytes:
@@ -181,7 +181,7 @@ class SharedWeightsReader:
                 raise DecodeError(f"a manifest of {manifest.num_bytes:,} bytes for a segment of {status.st_size:,}")
             inode, mapped = self._maps.get(manifest.segment, (-1, None))
             if mapped is None or inode != status.st_ino or len(mapped) < manifest.num_bytes:
-                # Private, so that torch, which has no tensors that can't be written, may have it without a copy; nothing is written.
+                # Private and writable, since torch has no read-only tensors and takes it without a copy; nothing is written.
                 mapped = mmap.mmap(file, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
                 self._maps[manifest.segment] = (status.st_ino, mapped)
             return mapped
@@ -190,7 +190,7 @@ class SharedWeightsReader:
 
 
 def remove_segments(prefix: str) -> int:
-    """Remove every segment whose name starts so, for owners that were killed. Returns how many there were."""
+    """Remove every segment whose name starts with a prefix, for owners that were killed. Returns how many."""
     _check_name(prefix)
     found = [name for name in os.listdir(_directory()) if name.startswith(prefix) and name.endswith(_SUFFIX)]
     for name in found:

@@ -1,14 +1,14 @@
-"""Weights over ZeroMQ, to whoever asks: between hosts without storage that they share, encrypted with the cluster's key.
+"""Stream weights over ZeroMQ to receivers that ask: between hosts without shared storage, encrypted with the cluster's key.
 
-    receiver --ask: which version I want, which I hold--> server    receiver --ask: bytes from here to there--> server
-    receiver <--what comes------------------------------- server    receiver <--a piece------------------------ server
+    receiver --ask: the version wanted, the version held--> server    receiver --ask: bytes from an offset on--> server
+    receiver <--what will be sent------------------------- server    receiver <--a piece---------------------- server
 
-It is the control link's kind of socket (`m2flow.channels.zeromq`): a listener that takes in who says the token, which the manifest has; to
-another interface than loopback only with a key, and then nobody else can read it or be heard. A receiver asks for a few pieces ahead, so
+The socket is the control link's kind (`m2flow.channels.zeromq`): a listener that admits peers with the token, which is in the manifest. It
+listens at another interface than loopback only with a key, and then all traffic is encrypted. A receiver asks for a few pieces ahead, so
 neither side holds more than these. The server sends from what its trainer has staged, in a thread of its own, so training goes on.
 
-Limits: each receiver gets a stream of its own, so the trainer's link carries the model once for each; encryption has one core a trainer. A
-broadcast (`m2flow.channels.weights.broadcast`) carries it once, for a network that one trusts.
+Limits: each receiver gets a stream of its own, so the trainer's network link carries the model once for each, and encryption runs on one
+core of the trainer's host. A broadcast (`m2flow.channels.weights.broadcast`) carries the model once, on a trusted network.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import numpy as np
 
 from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights.broadcast import Bytes, Offer
-from m2flow.channels.weights.buckets import BUCKET_BYTES, arriving
+from m2flow.channels.weights.buckets import BUCKET_BYTES, receive_buckets
 from m2flow.channels.weights.manifest import Content
 from m2flow.channels.zeromq import LinkDialer, LinkListener
 from m2flow.errors import BrokenChannel, ChannelError, DecodeError
 
 _PIECE_BYTES = 1 << 20
 _PIECES_AHEAD = 8
-_LOOKS_S = 0.05
+_POLL_S = 0.05
 _ALL = -1
 
 
@@ -40,21 +40,21 @@ class _Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     base: int
     """What the receiver holds, or what the body that it reads is based on."""
     start: int = _ALL
-    """Of a piece; at first, what there is."""
+    """Offset of a piece; `_ALL`: ask what there is."""
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     version: int
     start: int
     content: Content | None = None
-    """To the first ask; None: there is no such version."""
+    """Answers the first ask; None: there is no such version."""
     size: int = -1
     """Of the piece that follows; -1: there is no such version."""
 
 
 @final
 class StreamServer:
-    """The owner's side. `offer`, `withdraw` and `close` from one thread.
+    """Serve the staged weights as streams. `offer`, `withdraw` and `close` are called from one thread.
 
     Args:
         host: the IPv4 address to listen at.
@@ -65,7 +65,7 @@ class StreamServer:
         self._listener = LinkListener(self._token, f"tcp:{host}", keys=keys)
         self._offer: Offer | None = None
         self._lock = threading.Lock()
-        """Held while bytes are read, and while others take their place."""
+        """Held while bytes are read, and while they are overwritten."""
         self._began_s: dict[str, float] = {}
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="m2flow-weights", daemon=True)
@@ -73,7 +73,7 @@ class StreamServer:
         """Of the last stream of a whole model."""
 
     def open(self) -> str:
-        """Listen; the address for manifests, token included.
+        """Listen, and return the address for manifests, token included.
 
         Raises:
             SpecError: others can reach it, and there is no key.
@@ -87,7 +87,7 @@ class StreamServer:
             self._offer = offer
 
     def withdraw(self) -> None:
-        """What was offered is about to be written over. Waits for a piece that is being read."""
+        """Stop offering, since the staged bytes are about to be overwritten. Waits for a piece that is being read."""
         with self._lock:
             self._offer = None
 
@@ -100,11 +100,11 @@ class StreamServer:
 
     def _serve(self) -> None:
         while not self._is_closing.is_set():
-            for peer, body in self._listener.receive(_LOOKS_S):
+            for peer, body in self._listener.receive(_POLL_S):
                 try:
                     self._listener.send(peer, *self._answer(peer, msgspec.msgpack.decode(body, type=_Ask)))
                 except (BrokenChannel, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    # It has died, or is none of ours: it is not heard any more.
+                    # It has died, or does not speak the protocol: ignore it from now on.
                     self._listener.forget(peer)
 
     def _answer(self, peer: str, ask: _Ask) -> list[bytes]:
@@ -125,7 +125,7 @@ class StreamServer:
 
 @final
 class StreamReceiver:
-    """The other side; keeps its connections from one version to the next. One thread, and the one that `arriving` has.
+    """Receive streams; keeps its connections from one version to the next. One thread, and the one of `receive_buckets`.
 
     Args:
         name: of the worker.
@@ -139,7 +139,7 @@ class StreamReceiver:
         self._connections: dict[str, _Connection] = {}
 
     def receive(self, address: str, version: int, base: int) -> tuple[Content, Iterator[Bytes]]:
-        """Ask for a version, holding another: what comes, and its buckets, each valid until the next is asked for.
+        """Ask for a version while holding another (`base`). Returns what will come, and its buckets, each valid until the next is taken.
 
         Raises:
             ChannelError: the version is not offered any more. BrokenChannel: the server is gone, now or while the buckets come.
@@ -150,7 +150,7 @@ class StreamReceiver:
                 connection.close()
             connection = self._connections[address] = _Connection(address, self._name, self._keys, self._timeout_s)
         content = connection.content(version, base)
-        return content, arriving(connection.reader(content), content.num_bytes, self._bucket_bytes)
+        return content, receive_buckets(connection.reader(content), content.num_bytes, self._bucket_bytes)
 
     def close(self) -> None:
         """May be called twice."""
@@ -160,7 +160,7 @@ class StreamReceiver:
 
 
 class _Connection:
-    """To one server."""
+    """A receiver's connection to one server."""
 
     def __init__(self, address: str, name: str, keys: Keys | None, timeout_s: float) -> None:
         self._address, _, token = address.partition(" ")
@@ -171,7 +171,7 @@ class _Connection:
         self._link.open(self._address, f"{name}/{secrets.token_hex(8)}", token)
         self._received: list[bytes] = []
         self.is_broken = False
-        """An answer that was asked for has not come, or may still come."""
+        """An answer is outstanding, so the connection can't be used for another version."""
 
     def content(self, version: int, base: int) -> Content:
         self.is_broken = True
@@ -183,7 +183,7 @@ class _Connection:
         return answer.content
 
     def reader(self, content: Content) -> Callable[[Bytes], None]:
-        """Fills what it is given with what comes next of the body."""
+        """Return a function that fills a buffer with the next bytes of the body."""
         asked = done = 0
         left = np.empty(0, np.uint8)
 

@@ -1,20 +1,22 @@
-"""What travels of a model: tensors by Hugging Face name, as NumPy arrays or raw bits, and their checksums.
+"""Tensors in transit: NumPy arrays or raw bits under Hugging Face names, tied tensors once, and their checksums.
 
-row hashes   a[r] = sum_j x[r, j] * K[j],   b[r] = sum_j (x[r, j] >> 32) * L[j]     modulo 2^64, 1,024 words of 64 bits a row
+A stream of weights is an iterable of (name, `Weight`), so tensors may come one by one and need not all be in memory. One that shares the
+memory of an earlier one (tied embeddings) comes as `Tied`: it is sent once and named twice.
+
+The checksum of a tensor's bytes, seen as rows of 1,024 words of 64 bits:
+
+    row hashes   a[r] = sum_j x[r, j] * K[j],   b[r] = sum_j (x[r, j] >> 32) * L[j]     modulo 2^64
     checksum     BLAKE2b, 64 bits, over a, b and the bytes after the last whole row
 
 The keys are odd, so any change within one word changes `a`. Modulo 2^64 a word's high bits reach only the high bits of `a`: two flipped
-signs would cancel. That is what `b` is for. Chance differences go unseen with a probability of about 2^-32 a row at worst; it is no defence
-against an attacker, who could write a manifest as well. Multiplications and sums are all there is, so NumPy and torch give the same on
-any device, and of weights on a GPU nothing but the row hashes has to leave it.
+signs would cancel, which `b` prevents. Random differences go unnoticed with a probability of about 2^-32 a row at worst; it is no defence
+against an attacker, who could write a manifest as well. It needs multiplications and sums alone, so NumPy and torch compute the same on any
+device, and of weights on a GPU only the row hashes leave it.
 
 Measured (one core of an EPYC with AVX-512, NumPy 2): 11 GB/s, where zlib's CRC-32 has 6.4, Adler-32 3.9, SHA-1 2.1, and a copy 20.
 
 Source: multilinear hashing, Lemire and Kaser 2014, arXiv:1202.4961, section 2. Departs from it: only odd keys, no finalising shift (BLAKE2b
 follows), and a second sum in place of wider arithmetic.
-
-A stream of weights is an iterable of (name, `Weight`), so that tensors may come one by one and need not all be in memory. One that lies
-on the memory of an earlier one (tied embeddings) comes as `Tied`: it is sent once and named twice.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ Words = npt.NDArray[np.uint64]
 ROW_WORDS = 1024
 ROW_BYTES = ROW_WORDS * 8
 _BLOCK_BYTES = 32 * ROW_BYTES
-"""What is summed is copied next, out of the processor's cache."""
+"""Small enough to be copied from the processor's cache after it was summed."""
 _PART_BYTES = 16 * _BLOCK_BYTES
-"""Work for one thread."""
+"""Bytes of one thread's task."""
 _MOST_THREADS = 4
-"""Of one process; memory has no more to give."""
+"""Of one process: more do not raise memory bandwidth."""
 
 
 def row_keys() -> tuple[Words, Words]:
-    """K and L: odd, uint64 [ROW_WORDS] each, the same everywhere."""
+    """Return the keys K and L: odd, uint64 [ROW_WORDS] each, the same everywhere."""
     drawn = np.frombuffer(hashlib.shake_256(b"m2flow weights, 1").digest(2 * ROW_BYTES), "<u8").astype(np.uint64) | np.uint64(1)
     return drawn[:ROW_WORDS], drawn[ROW_WORDS:]
 
@@ -59,7 +61,7 @@ _K, _L = row_keys()
 
 
 def checksum(raw: Bytes) -> int:
-    """Of contiguous bytes; 64 bits.
+    """Compute the 64-bit checksum of contiguous bytes.
 
     >>> a = np.arange(20_000, dtype=np.float64).view(np.uint8)
     >>> b = a.copy(); b[12_345] ^= 1
@@ -70,12 +72,12 @@ def checksum(raw: Bytes) -> int:
 
 
 def copy_with_checksum(source: Bytes, target: Bytes) -> int:
-    """Copy, and the checksum of what was copied."""
+    """Copy bytes, and return their checksum."""
     return _of(source, target)
 
 
 def finish(rows: Words, tail: Bytes) -> int:
-    """The checksum from the row hashes, uint64 [2, R], and the bytes after the last whole row."""
+    """Compute a checksum from the row hashes, uint64 [2, R], and the bytes after the last whole row."""
     total = hashlib.blake2b(np.ascontiguousarray(rows).data, digest_size=8)
     total.update(tail.data)
     return int.from_bytes(total.digest(), "little")
@@ -122,12 +124,14 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_num_threads(), thread_name_prefix="m2flow-checksum")
 
 
+# ---- types
+
 RAW_DTYPES: dict[str, np.dtype[np.generic]] = {
     "bfloat16": np.dtype(np.uint16),
     "float8_e4m3fn": np.dtype(np.uint8),
     "float8_e5m2": np.dtype(np.uint8),
 }
-"""Types that NumPy lacks, and what their bits travel as."""
+"""Types that NumPy lacks -> the type that their bits are sent as."""
 
 MAX_DIMENSIONS = 32
 T = TypeVar("T")
@@ -135,7 +139,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class RawBits:
-    """A tensor of a type that NumPy lacks: its bits, and the type's name in `RAW_DTYPES`.
+    """A tensor of a type that NumPy lacks, as its bits and the type's name in `RAW_DTYPES`.
 
     With torch: `RawBits(tensor.view(torch.uint16).numpy(), "bfloat16")`, and back by `torch.from_numpy(raw.bits).view(torch.bfloat16)`.
     """
@@ -146,7 +150,7 @@ class RawBits:
 
 @dataclass(frozen=True)
 class Tied:
-    """A name for a tensor that came before."""
+    """Another name for a tensor that came before."""
 
     to: str
     """Its name."""
@@ -156,7 +160,7 @@ Weight = npt.NDArray[np.generic] | RawBits
 
 
 def bytes_of(name: str, weight: Weight) -> tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]:
-    """Type, shape, and the bytes in C order, flat; a copy only of what is not contiguous. Raises `ChannelError`: it does not travel."""
+    """Return type, shape and flat bytes in C order, copied only if not contiguous. Raises `ChannelError`: the type can't be sent."""
     values = weight.bits if isinstance(weight, RawBits) else np.asarray(weight)
     dtype = weight.dtype if isinstance(weight, RawBits) else values.dtype.name
     if values.dtype != (RAW_DTYPES if isinstance(weight, RawBits) else DTYPES).get(dtype):
@@ -165,13 +169,13 @@ def bytes_of(name: str, weight: Weight) -> tuple[str, tuple[int, ...], npt.NDArr
 
 
 def weight_of(dtype: str, shape: tuple[int, ...], raw: npt.NDArray[np.uint8]) -> Weight:
-    """The tensor that these bytes are; a view."""
+    """View bytes as a tensor."""
     values = raw.view(storage(dtype)).reshape(shape)
     return RawBits(values, dtype) if dtype in RAW_DTYPES else values
 
 
 def storage(dtype: str) -> np.dtype[np.generic]:
-    """What NumPy holds a type as. Raises `DecodeError` for a type that does not travel."""
+    """The NumPy type that holds a type's values or bits. Raises `DecodeError` for a type that can't be sent."""
     found = DTYPES.get(dtype) or RAW_DTYPES.get(dtype)
     if found is None:
         raise DecodeError(f"a tensor of type {dtype!r}, which does not travel")
@@ -179,7 +183,7 @@ def storage(dtype: str) -> np.dtype[np.generic]:
 
 
 def num_bytes_of(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of a tensor, checked. Raises `DecodeError`: there is no such tensor."""
+    """Compute the size of a tensor. Raises `DecodeError` for a shape that can't exist."""
     if min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS:
         raise DecodeError(f"tensor {name!r} of shape {shape}")
     # Zeros are left out of this product: numpy refuses a shape whose other dimensions overflow, even if it is empty.
@@ -188,10 +192,10 @@ def num_bytes_of(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * storage(dtype).itemsize
 
 
-def once(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T | Tied]]:
-    """The stream with what lies on the same memory as an earlier tensor named only.
+def mark_tied(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T | Tied]]:
+    """Replace tensors that share the memory of an earlier one by `Tied`.
 
-    Two tensors share memory only while both exist: a name for memory that was freed and taken again would be wrong. So a stream of
+    Two tensors share memory only while both exist: memory that was freed and allocated again must not count. So a stream of
     temporaries has no ties.
     """
     seen: dict[object, tuple[str, weakref.ref[object]]] = {}
@@ -208,7 +212,7 @@ def once(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T | Tied]]:
 
 
 def _memory_of(tensor: Any) -> object:
-    """Where a NumPy array or a torch tensor lies and how, if it takes any room."""
+    """Address, shape, strides and type of a NumPy array or torch tensor; None if it is empty."""
     if isinstance(tensor, np.ndarray):
         return (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype.str) if tensor.size else None
     if not tensor.numel():
@@ -217,7 +221,7 @@ def _memory_of(tensor: Any) -> object:
 
 
 def digest(tensors: Iterable[tuple[str, Weight]]) -> str:
-    """SHA-256 over name, type, shape and bytes of each tensor, in the order of the names. In hexadecimal.
+    """Compute the SHA-256 over name, type, shape and bytes of each tensor, in the order of the names, in hexadecimal.
 
     >>> a, b = ("a", np.zeros(2)), ("b", np.ones(1))
     >>> digest([a, b]) == digest([b, a]), digest([a]) == digest([("a", np.zeros((2, 1)))])

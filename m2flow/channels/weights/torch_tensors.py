@@ -1,6 +1,6 @@
-"""Weights between torch and what travels: conversion of type, checksums on the device that they are on.
+"""Convert weights between engines' tensors and what is sent, and compute checksums on the device that they are on.
 
-The only file of this folder that knows torch tensors; it loads torch when it meets one.
+The only module of this package that knows torch tensors; it loads torch when it meets one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from m2flow.channels.weights import tensors as sums
-from m2flow.channels.weights.manifest import Seen, seen
+from m2flow.channels.weights.manifest import TensorChecksum, array_checksums
 from m2flow.channels.weights.tensors import RawBits, Tied, Weight
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -20,11 +20,11 @@ _ROWS_AT_ONCE = 8192
 _SIGNED = {1: "uint8", 2: "int16"}
 
 
-def travelling(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> Iterator[tuple[str, Weight | Tied]]:
-    """Engines' tensors as what travels: NumPy arrays, or raw bits; without a copy where they are on a CPU and stay as they are.
+def to_wire(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> Iterator[tuple[str, Weight | Tied]]:
+    """Convert engines' tensors to NumPy arrays or raw bits, without a copy where they are on a CPU and keep their type.
 
     Args:
-        dtype: what floating-point tensors are converted to, one at a time (round to nearest, ties to even); None: as they are.
+        dtype: type that floating-point tensors are converted to, one at a time (round to nearest, ties to even); None: keep theirs.
     """
     for name, tensor in tensors:
         if isinstance(tensor, Tied | RawBits):
@@ -42,7 +42,7 @@ def travelling(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> 
 
 
 def on_device(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Torch tensors as they are lent on the device that they are on; floating-point ones converted to `dtype` as by `travelling`."""
+    """Convert floating-point torch tensors to `dtype` on their own device, for lending them there (`to_wire` brings them to the host)."""
     import torch
 
     for name, tensor in tensors:
@@ -50,11 +50,11 @@ def on_device(tensors: Iterable[tuple[str, Any]], dtype: str | None = None) -> I
         yield name, tensor.detach().to(getattr(torch, dtype)) if is_float and dtype is not None else tensor
 
 
-def given(weights: Iterable[tuple[str, Weight]], like: object) -> Iterator[tuple[str, Any]]:
-    """What travelled, as engines take it.
+def from_wire(weights: Iterable[tuple[str, Weight]], like: object) -> Iterator[tuple[str, Any]]:
+    """Convert what was received to the tensors that an engine loads.
 
     Args:
-        like: one of the engine's own tensors: engines on NumPy get arrays.
+        like: one of the engine's own tensors; engines on NumPy get arrays.
     """
     for name, weight in weights:
         if isinstance(like, np.ndarray) and not isinstance(weight, RawBits):
@@ -66,7 +66,7 @@ def given(weights: Iterable[tuple[str, Weight]], like: object) -> Iterator[tuple
         if not bits.flags.writeable:
             bits = bits.view()
             try:
-                # Of memory that this process may write, which is private to it: torch has no tensors that can't be written.
+                # Works for memory that is private to this process: torch has no read-only tensors.
                 bits.flags.writeable = True
             except ValueError:
                 bits = bits.copy()
@@ -74,17 +74,17 @@ def given(weights: Iterable[tuple[str, Weight]], like: object) -> Iterator[tuple
         yield name, tensor.view(getattr(torch, weight.dtype)) if isinstance(weight, RawBits) else tensor
 
 
-def seen_tensors(tensors: Iterable[tuple[str, Any]]) -> Iterator[Seen]:
-    """What engines' tensors are. Of those on a GPU only row hashes leave it."""
+def tensor_checksums(tensors: Iterable[tuple[str, Any]]) -> Iterator[TensorChecksum]:
+    """Compute the checksums of engines' tensors. Of those on a GPU only row hashes leave it."""
     for name, tensor in tensors:
         if isinstance(tensor, np.ndarray | RawBits) or tensor.device.type == "cpu":
-            yield from seen((each, weight) for each, weight in travelling([(name, tensor)]) if not isinstance(weight, Tied))
+            yield from array_checksums((each, weight) for each, weight in to_wire([(name, tensor)]) if not isinstance(weight, Tied))
         else:
-            yield Seen(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum_on_device(tensor))
+            yield TensorChecksum(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum_on_device(tensor))
 
 
 def checksum_on_device(tensor: Any) -> int:
-    """`m2flow.channels.weights.tensors.checksum` of a torch tensor's bytes, computed where it lies."""
+    """Compute `m2flow.channels.weights.tensors.checksum` of a torch tensor's bytes, on its device."""
     import torch
 
     if not tensor.numel():

@@ -1,11 +1,11 @@
-"""Weights as files in a directory that both sides can reach: shared storage, or a link that is too slow for anything else.
+"""Weights as files in a directory that both sides reach: on shared storage, or where a network link is too slow.
 
     WeightFiles.write(content, body) -> name        open_file(directory, name) -> Content, and its body to read
 
     file    "m2w1", header length u32 (little-endian), header (msgpack, `Content`), zeros up to a multiple of 64, body
 
-A file is written under another name and renamed, so nobody sees half of one. It is not forced to the disk: what a run publishes is of no
-use after it. A whole model is followed by files with what changed, as long as these are smaller together than the model.
+A file is written under another name and renamed, so no reader sees a part of one. It is not forced to the disk: publications are of no use
+after the run. A whole model is followed by files with what changed, as long as these together are smaller than the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{5,200}")
 
 @final
 class WeightFiles:
-    """The owner's side. Names start with `prefix`. One thread."""
+    """Writes and removes the files of one publisher, whose names start with `prefix`. One thread."""
 
     def __init__(self, directory: str, prefix: str) -> None:
         self._directory = Path(directory)
@@ -46,15 +46,15 @@ class WeightFiles:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """A whole model and what changed since, oldest first."""
+        """Names of a whole model and the changes since, oldest first."""
         return tuple(name for name, _ in self._chain)
 
     def takes(self, num_bytes: int, whole_bytes: int) -> bool:
-        """Whether so much of what changed can follow what is there: who holds nothing reads all of it."""
+        """Whether a delta of this size may be added: a receiver that holds nothing reads the whole chain."""
         return bool(self._chain) and sum(size for _, size in self._chain[1:]) + num_bytes <= whole_bytes
 
     def write(self, content: Content, body: Bytes) -> str:
-        """Write a file. A whole model takes the place of all that was there.
+        """Write a file. A whole model replaces the chain.
 
         Raises:
             ChannelError: the directory refuses it.
@@ -85,7 +85,7 @@ class WeightFiles:
         return name
 
     def close(self) -> None:
-        """Remove all. May be called twice."""
+        """Remove all files. May be called twice."""
         self._remove(self.chain)
         self._chain = []
 
@@ -97,7 +97,7 @@ class WeightFiles:
 
 @final
 class WeightFile:
-    """A file that is read; `read` fills what it is given with what comes next of the body."""
+    """An open file; `read` fills a buffer with the next bytes of the body."""
 
     def __init__(self, file: BinaryIO, content: Content, name: str) -> None:
         self._file = file
@@ -105,7 +105,7 @@ class WeightFile:
         self._name = name
 
     def read(self, into: Bytes) -> None:
-        """Raises `DecodeError` at the end of the file."""
+        """Fill a buffer. Raises `DecodeError` at the end of the file."""
         done = 0
         while done < len(into):
             taken = self._file.readinto(into[done:].data)  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def open_file(directory: str, name: str) -> WeightFile:
     """Open a file that `WeightFiles` wrote.
 
     Raises:
-        ChannelError: it is not there. DecodeError: it is none of ours.
+        ChannelError: it is not there. DecodeError: it is not such a file.
     """
     if not _NAME.fullmatch(name):
         raise DecodeError(f"{name!r} names no file of weights")
@@ -151,7 +151,7 @@ def open_file(directory: str, name: str) -> WeightFile:
 
 
 def remove_files(directory: str, prefix: str) -> int:
-    """Remove every file of weights whose name starts so, for owners that were killed. Returns how many there were."""
+    """Remove every file of weights whose name starts with a prefix, for owners that were killed. Returns how many."""
     if not _NAME.fullmatch(prefix):
         raise SpecError(f"{prefix!r} can't name files of weights")
     found = [p for p in Path(directory).glob("*") if p.name.lstrip(".").startswith(prefix) and _SUFFIX in p.name]

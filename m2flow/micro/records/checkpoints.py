@@ -264,11 +264,11 @@ def export_part(part: Part, out: Path) -> str:
         ModelError: they are not those that the trainer held, or there is no model.
     """
     from m2flow.channels.weights import Tied, digest
-    from m2flow.channels.weights.torch_tensors import travelling
+    from m2flow.channels.weights.torch_tensors import to_wire
     from m2flow.engines.models.model_export import export_model
 
     weights = export_model(part.path, out)
-    found = digest((name, weight) for name, weight in travelling(weights.items()) if not isinstance(weight, Tied))
+    found = digest((name, weight) for name, weight in to_wire(weights.items()) if not isinstance(weight, Tied))
     if part.digest and found != part.digest:
         raise ModelError(
             f"{out} does not have the weights that {part.role} had at {part.which}: their digest is {found[:12]}, not {part.digest[:12]}",

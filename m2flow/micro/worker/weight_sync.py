@@ -29,9 +29,9 @@ import numpy as np
 from m2flow.channels.endpoints import Keys
 from m2flow.channels.weights import Manifest, Publisher, Subscriber, WeightOptions
 from m2flow.channels.weights.device import CudaMemory, DeviceWeights, DeviceWeightsReader
-from m2flow.channels.weights.manifest import Probe, Seen, TensorEntry, differing, listed, seen
-from m2flow.channels.weights.tensors import RawBits, Tied, Weight, once
-from m2flow.channels.weights.torch_tensors import given, on_device, seen_tensors, travelling
+from m2flow.channels.weights.manifest import Probe, TensorChecksum, TensorEntry, array_checksums, compare_checksums, listed
+from m2flow.channels.weights.tensors import RawBits, Tied, Weight, mark_tied
+from m2flow.channels.weights.torch_tensors import from_wire, on_device, tensor_checksums, to_wire
 from m2flow.engines.contract import RolloutEngine, TrainEngine, agreement_of
 from m2flow.errors import ChannelError, EngineError
 from m2flow.micro.protocol.plan import WeightSync
@@ -52,7 +52,7 @@ class LoraBaseCheck:
     def told(self, role: str, manifest: Manifest, engine: TrainEngine) -> Manifest:
         """A publication of a role's adapters, which now says what they are beside."""
         if role not in self._entries:
-            found = seen_tensors(engine.base())
+            found = tensor_checksums(engine.base())
             self._entries[role] = tuple(TensorEntry(one.name, one.dtype, one.shape, 0, one.checksum) for one in found)
         return msgspec.structs.replace(manifest, base=self._entries[role])
 
@@ -60,7 +60,7 @@ class LoraBaseCheck:
         """Before adapters are added to what an engine holds, the first time. Raises EngineError: it is something else."""
         if role in self._compared:
             return
-        wrong, missing = differing(manifest.base, seen_tensors(engine.base()))
+        wrong, missing = compare_checksums(manifest.base, tensor_checksums(engine.base()))
         if wrong or missing:
             raise EngineError(
                 f"the weights beside the adapters of {role} differ between trainer and rollout: {listed(sorted({*wrong, *missing}))}",
@@ -277,7 +277,7 @@ class WeightSyncs:
             if publisher is None:
                 publisher = self._publishers[role] = Publisher(f"{self._prefix}-{role}", self._options(role))
             is_alone = role in self._settings.alone
-            sent = travelling(engine.adapters()) if is_alone else self.travelling(role, engine)
+            sent = to_wire(engine.adapters()) if is_alone else self.to_wire(role, engine)
             manifest = publisher.publish(sent, version)
             span.set(sends="adapters" if is_alone else "weights")
             last = publisher.last
@@ -311,10 +311,10 @@ class WeightSyncs:
                 manifest,
                 transport,
                 held_version=self._held.pop(role, -1),
-                held=(lambda: _plain(travelling(taking.held()))) if is_listed else None,
+                held=(lambda: _plain(to_wire(taking.held()))) if is_listed else None,
                 verify=unlisted,
             )
-            taking.load(given(arriving, _first(engine)), version, under_requests=under_requests)
+            taking.load(from_wire(arriving, _first(engine)), version, under_requests=under_requests)
             wrong, self._unlisted[role] = _compared(manifest.tensors, taking.held())
             if wrong:
                 self._say(role, wrong, transport, lambda: subscriber.tensors(manifest, transport))
@@ -327,7 +327,7 @@ class WeightSyncs:
         if lender is None:
             device = _device_of(engine)
             lender = self._lenders[role] = DeviceWeights(CudaMemory(device), device)
-        return lender.write(on_device(once(engine.weights()), self._rollout_dtype(role)), version=version)
+        return lender.write(on_device(mark_tied(engine.weights()), self._rollout_dtype(role)), version=version)
 
     def _borrow(self, role: str, version: int, manifest: Manifest, engine: RolloutEngine, *, under_requests: bool) -> None:
         reader = self._borrowers.get(role)
@@ -352,7 +352,7 @@ class WeightSyncs:
 
     def copy(self, role: str, version: int, trainer: TrainEngine, engine: RolloutEngine, *, under_requests: bool = False) -> None:
         """Take the weights of a trainer of this process in, tensor by tensor."""
-        self.take(role, version, self.travelling(role, trainer), engine, under_requests=under_requests)
+        self.take(role, version, self.to_wire(role, trainer), engine, under_requests=under_requests)
 
     def take(
         self, role: str, version: int, tensors: Iterable[tuple[str, Weight | Tied]], engine: RolloutEngine, *, under_requests: bool = False
@@ -367,20 +367,20 @@ class WeightSyncs:
             entries: list[TensorEntry] = []
             sizes: list[int] = []
             passing = _noted(_plain(tensors), entries, sizes)
-            engine.load_weights(given(passing, _first(engine)), version, under_requests=under_requests)
+            engine.load_weights(from_wire(passing, _first(engine)), version, under_requests=under_requests)
             wrong, _ = _compared(entries, engine.weights())
             if wrong:
                 self._say(role, wrong, "same process", None)
             self._held.pop(role, None)
             span.set(num_bytes=sum(sizes), transport="same process", gb_per_s=_rate(sum(sizes), start))
 
-    def travelling(self, role: str, engine: TrainEngine) -> Iterator[tuple[str, Weight | Tied]]:
+    def to_wire(self, role: str, engine: TrainEngine) -> Iterator[tuple[str, Weight | Tied]]:
         """A trainer's weights in the type that the role's rollout engines hold, one at a time."""
-        return travelling(once(engine.weights()), self._rollout_dtype(role))
+        return to_wire(mark_tied(engine.weights()), self._rollout_dtype(role))
 
     def kept(self, role: str, engine: TrainEngine) -> list[tuple[str, Weight]]:
         """A copy of them."""
-        return [(name, _copied(weight)) for name, weight in self.travelling(role, engine) if not isinstance(weight, Tied)]
+        return [(name, _copied(weight)) for name, weight in self.to_wire(role, engine) if not isinstance(weight, Tied)]
 
     def _rollout_dtype(self, role: str) -> str | None:
         model = self._models.get(role)
@@ -423,14 +423,14 @@ class WeightSyncs:
 
 
 def _compared(entries: Iterable[TensorEntry], held: Iterable[tuple[str, Any]]) -> tuple[list[str], frozenset[str]]:
-    wrong, missing = differing(tuple(entries), seen_tensors(held))
+    wrong, missing = compare_checksums(tuple(entries), tensor_checksums(held))
     return wrong, frozenset(missing)
 
 
 def _noted(weights: Iterable[tuple[str, Weight]], entries: list[TensorEntry], sizes: list[int]) -> Iterator[tuple[str, Weight]]:
     """The same weights; what passes is written down."""
     for name, weight in weights:
-        found: Seen = next(iter(seen([(name, weight)])))
+        found: TensorChecksum = next(iter(array_checksums([(name, weight)])))
         entries.append(TensorEntry(name, found.dtype, found.shape, 0, found.checksum))
         sizes.append(entries[-1].num_bytes)
         yield name, weight
